@@ -1,0 +1,294 @@
+"""What replicas and learners call: the buffer's operations with types.
+
+Every method raises DeadlineExceeded when the buffer does not answer in time, and the buffer's own
+error otherwise. A long poll (`lease`, `reserve`) returns empty-handed after `wait_s`; ask again. A
+call whose answer was lost may be repeated: pushes, `reserve`, `trained` and `checkpointed` count once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.errors import LedgerError, WireError
+from asyncrl.experience import Group, decode_group, encode_group
+from asyncrl.rpc import AsyncClient, Client
+
+MARGIN_S = 5.0
+"""What a long poll's answer may take beyond its wait."""
+
+
+@dataclass(frozen=True)
+class LeaseGrant:
+    """The right to generate one group until `lease_s` from now; renew it in time.
+
+    Attributes:
+        source, pass_number, index: The prompt: row `index` of the data, in traversal `pass_number`.
+        seed: Of the ticket; `orders.sample_seed(run_seed, ticket, sample)` is a sample's own.
+    """
+
+    ticket: int
+    attempt: int
+    source: int
+    pass_number: int
+    index: int
+    seed: int
+    lease_s: float
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(ticket, attempt), as `renew` and `release` take it."""
+        return self.ticket, self.attempt
+
+
+@dataclass(frozen=True)
+class EvaluationOrder:
+    """Evaluate at the served weights, which have seen at least `step` steps."""
+
+    id: int
+    step: int
+
+
+@dataclass(frozen=True)
+class LeaseReply:
+    """Grants, possibly none, and an evaluation order, mostly None."""
+
+    grants: tuple[LeaseGrant, ...]
+    evaluate: EvaluationOrder | None
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """A checkpoint that the ledger knows to be committed."""
+
+    token: int
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a learner learns when it takes over.
+
+    Attributes:
+        checkpoints: From which it may resume, oldest first; without any, `resume(0)`.
+        num_prompts: 0 while no replica has described the data.
+    """
+
+    token: int
+    checkpoints: tuple[CheckpointEntry, ...]
+    steps_trained: int
+    num_prompts: int
+
+
+@dataclass(frozen=True)
+class ReservedTicket:
+    """One group of a reserved batch."""
+
+    ticket: int
+    attempt: int
+    num_tokens: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A batch, sorted by ticket.
+
+    Attributes:
+        step_of_version: For every version number in the batch, the step to subtract for a token's
+            lag. It is below the version's own step for tokens of a branch that a resume abandoned.
+    """
+
+    step: int
+    tickets: tuple[ReservedTicket, ...]
+    step_of_version: Mapping[int, int]
+
+
+class ReplicaClient:
+    """A replica's side. Any number of calls may be in flight in one event loop.
+
+    Args:
+        address: Of the buffer.
+        replica: The replica's name; call `retire` first if an earlier process had it.
+    """
+
+    def __init__(self, address: str, replica: str, deadline_s: float = 30.0) -> None:
+        self.replica = replica
+        self._rpc = AsyncClient(address)
+        self._deadline_s = deadline_s
+        self._evaluating: int | None = None
+
+    async def describe_data(self, num_prompts: int, digest: str) -> None:
+        """Say what the training data is, once, before the first lease.
+
+        Raises:
+            DataError: The run began with other data.
+        """
+        await self._call("describe_data", num_prompts=num_prompts, digest=digest)
+
+    async def lease(self, version: int, want: int, wait_s: float) -> LeaseReply:
+        """Ask for up to `want` groups to generate with the weights of `version`.
+
+        `want=0` asks for an evaluation order only. An order is handed out once: it is this replica's
+        until `evaluated`.
+        """
+        wanted = {"version": version, "want": want, "evaluating": self._evaluating}
+        args = await self._call("lease", wait_s, **wanted)
+        grants = tuple(_read_grant(row) for row in args["grants"])
+        order = args["evaluate"]
+        if order is None or order["id"] == self._evaluating:
+            return LeaseReply(grants, None)
+        self._evaluating = order["id"]
+        return LeaseReply(grants, EvaluationOrder(order["id"], order["step"]))
+
+    async def renew(self, held: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Extend the leases of (ticket, attempt) pairs; return those that are lost: stop working on them.
+
+        Also the replica's heartbeat: call it with no pairs while it evaluates.
+        """
+        args = await self._call("renew", tickets=[list(pair) for pair in held])
+        return tuple((ticket, attempt) for ticket, attempt in args["lost"])
+
+    async def push(self, group: Group) -> str:
+        """Hand a finished group over; return `stored`, `duplicate`, `late` or `dropped` (constant rewards).
+
+        Raises:
+            WireError: The group is malformed; its attempt counts as failed.
+        """
+        frames = encode_group(group)
+        reply = await self._rpc.call(
+            "push",
+            frames,
+            self._deadline_s,
+            replica=self.replica,
+            ticket=group.ticket,
+            attempt=group.attempt,
+        )
+        return str(reply.args["result"])
+
+    async def fail(self, ticket: int, attempt: int, reason: str) -> None:
+        """Report a group that could not be generated; it is tried again, or given up."""
+        await self._call("fail", ticket=ticket, attempt=attempt, reason=reason)
+
+    async def release(self, held: Iterable[tuple[int, int]]) -> None:
+        """Return leases unfinished, while draining."""
+        await self._call("release", tickets=[list(pair) for pair in held])
+
+    async def retire(self) -> None:
+        """Return all that this replica's name holds."""
+        await self._call("retire")
+
+    async def evaluated(self, order: EvaluationOrder, version: int, metrics: Mapping[str, float]) -> None:
+        """Report an evaluation's result at weights of `version`."""
+        await self._call("evaluated", id=order.id, version=version, metrics=dict(metrics))
+        if self._evaluating == order.id:
+            self._evaluating = None
+
+    async def status(self) -> dict[str, Any]:
+        """Return the buffer's census, counters and evaluations."""
+        return await self._call("status")
+
+    def close(self) -> None:
+        self._rpc.close()
+
+    async def _call(self, op: str, wait_s: float | None = None, **args: Any) -> dict[str, Any]:
+        deadline_s = self._deadline_s
+        if wait_s is not None:
+            deadline_s, args["wait_s"] = wait_s + MARGIN_S, wait_s
+        reply = await self._rpc.call(op, deadline_s=deadline_s, replica=self.replica, **args)
+        return reply.args
+
+
+def _read_grant(row: dict[str, Any]) -> LeaseGrant:
+    prompt = (row["source"], row["pass"], row["index"])
+    return LeaseGrant(row["ticket"], row["attempt"], *prompt, row["seed"], row["lease_s"])
+
+
+class LearnerClient:
+    """A learner's side, synchronous. `open` or a given token comes first.
+
+    Args:
+        token: The fencing token that another process of the same learner got from `open`; a
+            data-parallel rank that only fetches is built with it.
+    """
+
+    def __init__(self, address: str, token: int = 0, deadline_s: float = 30.0) -> None:
+        self.token = token
+        self._rpc = Client(address)
+        self._deadline_s = deadline_s
+
+    def open(self, holder: str) -> Opening:
+        """Become the learner: older tokens are fenced. Then `resume`, unless nothing was trained yet."""
+        args = self._rpc.call("open", deadline_s=self._deadline_s, holder=holder).args
+        self.token = args["token"]
+        checkpoints = tuple(
+            CheckpointEntry(row["token"], row["step"], row["digest"]) for row in args["checkpoints"]
+        )
+        return Opening(self.token, checkpoints, args["steps_trained"], args["num_prompts"])
+
+    def resume(self, step: int) -> None:
+        """Rewind the ledger to the loaded checkpoint's step (0: initial weights).
+
+        Raises:
+            LedgerError: No committed checkpoint has this step.
+        """
+        self._call("resume", step=step)
+
+    def register_version(self, step: int) -> int:
+        """Return a new version number for the weights after `step` steps."""
+        return int(self._call("register_version", step=step)["number"])
+
+    def reserve(self, step: int, wait_s: float) -> Reservation | None:
+        """Return the batch of `step`, or None if it is not complete within `wait_s`."""
+        args = self._call("reserve", wait_s, step=step)
+        if not args["ready"]:
+            return None
+        tickets = tuple(
+            ReservedTicket(row["ticket"], row["attempt"], row["num_tokens"], row["num_bytes"])
+            for row in args["tickets"]
+        )
+        return Reservation(step, tickets, dict(args["versions"]))
+
+    def fetch(self, tickets: Sequence[int]) -> list[Group]:
+        """Return the groups of reserved tickets, in the order asked for.
+
+        Raises:
+            LedgerError: A payload turned out damaged; its ticket was issued again. Reserve the step again.
+        """
+        reply = self._rpc.call("fetch", deadline_s=self._deadline_s, token=self.token, tickets=list(tickets))
+        if reply.args["lost"]:
+            raise LedgerError(
+                f"the payloads of tickets {reply.args['lost']} are lost", hint="Reserve the step again"
+            )
+        counts = reply.args["frames_per_group"]
+        if len(counts) != len(tickets) or sum(counts) != len(reply.frames):
+            raise WireError("the buffer's frames do not fit the tickets that were fetched")
+        frames = iter(reply.frames)
+        return [decode_group([next(frames) for _ in range(count)]) for count in counts]
+
+    def trained(self, step: int, dropped: Iterable[tuple[int, str]] = ()) -> None:
+        """Report step `step` trained, less the dropped (ticket, reason) pairs (`stale`)."""
+        self._call("trained", step=step, dropped=[list(pair) for pair in dropped])
+
+    def checkpointed(self, step: int, digest: str, kept: Sequence[int]) -> None:
+        """Commit a checkpoint of the weights after `step` steps; `kept`: all that exist, this one too."""
+        self._call("checkpointed", step=step, digest=digest, kept=list(kept))
+
+    def request_evaluation(self, step: int) -> int:
+        """Order an evaluation at weights of at least `step`; return its id. Results stand in `status`."""
+        return int(self._call("request_evaluation", step=step)["id"])
+
+    def status(self) -> dict[str, Any]:
+        """Return the buffer's census, counters and evaluations."""
+        return self._rpc.call("status", deadline_s=self._deadline_s).args
+
+    def close(self) -> None:
+        self._rpc.close()
+
+    def _call(self, op: str, wait_s: float | None = None, **args: Any) -> dict[str, Any]:
+        deadline_s = self._deadline_s
+        if wait_s is not None:
+            deadline_s, args["wait_s"] = wait_s + MARGIN_S, wait_s
+        return self._rpc.call(op, deadline_s=deadline_s, token=self.token, **args).args

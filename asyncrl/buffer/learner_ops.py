@@ -1,0 +1,131 @@
+"""What the buffer does for the learner: checks each argument and the fencing token, then asks the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.buffer.replica_ops import read_wait_s
+from asyncrl.buffer.store import ExperienceStore
+from asyncrl.errors import WireError
+from asyncrl.rpc import Request
+from asyncrl.wire import field
+
+if TYPE_CHECKING:
+    from asyncrl.buffer.service import Desk
+
+
+class LearnerOps:
+    """Operations of the learner. All but `open` are refused to an older fencing token."""
+
+    def __init__(self, store: ExperienceStore, desk: Desk) -> None:
+        self._store = store
+        self._ledger = store.ledger
+        self._desk = desk
+
+    def table(self) -> dict[str, Callable[[Request], None]]:
+        return {
+            "open": self.open,
+            "resume": self.resume,
+            "register_version": self.register_version,
+            "reserve": self.reserve,
+            "fetch": self.fetch,
+            "trained": self.trained,
+            "checkpointed": self.checkpointed,
+            "request_evaluation": self.request_evaluation,
+        }
+
+    def open(self, request: Request) -> None:
+        token = self._ledger.open(field(request.args, "holder", str))
+        checkpoints = [
+            {"token": one.token, "step": one.step, "digest": one.digest} for one in self._ledger.checkpoints()
+        ]
+        state = self._ledger.state
+        self._reply(
+            request,
+            token=token,
+            checkpoints=checkpoints,
+            steps_trained=state.steps_trained,
+            num_prompts=state.num_prompts,
+        )
+
+    def resume(self, request: Request) -> None:
+        self._store.resume(self._token(request), field(request.args, "step", int))
+        self._reply(request)
+
+    def register_version(self, request: Request) -> None:
+        number = self._ledger.register_version(self._token(request), field(request.args, "step", int))
+        self._reply(request, number=number)
+
+    def reserve(self, request: Request) -> None:
+        token, step = self._token(request), field(request.args, "step", int)
+
+        def attempt() -> dict[str, Any] | None:
+            return self._reserve(token, step)
+
+        self._desk.park_until(request, attempt, _not_ready, read_wait_s(request.args), ("learner", ""))
+
+    def _reserve(self, token: int, step: int) -> dict[str, Any] | None:
+        tickets = self._ledger.reserve(token, step)
+        if tickets is None:
+            return None
+        rows = [
+            {
+                "ticket": ticket.id,
+                "attempt": ticket.attempt,
+                "num_tokens": ticket.num_tokens,
+                "num_bytes": ticket.num_bytes,
+            }
+            for ticket in tickets
+        ]
+        return {"ready": True, "tickets": rows, "versions": self._ledger.counted_versions(tickets)}
+
+    def fetch(self, request: Request) -> None:
+        self._token(request)
+        payloads, lost = self._store.fetch(_read_ints(request.args, "tickets"))
+        frames = [] if lost else [frame for payload in payloads for frame in payload]
+        counts = [] if lost else [len(payload) for payload in payloads]
+        self._desk.answer(request, {"frames_per_group": counts, "lost": lost}, frames)
+
+    def trained(self, request: Request) -> None:
+        token, step = self._token(request), field(request.args, "step", int)
+        self._ledger.trained(token, step, _read_drops(request.args))
+        self._reply(request)
+
+    def checkpointed(self, request: Request) -> None:
+        args = request.args
+        token, step, digest = self._token(request), field(args, "step", int), field(args, "digest", str)
+        self._ledger.checkpointed(token, step, digest, _read_ints(args, "kept"))
+        self._reply(request)
+
+    def request_evaluation(self, request: Request) -> None:
+        token, step = self._token(request), field(request.args, "step", int)
+        number = self._ledger.request_evaluation(token, step)
+        self._reply(request, id=number)
+
+    def _token(self, request: Request) -> int:
+        token = int(field(request.args, "token", int))
+        self._ledger.check_token(token)
+        return token
+
+    def _reply(self, request: Request, **args: Any) -> None:
+        self._desk.answer(request, args)
+
+
+def _not_ready() -> dict[str, Any]:
+    return {"ready": False, "tickets": [], "versions": []}
+
+
+def _read_ints(args: dict[str, Any], name: str) -> list[int]:
+    values = field(args, name, list)
+    if not all(type(value) is int for value in values):
+        raise WireError(f"the field '{name}' holds whole numbers")
+    return list(values)
+
+
+def _read_drops(args: dict[str, Any]) -> list[tuple[int, str]]:
+    rows = field(args, "dropped", list)
+    for row in rows:
+        if not (isinstance(row, list) and len(row) == 2 and type(row[0]) is int and isinstance(row[1], str)):
+            raise WireError("the field 'dropped' holds pairs of a ticket and a reason")
+    return [(ticket, reason) for ticket, reason in rows]

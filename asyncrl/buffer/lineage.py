@@ -1,0 +1,58 @@
+"""Which step a version number counts as (pure).
+
+A resume begins a new lineage. Its first steps are an ordered replay: the same groups in the same
+order make the same weights, so the abandoned steps count as if they had never been abandoned. The
+replay may break, when a payload is lost or another group is dropped: there the lineages fork, and a
+token that the old branch sampled beyond the fork is as old as the way back to the fork and forth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+NO_FORK = 1 << 62
+
+
+@dataclass
+class VersionBook:
+    """Version numbers, and where each lineage left the one before.
+
+    Attributes:
+        registered: number -> (lineage, step).
+        forks: For each lineage but the current one, the step at which its successor left it.
+    """
+
+    registered: dict[int, tuple[int, int]] = field(default_factory=dict)
+    forks: list[int] = field(default_factory=list)
+
+    @property
+    def lineage(self) -> int:
+        return len(self.forks)
+
+    @property
+    def last_number(self) -> int:
+        return len(self.registered)
+
+    def register(self, number: int, step: int) -> None:
+        """Record a version of the current lineage; numbers rise by one."""
+        assert number == self.last_number + 1, "version numbers rise by one"
+        self.registered[number] = (self.lineage, step)
+
+    def begin_lineage(self) -> None:
+        """Leave the current lineage; until `fork`, the new one replays it."""
+        self.forks.append(NO_FORK)
+
+    def fork(self, step: int) -> None:
+        """Record that the weights after step index `step` differ from the abandoned lineage's."""
+        if self.forks:
+            self.forks[-1] = min(self.forks[-1], step)
+
+    def counted_step(self, number: int) -> int:
+        """Return the step to subtract for a token of version `number`; below its own step beyond a fork."""
+        lineage, step = self.registered[number]
+        distance = 0
+        for fork in self.forks[lineage:]:
+            if step > fork:
+                distance += step - fork
+                step = fork
+        return step - distance

@@ -1,0 +1,249 @@
+"""The buffer service: one thread that answers replicas and the learner.
+
+    consumes: requests over ZMQ       waits for: a message, at most one tick
+    produces: grants, verdicts on pushes, batches       unblocked by: a message or the tick
+
+Each turn of the loop handles the messages that are there, answers parked requests that can now be
+answered, commits the turn's events, and only then sends the turn's replies: acknowledged is journalled.
+Invariant: nothing that a client sends ends the service; what is wrong is refused and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.buffer.census import take_census
+from asyncrl.buffer.learner_ops import LearnerOps
+from asyncrl.buffer.replica_ops import ReplicaOps
+from asyncrl.buffer.store import ExperienceStore
+from asyncrl.buffer.tickets import State
+from asyncrl.clock import Clock
+from asyncrl.errors import AsyncrlError, WireError
+from asyncrl.faults import fault_point
+from asyncrl.rpc import Handler, Request, Server
+from asyncrl.wire import Frame
+
+log = logging.getLogger(__name__)
+
+STATUS_EVERY_S = 0.5
+MAX_PARKED = 4096
+
+
+Attempt = Callable[[], dict[str, Any] | None]
+"""Returns the arguments of the answer, or None to wait on; raises to refuse."""
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A request that waits for the ledger to change.
+
+    Attributes:
+        last: Returns the answer when the wait is over.
+        owner: (role, name); a newer client of the same owner takes its place.
+    """
+
+    request: Request
+    attempt: Attempt
+    last: Callable[[], dict[str, Any]]
+    deadline: float
+    owner: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request gets once the turn is durable: arguments and frames, or an error."""
+
+    request: Request
+    args: dict[str, Any]
+    frames: Sequence[Frame] = ()
+    error: AsyncrlError | None = None
+
+    def send(self) -> None:
+        if self.error is not None:
+            self.request.fail(self.error)
+        else:
+            self.request.reply(frames=self.frames, **self.args)
+
+
+class Desk:
+    """Handles requests, turn by turn. See the module."""
+
+    def __init__(self, store: ExperienceStore, clock: Clock) -> None:
+        self.store = store
+        self.clock = clock
+        self.last_status: dict[str, Any] = {}
+        self.counters: Counter[str] = Counter()
+        self._parked: list[Parked] = []
+        self._outbox: list[Answer] = []
+        self._has_changed = False
+        self._next_status = 0.0
+        self._replicas = ReplicaOps(store, self)
+        self._ops: dict[str, Callable[[Request], None]] = {
+            "status": lambda request: self.answer(request, self.status()),
+            **self._replicas.table(),
+            **LearnerOps(store, self).table(),
+        }
+        self.refresh_status()
+
+    def handle(self, request: Request) -> None:
+        """Handle one request; its answer leaves at the end of the turn."""
+        op = self._ops.get(request.op)
+        if op is None:
+            raise WireError(f"the buffer knows no operation '{request.op}'")
+        self._has_changed = True
+        op(request)
+
+    def tick(self, now: float) -> None:
+        """End what time has ended: leases, silent evaluators, waits."""
+        if self.store.ledger.expire(self.clock.now()):
+            self._has_changed = True
+        self._has_changed |= self._replicas.expire_silent(self.clock.now())
+        self.end_turn()
+        self.store.journal.tick(self.clock.now())
+        if self.clock.now() >= self._next_status:
+            self.refresh_status()
+
+    def answer(self, request: Request, args: dict[str, Any], frames: Sequence[Frame] = ()) -> None:
+        """Send this once the turn's events are durable."""
+        self._outbox.append(Answer(request, args, frames))
+
+    def park_until(
+        self,
+        request: Request,
+        attempt: Attempt,
+        last: Callable[[], dict[str, Any]],
+        wait_s: float,
+        owner: tuple[str, str],
+    ) -> None:
+        """Answer now if possible, else when the ledger allows it, else after `wait_s`."""
+        args = attempt()
+        if args is None and (len(self._parked) >= MAX_PARKED or wait_s == 0.0):
+            args = last()
+        if args is not None:
+            self.answer(request, args)
+            return
+        newcomer = Parked(request, attempt, last, self.clock.now() + wait_s, owner)
+        self._replace_older(newcomer)
+        self._parked.append(newcomer)
+
+    def _replace_older(self, newcomer: Parked) -> None:
+        """Answer what a restarted owner left parked: a grant must not go to a client that is gone."""
+        older = [one for one in self._parked if one.owner == newcomer.owner]
+        for parked in older:
+            if parked.request.client != newcomer.request.client:
+                self._parked.remove(parked)
+                self.answer(parked.request, parked.last())
+
+    def end_turn(self) -> None:
+        """Answer what can be answered, make the turn durable, send."""
+        now = self.clock.now()
+        has_changed, self._has_changed = self._has_changed, False
+        if self._parked:
+            self._parked = [parked for parked in self._parked if not self._try(parked, now, has_changed)]
+        self.store.settle(now)
+        outbox, self._outbox = self._outbox, []
+        for answer in outbox:
+            answer.send()
+        if outbox:
+            fault_point("buffer.sent", self.store.num_turns)
+
+    def _try(self, parked: Parked, now: float, has_changed: bool) -> bool:
+        """Answer a parked request if that is possible now; return whether it was."""
+        is_over = now >= parked.deadline
+        if not has_changed and not is_over:
+            return False
+        try:
+            args = parked.attempt()
+        except AsyncrlError as error:
+            self._outbox.append(Answer(parked.request, {}, error=error))
+            return True
+        if args is None and is_over:
+            args = parked.last()
+        if args is not None:
+            self.answer(parked.request, args)
+        return args is not None
+
+    def refresh_status(self) -> None:
+        """Recount, for readers in other threads."""
+        self.last_status = self.status()
+        self._next_status = self.clock.now() + STATUS_EVERY_S
+
+    def status(self) -> dict[str, Any]:
+        """Return the census, both laws' residue and what else operators ask for."""
+        state = self.store.ledger.state
+        census = take_census(state).as_values()
+        counters = self.store.counters + self.store.journal.counters + self.counters
+        evaluations = [
+            {"id": one.id, "step": one.step, "version": one.version, "metrics": one.metrics}
+            for one in state.evaluations.values()
+            if one.is_done
+        ]
+        return {
+            "census": census,
+            **census,
+            "residue": census["residue"],
+            "stored_groups": state.counts[State.STORED],
+            "stored_tokens": state.held_tokens,
+            "memory_bytes": state.held_bytes,
+            "promised_bytes": state.memory_bytes,
+            "steps_trained": state.steps_trained,
+            "lineage": state.versions.lineage,
+            "last_version": state.versions.last_number,
+            "token": state.token,
+            "leases": {replica: len(held) for replica, held in state.leases.items()},
+            "reissues": dict(state.reissues),
+            "checkpoints": sorted(state.checkpoints),
+            "evaluations": evaluations,
+            "evaluations_pending": len(state.evaluations) - len(evaluations),
+            "parked": len(self._parked),
+            "counters": dict(counters),
+        }
+
+
+class TurnServer(Server):
+    """A server that tells the desk when the messages of a turn are handled."""
+
+    def _drain(self, handler: Handler) -> None:
+        super()._drain(handler)
+        assert isinstance(handler, Desk)
+        handler.end_turn()
+
+
+class BufferService:
+    """The experience buffer as a service of a run."""
+
+    def __init__(self, store: ExperienceStore, clock: Clock, bind: str = "tcp://127.0.0.1:*") -> None:
+        self._server = TurnServer(bind)
+        self._desk = Desk(store, clock)
+        self._store = store
+        self._state = "starting"
+
+    @property
+    def address(self) -> str:
+        return self._server.address
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set."""
+        self._state = "ready"
+        log.info("the buffer listens on %s", self.address)
+        try:
+            self._server.serve(self._desk, stop)
+            self._state = "stopped"
+        except BaseException:
+            self._state = "failed"
+            raise
+        finally:
+            self._store.journal.close()
+
+    def status(self) -> dict[str, Any]:
+        """Return the last recount, at most half a second old while the service runs."""
+        return {**self._desk.last_status, "state": self._state, "address": self.address}
+
+    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        """The buffer has no commands of its own: it drains when its replicas do."""
+        return {}

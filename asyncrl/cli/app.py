@@ -1,0 +1,168 @@
+"""The command line. Each command reads its arguments, calls one function and sets the exit code.
+
+Imports at the top stay light: `asyncrl --help` answers in well under half a second. stdout is
+data, stderr is talk.
+
+Exit codes: 0 done, 1 the run or a command failed, 2 usage or configuration, 4 no such live run,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from asyncrl import __version__
+from asyncrl.cli import exits
+from asyncrl.errors import AsyncrlError
+
+if TYPE_CHECKING:
+    from asyncrl.control.client import RunClient
+
+PLAIN = {"no_args_is_help": True, "rich_markup_mode": None, "add_completion": False}
+
+app = typer.Typer(help="Asynchronous reinforcement learning for language models.", **PLAIN)  # type: ignore[arg-type]
+data = typer.Typer(help="Make prompt files.", **PLAIN)  # type: ignore[arg-type]
+bench = typer.Typer(help="Measure.", **PLAIN)  # type: ignore[arg-type]
+app.add_typer(data, name="data")
+app.add_typer(bench, name="bench")
+
+RunName = Annotated[
+    str | None, typer.Option("--run", help="The run's name; without it, the one started last.")
+]
+RunsDir = Annotated[str, typer.Option("--dir", help="The folder that holds the runs (run.dir).")]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """Answer `--version`."""
+    if version:
+        print(__version__)
+        raise typer.Exit(exits.OK)
+
+
+@app.command()
+def up(
+    config: Annotated[
+        str, typer.Argument(help="A YAML file, or the name of a shipped one, such as quickstart.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a value: learner.steps=10.")
+    ] = None,
+) -> None:
+    """Start a run and watch it.
+
+    Ctrl-C stops the run; hanging up leaves it running.
+    """
+    from asyncrl.cli.up import up as run_to_end
+
+    raise typer.Exit(run_to_end(config, overrides or []))
+
+
+@app.command()
+def status(
+    run: RunName = None,
+    runs_dir: RunsDir = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the snapshot as JSON.")] = False,
+) -> None:
+    """Show what a live run is doing."""
+    snapshot = _find(runs_dir, run).status()
+    if as_json:
+        print(json.dumps(snapshot, indent=2, sort_keys=True))
+        return
+    from rich.console import Console
+
+    from asyncrl.cli.live import panel_of
+
+    Console().print(panel_of(snapshot))
+
+
+@app.command()
+def down(run: RunName = None, runs_dir: RunsDir = "runs") -> None:
+    """End a live run in order.
+
+    It writes a checkpoint first, so that `up` can go on later.
+    """
+    from asyncrl.cli.down import down as end_run
+
+    end_run(_find(runs_dir, run))
+
+
+@app.command()
+def scale(
+    target: Annotated[
+        str, typer.Argument(metavar="rollout=N", help="How many rollout replicas there shall be.")
+    ],
+    run: RunName = None,
+    runs_dir: RunsDir = "runs",
+) -> None:
+    """Change the number of rollout replicas of a live run."""
+    what, _, count = target.partition("=")
+    if what != "rollout" or not (count.isascii() and count.isdigit()):
+        raise typer.BadParameter(f"'{target}' is not of the form rollout=N, for example rollout=4")
+    _find(runs_dir, run).scale(int(count))
+    exits.say(f"the run goes to {int(count)} rollout replicas; see 'asyncrl status'")
+
+
+@data.command()
+def gsm8k(
+    source: Annotated[Path, typer.Argument(metavar="SRC", exists=True, help="GSM8K's jsonl file.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The Parquet file to write.")],
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Take the first rows only.")] = None,
+) -> None:
+    """Convert GSM8K to prompts that a run can read."""
+    from asyncrl.cli.services import function
+
+    num_prompts = function("rollout_service.gsm8k:convert_gsm8k")(source, target, limit)
+    exits.say(f"wrote {num_prompts} prompts to {target}")
+
+
+@bench.command()
+def pipeline(
+    quick: Annotated[bool, typer.Option("--quick", help="A minute instead of the whole table.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a figure misses its bound.")] = False,
+) -> None:
+    """Measure the asynchronous pipeline against the synchronous one."""
+    from asyncrl.cli.services import function
+
+    results = function("benchmarks.pipeline:measure")(quick=quick, say=exits.say)
+    print(function("benchmarks.pipeline:table")(results))
+    if json_file is not None:
+        json_file.write_text(json.dumps(results, indent=2) + "\n")
+    missed = function("benchmarks.pipeline:violations")(results) if check else []
+    exits.say("\n".join(missed))
+    raise typer.Exit(exits.FAILED if missed else exits.OK)
+
+
+@bench.callback()
+def measure() -> None:
+    """Measure."""  # keeps `pipeline` a command of its own while it is the only one
+
+
+@data.callback()
+def prompts() -> None:
+    """Make prompt files."""
+
+
+def _find(runs_dir: str, name: str | None) -> RunClient:
+    from asyncrl.control.client import find_run
+
+    return find_run(runs_dir, name)
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one message and an exit code, never a traceback."""
+    try:
+        app(prog_name="asyncrl")
+    except AsyncrlError as error:
+        exits.say(exits.message_of(error))
+        sys.exit(exits.code_of(error))

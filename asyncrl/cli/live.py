@@ -1,0 +1,153 @@
+"""The live view: a snapshot of a run as one line of text or as a panel (pure).
+
+Nothing here asks, waits or prints. A value that the snapshot lacks is shown as a dash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+Snapshot = Mapping[str, Any]
+
+DASH = "-"
+CLEARLY_MORE = 0.1
+STATE_STYLES = {
+    "running": "green",
+    "finished": "green",
+    "READY": "green",
+    "training": "green",
+    "failed": "bold red",
+    "DEAD": "red",
+    "gone": "red",
+    "stopping": "yellow",
+    "starting": "yellow",
+}
+
+
+def line_of(snapshot: Snapshot) -> str:
+    """Return the snapshot as one line, without a step while there is none."""
+    state = snapshot.get("state", DASH)
+    if not snapshot.get("metrics"):
+        return f"{snapshot.get('run', 'run')}: {state}"
+    fields = [
+        f"step {_steps(snapshot)}",
+        f"reward {_number(snapshot, 'critic/rewards/mean', '.3f')}",
+        f"lag {_lag(snapshot)}",
+        f"tokens/s {_rates(snapshot)}",
+        f"idle {_idle(snapshot)}",
+        f"{_number(snapshot, 'timing_s/step', '.2f')} s",
+    ]
+    if snapshot.get("accuracy") is not None:
+        fields.append(f"accuracy {snapshot['accuracy']:.3f}")
+    if state != "running":
+        fields.append(str(state))
+    return "  ".join(fields)
+
+
+def panel_of(snapshot: Snapshot) -> RenderableType:
+    """Return the snapshot as a panel: progress, rates, who waits for whom, services, ledger."""
+    state = str(snapshot.get("state", DASH))
+    title = Text.assemble(str(snapshot.get("run", "run")), "  ", (state, STATE_STYLES.get(state, "")))
+    parts: list[RenderableType] = [_figures(snapshot)]
+    if snapshot.get("services"):
+        parts += [Text(), _services(snapshot["services"])]
+    if snapshot.get("error"):
+        parts += [Text(), Text(str(snapshot["error"]), style="bold red")]
+    return Panel(Group(*parts), title=title, title_align="left", expand=False)
+
+
+def waiting(snapshot: Snapshot) -> str:
+    """Return who waits for whom, in a sentence; empty while it is not known."""
+    learner, replicas = (
+        _metric(snapshot, "perf/learner_idle_share"),
+        _metric(snapshot, "perf/rollout_idle_share"),
+    )
+    if learner is None or replicas is None:
+        return ""
+    if learner > replicas + CLEARLY_MORE:
+        return "the learner waits for the replicas"
+    if replicas > learner + CLEARLY_MORE:
+        return "the replicas wait for the learner"
+    return "neither side waits much longer than the other"
+
+
+def table_of(values: Mapping[str, Any]) -> str:
+    """Return plain values by name as aligned lines."""
+    width = max(map(len, values), default=0)
+    return "\n".join(f"{name:<{width}}  {_plain(value)}" for name, value in values.items())
+
+
+def _figures(snapshot: Snapshot) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row("step", _steps(snapshot))
+    table.add_row("reward", _number(snapshot, "critic/rewards/mean", ".3f"))
+    if snapshot.get("accuracy") is not None:
+        table.add_row("accuracy", f"{snapshot['accuracy']:.3f} on held-out prompts")
+    table.add_row("lag", f"{_lag(snapshot)} (mean/max, learner steps)")
+    table.add_row("tokens/s", f"{_rates(snapshot)} (rollout/learner)")
+    verdict = waiting(snapshot)
+    table.add_row("idle", f"{_idle(snapshot)} (rollout/learner)" + (f": {verdict}" if verdict else ""))
+    if snapshot.get("ledger"):
+        table.add_row(
+            "ledger", ", ".join(f"{name} {_plain(value)}" for name, value in snapshot["ledger"].items())
+        )
+    return table
+
+
+def _services(services: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("service", "state", "version"):
+        table.add_column(column)
+    for name in sorted(services):
+        state, version = str(services[name].get("state") or DASH), services[name].get("version")
+        table.add_row(
+            name, Text(state, style=STATE_STYLES.get(state, "")), DASH if version is None else str(version)
+        )
+    return table
+
+
+def _metric(snapshot: Snapshot, name: str) -> float | None:
+    value = (snapshot.get("metrics") or {}).get(name)
+    return None if value is None else float(value)
+
+
+def _number(snapshot: Snapshot, name: str, form: str) -> str:
+    value = _metric(snapshot, name)
+    return DASH if value is None else format(value, form)
+
+
+def _steps(snapshot: Snapshot) -> str:
+    return f"{snapshot.get('step', DASH)}/{snapshot.get('steps', DASH)}"
+
+
+def _lag(snapshot: Snapshot) -> str:
+    mean = _number(snapshot, "staleness/lag_mean", ".2f")
+    return f"{mean}/{_number(snapshot, 'staleness/lag_max_trained', '.0f')}"
+
+
+def _rates(snapshot: Snapshot) -> str:
+    rollout = _number(snapshot, "perf/rollout_tokens_per_s", ",.0f")
+    return f"{rollout}/{_number(snapshot, 'perf/learner_tokens_per_s', ',.0f')}"
+
+
+def _idle(snapshot: Snapshot) -> str:
+    rollout = _number(snapshot, "perf/rollout_idle_share", ".0%")
+    return f"{rollout}/{_number(snapshot, 'perf/learner_idle_share', '.0%')}"
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return DASH
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}={_plain(item)}" for name, item in value.items()) or DASH
+    return str(value)

@@ -1,0 +1,192 @@
+"""From a YAML file and `--set` options to a checked `Config`, with every error at once.
+
+Relative paths in a configuration (model folders, data files, `run.dir`) are read from the current
+directory, not from the folder of the file: what `up` does depends on where it is called, as with
+any other command.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+
+from asyncrl.config.document import Document, read_document
+from asyncrl.config.explain import explain
+from asyncrl.config.problems import ORIGIN, ConfigProblems, Places, Problem
+from asyncrl.config.tree import CONFLICT, Config, Conflict
+from asyncrl.errors import ConfigError
+
+REPAIR_ROUNDS = 4
+OPTION = "--set "
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked configuration, and where each of its values was written."""
+
+    config: Config
+    places: Places
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration in the file `path`, changed by `overrides` (`"learner.lr=1e-5"`).
+
+    Raises:
+        ConfigProblems: Everything that is wrong with the file and the overrides, each with its place.
+        ConfigError: The file cannot be read.
+
+    Example:
+        >>> # load_config("configs/quickstart.yaml", ["learner.steps=10"]).learner.steps
+    """
+    return load(path, overrides).config
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """As `load_config`, and keep the places for problems that are found later."""
+    document = read_document(_read_text(Path(path)), str(path))
+    if not document.problems and document.values is None:
+        document.problems.append(Problem("the file is empty", where=f"{path}{ORIGIN}"))
+    elif not document.problems and not isinstance(document.values, dict):
+        document.problems.append(
+            Problem("the file must hold sections of keys and values", where=f"{path}{ORIGIN}")
+        )
+    is_tree = isinstance(document.values, dict)
+    values: dict[str, Any] = document.values if is_tree else {}
+    for text in overrides:
+        _override(document, values, text)
+    config, problems = _check(values, document.places) if is_tree else (None, [])
+    if document.problems or config is None:
+        raise ConfigProblems(sorted([*document.problems, *problems], key=_position))
+    return Loaded(config, document.places)
+
+
+def dump_resolved(config: Config) -> str:
+    """Return `config` as YAML with every default written out; `load_config` reads it back equal."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    stream = io.StringIO()
+    yaml.dump(config.model_dump(mode="json"), stream)
+    return stream.getvalue()
+
+
+def _position(problem: Problem) -> tuple[int, int]:
+    """Order problems as they stand in the file, and those of options last."""
+    line_and_column = problem.where.rsplit(":", 2)[1:]
+    if problem.where.startswith(OPTION) or len(line_and_column) < 2:
+        return sys.maxsize, 0
+    return int(line_and_column[0]), int(line_and_column[1])
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text (byte {error.start})", hint="Save it as UTF-8"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+
+
+def _override(document: Document, values: dict[str, Any], text: str) -> None:
+    """Put one `--set` into `values`; what is wrong with it goes to `document.problems`."""
+    where = OPTION + text
+    key, equals, value_text = text.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
+        document.problems.append(
+            Problem("this is no 'key=value'", f"For example: {OPTION}learner.steps=10", where=where)
+        )
+        return
+    given = read_document(value_text, where, is_file=False)
+    if given.problems:
+        document.problems.extend(given.problems)
+        return
+    parent: Any = values
+    for part in path[:-1]:
+        if parent.get(part) is None:
+            parent[part] = {}
+        parent = parent[part]
+        if not isinstance(parent, dict):
+            return  # the value there is no section, which is reported where it stands
+    parent[path[-1]] = given.values
+    for length in range(1, len(path) + 1):
+        if length == len(path) or not document.places.knows(path[:length]):
+            document.places.keys[path[:length]] = document.places.values[path[:length]] = where
+    _forget_below(document.places, path)
+
+
+def _forget_below(places: Places, path: tuple[str, ...]) -> None:
+    for found in (places.keys, places.values):
+        for other in [other for other in found if len(other) > len(path) and other[: len(path)] == path]:
+            del found[other]
+
+
+def _check(values: dict[str, Any], places: Places) -> tuple[Config | None, list[Problem]]:
+    """Return the configuration, or all that is wrong: fields first, then what does not fit together.
+
+    Sections that do not fit together show only in a tree whose fields are right. So the tree is
+    checked again without the wrong fields, and conflicts between the others are reported too.
+    """
+    values = {
+        key: {} if value is None and key in Config.model_fields else value for key, value in values.items()
+    }
+    config, errors = _validate(values)
+    wrong = [error for error in errors if error["type"] != CONFLICT]
+    for _ in range(REPAIR_ROUNDS):
+        if not any(error["type"] != CONFLICT for error in errors):
+            break
+        values = _without(values, errors)
+        errors = _validate(values)[1]
+    problems = [explain(error, places) for error in wrong]
+    touched = {problem.key for problem in problems}
+    for error in errors:
+        if error["type"] == CONFLICT:
+            problems += _conflict_problems(error["ctx"]["conflicts"], places, touched)
+    return config, problems
+
+
+def _validate(values: dict[str, Any]) -> tuple[Config | None, list[ErrorDetails]]:
+    """Validate strictly: JSON's rules take a list for a tuple, but never text for a number."""
+    try:
+        return Config.model_validate_json(json.dumps(values), strict=True), []
+    except ValidationError as error:
+        return None, error.errors(include_url=False)
+
+
+def _without(values: dict[str, Any], errors: Iterable[ErrorDetails]) -> dict[str, Any]:
+    """Return `values` with each wrong field removed, and each missing one filled in."""
+    repaired = copy.deepcopy(values)
+    for error in errors:
+        path = [str(part) for part in error["loc"][:2]]
+        section = repaired if len(path) < 2 else repaired.get(path[0])
+        if not path or not isinstance(section, dict):
+            continue
+        if error["type"] == "missing" and len(error["loc"]) <= 2:
+            section[path[-1]] = {} if len(path) == 1 else "?"
+        else:
+            section.pop(path[-1], None)
+    return repaired
+
+
+def _conflict_problems(conflicts: Iterable[Conflict], places: Places, touched: set[str]) -> list[Problem]:
+    problems = []
+    for conflict in conflicts:
+        if touched.intersection(conflict.keys):
+            continue  # about a value that is wrong by itself
+        paths = [tuple(key.split(".")) for key in conflict.keys]
+        written = next((path for path in paths if places.knows(path)), paths[0])
+        where = places.of_value(written)
+        problems.append(Problem(conflict.what, hint=conflict.hint, key=".".join(written), where=where))
+    return problems

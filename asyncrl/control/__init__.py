@@ -1,0 +1,1 @@
+"""The control plane: plans a run, places its services, watches them, ends them."""

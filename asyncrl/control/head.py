@@ -1,0 +1,94 @@
+"""The head process of a run: owns its local Ray, starts the supervisor, cleans up after both.
+
+`python -m asyncrl.control.head RUN_DIR` is started by `asyncrl up` in a session of its own, so that
+the terminal only watches. Everything that it starts dies with it or is ended by pid.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.load import load_config
+from asyncrl.control import launcher
+from asyncrl.control.processes import end_leftovers, remove_leftovers
+from asyncrl.control.rundir import RunDir, read_json, write_json
+from asyncrl.service import ServiceContext
+
+POLL_S = 0.2
+SUPERVISOR = "supervisor.0"
+EXIT_TERMINATED = 143
+
+
+def main() -> int:
+    """Run the head to the end of the run; returns the process's exit code."""
+    run_dir = RunDir(Path(sys.argv[1]))
+    live = read_json(run_dir.live)
+    assert live is not None, "asyncrl up writes run.json before it starts the head"
+    live["pid"] = os.getpid()
+    write_json(run_dir.live, live, mode=0o600)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
+    socket_dir = Path(live["sockets"])
+    socket_dir.mkdir(mode=0o700)
+    try:
+        _run(run_dir, live, socket_dir)
+    except Exception as error:  # process boundary: whoever watches must learn how it ended
+        _write_failure(run_dir, f"{type(error).__name__}: {error}", "head.0")
+        raise
+    finally:
+        launcher.shut_down()
+        end_leftovers(live["run_id"])
+        remove_leftovers(live["run_id"], socket_dir)
+    return 0
+
+
+def _run(run_dir: RunDir, live: dict[str, Any], socket_dir: Path) -> None:
+    config = load_config(run_dir.resolved)
+    learner, rollout = config.learner, config.rollout
+    num_gpus = rollout.gpus * rollout.replicas + learner.gpus * learner.tp * learner.dp
+    launcher.start_local(num_cpus=max(os.cpu_count() or 1, 1), num_gpus=num_gpus)
+    context = ServiceContext(
+        config=config,
+        name=SUPERVISOR,
+        run_dir=run_dir.path,
+        run_id=live["run_id"],
+        addresses={"sockets": str(socket_dir)},
+        rendezvous=f"127.0.0.1:{_free_port()}",
+    )
+    ray = launcher.RayLauncher(namespace=config.run.name)
+    factory = "asyncrl.control.composition:build"
+    ray.start(launcher.ServiceSpec(factory, context, str(run_dir.log(SUPERVISOR))))
+    _watch(run_dir, ray)
+
+
+def _watch(run_dir: RunDir, ray: launcher.RayLauncher) -> None:
+    while True:
+        status = ray.statuses([SUPERVISOR], deadline_s=30.0)[SUPERVISOR]
+        if status["state"] in ("ended", "finished", "stopped"):
+            return
+        if status["state"] in ("failed", "gone"):
+            if not run_dir.outcome.exists():
+                _write_failure(run_dir, f"{SUPERVISOR} {status['state']}: {status.get('error')}", SUPERVISOR)
+            return
+        time.sleep(POLL_S)
+
+
+def _write_failure(run_dir: RunDir, error: str, service: str) -> None:
+    outcome = {"state": "failed", "error": error, "service": service, "tail": run_dir.tail(service)}
+    write_json(run_dir.outcome, outcome)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The process side of a service: redirect its output, run it in a thread, answer for it.
+
+Owns one service in one process. It imports the service by name, so that the control plane depends
+on no service package. Invariant: a service that ends with an error stays `failed`, with its error
+named, until the process is ended.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import AsyncrlError
+from asyncrl.service import Service, ServiceContext
+
+log = logging.getLogger(__name__)
+
+
+class ServiceHost:
+    """Hosts one service. Every method may be called while another runs.
+
+    Args:
+        factory: `module:function` that takes a ServiceContext and returns a Service.
+        context: What the service gets to know.
+        log_path: Where everything that the process prints goes, from the start.
+    """
+
+    def __init__(self, factory: str, context: ServiceContext, log_path: str) -> None:
+        _redirect_output(Path(log_path))
+        self._factory = factory
+        self._context = context
+        self._stop = threading.Event()
+        self._service: Service | None = None
+        self._error = ""
+        self._is_done = False
+        self._thread = threading.Thread(target=self._run, name=context.name, daemon=True)
+        self._thread.start()
+
+    def status(self) -> dict[str, Any]:
+        """Return the service's status with `state`, `error` and `pid`."""
+        base: dict[str, Any] = {"state": "starting", "error": "", "pid": os.getpid()}
+        if self._service is not None:
+            base.update(self._service.status())
+        if self._error:
+            base.update(state="failed", error=self._error)
+        elif self._is_done:
+            base.update(state="ended")
+        return base
+
+    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        """Pass a command to the service; before it is built, refuse it."""
+        if self._service is None:
+            raise AsyncrlError(f"{self._context.name} is still starting and cannot '{name}'")
+        return self._service.command(name, args)
+
+    def stop(self, deadline_s: float) -> bool:
+        """Ask the service to end; return whether it did within the deadline."""
+        self._stop.set()
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            module, _, function = self._factory.partition(":")
+            self._service = getattr(importlib.import_module(module), function)(self._context)
+            self._service.run(self._stop)
+            self._is_done = True
+            log.info("%s ended", self._context.name)
+        except Exception as error:  # process boundary: the supervisor reads what went wrong
+            log.error("%s failed\n%s", self._context.name, traceback.format_exc())
+            self._error = f"{type(error).__name__}: {error}"
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+
+def _redirect_output(path: Path) -> None:
+    """Send the process's standard output and error, also those of its children, to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    layout = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=layout, force=True)

@@ -1,0 +1,177 @@
+"""Placing services: the protocol that the supervisor speaks, and Ray behind it.
+
+Ray carries lifecycle only: start, status, command, stop, kill. Trajectories and weights never go
+through it. Every service is a detached actor, named as the service, in the run's namespace.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from asyncrl.errors import DeadlineExceeded, ServiceFailed
+from asyncrl.service import ServiceContext
+
+RUN_VARIABLE = "ASYNCRL_RUN_ID"
+"""Marks every process of a run, so that what is left over can be found and ended by pid."""
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """How one service is started.
+
+    Attributes:
+        factory: `module:function` of its composition root.
+        context: What it gets to know.
+        log_path: Its log file.
+        cpus: CPU share that Ray reserves.
+        gpus: GPUs that Ray reserves.
+        environment: Set before the process imports anything.
+    """
+
+    factory: str
+    context: ServiceContext
+    log_path: str
+    cpus: float = 0.0
+    gpus: float = 0.0
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.context.name
+
+
+class Launcher(Protocol):
+    """Starts and ends services; every call is bounded in time."""
+
+    def start(self, spec: ServiceSpec) -> None:
+        """Begin to start a service; does not wait for it."""
+
+    def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
+        """Return each service's status; `gone` for one whose process is dead, `silent` for a late one."""
+
+    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        """Pass a command to a service. Raises ServiceFailed or DeadlineExceeded."""
+
+    def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
+        """Ask services to end, all at once; return the names of those that did."""
+
+    def kill(self, name: str) -> None:
+        """End a service's process now."""
+
+
+class RayLauncher:
+    """Detached named Ray actors. `connect` or `start_local` must have been called in this process."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._actors: dict[str, Any] = {}
+
+    def start(self, spec: ServiceSpec) -> None:
+        import ray
+
+        from asyncrl.control.host import ServiceHost
+
+        environment = {"OMP_NUM_THREADS": "1", RUN_VARIABLE: spec.context.run_id, **spec.environment}
+        remote = ray.remote(ServiceHost).options(
+            name=spec.name,
+            namespace=self._namespace,
+            lifetime="detached",
+            num_cpus=spec.cpus,
+            num_gpus=spec.gpus,
+            max_concurrency=8,
+            max_restarts=0,
+            runtime_env={"env_vars": environment},
+        )
+        self._actors[spec.name] = remote.remote(spec.factory, spec.context, spec.log_path)
+
+    def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
+        import ray
+
+        pending = {self._actors[name].status.remote(): name for name in names}
+        if not pending:
+            return {}
+        done, late = ray.wait(list(pending), num_returns=len(pending), timeout=deadline_s)
+        found = {pending[reference]: self._read(reference) for reference in done}
+        return found | {pending[reference]: {"state": "silent"} for reference in late}
+
+    def _read(self, reference: Any) -> dict[str, Any]:
+        import ray
+        import ray.exceptions
+
+        try:
+            status: dict[str, Any] = ray.get(reference)
+            return status
+        except ray.exceptions.RayActorError as error:
+            return {"state": "gone", "error": str(error).strip().splitlines()[0]}
+        except ray.exceptions.RayTaskError as error:
+            return {"state": "failed", "error": f"its status failed: {error.cause}"}
+
+    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        import ray
+        import ray.exceptions
+
+        try:
+            reference = self._actors[name].command.remote(command, args)
+            result: dict[str, Any] = ray.get(reference, timeout=deadline_s)
+            return result
+        except ray.exceptions.GetTimeoutError as error:
+            raise DeadlineExceeded(f"{name} did not answer '{command}' in {deadline_s:g} s") from error
+        except ray.exceptions.RayError as error:
+            raise ServiceFailed(f"{name} failed '{command}': {error}") from error
+
+    def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
+        import ray
+        import ray.exceptions
+
+        pending = {self._actors[name].stop.remote(deadline_s): name for name in names}
+        if not pending:
+            return set()
+        done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=deadline_s + 2.0)
+        ended = set()
+        for reference in done:
+            try:
+                if ray.get(reference):
+                    ended.add(pending[reference])
+            except ray.exceptions.RayError:  # its process is dead, which is an end too
+                ended.add(pending[reference])
+        return ended
+
+    def kill(self, name: str) -> None:
+        import ray
+
+        actor = self._actors.pop(name, None)
+        if actor is not None:
+            ray.kill(actor)
+
+
+def start_local(num_cpus: int, num_gpus: int) -> str:
+    """Start a Ray of our own on this machine and return its address.
+
+    It never joins a cluster that is there already, and dies with this process.
+    """
+    import ray
+
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.pop("RAY_ADDRESS", None)
+    context = ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=100 << 20,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    return str(context.address_info["gcs_address"])
+
+
+def shut_down() -> None:
+    """End the Ray that `start_local` started."""
+    import ray
+
+    ray.shutdown()

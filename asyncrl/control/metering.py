@@ -1,0 +1,79 @@
+"""Rates of the rollout side, from the cumulative counters in the replicas' statuses (pure)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LEDGER_KEYS = (
+    "issued",
+    "trained",
+    "dropped",
+    "pending",
+    "prompts_drawn",
+    "given_up",
+    "open",
+    "residue",
+    "stored_groups",
+    "counters",
+)
+
+WINDOW_S = 5.0
+
+
+class Meter:
+    """Turns counters into rates over the last `WINDOW_S` seconds."""
+
+    def __init__(self) -> None:
+        self._past: list[tuple[float, dict[str, float]]] = []
+
+    def update(self, now: float, statuses: dict[str, dict[str, Any]]) -> dict[str, float]:
+        """Take in the statuses of time `now` (seconds) and return the rollout side's metrics."""
+        replicas = {name: status for name, status in statuses.items() if name.startswith("rollout.")}
+        totals = rollout_totals(replicas)
+        self._past.append((now, totals))
+        while len(self._past) > 2 and now - self._past[0][0] > WINDOW_S:
+            self._past.pop(0)
+        then, before = self._past[0]
+        gain = {key: max(0.0, totals[key] - before[key]) for key in totals}
+        wall = gain["busy_s"] + gain["idle_s"]
+        buffer = statuses.get("buffer.0", {})
+        return {
+            "perf/rollout_tokens_per_s": gain["tokens"] / (now - then) if now > then else 0.0,
+            "perf/rollout_idle_share": gain["idle_s"] / wall if wall else 0.0,
+            "perf/rollout_replicas": float(len(replicas)),
+            "buffer/depth": float(buffer.get("stored_groups", 0)),
+            "buffer/residue": float(buffer.get("residue", 0)),
+        }
+
+
+def rollout_totals(replicas: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Return generated tokens, busy and idle seconds, summed over replicas."""
+    return {
+        "tokens": float(sum(status.get("tokens", 0) for status in replicas.values())),
+        "busy_s": float(sum(status.get("busy_s", 0.0) for status in replicas.values())),
+        "idle_s": float(sum(status.get("idle_s", 0.0) for status in replicas.values())),
+    }
+
+
+ACCURACY = "val-core/held_out/acc/mean@1"
+
+
+def evaluation_row(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics row of a finished evaluation, under verl's validation names."""
+    metrics = evaluation["metrics"]
+    return {
+        "training/global_step": evaluation["step"],
+        "val/version": evaluation["version"],
+        ACCURACY: metrics["accuracy"],
+        "val-core/held_out/reward/mean@1": metrics["reward_mean"],
+        "val-aux/held_out/response_length/mean": metrics["response_tokens_mean"],
+        "val-aux/held_out/clip_ratio": metrics["cut_share"],
+        "val-aux/num_prompts": metrics["num_prompts"],
+        "val-aux/num_failed": metrics["num_failed"],
+    }
+
+
+def accuracy(row: dict[str, Any]) -> float | None:
+    """Return the share of held-out prompts that were answered right, if the row has it."""
+    found = row.get(ACCURACY)
+    return None if found is None else float(found)

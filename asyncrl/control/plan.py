@@ -1,0 +1,161 @@
+"""Checks before anything starts: what the configuration names must be there and fit the machine.
+
+Everything that is wrong is found at once. Nothing is started or written here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config.tree import Config
+from asyncrl.control.prepare import is_builtin, is_hub_id
+from asyncrl.errors import ConfigError
+
+ARCHITECTURES = ("qwen2", "qwen3", "llama")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take.
+
+    Attributes:
+        num_processes: Services, the vLLM engine cores among them.
+        num_cpus: CPU share that Ray reserves.
+        num_gpus: GPUs that Ray reserves.
+        weight_sync_backend: `gloo` or `nccl`.
+    """
+
+    num_processes: int
+    num_cpus: float
+    num_gpus: int
+    weight_sync_backend: str
+
+
+def check(config: Config) -> Plan:
+    """Return the plan of a run.
+
+    Raises:
+        ConfigError: With every problem found, a line each.
+    """
+    checks: tuple[Callable[[Config], Iterator[str]], ...] = (
+        _check_model,
+        _check_data,
+        _check_reward,
+        _check_machine,
+        _check_port,
+    )
+    problems = [problem for check_one in checks for problem in check_one(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    ranks = config.learner.tp * config.learner.dp
+    on_gpus = config.rollout.gpus > 0 and config.learner.gpus > 0
+    return Plan(
+        num_processes=4 + ranks + 3 * config.rollout.replicas,
+        num_cpus=_cpus(config),
+        num_gpus=_gpus(config),
+        weight_sync_backend="nccl" if config.weight_sync.backend != "gloo" and on_gpus else "gloo",
+    )
+
+
+def _check_model(config: Config) -> Iterator[str]:
+    path = config.model.path
+    if is_builtin(path) or is_hub_id(path):
+        return
+    config_file = Path(path) / "config.json"
+    if not config_file.exists():
+        yield f"model.path: '{path}' holds no Hugging Face model (no config.json); name a folder or a hub id"
+        return
+    found = json.loads(config_file.read_text()).get("model_type")
+    if found not in ARCHITECTURES:
+        yield f"model.path: '{path}' is a '{found}' model; supported are {', '.join(ARCHITECTURES)}"
+
+
+def _check_data(config: Config) -> Iterator[str]:
+    for name, path in (("train", config.data.train), ("eval", config.data.eval)):
+        if path is None or is_builtin(path):
+            continue
+        if not Path(path).is_file():
+            yield f"data.{name}: there is no file '{path}'"
+        elif problem := _unreadable(Path(path)):
+            yield f"data.{name}: {problem}"
+
+
+def _unreadable(path: Path) -> str:
+    """Say what is wrong with a data file; the rows themselves are read by the replicas."""
+    if path.suffix == ".parquet":
+        return _unreadable_parquet(path)
+    if path.suffix == ".jsonl":
+        with path.open() as file:
+            try:
+                row = json.loads(file.readline())
+            except ValueError as error:
+                return f"'{path}' line 1 is not JSON: {error}"
+        return "" if isinstance(row, dict) and "prompt" in row else f"'{path}' line 1 has no 'prompt'"
+    return f"'{path}' is neither .parquet nor .jsonl"
+
+
+def _unreadable_parquet(path: Path) -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        names = pyarrow.parquet.ParquetFile(path).schema_arrow.names
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        return f"'{path}' is not a readable Parquet file: {error}"
+    return "" if "prompt" in names else f"'{path}' has no column 'prompt', only {', '.join(names)}"
+
+
+def _check_reward(config: Config) -> Iterator[str]:
+    file, separator, function = config.reward.fn.rpartition(":")
+    if not separator:
+        return
+    if not Path(file).is_file():
+        yield f"reward.fn: there is no file '{file}'"
+    elif f"def {function}(" not in Path(file).read_text():
+        yield f"reward.fn: '{file}' defines no function '{function}'"
+
+
+def _cpus(config: Config) -> float:
+    ranks = config.learner.tp * config.learner.dp
+    return config.learner.cpus * ranks + config.rollout.cpus * config.rollout.replicas
+
+
+def _gpus(config: Config) -> int:
+    ranks = config.learner.tp * config.learner.dp
+    return config.learner.gpus * ranks + config.rollout.gpus * config.rollout.replicas
+
+
+def _check_machine(config: Config) -> Iterator[str]:
+    num_cpus, num_gpus = os.cpu_count() or 1, _count_gpus()
+    if _cpus(config) > num_cpus:
+        yield (
+            f"learner.cpus and rollout.cpus ask for {_cpus(config):g} CPUs, this machine has {num_cpus}; "
+            "lower them or rollout.replicas"
+        )
+    if _gpus(config) > num_gpus:
+        yield (
+            f"learner.gpus and rollout.gpus ask for {_gpus(config)} GPUs, this machine has {num_gpus}; "
+            "set both to 0 to run on CPU"
+        )
+
+
+def _count_gpus() -> int:
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def _check_port(config: Config) -> Iterator[str]:
+    port = config.launcher.api_port
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            yield f"launcher.api_port: port {port} is in use; choose another, or 0 for any free one"

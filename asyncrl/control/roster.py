@@ -1,0 +1,87 @@
+"""Which services a run consists of, and how each is started (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.config.tree import Config
+from asyncrl.control.launcher import ServiceSpec
+from asyncrl.service import ServiceContext
+
+FACTORIES = {
+    "buffer": "asyncrl.buffer.composition:build",
+    "weight_sync": "weight_sync.composition:build_coordinator",
+    "publisher": "weight_sync.composition:build_publisher",
+    "receiver": "weight_sync.composition:build_receiver",
+    "learner": "learner.composition:build",
+    "rollout": "rollout_service.composition:build",
+}
+
+MAX_REPLICAS = 64
+"""Replica indices with an address known from the start."""
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Makes the spec of any service of one run.
+
+    Attributes:
+        config: The resolved configuration.
+        run_dir: `runs/<name>`.
+        run_id: Unique per start.
+        socket_dir: Folder (mode 0700) of the services' sockets.
+        rendezvous: Where the learner's ranks meet.
+    """
+
+    config: Config
+    run_dir: Path
+    run_id: str
+    socket_dir: Path
+    rendezvous: str
+
+    @property
+    def num_learner_ranks(self) -> int:
+        return self.config.learner.tp * self.config.learner.dp
+
+    def core(self) -> list[str]:
+        """Return the services that every run has, in the order in which they are started."""
+        ranks = [f"learner.{rank}" for rank in range(self.num_learner_ranks)]
+        return ["buffer.0", "weight_sync.0", *ranks, "publisher.0"]
+
+    def replica(self, index: int) -> list[str]:
+        """Return the services of one rollout replica."""
+        return [f"rollout.{index}", f"receiver.{index}"]
+
+    def spec(self, name: str) -> ServiceSpec:
+        """Return how to start `name`."""
+        kind, index = name.split(".")
+        is_learner = kind == "learner"
+        context = ServiceContext(
+            config=self.config,
+            name=name,
+            run_dir=self.run_dir,
+            run_id=self.run_id,
+            addresses=self._addresses(),
+            bind=self._address(name),
+            rank=int(index) if is_learner else 0,
+            world_size=self.num_learner_ranks if is_learner else 1,
+            rendezvous=self.rendezvous,
+        )
+        section = {"learner": self.config.learner, "rollout": self.config.rollout}.get(kind)
+        return ServiceSpec(
+            factory=FACTORIES[kind],
+            context=context,
+            log_path=str(self.run_dir / "logs" / f"{name}.log"),
+            cpus=section.cpus if section else 0.0,
+            gpus=float(section.gpus) if section else 0.0,
+        )
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self.socket_dir / name}"
+
+    def _addresses(self) -> dict[str, str]:
+        names: Iterable[str] = ("buffer.0", "weight_sync.0", "publisher.0")
+        receivers = (f"receiver.{index}" for index in range(MAX_REPLICAS))
+        return {name: self._address(name) for name in (*names, *receivers)}

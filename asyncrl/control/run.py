@@ -1,0 +1,153 @@
+"""Starting a run from the terminal's side, and watching it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.load import dump_resolved, load_config
+from asyncrl.config.tree import Config
+from asyncrl.control import plan, prepare
+from asyncrl.control.client import NotRunning, connect
+from asyncrl.control.launcher import RUN_VARIABLE
+from asyncrl.control.processes import end_leftovers, is_alive, remove_leftovers
+from asyncrl.control.rundir import RunDir, read_json, write_json
+from asyncrl.errors import ConfigError, RemoteError
+
+SAME_ON_RESUME = (
+    ("run", "seed"),
+    ("model", "path"),
+    ("data", "train"),
+    ("data", "shuffle"),
+    ("rollout", "group_size"),
+    ("learner", "groups_per_step"),
+)
+"""What a run's journal and checkpoints depend on: it may not change between two starts."""
+
+
+@dataclass
+class RunHandle:
+    """A run that this terminal started and watches."""
+
+    folder: RunDir
+    head: subprocess.Popen[bytes]
+    run_id: str
+    sockets: Path
+
+    def poll(self) -> dict[str, Any]:
+        """Return the newest snapshot; before there is one, a state of `starting`."""
+        client = connect(self.folder)
+        try:
+            return client.status() if client is not None else {"state": "starting"}
+        except (NotRunning, RemoteError):
+            return {"state": "stopping"}
+
+    @property
+    def is_over(self) -> bool:
+        return self.head.poll() is not None
+
+    def ask_stop(self) -> None:
+        """Ask the run to checkpoint and end; harmless when it is ending already."""
+        client = connect(self.folder)
+        try:
+            if client is not None:
+                client.stop()
+            else:
+                self.head.terminate()  # it has no services yet
+        except (NotRunning, RemoteError):
+            pass  # it is ending
+
+    def stop(self, deadline_s: float) -> None:
+        """Ask the run to end, wait, and end what is left of it after the deadline."""
+        self.ask_stop()
+        end = time.monotonic() + deadline_s
+        while not self.is_over and time.monotonic() < end:
+            time.sleep(0.1)
+        if not self.is_over:
+            self.head.kill()
+        self.head.wait(10.0)
+        end_leftovers(self.run_id)
+        remove_leftovers(self.run_id, self.sockets)
+
+    def result(self) -> dict[str, Any]:
+        """Return the outcome: `state` is finished, stopped or failed; with `error`, `service`, `tail`."""
+        outcome = read_json(self.folder.outcome)
+        if outcome is not None:
+            return outcome
+        tail = self.folder.tail("head.0")
+        return {"state": "failed", "error": "the head process died", "service": "head.0", "tail": tail}
+
+
+def start(config: Config, say: Callable[[str], None] = lambda sentence: None) -> RunHandle:
+    """Check, prepare and start a run.
+
+    Args:
+        config: As loaded; paths may still be relative or built-in.
+        say: Told, in a sentence, about work that takes time.
+
+    Raises:
+        ConfigError: Something that it names is missing or does not fit; nothing was started.
+    """
+    plan.check(config)
+    config = prepare.prepare(config, say)
+    plan.check(config)
+    folder = RunDir(Path(config.run.dir) / config.run.name)
+    _refuse_second_start(folder)
+    _refuse_other_lineage(folder, config)
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    folder.outcome.unlink(missing_ok=True)
+    folder.resolved.write_text(dump_resolved(config))
+    run_id = uuid.uuid4().hex[:8]
+    sockets = Path(tempfile.gettempdir()) / f"asyncrl-{run_id}"
+    live = {"run_id": run_id, "key": uuid.uuid4().hex, "sockets": str(sockets), "pid": 0, "url": ""}
+    write_json(folder.live, live, mode=0o600)
+    with folder.log("head.0").open("ab") as log_file:
+        head = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl.control.head", str(folder.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=log_file,
+            start_new_session=True,
+            env={**os.environ, RUN_VARIABLE: run_id},
+        )
+    return RunHandle(folder, head, run_id, sockets)
+
+
+def _refuse_second_start(folder: RunDir) -> None:
+    live = read_json(folder.live)
+    if live is not None and is_alive(live["pid"], live["run_id"]):
+        raise ConfigError(
+            f"run.name: the run in {folder.path} is live (pid {live['pid']})",
+            hint="Watch it with 'asyncrl status', end it with 'asyncrl down', or choose another run.name",
+        )
+    if live is not None:
+        end_leftovers(live["run_id"])
+        remove_leftovers(live["run_id"], Path(live["sockets"]))
+
+
+def _value(config: Config, section: str, name: str) -> object:
+    return getattr(getattr(config, section), name)
+
+
+def _refuse_other_lineage(folder: RunDir, config: Config) -> None:
+    if not folder.resolved.exists():
+        return
+    before = load_config(folder.resolved)
+    changed = [
+        f"{section}.{name}: was {old!r}, is {new!r}"
+        for section, name in SAME_ON_RESUME
+        if (old := _value(before, section, name)) != (new := _value(config, section, name))
+    ]
+    if changed:
+        raise ConfigError(
+            f"the run in {folder.path} cannot go on with other values:\n" + "\n".join(changed),
+            hint="Choose another run.name, or remove that folder",
+        )

@@ -1,0 +1,85 @@
+"""The files of a run: where each lies, written whole or not at all.
+
+runs/<name>/: resolved.yaml, run.json (of the live run), outcome.json, metrics.jsonl, summary.json,
+curves.png, tensorboard/, logs/, journal/, checkpoints/, weights/ (Hugging Face).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths under `runs/<name>`."""
+
+    path: Path
+
+    @property
+    def resolved(self) -> Path:
+        return self.path / "resolved.yaml"
+
+    @property
+    def live(self) -> Path:
+        """What a client needs to reach the live run: pid, address, key. Mode 0600."""
+        return self.path / "run.json"
+
+    @property
+    def outcome(self) -> Path:
+        return self.path / "outcome.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def curves(self) -> Path:
+        return self.path / "curves.png"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    def tail(self, name: str, num_lines: int = TAIL_LINES) -> list[str]:
+        """Return the last lines of a service's log, none if there is no log."""
+        try:
+            text = self.log(name).read_text(errors="replace")
+        except FileNotFoundError:
+            return []
+        return text.splitlines()[-num_lines:]
+
+
+def write_json(path: Path, value: dict[str, Any], mode: int = 0o644) -> None:
+    """Write `value` so that a reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in `path`, or None if there is no such file."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return found

@@ -1,0 +1,104 @@
+"""What a run came to: summary.json, the table on the terminal and the picture of its curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.tree import Config
+from asyncrl.control.metering import accuracy, rollout_totals
+from asyncrl.control.recorder import Row, evaluation_rows, load_rows, training_rows
+from asyncrl.control.rundir import RunDir, write_json
+
+LAST_EVALUATIONS = 3
+
+
+def write_summary(
+    run_dir: RunDir, config: Config, statuses: dict[str, dict[str, Any]], outcome: dict[str, Any]
+) -> None:
+    """Write `summary.json` and `curves.png` from the rows on disk and the last statuses."""
+    rows = load_rows(run_dir.metrics)
+    write_json(run_dir.summary, summarise(rows, config, statuses) | {"state": outcome["state"]})
+    if training_rows(rows):
+        draw_curves(rows, run_dir.curves, config.staleness.max_lag)
+
+
+def summarise(rows: list[Row], config: Config, statuses: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of a run; None where it gives none."""
+    steps = training_rows(rows)
+    accuracies = [found for row in evaluation_rows(rows) if (found := accuracy(row)) is not None]
+    last = accuracies[-LAST_EVALUATIONS:]
+    replicas = {name: status for name, status in statuses.items() if name.startswith("rollout.")}
+    totals = rollout_totals(replicas)
+    trained_tokens = sum(row["staleness/trained_tokens"] for row in steps)
+    masked_tokens = sum(row["staleness/masked_tokens"] for row in steps)
+    train_s = sum(row["timing_s/step"] for row in steps)
+    rollout_wall_s = totals["busy_s"] + totals["idle_s"]
+    return {
+        "run": config.run.name,
+        "accuracy_start": accuracies[0] if accuracies else None,
+        "accuracy_end": sum(last) / len(last) if last else None,
+        "steps": max((row["training/global_step"] for row in steps), default=0),
+        "train_s": train_s,
+        "steps_per_s": _steady_rate(steps),
+        "lag_mean": _weighted(steps, "staleness/lag_mean", "staleness/trained_tokens"),
+        "lag_max_trained": max((row["staleness/lag_max_trained"] for row in steps), default=None),
+        "max_lag": config.staleness.max_lag,
+        "masked_share": masked_tokens / max(1, masked_tokens + trained_tokens),
+        "ledger_residue": statuses.get("buffer.0", {}).get("residue"),
+        "ledger": {key: statuses.get("buffer.0", {}).get(key) for key in ("issued", "trained", "dropped")},
+        "learner_tokens_per_s": _ratio(sum(row["perf/total_num_tokens"] for row in steps), train_s),
+        "learner_idle_share": _ratio(sum(row["timing_s/wait"] for row in steps), train_s),
+        "rollout_tokens_per_s": _ratio(totals["tokens"], train_s),
+        "rollout_idle_share": _ratio(totals["idle_s"], rollout_wall_s),
+    }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _weighted(rows: list[Row], name: str, weight: str) -> float | None:
+    total = sum(row[weight] for row in rows)
+    return sum(row[name] * row[weight] for row in rows) / total if total else None
+
+
+def _steady_rate(rows: list[Row]) -> float | None:
+    """Steps per second, the median over the second half of the run."""
+    times = sorted(row["timing_s/step"] for row in rows[len(rows) // 2 :])
+    return 1.0 / times[len(times) // 2] if times else None
+
+
+CURVES = (
+    ("reward", "critic/rewards/mean"),
+    ("lag of trained tokens", "staleness/lag_mean"),
+    ("entropy", "actor/entropy"),
+    ("tokens/s", "perf/learner_tokens_per_s"),
+)
+
+
+def draw_curves(rows: list[Row], path: Path, max_lag: int) -> None:
+    """Draw reward, lag, entropy and throughput over steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    steps = training_rows(rows)
+    for axes, (title, name) in zip(figure.subplots(2, 2).flat, CURVES, strict=True):
+        points = [(row["training/global_step"], row[name]) for row in steps if name in row]
+        axes.plot(*zip(*points, strict=True), linewidth=0.8, label=name)
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        if name == "critic/rewards/mean":
+            held_out = [(row["training/global_step"], accuracy(row)) for row in evaluation_rows(rows)]
+            if held_out:
+                axes.plot(*zip(*held_out, strict=True), marker="o", markersize=3, label="held out")
+        if name == "staleness/lag_mean":
+            worst = [(row["training/global_step"], row["staleness/lag_max_trained"]) for row in steps]
+            axes.plot(*zip(*worst, strict=True), linewidth=0.8, label="largest trained")
+            axes.axhline(max_lag, color="red", linestyle="--", linewidth=0.8, label="max_lag")
+        if name == "perf/learner_tokens_per_s":
+            other = "perf/rollout_tokens_per_s"
+            rollout = [(row["training/global_step"], row.get(other, 0.0)) for row in steps]
+            axes.plot(*zip(*rollout, strict=True), linewidth=0.8, label=other)
+        axes.legend(fontsize=7)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,95 @@
+"""The one exception tree.
+
+Every error says what happened and where; `hint` says what to do. Each class also is the
+standard library type that it stands for, so `except ValueError` works as a reader expects.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class AsyncrlError(Exception):
+    """Base of all errors that asyncrl raises on purpose.
+
+    Args:
+        message: What happened and where, in one sentence.
+        hint: What the reader can do about it.
+    """
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.message, self.hint))
+
+
+def _rebuild(cls: type[AsyncrlError], message: str, hint: str) -> AsyncrlError:
+    return cls(message, hint=hint)
+
+
+class ConfigError(AsyncrlError, ValueError):
+    """The configuration, or what it names, cannot be used. The CLI exits with code 2."""
+
+
+class DataError(AsyncrlError, ValueError):
+    """A data file or one of its rows cannot be used."""
+
+
+class WireError(AsyncrlError, ValueError):
+    """Bytes from a peer that do not have the agreed form."""
+
+
+class RemoteError(AsyncrlError, RuntimeError):
+    """A service refused or failed a call."""
+
+
+class DeadlineExceeded(AsyncrlError, TimeoutError):
+    """A wait reached its deadline."""
+
+
+class FencedError(AsyncrlError, PermissionError):
+    """The caller holds an older fencing token than the ledger's newest."""
+
+
+class LedgerError(AsyncrlError, RuntimeError):
+    """A transition that the ledger forbids."""
+
+
+class CheckpointError(AsyncrlError, RuntimeError):
+    """A checkpoint is torn, altered or not committed."""
+
+
+class SyncError(AsyncrlError, RuntimeError):
+    """A weight-sync round failed."""
+
+
+class EngineError(AsyncrlError, RuntimeError):
+    """The inference engine failed or cannot be used."""
+
+
+class ServiceFailed(AsyncrlError, RuntimeError):
+    """A service of the run ended with an error."""
+
+
+BY_NAME: dict[str, type[AsyncrlError]] = {
+    cls.__name__: cls
+    for cls in (
+        ConfigError,
+        DataError,
+        WireError,
+        RemoteError,
+        DeadlineExceeded,
+        FencedError,
+        LedgerError,
+        CheckpointError,
+        SyncError,
+        EngineError,
+        ServiceFailed,
+    )
+}

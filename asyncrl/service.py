@@ -1,0 +1,63 @@
+"""What the control plane knows of a service: how it is built, watched, told and stopped."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.config.tree import Config
+
+
+@dataclass(frozen=True)
+class ServiceContext:
+    """All that a service gets to know at its start.
+
+    Attributes:
+        config: The run's resolved configuration.
+        name: `<kind>.<index>`, for example `rollout.1`.
+        run_dir: `runs/<name>`.
+        run_id: Unique per start of the run; prefix of its shared-memory names.
+        addresses: RPC address of every service of the run, by service name. A client may connect
+            before the service listens.
+        bind: Where this service's own RPC server listens.
+        rank: Rank among the learner's processes, else 0.
+        world_size: Number of the learner's processes, else 1.
+        rendezvous: `host:port` where the learner's ranks meet; empty with one rank.
+    """
+
+    config: Config
+    name: str
+    run_dir: Path
+    run_id: str
+    addresses: dict[str, str] = field(default_factory=dict)
+    bind: str = "tcp://127.0.0.1:*"
+    rank: int = 0
+    world_size: int = 1
+    rendezvous: str = ""
+
+    @property
+    def kind(self) -> str:
+        return self.name.split(".")[0]
+
+    @property
+    def index(self) -> int:
+        return int(self.name.split(".")[1])
+
+    @property
+    def shm_prefix(self) -> str:
+        return f"asyncrl-{self.run_id}-"
+
+
+class Service(Protocol):
+    """A running part of the system. `run` has its own thread; the others may be called from any."""
+
+    def run(self, stop: threading.Event) -> None:
+        """Work until `stop` is set or the work is done. An exception is the service's failure."""
+
+    def status(self) -> dict[str, Any]:
+        """Return plain values; `state` always, `address` once a server listens."""
+
+    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        """Do what the supervisor asks, for example `drain`."""

@@ -1,0 +1,23 @@
+"""Fetching the payload of reserved tickets: each rank its own, by id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncrl.buffer.client import LearnerClient
+
+from asyncrl.experience import Group
+
+
+class Intake:
+    """One rank's connection to the buffer."""
+
+    def __init__(self, client: LearnerClient) -> None:
+        self._client = client
+
+    def fetch(self, token: int, tickets: Sequence[int]) -> list[Group]:
+        """Return the groups of `tickets`, under the leader's fencing token."""
+        if not tickets:
+            return []
+        self._client.token = token
+        return self._client.fetch(tickets)

@@ -1,0 +1,1 @@
+"""Adapters to Megatron-core: the model, its conversion, its optimizer and the learner backend."""

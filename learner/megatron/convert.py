@@ -1,0 +1,172 @@
+"""Hugging Face checkpoints to Megatron-core parameters and back.
+
+Owns the two name maps and the layout of fused weights. It must never hold more than one layer's
+tensors besides the model. Invariant: export of an imported model is bit-identical.
+
+A fused weight is cut for tensor parallelism part by part: rank r of fc1 holds its share of `gate`,
+then its share of `up`; qkv interleaves by key/value group: q of the group, its k, its v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer import TransformerConfig
+
+_LAYER_PREFIX = "decoder.layers."
+_QKV = ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias")
+_GATE_UP = "mlp.linear_fc1.weight"
+_DIRECT_IN_LAYER = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+_DIRECT = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_CUT_DIMENSION = {
+    "word_embeddings.weight": 0,
+    "output_layer.weight": 0,
+    "linear_qkv.weight": 0,
+    "linear_qkv.bias": 0,
+    "linear_proj.weight": 1,
+    "linear_fc1.weight": 0,
+    "linear_fc2.weight": 1,
+}
+
+ReadTensor = Callable[[str], torch.Tensor]
+
+
+@torch.no_grad()
+def load_parameters(
+    model: torch.nn.Module, config: TransformerConfig, read: ReadTensor, group: dist.ProcessGroup
+) -> None:
+    """Fill `model` with this rank's part of the Hugging Face tensors that `read(name)` returns."""
+    for name, parameter in model.named_parameters():
+        full = _from_hugging_face(name, config, read)
+        if name in _VOCABULARY:
+            full = _pad_rows(full, parameter.shape[0] * group.size())
+        part = cut(name, full, group.size())[group.rank()]
+        assert part.shape == parameter.shape, (
+            f"{name}: {tuple(part.shape)} does not fit {tuple(parameter.shape)}"
+        )
+        parameter.copy_(part)
+
+
+@torch.no_grad()
+def export_parameters(
+    model: torch.nn.Module, config: TransformerConfig, vocab_size: int, group: dist.ProcessGroup
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face name, full tensor) one at a time, on every rank of `group` in the same order.
+
+    Each step is a collective over `group`. With one rank a tensor may be a view of a live parameter:
+    it is valid until the next update.
+    """
+    for name, parameter in model.named_parameters():
+        full = _gather(name, parameter.detach(), group)
+        if name in _VOCABULARY:
+            full = full[:vocab_size]
+        yield from _to_hugging_face(name, full, config)
+
+
+def cut(name: str, full: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:
+    """Return the parts of the parameter `name` for each tensor-parallel rank."""
+    dimension = cut_dimension(name)
+    if dimension is None or num_ranks == 1:
+        return [full] * num_ranks
+    if name.endswith(_GATE_UP):
+        gate, up = full.chunk(2)
+        return [torch.cat(pair) for pair in zip(gate.chunk(num_ranks), up.chunk(num_ranks), strict=True)]
+    return list(full.chunk(num_ranks, dimension))
+
+
+def merge(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the full parameter `name` from the parts of all ranks: the inverse of `cut`."""
+    dimension = cut_dimension(name)
+    if dimension is None or len(parts) == 1:
+        return parts[0]
+    if name.endswith(_GATE_UP):
+        halves = [part.chunk(2) for part in parts]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+    return torch.cat(parts, dimension)
+
+
+def fuse_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Return the rows of q, k and v, interleaved by key/value group."""
+    by_group = [x.reshape(num_groups, -1, *x.shape[1:]) for x in (q, k, v)]
+    return torch.cat(by_group, 1).reshape(-1, *q.shape[1:])
+
+
+def split_qkv(fused: torch.Tensor, config: TransformerConfig) -> tuple[torch.Tensor, ...]:
+    """Return q, k and v: the inverse of `fuse_qkv`."""
+    num_groups, head_size = config.num_query_groups, config.kv_channels
+    assert num_groups is not None
+    assert head_size is not None
+    num_query_rows = config.num_attention_heads // num_groups * head_size
+    by_group = fused.reshape(num_groups, num_query_rows + 2 * head_size, *fused.shape[1:])
+    parts = by_group.split([num_query_rows, head_size, head_size], dim=1)
+    return tuple(part.reshape(-1, *fused.shape[1:]) for part in parts)
+
+
+def cut_dimension(name: str) -> int | None:
+    """Return the dimension along which `name` is cut over tensor-parallel ranks; None if it is not."""
+    return next((dimension for end, dimension in _CUT_DIMENSION.items() if name.endswith(end)), None)
+
+
+def _pad_rows(x: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return torch.cat([x, x.new_zeros(num_rows - x.shape[0], *x.shape[1:])])
+
+
+def _gather(name: str, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if group.size() == 1 or cut_dimension(name) is None:
+        return part
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return merge(name, parts)
+
+
+def _split_layer(name: str) -> tuple[str, str]:
+    """Return (Hugging Face layer prefix, name within the layer)."""
+    index, _, inner = name.removeprefix(_LAYER_PREFIX).partition(".")
+    return f"model.layers.{index}.", inner
+
+
+def _from_hugging_face(name: str, config: TransformerConfig, read: ReadTensor) -> torch.Tensor:
+    if not name.startswith(_LAYER_PREFIX):
+        return read(_DIRECT[name])
+    prefix, inner = _split_layer(name)
+    if inner in _QKV:
+        kind = inner.rpartition(".")[2]
+        q, k, v = (read(f"{prefix}self_attn.{part}_proj.{kind}") for part in "qkv")
+        assert config.num_query_groups is not None
+        return fuse_qkv(q, k, v, config.num_query_groups)
+    if inner == _GATE_UP:
+        return torch.cat([read(f"{prefix}mlp.gate_proj.weight"), read(f"{prefix}mlp.up_proj.weight")])
+    return read(prefix + _DIRECT_IN_LAYER[inner])
+
+
+def _to_hugging_face(
+    name: str, full: torch.Tensor, config: TransformerConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if not name.startswith(_LAYER_PREFIX):
+        yield _DIRECT[name], full
+        return
+    prefix, inner = _split_layer(name)
+    if inner in _QKV:
+        kind = inner.rpartition(".")[2]
+        for part, tensor in zip("qkv", split_qkv(full, config), strict=True):
+            yield f"{prefix}self_attn.{part}_proj.{kind}", tensor
+    elif inner == _GATE_UP:
+        gate, up = full.chunk(2)
+        yield f"{prefix}mlp.gate_proj.weight", gate
+        yield f"{prefix}mlp.up_proj.weight", up
+    else:
+        yield prefix + _DIRECT_IN_LAYER[inner], full

@@ -1,0 +1,159 @@
+"""Lets the unmodified Megatron-core 0.16 run on a machine without CUDA.
+
+Owns: the name `torch` inside modules of `megatron.core`, which it rebinds to a stand-in whose
+factories put "cuda" tensors on the CPU and whose `torch.cuda` does nothing. Must never change torch
+itself: other code in the process sees the real module. Invariant: with CUDA present nothing happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    "tensor",
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "as_tensor",
+    "empty_like",
+    "zeros_like",
+)
+_MODULES = (
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.tensor_parallel.random",
+)
+_RNG_LOGGER = "megatron.core.tensor_parallel.random"
+
+
+def install() -> None:
+    """Import Megatron-core and, without CUDA, make it run on the CPU. Safe to call twice."""
+    if not torch.cuda.is_available():
+        # Megatron's jit_fuser is torch.compile and is bound at import; a compile on CPU costs minutes.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron warns about Transformer Engine and Apex being absent
+        for name in _MODULES:
+            importlib.import_module(name)
+    if torch.cuda.is_available():
+        return
+    modules = [m for n, m in list(sys.modules.items()) if n.startswith("megatron.core") and m is not None]
+    unadapted = [module for module in modules if module.__dict__.get("torch") is torch]
+    if unadapted:
+        stand_in = _TorchOnCpu()
+        for module in unadapted:
+            module.__dict__["torch"] = stand_in
+        _rebind_rng()
+        _rebind_gradient_clipping()
+
+
+@contextlib.contextmanager
+def cuda_type_names(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+    """Within the block `parameter.type()` answers as on CUDA; Megatron's optimizer compares those strings.
+
+    The answer is an attribute of the given parameters alone and is removed at the end.
+    """
+    adapted = [p for p in parameters if not p.is_cuda]
+    for parameter in adapted:
+        name = torch.Tensor.type(parameter).replace("torch.", "torch.cuda.")
+        parameter.type = functools.partial(str, name)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        for parameter in adapted:
+            del parameter.type
+
+
+class _TorchOnCpu(types.ModuleType):
+    """What modules of `megatron.core` see as `torch`."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        # A copy of the names: a lookup costs what it costs in the real module.
+        self.__dict__.update(
+            {name: value for name, value in vars(torch).items() if not name.startswith("__")}
+        )
+        for name in _FACTORIES:
+            setattr(self, name, _on_cpu(getattr(torch, name)))
+        self.cuda = _CudaOfCpu()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _CudaOfCpu(types.ModuleType):
+    """What modules of `megatron.core` see as `torch.cuda`."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        self.is_available = lambda: False
+        self.current_device = lambda: _CPU
+        self.synchronize = self.empty_cache = self.set_device = _do_nothing
+        self.memory_allocated = self.max_memory_allocated = self.memory_reserved = lambda *_: 0
+        self.manual_seed = torch.manual_seed
+        self.get_rng_state = lambda *_: torch.get_rng_state()
+        self.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _rebind_rng() -> None:
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # On a CPU the tracker warns at every fork that the CPU's generator moved: here that is the point.
+    logging.getLogger(_RNG_LOGGER).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+def _rebind_gradient_clipping() -> None:
+    """Megatron's function insists on the type string of a CUDA gradient."""
+    for name in ("megatron.core.optimizer.clip_grads", "megatron.core.optimizer.optimizer"):
+        module: Any = importlib.import_module(name)
+        module.clip_grad_by_total_norm_fp32 = _clip_gradients
+
+
+def _clip_gradients(
+    parameters: list[torch.Tensor], max_norm: float, total_norm: float, use_decoupled_grad: bool = False
+) -> None:
+    """Scale the gradients so that their norm is at most `max_norm`; the same arithmetic as Megatron's."""
+    assert not use_decoupled_grad, "the precision-aware optimizer needs Transformer Engine"
+    scale = max_norm / (total_norm + 1.0e-6)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if scale < 1.0 and gradients:
+        torch._foreach_mul_(gradients, scale)

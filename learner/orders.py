@@ -1,0 +1,82 @@
+"""What the leader tells every rank to do, one order at a time (pure).
+
+The learner has one controller for its data flow: rank 0 decides, all ranks perform. An order is a
+few plain values; trajectories never travel with it, each rank fetches its own by ticket id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from asyncrl import wire
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Load the checkpoint of `step`; step 0 is the model as it was configured."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Hand the current weights over as version `number`."""
+
+    number: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train one reserved batch.
+
+    Attributes:
+        step: Learner step index, from 0.
+        token: The leader's fencing token, with which ranks fetch.
+        tickets: Ticket ids, ascending.
+        num_tokens: Tokens of each ticket, to balance by.
+        versions: (number, step) of every version that may have sampled these tokens.
+    """
+
+    step: int
+    token: int
+    tickets: list[int]
+    num_tokens: list[int]
+    versions: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Write this rank's state of `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing to do yet; keeps the ranks' collective from reaching its deadline."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Write the weights in Hugging Face form if `is_complete`, and end."""
+
+    is_complete: bool
+
+
+Order = Restore | Publish | Train | Checkpoint | Wait | Finish
+_KINDS: dict[str, type[Order]] = {
+    cls.__name__: cls for cls in (Restore, Publish, Train, Checkpoint, Wait, Finish)
+}
+
+
+def encode_order(order: Order) -> bytes:
+    """Return `order` as bytes."""
+    return wire.pack_header({"kind": type(order).__name__, "fields": asdict(order)})
+
+
+def decode_order(data: bytes) -> Order:
+    """Return the order in `data`."""
+    fields: dict[str, Any] = wire.unpack_header(data)
+    return _KINDS[fields["kind"]](**fields["fields"])

@@ -1,0 +1,120 @@
+"""Builds a rollout replica from a run's configuration."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.buffer.client import ReplicaClient
+from asyncrl.clock import SystemClock
+from asyncrl.config.tree import Config
+from asyncrl.errors import ConfigError
+from asyncrl.service import ServiceContext
+from rollout_service.engine.environment import prepare_environment
+from rollout_service.engine.metered import MeteredEngine
+from rollout_service.engine.protocol import Engine
+from rollout_service.engine.scripted_engine import ScriptedEngine
+from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
+from rollout_service.episode import SingleTurn
+from rollout_service.evaluation import EvaluationSettings, Evaluator
+from rollout_service.groups import GroupRunner, GroupSettings
+from rollout_service.latency import parse_latency
+from rollout_service.prompts import PromptSet, load_prompts
+from rollout_service.replica import Replica, ReplicaParts, ReplicaSettings
+from rollout_service.rewards.registry import load_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CALL_DEADLINE_S = 10.0
+SCRIPTED_TOKENS_PER_S = 200.0
+MAX_TEMPERATURE = 2.0
+
+
+def build(context: ServiceContext) -> Replica:
+    """Build the service `rollout.<n>`; it needs the addresses of `buffer.0` and `receiver.<n>`.
+
+    Model and data must be paths by now: `builtin:` names and hub ids are resolved before services start.
+
+    Raises:
+        ConfigError: Something that the configuration names does not exist.
+    """
+    config = context.config
+    prepare_environment(has_gpu=config.rollout.gpus > 0)
+    reward = load_reward(config.reward.fn)
+    latency = parse_latency(config.rollout.latency)
+    if max(config.rollout.temperature, config.eval.temperature) > MAX_TEMPERATURE:
+        raise ConfigError(f"vLLM samples at temperatures up to {MAX_TEMPERATURE:g}", hint="Lower it")
+    for path in (config.model.path, config.data.train, *([config.data.eval] if config.data.eval else [])):
+        if not Path(path).exists():
+            raise ConfigError(f"{path} does not exist", hint="Give a path on this machine")
+
+    async def build_parts() -> ReplicaParts:
+        from weight_sync.link import ReceiverLink
+
+        tokenizer, prompts, held_out = await asyncio.to_thread(_load_data, config)
+        engine = MeteredEngine(_build_engine(config, tokenizer), SystemClock())
+        environment = SingleTurn(engine, tokenizer, reward, latency)
+        return ReplicaParts(
+            engine=engine,
+            buffer=ReplicaClient(context.addresses["buffer.0"], context.name, CALL_DEADLINE_S),
+            weights=ReceiverLink(context.addresses[f"receiver.{context.index}"]),
+            runner=GroupRunner(environment, prompts, _group_settings(config)),
+            evaluator=_build_evaluator(config, engine, tokenizer, held_out),
+            prompts=prompts,
+        )
+
+    return Replica(context.name, _replica_settings(config), build_parts)
+
+
+def _replica_settings(config: Config) -> ReplicaSettings:
+    rollout = config.rollout
+    full = max(1, rollout.max_sequences // rollout.group_size)
+    return ReplicaSettings(
+        max_groups=full + max(1, full // 4),  # a few wait inside the engine, so that its batch stays full
+        lease_s=config.buffer.lease_s,
+        start_deadline_s=config.launcher.start_deadline_s,
+    )
+
+
+def _group_settings(config: Config) -> GroupSettings:
+    rollout = config.rollout
+    return GroupSettings(config.run.seed, rollout.group_size, rollout.temperature, rollout.max_tokens)
+
+
+def _load_data(config: Config) -> tuple[PreTrainedTokenizerBase, PromptSet, PromptSet | None]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    limit = config.data.max_prompt_tokens
+    prompts = load_prompts(Path(config.data.train), tokenizer, limit)
+    held_out = load_prompts(Path(config.data.eval), tokenizer, limit) if config.data.eval else None
+    return tokenizer, prompts, held_out
+
+
+def _build_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    if config.rollout.engine == "scripted":
+        return ScriptedEngine(tokenizer.eos_token_id, SCRIPTED_TOKENS_PER_S)
+    rollout = config.rollout
+    settings = VllmSettings(
+        model=config.model.path,
+        dtype=config.model.dtype,
+        max_model_tokens=config.data.max_prompt_tokens + rollout.max_tokens,
+        max_sequences=rollout.max_sequences,
+        kv_cache_bytes=rollout.kv_cache_bytes,
+        recomputes_kv_cache=rollout.kv_cache == "recompute",
+        num_gpus=rollout.gpus,
+        seed=config.run.seed,
+    )
+    return VllmEngine(settings)
+
+
+def _build_evaluator(
+    config: Config, engine: Engine, tokenizer: PreTrainedTokenizerBase, held_out: PromptSet | None
+) -> Evaluator | None:
+    if held_out is None:
+        return None
+    environment = SingleTurn(engine, tokenizer, load_reward(config.reward.fn))  # without extra latency
+    settings = EvaluationSettings(config.eval.temperature, config.rollout.max_tokens, config.run.seed)
+    return Evaluator(environment, held_out.prompts[: config.eval.prompts], settings)

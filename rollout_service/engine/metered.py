@@ -1,0 +1,98 @@
+"""An engine with a meter: what it generated, and how long it was busy.
+
+Invariant: busy and idle seconds add up to the time since the meter was made. Busy means that a
+request is in flight and no swap is going on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from asyncrl.clock import Clock
+from asyncrl.versions import PolicyVersion
+from rollout_service.engine.protocol import Completion, Engine, Sampling
+
+if TYPE_CHECKING:
+    from weight_sync.staging import Staged
+
+
+class MeteredEngine:
+    """Passes all calls on to `engine` and counts. See `protocol.Engine`."""
+
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._start = self._changed = clock.now()
+        self._busy_s = 0.0
+        self._is_swapping = False
+        self.num_in_flight = 0
+        self.num_tokens = 0
+        self.num_completions = 0
+        self.num_swaps = 0
+        self.last_swap_s = 0.0
+
+    @property
+    def serving(self) -> PolicyVersion:
+        return self._engine.serving
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._engine.is_loaded
+
+    def seconds(self) -> tuple[float, float]:
+        """Return (busy, idle) seconds."""
+        now = self._clock.now()
+        running_s = now - self._changed if self._is_busy else 0.0
+        busy_s = self._busy_s + running_s
+        return busy_s, now - self._start - busy_s
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        with self._request():
+            completion = await self._engine.generate(prompt_ids, sampling, request_id)
+        self.num_completions += 1
+        self.num_tokens += len(completion.token_ids)
+        return completion
+
+    async def swap(self, staged: Staged) -> None:
+        start = self._clock.now()
+        self._turn()
+        self._is_swapping = True
+        try:
+            await self._engine.swap(staged)
+            self.num_swaps += 1
+        finally:
+            self._turn()
+            self._is_swapping = False
+            self.last_swap_s = self._clock.now() - start
+
+    def child_pids(self) -> list[int]:
+        return self._engine.child_pids()
+
+    async def shutdown(self) -> None:
+        await self._engine.shutdown()
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.num_in_flight > 0 and not self._is_swapping
+
+    def _turn(self) -> None:
+        """Book the time until now; call before anything that `_is_busy` depends on changes."""
+        now = self._clock.now()
+        if self._is_busy:
+            self._busy_s += now - self._changed
+        self._changed = now
+
+    @contextmanager
+    def _request(self) -> Iterator[None]:
+        self._turn()
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self._turn()
+            self.num_in_flight -= 1

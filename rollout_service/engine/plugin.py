@@ -1,0 +1,39 @@
+"""Entry point of vLLM's plugin group `vllm.general_plugins`.
+
+vLLM calls `register` in each of its processes, before it builds a worker.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+
+BACKEND = "asyncrl"
+WATCHER = "asyncrl-parent-watcher"
+
+
+def register() -> None:
+    """Register the weight-transfer backend; calling it twice does no harm."""
+    _end_with_parent()
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "rollout_service.engine.weight_transfer", "StagedWeightTransferEngine"
+        )
+
+
+def _end_with_parent() -> None:
+    """Have a child process of vLLM end when the replica is gone, also when that was killed."""
+    parent = multiprocessing.parent_process()
+    is_watched = any(thread.name == WATCHER for thread in threading.enumerate())
+    if parent is None or is_watched:
+        return
+
+    def watch() -> None:
+        parent.join()  # without deadline: it ends with one of the two processes
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name=WATCHER, daemon=True).start()

@@ -1,0 +1,85 @@
+"""What a replica needs of an inference engine, and the values that pass between them.
+
+Invariant: an engine serves one policy version at a time; `serving` moves only after a swap that
+loaded all of the new weights, and a completion's spans come from the engine that sampled it.
+
+Shapes: P prompt tokens, T response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.errors import EngineError
+from asyncrl.versions import PolicyVersion, Span
+
+if TYPE_CHECKING:
+    from weight_sync.staging import Staged
+
+
+class EngineDied(EngineError):
+    """The engine's process is gone; this replica has to be started anew."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one response is sampled. No top-p, top-k or penalty: log-probs stay those of the policy.
+
+    Attributes:
+        temperature: 0 takes the most probable token.
+        max_tokens: The response is cut after so many tokens.
+        seed: Decides the response, given prompt and weights, whatever else is in the batch.
+    """
+
+    temperature: float
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response, with what the engine says about it.
+
+    Attributes:
+        token_ids: int32 [T], the end-of-sequence token included.
+        logprobs: float32 [T], of the sampled tokens at the sampling temperature.
+        spans: Which version sampled which tokens, covering 0..T.
+        finish_reason: `stop` or `length`.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    spans: tuple[Span, ...]
+    finish_reason: str
+
+
+class Engine(Protocol):
+    """An inference engine. All calls come from one event loop."""
+
+    @property
+    def serving(self) -> PolicyVersion:
+        """The version whose weights are loaded whole; number 0 before the first swap."""
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights are whole: False from a load that failed to the next that works."""
+
+    async def start(self) -> None:
+        """Load the model, ready for `generate`. Raises EngineError."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        """Sample one response. Cancelling the call aborts the request. Raises EngineError."""
+
+    async def swap(self, staged: Staged) -> None:
+        """Load `staged` while requests stay in flight. After an EngineError generation stays paused."""
+
+    def child_pids(self) -> list[int]:
+        """Return the processes that must end with this one."""
+
+    async def shutdown(self) -> None:
+        """Stop the engine and its processes."""

@@ -1,0 +1,100 @@
+"""A scripted engine: no model, only plausible traffic. For simulation and unit tests.
+
+Tokens are random digits and an end of sequence, drawn from the request's seed; a token's log-prob
+is a fixed function of the token and the version. Time passes by a token rate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from asyncrl.errors import EngineError
+from asyncrl.versions import UNLOADED, PolicyVersion, Span
+from rollout_service.engine.protocol import Completion, Sampling
+
+if TYPE_CHECKING:
+    from weight_sync.staging import Staged
+
+NUM_DIGITS = 10
+STOP_PROBABILITY = 0.2
+
+
+def scripted_logprob(token: int, version: int) -> float:
+    """Return the log-prob that the scripted policy `version` gives to `token`."""
+    return -1.0 - 0.01 * token - 0.001 * (version % 100)
+
+
+class ScriptedEngine:
+    """Answers with random digits at `tokens_per_s` per request.
+
+    Args:
+        eos_id: The token that ends a response.
+        tokens_per_s: Speed of each request; 0 answers at once.
+    """
+
+    def __init__(self, eos_id: int, tokens_per_s: float = 0.0) -> None:
+        self._eos_id = eos_id
+        self._tokens_per_s = tokens_per_s
+        self._serving = PolicyVersion(UNLOADED, 0)
+        self._is_running = asyncio.Event()
+        self.swaps_to_fail = 0
+
+    @property
+    def serving(self) -> PolicyVersion:
+        return self._serving
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._is_running.is_set()
+
+    async def start(self) -> None:
+        self._is_running.set()
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        source = random.Random(sampling.seed)
+        token_ids: list[int] = []
+        versions: list[int] = []
+        while len(token_ids) < sampling.max_tokens and (not token_ids or token_ids[-1] != self._eos_id):
+            await self._wait_one_token()
+            stops = token_ids and source.random() < STOP_PROBABILITY
+            token_ids.append(self._eos_id if stops else source.randrange(NUM_DIGITS))
+            versions.append(self._serving.number)
+        logprobs = [
+            scripted_logprob(token, version) for token, version in zip(token_ids, versions, strict=True)
+        ]
+        return Completion(
+            token_ids=np.asarray(token_ids, dtype=np.int32),
+            logprobs=np.asarray(logprobs, dtype=np.float32),
+            spans=_spans(versions),
+            finish_reason="stop" if token_ids[-1] == self._eos_id else "length",
+        )
+
+    async def _wait_one_token(self) -> None:
+        await self._is_running.wait()
+        await asyncio.sleep(1.0 / self._tokens_per_s if self._tokens_per_s else 0.0)
+        await self._is_running.wait()
+
+    async def swap(self, staged: Staged) -> None:
+        self._is_running.clear()
+        if self.swaps_to_fail:
+            self.swaps_to_fail -= 1
+            raise EngineError(f"the scripted engine was told to refuse version {staged.version.number}")
+        self._serving = staged.version
+        self._is_running.set()
+
+    def child_pids(self) -> list[int]:
+        return []
+
+    async def shutdown(self) -> None:
+        self._is_running.clear()
+
+
+def _spans(versions: list[int]) -> tuple[Span, ...]:
+    starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
+    ends = [*starts[1:], len(versions)]
+    return tuple(Span(versions[start], start, end) for start, end in zip(starts, ends, strict=True))

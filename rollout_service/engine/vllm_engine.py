@@ -1,0 +1,283 @@
+"""The vLLM adapter: an `Engine` over `AsyncLLM`.
+
+vLLM's engine core runs in a child process; this process keeps the requests. Swaps pause generation
+with `keep`: requests stay in flight, and the engine itself labels tokens with the version that
+sampled them. A swap that fails leaves generation paused and `is_loaded` False until one works.
+
+Measured on one CPU core, 125 thousand parameters, responses of about five tokens: 1,900 responses/s,
+of which this process takes 0.2 ms each and the engine core 0.4 ms. Rendered token prompts, flat
+log-probs, final outputs only and no detokenizing are what keeps it there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.metadata
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncrl.errors import EngineError
+from asyncrl.versions import UNLOADED, PolicyVersion, Span
+from rollout_service.engine.environment import prepare_environment
+from rollout_service.engine.plugin import BACKEND
+from rollout_service.engine.protocol import Completion, EngineDied, Sampling
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+    from weight_sync.staging import Staged
+
+log = logging.getLogger(__name__)
+
+PLUGIN_GROUP = "vllm.general_plugins"
+CONTROL_DEADLINE_S = 60.0
+WARM_UP_DEADLINE_S = 300.0
+SHUTDOWN_S = 1.0
+"""Nothing is to be saved: a core that has not ended by then is killed."""
+NEEDED_OF_ASYNC_LLM = (
+    "pause_generation",
+    "resume_generation",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "update_weight_version",
+)
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """What the adapter has to know.
+
+    Attributes:
+        model: A folder with a Hugging Face checkpoint in safetensors.
+        dtype: `float32` or `bfloat16`.
+        max_model_tokens: Longest prompt and response together.
+        max_sequences: Most requests in a batch.
+        kv_cache_bytes: Size of the KV cache on CPU; a GPU's is sized by its free memory.
+        recomputes_kv_cache: After a swap, compute the KV cache of running requests anew.
+        num_gpus: Tensor-parallel size; 0 runs on CPU.
+        seed: Seeds the engine; requests carry their own seeds.
+    """
+
+    model: str
+    dtype: str
+    max_model_tokens: int
+    max_sequences: int
+    kv_cache_bytes: int
+    recomputes_kv_cache: bool = True
+    num_gpus: int = 0
+    seed: int = 0
+
+
+class VllmEngine:
+    """An `Engine` whose model runs in vLLM. See `protocol.Engine`."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self._settings = settings
+        self._llm: Any = None
+        self._serving = PolicyVersion(UNLOADED, 0)
+        self._is_loaded = False
+        self._swap_lock = asyncio.Lock()
+        self._child_pids: list[int] = []
+
+    @property
+    def serving(self) -> PolicyVersion:
+        return self._serving
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._is_loaded
+
+    async def start(self) -> None:
+        """Start vLLM, label its weights as version 0, and warm it up.
+
+        Raises:
+            EngineError: This vLLM lacks what the adapter needs, or it cannot load the model.
+        """
+        prepare_environment(has_gpu=self._settings.num_gpus > 0)
+        _check_plugin()
+        before = set(_children())
+        self._llm = _start_async_llm(self._settings)
+        self._child_pids = sorted(set(_children()) - before)
+        await self._control(self._llm.update_weight_version(str(UNLOADED)), "the first label")
+        self._is_loaded = True
+        await self._warm_up()
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
+        """Sample one response; cancelling the call aborts the request in the engine."""
+        output = await self._final_output(list(prompt_ids), sampling, request_id)
+        return _completion(output)
+
+    async def swap(self, staged: Staged) -> None:
+        """Load `staged` with requests in flight, and label what follows with its number.
+
+        Raises:
+            EngineError: The load failed; generation stays paused until a swap works.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        from rollout_service.engine.weight_transfer import describe_staged
+
+        llm, number = self._llm, staged.version.number
+        update = WeightTransferUpdateRequest(update_info=describe_staged(staged))
+        async with self._swap_lock:
+            self._is_loaded = False
+            clear_cache = self._settings.recomputes_kv_cache
+            await self._control(llm.pause_generation(mode="keep", clear_cache=clear_cache), "the pause")
+            await self._control(llm.start_weight_update(), f"the load of version {number}")
+            await self._control(llm.update_weights(update), f"the load of version {number}")
+            await self._control(llm.finish_weight_update(str(number)), f"the commit of version {number}")
+            self._serving, self._is_loaded = staged.version, True
+            await self._control(llm.resume_generation(), "the resumption")
+
+    def child_pids(self) -> list[int]:
+        return list(self._child_pids)
+
+    async def shutdown(self) -> None:
+        if self._llm is not None:
+            self._llm.shutdown(timeout=SHUTDOWN_S)
+            self._llm = None
+
+    async def _final_output(
+        self, prompt_ids: list[int], sampling: Sampling, request_id: str
+    ) -> RequestOutput:
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        prompt = {"type": "token", "prompt_token_ids": prompt_ids}
+        try:
+            async for output in self._llm.generate(prompt, _sampling_params(sampling), request_id):
+                if output.finished:
+                    return output
+        except EngineDeadError as error:
+            raise EngineDied(f"vLLM died: {_describe(error)}") from error
+        except (EngineGenerateError, ValueError) as error:
+            raise EngineError(f"vLLM failed request {request_id}: {_describe(error)}") from error
+        raise EngineError(f"vLLM ended request {request_id} without a final output")
+
+    async def _control(self, call: Any, what: str) -> None:
+        """Await one of vLLM's control calls, within a deadline, under our error class."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            async with asyncio.timeout(CONTROL_DEADLINE_S):
+                await call
+        except TimeoutError as error:
+            raise EngineError(f"vLLM did not finish {what} within {CONTROL_DEADLINE_S:g} s") from error
+        except EngineDeadError as error:
+            raise EngineDied(f"vLLM died at {what}: {_describe(error)}") from error
+        except Exception as error:  # vLLM passes a worker's exception on as a bare Exception
+            raise EngineError(f"vLLM refused {what}: {_describe(error)}") from error
+
+    async def _warm_up(self) -> None:
+        """Run a full batch, because vLLM's first calls take seconds."""
+        sampling = Sampling(temperature=1.0, max_tokens=2, seed=0)
+        requests = (self.generate([0], sampling, f"warm-up-{i}") for i in range(self._settings.max_sequences))
+        async with asyncio.timeout(WARM_UP_DEADLINE_S):
+            await asyncio.gather(*requests)
+        gc.collect()
+        gc.freeze()  # vLLM's import leaves millions of objects that no collection needs to visit again
+
+
+def _start_async_llm(settings: VllmSettings) -> Any:
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.outputs import CompletionOutput
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise EngineError(
+            f"vllm cannot be imported: {error}", hint="Install asyncrl[cpu] or asyncrl[gpu]"
+        ) from error
+    missing = [name for name in NEEDED_OF_ASYNC_LLM if not hasattr(AsyncLLM, name)]
+    if "weight_versions" not in CompletionOutput.__annotations__:
+        missing.append("CompletionOutput.weight_versions")
+    if missing:
+        raise EngineError(f"this vllm has no {', '.join(missing)}", hint="Install vllm 0.32")
+    try:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(settings)))
+    except (ValueError, RuntimeError, OSError) as error:
+        raise EngineError(f"vLLM cannot start with {settings.model}: {_describe(error)}") from error
+
+
+def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
+    everywhere: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_tokens,
+        "max_num_seqs": settings.max_sequences,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "seed": settings.seed,
+        "weight_transfer_config": {"backend": BACKEND},
+    }
+    if settings.num_gpus:
+        parallel = "uni" if settings.num_gpus == 1 else "mp"
+        on_gpu = {"tensor_parallel_size": settings.num_gpus, "distributed_executor_backend": parallel}
+        return {**everywhere, **on_gpu}
+    on_cpu = {
+        "distributed_executor_backend": "uni",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": settings.kv_cache_bytes,
+    }
+    return {**everywhere, **on_cpu}
+
+
+def _sampling_params(sampling: Sampling) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def _completion(output: RequestOutput) -> Completion:
+    """Return the one completion of a final output.
+
+    Raises:
+        EngineError: It was aborted, or vLLM gives no log-probs or versions for some of its tokens.
+    """
+    completion = output.outputs[0]
+    if completion.finish_reason not in ("stop", "length"):
+        raise EngineError(f"vLLM ended request {output.request_id} with '{completion.finish_reason}'")
+    logprobs: Any = completion.logprobs
+    versions = completion.weight_versions
+    if versions is None or len(logprobs.logprobs) != len(completion.token_ids):
+        raise EngineError(f"vLLM gave no version or log-prob for each token of request {output.request_id}")
+    return Completion(
+        token_ids=np.asarray(completion.token_ids, dtype=np.int32),
+        logprobs=np.asarray(logprobs.logprobs, dtype=np.float32),
+        spans=tuple(Span(int(span.version), span.start, span.end) for span in versions),
+        finish_reason=completion.finish_reason,
+    )
+
+
+def _check_plugin() -> None:
+    names = [entry.value for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP)]
+    if not any(value.startswith("rollout_service.engine.plugin:") for value in names):
+        raise EngineError(
+            f"vLLM cannot find asyncrl's weight-transfer plugin in the entry points '{PLUGIN_GROUP}'",
+            hint="Install asyncrl as a package (pip install -e .)",
+        )
+
+
+def _children() -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

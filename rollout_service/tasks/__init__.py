@@ -1,0 +1,1 @@
+"""Built-in tasks: a model, its tokenizer and its prompts, made on the spot."""

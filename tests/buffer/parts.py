@@ -1,0 +1,130 @@
+"""Ledgers, groups and a running service for the tests of the buffer."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl.buffer.census import take_census
+from asyncrl.buffer.journal import FileJournal, Journal, MemoryJournal
+from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.service import BufferService
+from asyncrl.buffer.store import ExperienceStore
+from asyncrl.buffer.tickets import Grant, LedgerSettings
+from asyncrl.clock import SystemClock
+from asyncrl.experience import Group, Trajectory
+from asyncrl.versions import Span
+
+GROUP_BYTES = 4096
+SETTINGS = LedgerSettings(
+    run_seed=7,
+    groups_per_step=2,
+    max_lag=1,
+    ready_batches=1,
+    memory_bytes=8 * GROUP_BYTES,
+    max_group_bytes=GROUP_BYTES,
+    lease_s=10.0,
+    max_attempts=3,
+)
+GROUP_SIZE = 2
+
+
+class Run:
+    """A ledger with a learner that is open, data that is described and version 1 registered."""
+
+    def __init__(self, **changes: object) -> None:
+        self.ledger = Ledger(replace(SETTINGS, **changes))
+        self.state = self.ledger.state
+        self.ledger.describe_data(100, "digest")
+        self.token = self.ledger.open("learner")
+        self.version = self.ledger.register_version(self.token, 0)
+        self.now = 0.0
+
+    def lease(self, want: int = 1, replica: str = "a", version: int | None = None) -> list[Grant]:
+        return self.ledger.lease(replica, version or self.version, want, self.now)
+
+    def store(self, grant: Grant, version: int | None = None) -> None:
+        number = version or self.version
+        self.ledger.store(grant.ticket, 10, 100, (number, number))
+
+    def fill(self, num_groups: int, replica: str = "a") -> list[int]:
+        """Lease and store `num_groups` groups one by one."""
+        tickets = []
+        for _ in range(num_groups):
+            (grant,) = self.lease(replica=replica)
+            self.store(grant)
+            tickets.append(grant.ticket)
+        return tickets
+
+    def train(self, dropped: tuple[tuple[int, str], ...] = ()) -> list[int]:
+        """Fill, reserve and train the next step, register its weights; return its tickets."""
+        step = self.state.steps_trained
+        while (batch := self.ledger.reserve(self.token, step)) is None:
+            self.fill(1)
+        self.ledger.trained(self.token, step, dropped)
+        self.version = self.ledger.register_version(self.token, step + 1)
+        return [ticket.id for ticket in batch]
+
+    def checkpoint(self, *kept: int) -> None:
+        step = self.state.steps_trained
+        self.ledger.checkpointed(self.token, step, f"digest-{step}", [*kept, step])
+
+    def reopen(self, step: int, missing: tuple[int, ...] = ()) -> None:
+        """A new learner resumes at `step` and registers its weights."""
+        self.token = self.ledger.open("successor")
+        self.ledger.resume(self.token, step, missing)
+        self.version = self.ledger.register_version(self.token, step)
+
+    @property
+    def residue(self) -> int:
+        return take_census(self.state).residue
+
+
+def make_group(
+    ticket: int,
+    attempt: int = 1,
+    version: int = 1,
+    rewards: tuple[float, ...] = (0.0, 1.0),
+    num_tokens: int = 5,
+) -> Group:
+    trajectories = tuple(
+        Trajectory(
+            response_ids=np.arange(num_tokens, dtype=np.int32),
+            loss_mask=np.ones(num_tokens, dtype=np.uint8),
+            logprobs=np.full(num_tokens, -0.5, dtype=np.float32),
+            spans=(Span(version, 0, num_tokens),) if num_tokens else (),
+            reward=reward,
+            finish_reason="stop",
+        )
+        for reward in rewards
+    )
+    return Group(ticket, attempt, np.array([1, 2, 3], dtype=np.int32), trajectories)
+
+
+def make_store(
+    folder: Path | None = None, drops_constant_groups: bool = True, **changes: object
+) -> ExperienceStore:
+    """A store over a file journal in `folder`, or one that remembers nothing."""
+    journal: Journal = MemoryJournal() if folder is None else FileJournal(folder)
+    settings = replace(SETTINGS, **changes)
+    return ExperienceStore(settings, journal, GROUP_SIZE, drops_constant_groups, now=0.0)
+
+
+@contextlib.contextmanager
+def serving(store: ExperienceStore) -> Iterator[BufferService]:
+    """Run the service in a thread."""
+    service = BufferService(store, SystemClock())
+    stop = threading.Event()
+    thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        yield service
+    finally:
+        stop.set()
+        thread.join(timeout=10.0)
+        assert not thread.is_alive(), "the service did not stop"

@@ -1,0 +1,365 @@
+"""What the buffer remembers after its process was killed or its files were harmed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.buffer.census import take_census
+from asyncrl.buffer.events import Opened
+from asyncrl.buffer.journal import FileJournal
+from asyncrl.buffer.segments import SegmentFolder
+from asyncrl.buffer.store import ExperienceStore
+from asyncrl.buffer.tickets import State
+from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError, DeadlineExceeded, WireError
+from asyncrl.experience import encode_group
+from asyncrl.rpc import Client
+from tests.buffer.parts import make_group, make_store
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def push(store: ExperienceStore, version: int = 1) -> int:
+    (grant,) = store.ledger.lease("a", version, 1, 0.0)
+    assert (
+        store.push("a", grant.ticket, grant.attempt, encode_group(make_group(grant.ticket, grant.attempt)))
+        == "stored"
+    )
+    store.settle(0.0)
+    return grant.ticket
+
+
+def start(store: ExperienceStore) -> int:
+    store.ledger.describe_data(100, "digest")
+    token = store.ledger.open("learner")
+    store.ledger.register_version(token, 0)
+    return token
+
+
+def reopen(folder: Path, store: ExperienceStore) -> ExperienceStore:
+    store.settle(0.0)
+    store.journal.close()
+    return make_store(folder)
+
+
+def test_a_restart_restores_the_ledger_and_every_payload(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    token = start(store)
+    tickets = [push(store), push(store)]
+    store.ledger.lease("a", 1, 1, 0.0)
+    store.ledger.reserve(token, 0)
+    again = reopen(tmp_path, store)
+    deadlines = [ticket.deadline for ticket in again.ledger.state.tickets.values()]
+    for ticket, deadline in zip(store.ledger.state.tickets.values(), deadlines, strict=True):
+        ticket.deadline = deadline
+    assert again.ledger.state.as_values() == store.ledger.state.as_values()
+    payloads, lost = again.fetch(tickets)
+    assert (len(payloads), lost) == (2, [])
+    assert payloads[0] == encode_group(make_group(tickets[0]))
+    again.journal.close()
+
+
+def test_leases_survive_a_restart_with_a_fresh_deadline(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    start(store)
+    store.ledger.lease("a", 1, 1, 0.0)
+    store.settle(0.0)
+    store.journal.close()
+    again = ExperienceStore(store.ledger.settings, FileJournal(tmp_path), 2, True, now=500.0)
+    assert again.ledger.expire(509.9) == 0
+    assert again.push("a", 1, 1, encode_group(make_group(1))) == "stored"
+    again.journal.close()
+
+
+def test_payloads_of_trained_groups_are_kept_for_the_replay_until_a_checkpoint_has_passed_them(
+    tmp_path: Path,
+) -> None:
+    store = make_store(tmp_path)
+    token = start(store)
+    tickets = [push(store), push(store)]
+    store.ledger.reserve(token, 0)
+    store.ledger.trained(token, 0)
+    store.settle(0.0)
+    assert store.ledger.state.held_bytes == 0
+    token = store.ledger.open("successor")
+    store.resume(token, 0)
+    assert [len(payload) for payload in store.fetch(tickets)[0]] == [7, 7]
+    store.ledger.trained(token, 0)
+    store.ledger.checkpointed(token, 1, "digest", [1])
+    store.settle(0.0)
+    assert [store.journal.read(ticket, 1) for ticket in tickets] == [None, None]
+    store.journal.close()
+
+
+def test_without_a_journal_a_resume_generates_trained_groups_again() -> None:
+    store = make_store()
+    token = start(store)
+    push(store), push(store)
+    store.ledger.reserve(token, 0)
+    store.ledger.trained(token, 0)
+    store.settle(0.0)
+    token = store.ledger.open("successor")
+    store.resume(token, 0)
+    assert store.ledger.state.counts[State.ISSUED] == 2
+    assert take_census(store.ledger.state).residue == 0
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def newest_segment(folder: Path) -> Path:
+    return max(path for path in folder.rglob("*.segment") if path.stat().st_size)
+
+
+def test_a_flipped_payload_is_refused_at_restart_and_its_ticket_issued_again(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    start(store)
+    push(store), push(store)
+    store.settle(0.0)
+    store.journal.close()
+    flip_byte(newest_segment(tmp_path), 60)
+    again = make_store(tmp_path)
+    assert again.ledger.state.tickets[1].state is State.ISSUED
+    assert again.ledger.state.tickets[1].attempt == 2
+    assert again.ledger.state.tickets[2].state is State.STORED
+    assert again.journal.counters["damaged_payloads"] == 1
+    again.journal.close()
+
+
+def test_a_payload_flipped_while_running_is_found_at_fetch(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    token = start(store)
+    tickets = [push(store), push(store)]
+    store = reopen(tmp_path, store)
+    store.ledger.reserve(token, 0)
+    flip_byte(newest_segment(tmp_path), 60)
+    payloads, lost = store.fetch(tickets)
+    assert (len(payloads), lost) == (1, [1])
+    assert store.ledger.reserve(token, 0) is None, "the batch waits for the ticket's next attempt"
+    store.journal.close()
+
+
+@pytest.mark.parametrize("cut_bytes", [1, 30, 300])
+def test_a_torn_tail_is_cut_and_counted(tmp_path: Path, cut_bytes: int) -> None:
+    folder = SegmentFolder(tmp_path)
+    folder.append(1, 1, [b"x" * 200, b""])
+    folder.append(2, 1, [b"y" * 300])
+    folder.close()
+    path = newest_segment(tmp_path)
+    whole = path.stat().st_size
+    os.truncate(path, whole - cut_bytes)
+    again = SegmentFolder(tmp_path)
+    assert again.read(1, 1) == [b"x" * 200, b""]
+    assert again.read(2, 1) is None
+    assert again.counters["torn_tails"] == 1
+    again.append(2, 2, [b"z"])
+    again.close()
+    last = SegmentFolder(tmp_path)
+    assert (last.read(2, 2), last.counters["torn_tails"]) == ([b"z"], 0)
+    last.close()
+
+
+def test_a_segment_is_deleted_whole_once_nothing_in_it_is_needed(tmp_path: Path) -> None:
+    folder = SegmentFolder(tmp_path, segment_bytes=500)
+    for ticket in range(1, 7):
+        folder.append(ticket, 1, [b"x" * 200])
+    assert len(list(tmp_path.iterdir())) == 4  # three full ones and the active one
+    folder.release(1)
+    assert len(list(tmp_path.iterdir())) == 4
+    folder.release(2)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert folder.read(3, 1) == [b"x" * 200]
+    folder.close()
+    again = SegmentFolder(tmp_path, segment_bytes=500)
+    again.keep_only({6})
+    assert again.read(6, 1) is not None
+    assert again.read(5, 1) is None
+    again.close()
+
+
+def test_another_attempts_payload_is_not_returned(tmp_path: Path) -> None:
+    folder = SegmentFolder(tmp_path)
+    folder.append(1, 2, [b"x"])
+    assert folder.read(1, 1) is None
+    folder.close()
+
+
+def test_one_journal_has_one_process(tmp_path: Path) -> None:
+    journal = FileJournal(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        FileJournal(tmp_path)
+    journal.close()
+    FileJournal(tmp_path).close()
+
+
+@pytest.mark.parametrize("fsync", ["everysec", "always", "never"])
+def test_every_fsync_policy_restores_what_was_committed(tmp_path: Path, fsync: str) -> None:
+    journal = FileJournal(tmp_path, fsync)  # type: ignore[arg-type]
+    journal.append(1, 1, [b"x"])
+    journal.commit([Opened(1, "learner")], 0.0)
+    journal.tick(0.0)
+    journal.close()
+    again = FileJournal(tmp_path, fsync)  # type: ignore[arg-type]
+    assert again.recover() == [Opened(1, "learner")]
+    assert again.read(1, 1) == [b"x"]
+    again.close()
+
+
+@pytest.mark.parametrize("change", ["data = x'00'", "digest = 'x'"])
+def test_an_altered_event_is_refused(tmp_path: Path, change: str) -> None:
+    journal = FileJournal(tmp_path)
+    journal.commit([Opened(1, "learner")], 0.0)
+    journal.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "events.sqlite")) as database:
+        database.execute(f"UPDATE turns SET {change}")
+        database.commit()
+    again = FileJournal(tmp_path)
+    with pytest.raises(CheckpointError, match="damaged"):
+        again.recover()
+    again.close()
+
+
+# kill -9
+
+
+@contextlib.contextmanager
+def served(folder: Path, fault: str = "") -> Iterator[tuple[subprocess.Popen[str], Client]]:
+    environment = {**os.environ, "ASYNCRL_FAULT": fault, "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.buffer.pushing_process", str(folder)],
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    client = Client(process.stdout.readline().strip())
+    try:
+        yield process, client
+    finally:
+        client.close()
+        process.kill()
+        process.wait(10.0)
+        process.stdout.close()
+
+
+def push_until_death(client: Client) -> list[int]:
+    """Push groups one by one; return those that the service acknowledged."""
+    acknowledged: list[int] = []
+    with contextlib.suppress(DeadlineExceeded):
+        while len(acknowledged) < 40:
+            args = client.call("lease", replica="a", version=1, want=1, wait_s=0.0, deadline_s=2.0).args
+            ticket, attempt = args["grants"][0]["ticket"], args["grants"][0]["attempt"]
+            frames = encode_group(make_group(ticket, attempt))
+            reply = client.call("push", frames, 2.0, replica="a", ticket=ticket, attempt=attempt)
+            assert reply.args["result"] == "stored"
+            acknowledged.append(ticket)
+    return acknowledged
+
+
+@pytest.mark.parametrize("fault", ["buffer.appended@12", "buffer.committed@23", "buffer.sent@20"])
+def test_a_killed_buffer_loses_no_acknowledged_push(tmp_path: Path, fault: str) -> None:
+    with served(tmp_path, fault) as (process, client):
+        client.call("describe_data", num_prompts=100, digest="d")
+        token = client.call("open", holder="learner").args["token"]
+        client.call("register_version", token=token, step=0)
+        acknowledged = push_until_death(client)
+        assert process.wait(10.0) == -9
+    assert 0 < len(acknowledged) < 40
+    with served(tmp_path) as (_, client):
+        status = client.call("status").args
+        assert status["residue"] == 0
+        assert status["stored_groups"] - len(acknowledged) in (0, 1)
+        assert status["pending"]["leased"] <= 1
+        batch = client.call("reserve", token=token, step=0, wait_s=0.0).args["tickets"]
+        tickets = [row["ticket"] for row in batch]
+        assert tickets == acknowledged[:2]
+        reply = client.call("fetch", token=token, tickets=tickets)
+        assert (reply.args["lost"], reply.frames[:7]) == ([], encode_group(make_group(tickets[0])))
+        with pytest.raises(AsyncrlError):
+            client.call("reserve", token=token - 1, step=0, wait_s=0.0)
+
+
+# What may come in
+
+
+def refuse(store: ExperienceStore, change: dict[str, object], frames: list[bytes] | None = None) -> None:
+    (grant,) = store.ledger.lease("a", 1, 1, 0.0)
+    frames = frames or encode_group(
+        make_group(**{"ticket": grant.ticket, "attempt": grant.attempt, **change})
+    )  # type: ignore[arg-type]
+    with pytest.raises(WireError):
+        store.push("a", grant.ticket, grant.attempt, frames)
+    ticket = store.ledger.state.tickets[grant.ticket]
+    assert (ticket.state, ticket.attempt, ticket.num_failures) == (State.ISSUED, 2, 1)
+    assert store.counters["malformed"] == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ticket": 2},
+        {"attempt": 2},
+        {"version": 9},
+        {"rewards": (0.0,)},
+        {"rewards": (0.0, 1.0, 2.0)},
+        {"rewards": (0.0, float("nan"))},
+        {"num_tokens": 0},
+        {"num_tokens": 1000},
+    ],
+    ids=str,
+)
+def test_a_malformed_group_fails_its_attempt(change: dict[str, object]) -> None:
+    store = make_store()
+    start(store)
+    refuse(store, change)
+
+
+@pytest.mark.parametrize("frames", [[b""], [b"\xc1"] * 7, [b"\x80"] * 7], ids=["few", "garbage", "empty map"])
+def test_garbage_fails_its_attempt(frames: list[bytes]) -> None:
+    store = make_store()
+    start(store)
+    refuse(store, {}, frames)
+
+
+@pytest.mark.parametrize(
+    "mask", [b"\x00" * 5, b"\x02" + b"\x01" * 4], ids=["nothing sampled", "beyond 0 and 1"]
+)
+def test_a_mask_without_a_sampled_token_fails_its_attempt(mask: bytes) -> None:
+    store = make_store()
+    start(store)
+    frames = encode_group(make_group(1))
+    frames[3] = mask + b"\x01" * 5
+    refuse(store, {}, frames)
+
+
+def test_a_group_whose_rewards_are_all_equal_is_dropped_and_its_prompt_given_up() -> None:
+    store = make_store()
+    start(store)
+    (grant,) = store.ledger.lease("a", 1, 1, 0.0)
+    assert (
+        store.push("a", grant.ticket, 1, encode_group(make_group(grant.ticket, rewards=(1.0, 1.0))))
+        == "dropped"
+    )
+    census = take_census(store.ledger.state)
+    assert (census.dropped, census.given_up, store.ledger.state.held_bytes) == ({"zero_std": 1}, 1, 0)
+
+
+def test_constant_groups_are_stored_where_the_algorithm_wants_them() -> None:
+    store = make_store(drops_constant_groups=False)
+    start(store)
+    (grant,) = store.ledger.lease("a", 1, 1, 0.0)
+    assert (
+        store.push("a", grant.ticket, 1, encode_group(make_group(grant.ticket, rewards=(1.0, 1.0))))
+        == "stored"
+    )

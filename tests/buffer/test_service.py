@@ -1,0 +1,370 @@
+"""The buffer service over real sockets: replicas and a learner in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from asyncrl.buffer.client import EvaluationOrder, LearnerClient, ReplicaClient
+from asyncrl.buffer.composition import build, max_group_bytes
+from asyncrl.buffer.service import BufferService
+from asyncrl.config.tree import Config
+from asyncrl.errors import AsyncrlError, DataError, FencedError, LedgerError, WireError
+from asyncrl.experience import encode_group
+from asyncrl.rpc import Client
+from asyncrl.service import ServiceContext
+from tests.buffer.parts import make_group, make_store, serving
+
+WAIT_S = 10.0
+
+
+@pytest.fixture
+def service() -> Iterator[BufferService]:
+    with serving(make_store()) as running:
+        yield running
+
+
+@pytest.fixture
+def learner(service: BufferService) -> Iterator[LearnerClient]:
+    client = LearnerClient(service.address)
+    client.open("learner.0")
+    client.register_version(0)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def raw(service: BufferService, learner: LearnerClient) -> Iterator[Client]:
+    """A client that may say anything."""
+    client = Client(service.address)
+    client.call("describe_data", num_prompts=10, digest="d")
+    yield client
+    client.close()
+
+
+def lease_one(raw: Client, replica: str = "a", wait_s: float = 0.0) -> tuple[int, int]:
+    grants = raw.call("lease", replica=replica, version=1, want=1, wait_s=wait_s).args["grants"]
+    return grants[0]["ticket"], grants[0]["attempt"]
+
+
+def push_one(raw: Client, replica: str = "a") -> int:
+    ticket, attempt = lease_one(raw, replica)
+    frames = encode_group(make_group(ticket, attempt))
+    assert (
+        raw.call("push", frames, replica=replica, ticket=ticket, attempt=attempt).args["result"] == "stored"
+    )
+    return ticket
+
+
+def test_a_replica_and_a_learner_pass_groups_over_three_steps(service: BufferService) -> None:
+    async def generate() -> int:
+        replica = ReplicaClient(service.address, "rollout.0")
+        await replica.describe_data(10, "d")
+        num_stored = 0
+        while num_stored < 6:
+            reply = await replica.lease(version=1, want=2, wait_s=1.0)
+            for grant in reply.grants:
+                assert await replica.renew([grant.key]) == ()
+                num_stored += await replica.push(make_group(grant.ticket, grant.attempt)) == "stored"
+        replica.close()
+        return num_stored
+
+    learner = LearnerClient(service.address)
+    opening = learner.open("learner.0")
+    assert (opening.checkpoints, opening.steps_trained) == ((), 0)
+    assert learner.register_version(0) == 1
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(asyncio.run(generate())), daemon=True)
+    thread.start()
+    for step in range(2):
+        batch = learner.reserve(step, WAIT_S)
+        assert batch is not None
+        assert dict(batch.step_of_version) == {1: 0}
+        groups = learner.fetch([ticket.ticket for ticket in batch.tickets])
+        assert [group.ticket for group in groups] == [2 * step + 1, 2 * step + 2]
+        np.testing.assert_array_equal(groups[0].prompt_ids, [1, 2, 3])
+        learner.trained(step)
+        learner.register_version(step + 1)
+        learner.checkpointed(step + 1, f"digest-{step}", kept=[step + 1])
+    status = learner.status()
+    assert (status["residue"], status["trained"]) == (0, 4)
+    # Version 1 has seen no step: tickets of step 2 are beyond its bound, so no third batch comes.
+    assert learner.reserve(2, 0.2) is None
+    learner.close()
+    assert status["census"]["open"] <= 2
+
+
+def test_a_lease_before_the_data_is_described_is_refused(
+    service: BufferService, learner: LearnerClient
+) -> None:
+    raw = Client(service.address)
+    with pytest.raises(DataError, match="described"):
+        raw.call("lease", replica="a", version=1, want=1, wait_s=0.0)
+    raw.close()
+
+
+def test_other_data_than_the_run_began_with_is_refused(raw: Client) -> None:
+    raw.call("describe_data", num_prompts=10, digest="d")
+    with pytest.raises(DataError, match="began with"):
+        raw.call("describe_data", num_prompts=10, digest="e")
+
+
+@contextlib.contextmanager
+def in_background(service: BufferService, call: Callable[[Client], object]) -> Iterator[list[object]]:
+    """Make a call from another thread, wait until it is parked, and wait for its end on leaving."""
+    results: list[object] = []
+
+    def work() -> None:
+        client = Client(service.address)
+        try:
+            results.append(call(client))
+        except AsyncrlError as error:
+            results.append(error)
+        client.close()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    observer = Client(service.address)
+    pause, end = threading.Event(), time.monotonic() + WAIT_S
+    while observer.call("status").args["parked"] == 0 and time.monotonic() < end:
+        pause.wait(0.01)
+    observer.close()
+    yield results
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def ask_lease(client: Client) -> object:
+    reply = client.call("lease", replica="b", version=1, want=1, wait_s=WAIT_S, deadline_s=2 * WAIT_S)
+    return [grant["ticket"] for grant in reply.args["grants"]]
+
+
+def test_a_parked_lease_is_answered_when_the_ledger_allows_it(
+    service: BufferService, raw: Client, learner: LearnerClient
+) -> None:
+    push_one(raw), push_one(raw)
+    with in_background(service, ask_lease) as results:
+        assert learner.reserve(0, WAIT_S), "the batch leaves, so new tickets may be started"
+    assert results == [[3]]
+
+
+def test_a_parked_lease_ends_empty_handed_after_its_wait(raw: Client) -> None:
+    push_one(raw), push_one(raw)
+    reply = raw.call("lease", replica="a", version=1, want=1, wait_s=0.15).args
+    assert reply == {"grants": [], "evaluate": None}
+
+
+def test_a_restarted_replica_takes_the_place_of_its_parked_predecessor(
+    service: BufferService, raw: Client, learner: LearnerClient
+) -> None:
+    push_one(raw), push_one(raw)
+    with in_background(service, ask_lease) as results:
+        assert raw.call("lease", replica="b", version=1, want=1, wait_s=0.1).args["grants"] == []
+    assert results == [[]]
+
+
+def test_a_parked_reserve_is_answered_by_the_push_that_completes_the_batch(
+    service: BufferService, raw: Client, learner: LearnerClient
+) -> None:
+    def reserve(client: Client) -> object:
+        args = {"token": learner.token, "step": 0, "wait_s": WAIT_S}
+        return [
+            row["ticket"] for row in client.call("reserve", deadline_s=2 * WAIT_S, **args).args["tickets"]
+        ]
+
+    push_one(raw)
+    with in_background(service, reserve) as results:
+        push_one(raw)
+    assert results == [[1, 2]]
+
+
+def test_a_new_learner_fences_the_old_one_even_while_it_waits(
+    service: BufferService, raw: Client, learner: LearnerClient
+) -> None:
+    def reserve(client: Client) -> object:
+        return client.call("reserve", deadline_s=2 * WAIT_S, token=learner.token, step=0, wait_s=WAIT_S)
+
+    successor = LearnerClient(service.address)
+    with in_background(service, reserve) as results:
+        successor.open("learner.1")
+    assert isinstance(results[0], FencedError)
+    for act in (
+        lambda: learner.register_version(0),
+        lambda: learner.reserve(0, 0.0),
+        lambda: learner.fetch([]),
+        lambda: learner.trained(0),
+        lambda: learner.checkpointed(0, "d", [0]),
+        lambda: learner.request_evaluation(0),
+        lambda: learner.resume(0),
+    ):
+        with pytest.raises(FencedError):
+            act()
+    successor.close()
+
+
+def test_a_learner_that_dies_is_followed_by_one_that_replays(raw: Client, learner: LearnerClient) -> None:
+    first = [push_one(raw), push_one(raw)]
+    learner.reserve(0, WAIT_S)
+    opening = learner.open("learner.1")
+    assert opening.steps_trained == 0
+    batch = learner.reserve(0, WAIT_S)
+    assert batch is not None
+    assert [ticket.ticket for ticket in batch.tickets] == first
+
+
+def test_leases_of_a_replica_that_vanished_expire(learner: LearnerClient) -> None:
+    with serving(make_store(lease_s=0.2)) as service:
+        client = Client(service.address)
+        client.call("describe_data", num_prompts=10, digest="d")
+        token = client.call("open", holder="learner").args["token"]
+        client.call("register_version", token=token, step=0)
+        assert lease_one(client, "vanished") == (1, 1)
+        for ticket in range(2, 5):
+            assert lease_one(client, "alive") == (ticket, 1)
+        assert lease_one(client, "alive", wait_s=WAIT_S) == (1, 2)
+        client.close()
+
+
+def test_an_evaluation_is_handed_to_another_replica_when_the_first_falls_silent() -> None:
+    async def hand_over(address: str) -> list[EvaluationOrder | None]:
+        first, second = ReplicaClient(address, "a"), ReplicaClient(address, "b")
+        orders = [(await first.lease(version=1, want=0, wait_s=1.0)).evaluate]
+        orders.append((await first.lease(version=1, want=0, wait_s=0.0)).evaluate)
+        orders.append((await second.lease(version=1, want=0, wait_s=WAIT_S)).evaluate)
+        assert orders[2] is not None
+        await second.evaluated(orders[2], 1, {"score": 0.5})
+        orders.append((await second.lease(version=1, want=0, wait_s=0.0)).evaluate)
+        status = await second.status()
+        assert status["evaluations"] == [{"id": 1, "step": 0, "version": 1, "metrics": {"score": 0.5}}]
+        first.close(), second.close()
+        return orders
+
+    with serving(make_store(lease_s=0.3)) as service:
+        learner = LearnerClient(service.address)
+        learner.open("learner")
+        learner.register_version(0)
+        assert learner.request_evaluation(0) == learner.request_evaluation(0) == 1
+        client = Client(service.address)
+        client.call("describe_data", num_prompts=10, digest="d")
+        assert asyncio.run(hand_over(service.address)) == [
+            EvaluationOrder(1, 0),
+            None,
+            EvaluationOrder(1, 0),
+            None,
+        ]
+        client.close()
+        learner.close()
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        ("steal", {}),
+        ("lease", {}),
+        ("lease", {"replica": "a", "version": 1, "want": -1, "wait_s": 0.0}),
+        ("lease", {"replica": "a", "version": 1, "want": 1 << 40, "wait_s": 0.0}),
+        ("lease", {"replica": "a", "version": 1, "want": 1, "wait_s": 1e9}),
+        ("lease", {"replica": "a", "version": 1, "want": 1, "wait_s": float("nan")}),
+        ("lease", {"replica": "", "version": 1, "want": 1, "wait_s": 0.0}),
+        ("lease", {"replica": "a" * 1000, "version": 1, "want": 1, "wait_s": 0.0}),
+        ("lease", {"replica": "a", "version": 1, "want": 1, "wait_s": 0.0, "evaluating": "x"}),
+        ("renew", {"replica": "a", "tickets": [1, 2]}),
+        ("renew", {"replica": "a", "tickets": [[1, "x"]]}),
+        ("release", {"replica": "a", "tickets": {"1": 2}}),
+        ("push", {"replica": "a", "ticket": "1", "attempt": 1}),
+        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"score": "high"}}),
+        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"score": float("inf")}}),
+        ("open", {}),
+        ("open", {"holder": 3}),
+    ],
+    ids=str,
+)
+def test_a_malformed_request_is_refused_and_the_service_goes_on(
+    raw: Client, op: str, args: dict[str, object]
+) -> None:
+    with pytest.raises(WireError):
+        raw.call(op, **args)
+    assert raw.call("status").args["residue"] == 0
+
+
+@pytest.mark.parametrize("rows", [[[1]], [[1, 2]], [["1", "stale"]], "stale"], ids=str)
+def test_malformed_drops_are_refused(raw: Client, learner: LearnerClient, rows: object) -> None:
+    with pytest.raises(WireError):
+        raw.call("trained", token=learner.token, step=0, dropped=rows)
+
+
+def test_a_malformed_push_is_refused_and_counted(raw: Client) -> None:
+    ticket, attempt = lease_one(raw)
+    with pytest.raises(WireError):
+        raw.call("push", [b"garbage"] * 7, replica="a", ticket=ticket, attempt=attempt)
+    status = raw.call("status").args
+    assert (status["counters"]["malformed"], status["pending"]["issued"]) == (1, 1)
+
+
+def test_only_reserved_groups_are_fetched(raw: Client, learner: LearnerClient) -> None:
+    ticket = push_one(raw)
+    with pytest.raises(LedgerError, match="not reserved"):
+        learner.fetch([ticket])
+
+
+def test_a_replica_that_drains_returns_its_leases(raw: Client) -> None:
+    held = [list(lease_one(raw)), list(lease_one(raw))]
+    raw.call("release", replica="a", tickets=held[:1])
+    assert raw.call("status").args["leases"] == {"a": 1}
+    raw.call("retire", replica="a")
+    status = raw.call("status").args
+    assert (status["leases"], status["reissues"]) == ({}, {"released": 1, "retired": 1})
+
+
+def test_a_failed_group_is_counted_by_its_reason(raw: Client) -> None:
+    ticket, attempt = lease_one(raw)
+    raw.call("fail", replica="a", ticket=ticket, attempt=attempt, reason="timeout")
+    raw.call("fail", replica="a", ticket=ticket, attempt=attempt, reason="timeout")
+    counters = raw.call("status").args["counters"]
+    assert (counters["failed/timeout"], counters["late"]) == (1, 1)
+
+
+def test_build_makes_a_service_that_reports_itself(tmp_path: Path) -> None:
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}})
+    service = build(ServiceContext(config, "buffer.0", tmp_path, "id"))
+    assert (tmp_path / "buffer" / "events.sqlite").exists()
+    stop = threading.Event()
+    thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
+    thread.start()
+    client = Client(service.status()["address"])
+    status = client.call("status").args
+    assert {
+        "census",
+        "residue",
+        "issued",
+        "trained",
+        "dropped",
+        "pending",
+        "prompts_drawn",
+        "given_up",
+        "open",
+    } <= {*status}
+    assert service.status()["state"] == "ready"
+    assert service.command("drain", {}) == {}
+    stop.set()
+    thread.join(WAIT_S)
+    client.close()
+    assert service.status()["state"] == "stopped"
+
+
+def test_the_room_promised_for_a_group_fits_the_largest_one() -> None:
+    values = {
+        "model": {"path": "m"},
+        "data": {"train": "t", "max_prompt_tokens": 3},
+        "reward": {"fn": "f"},
+        "rollout": {"group_size": 2, "max_tokens": 5},
+    }
+    frames = encode_group(make_group(1 << 60, 1 << 30, 1 << 60))
+    assert sum(len(frame) for frame in frames) <= max_group_bytes(Config.model_validate(values))

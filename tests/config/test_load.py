@@ -1,0 +1,243 @@
+import pickle
+
+import pytest
+
+from asyncrl.config.load import dump_resolved, load, load_config
+from asyncrl.config.problems import ConfigProblems, Problem
+from asyncrl.errors import ConfigError
+from configs import shipped
+
+GOOD = """\
+model: {path: folder}
+data: {train: prompts.parquet}
+reward: {fn: gsm8k}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def write_file(text):
+        (tmp_path / "a.yaml").write_text(text)
+        return "a.yaml"
+
+    return write_file
+
+
+def problems_of(path, overrides=()):
+    with pytest.raises(ConfigProblems) as caught:
+        load_config(path, overrides)
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_configuration_loads(name):
+    assert load_config(shipped()[name]).run.name == name
+
+
+def test_quickstart_is_short_enough_to_be_read():
+    assert len(shipped()["quickstart"].read_text().splitlines()) <= 40
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_the_resolved_form_reads_back_equal(name, write):
+    config = load_config(shipped()[name])
+    assert load_config(write(dump_resolved(config))) == config
+
+
+def test_the_resolved_form_shows_defaults_in_the_tree_s_order(write):
+    text = dump_resolved(load_config(write(GOOD)))
+    assert "max_lag: 4\n" in text
+    assert text.index("run:") < text.index("model:") < text.index("launcher:")
+
+
+def test_an_exponent_without_a_point_is_a_number(write):
+    assert load_config(write(GOOD + "learner: {lr: 1e-6}\n")).learner.lr == 1e-6
+
+
+def test_a_section_whose_keys_are_all_commented_out_has_its_defaults(write):
+    assert load_config(write(GOOD + "rollout:\n  # replicas: 3\n")).rollout.replicas == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "learner:\n  group_per_step: 16\n",
+            "a.yaml:5:3: unknown key 'group_per_step' in 'learner'. Did you mean 'groups_per_step'?",
+        ),
+        (
+            "rollout:\n  groups_per_step: 16\n",
+            "a.yaml:5:3: unknown key 'groups_per_step' in 'rollout'. It belongs to the section 'learner'",
+        ),
+        ("rolout: {}\n", "a.yaml:4:1: unknown section 'rolout'. Did you mean 'rollout'?"),
+        ("learner: {lr: fast}\n", "a.yaml:4:15: learner.lr is 'fast', but must be a number"),
+        (
+            'learner: {steps: "3"}\n',
+            "a.yaml:4:18: learner.steps is '3', but must be a whole number. Write it without quotes",
+        ),
+        (
+            "learner: {steps: 1e3}\n",
+            "a.yaml:4:18: learner.steps is 1000.0, but must be a whole number. Write 1000",
+        ),
+        ("learner: {lr: .nan}\n", "a.yaml:4:15: learner.lr is NaN, but must be a finite number"),
+        ("learner: 3\n", "a.yaml:4:10: learner is 3, but must be a section of keys and values"),
+        ("learner: {steps: 0}\n", "a.yaml:4:18: learner.steps is 0, but must be 1 or more"),
+        ("run: {name: 12}\n", 'a.yaml:4:13: run.name is 12, but must be text. Write it in quotes: "12"'),
+        (
+            "metrics: {tensorboard: yes}\n",
+            "a.yaml:4:24: metrics.tensorboard is 'yes', but must be true or false. Write true",
+        ),
+        (
+            "buffer: {journal: fil}\n",
+            "a.yaml:4:19: buffer.journal is 'fil', but must be one of 'none' or 'file'. Did you mean 'file'?",
+        ),
+        ("algorithm: {clip: [0.2]}\n", "a.yaml:4:19: algorithm.clip has too few items. It takes two"),
+        ("algorithm: {clip: [0.2, x]}\n", "a.yaml:4:25: algorithm.clip.1 is 'x', but must be a number"),
+        ("learner: {betas: [0.9, 1.0]}\n", "a.yaml:4:24: learner.betas.1 is 1.0, but must be less than 1"),
+        (
+            "learner:\n  lr: 1\n  tp: 1\n  lr: 2\n",
+            "a.yaml:7:3: the key 'lr' stands here for the second time (first in line 5)",
+        ),
+        (
+            "run: {name: !!python/name:os.system x}\n",
+            "a.yaml:4:13: the tag 'tag:yaml.org,2002:python/name:os.system'",
+        ),
+        ("a: &a [*a]\n", "a.yaml:4:4: values are nested deeper than 8 levels"),
+        ("? [1, 2]\n: 3\n", "a.yaml:4:3: a key must be a word"),
+    ],
+)
+def test_a_problem_names_its_place_the_value_and_what_to_write(write, text, problem):
+    assert problem in "\n".join(problems_of(write(GOOD + text)))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "a:\n\tb: 1\n",
+            "a.yaml:2:1: this is not YAML: found character '\\t' that cannot start any token. Indent with",
+        ),
+        ("a: [1, 2\nb: 3\n", "a.yaml:2:2: this is not YAML: expected ',' or ']', but got ':'"),
+        ("a: 1\n---\nb: 1\n", "a.yaml:2:1: this is not YAML: but found another document"),
+        ("a: b: c\n", "a.yaml:1:5: this is not YAML: mapping values are not allowed here"),
+        ("a: \x07\n", "a.yaml:1:1: this is not YAML"),
+        ("", "a.yaml:1:1: the file is empty"),
+        ("# nothing\n", "a.yaml:1:1: the file is empty"),
+        ("- 1\n", "a.yaml:1:1: the file must hold sections of keys and values"),
+    ],
+)
+def test_what_is_no_tree_is_one_problem(write, text, problem):
+    found = problems_of(write(text))
+    assert len(found) == 1
+    assert found[0].startswith(problem)
+
+
+def test_all_problems_come_at_once_in_the_order_of_the_file(write):
+    text = """\
+model: {dtype: float33}
+data:
+learner:
+  lr: fast
+  minibatches: 3
+weight_sync: {backend: nccl}
+eval: {every_steps: 5}
+"""
+    assert [line.split(". ")[0] for line in problems_of(write(text))] == [
+        "a.yaml:1:1: model.path is missing",
+        "a.yaml:1:1: the section 'reward' is missing",
+        "a.yaml:1:16: model.dtype is 'float33', but must be one of 'float32' or 'bfloat16'",
+        "a.yaml:2:1: data.train is missing",
+        "a.yaml:4:7: learner.lr is 'fast', but must be a number",
+        "a.yaml:5:16: learner.groups_per_step (16) must be a multiple of learner.minibatches (3)",
+        "a.yaml:6:24: weight_sync.backend: nccl needs GPUs on both sides",
+        "a.yaml:7:21: eval.every_steps is set, but data.eval names no prompts",
+    ]
+
+
+def test_a_wrong_value_is_not_reported_again_as_a_conflict(write):
+    assert problems_of(write(GOOD + "learner: {minibatches: x, groups_per_step: 7}\n")) == [
+        "a.yaml:4:24: learner.minibatches is 'x', but must be a whole number"
+    ]
+
+
+def test_a_wrong_value_that_was_set_aside_does_not_seem_missing(write):
+    text = GOOD.replace("parquet}", "parquet, eval: 3}") + "eval: {every_steps: 5}\n"
+    assert len(problems_of(write(text))) == 1
+
+
+def test_an_override_s_items_do_not_point_at_the_file_s(write):
+    (problem,) = problems_of(write(GOOD + "learner: {betas: [0.9, 0.9]}\n"), ["learner.betas=[0.9, 7]"])
+    assert problem.startswith("--set learner.betas=[0.9, 7]: learner.betas.1 is 7")
+
+
+def test_an_override_below_what_is_no_section_leaves_the_problem_where_it_stands(write):
+    (problem,) = problems_of(write(GOOD + "learner: 3\n"), ["learner.lr=1.0"])
+    assert problem.startswith("a.yaml:4:10: learner is 3, but must be a section")
+
+
+def test_an_override_replaces_a_value_and_mends_a_wrong_one(write):
+    path = write(GOOD + "learner: {lr: fast, betas: [0.9, 7]}\n")
+    config = load_config(
+        path, ["learner.lr=1e-5", "learner.betas=[0.8, 0.9]", "rollout.replicas=3", "data.eval="]
+    )
+    assert config.learner.lr == 1e-5
+    assert config.learner.betas == (0.8, 0.9)
+    assert config.rollout.replicas == 3
+    assert config.data.eval is None
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("learner.lr", "--set learner.lr: this is no 'key=value'. For example: --set learner.steps=10"),
+        (".lr=3", "--set .lr=3: this is no 'key=value'"),
+        ("learner.lrr=3", "--set learner.lrr=3: unknown key 'lrr' in 'learner'. Did you mean 'lr'?"),
+        ("learner.lr=x", "--set learner.lr=x: learner.lr is 'x', but must be a number"),
+        ("learner.lr=[1", "--set learner.lr=[1: this is not YAML"),
+        ("learner.lr.x=1", '--set learner.lr.x=1: learner.lr is {"x": 1}, but must be a number'),
+        ("nope.lr=1", "--set nope.lr=1: unknown section 'nope'"),
+        (
+            "learner.minibatches=5",
+            "--set learner.minibatches=5: learner.groups_per_step (16) must be a multiple",
+        ),
+    ],
+)
+def test_a_problem_of_an_override_points_at_the_option(write, override, problem):
+    found = problems_of(write(GOOD), [override])
+    assert len(found) == 1
+    assert found[0].startswith(problem)
+
+
+def test_problems_of_the_file_and_of_options_are_reported_together(write):
+    found = problems_of(write(GOOD + "learner: {lr: fast}\n"), ["rollout.replicas=x"])
+    assert [line.split(":")[0] for line in found] == ["a.yaml", "--set rollout.replicas=x"]
+
+
+def test_a_later_problem_finds_the_place_of_its_key(write):
+    loaded = load(write(GOOD), ["data.train=other.parquet"])
+    problems = ConfigProblems(
+        [Problem("no such folder", key="model.path"), Problem("no file", key="data.train")]
+    )
+    assert str(problems.placed(loaded.places)) == (
+        "a.yaml:1:15: no such folder\n--set data.train=other.parquet: no file"
+    )
+
+
+def test_a_long_value_is_cut(write):
+    assert len(problems_of(write(GOOD + f"learner: {{lr: {'x' * 500}}}\n"))[0]) < 150
+
+
+def test_a_missing_file_and_a_binary_one_are_configuration_errors(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "nope.yaml")
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(tmp_path / "b.yaml")
+
+
+def test_problems_survive_pickling(write):
+    with pytest.raises(ConfigProblems) as caught:
+        load_config(write("a: 1\n"))
+    assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems

@@ -1,0 +1,99 @@
+"""Scripted stand-ins for a run's services, in threads: they follow a script and say so."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from asyncrl.service import ServiceContext
+
+ROW = {
+    "critic/rewards/mean": 0.5,
+    "staleness/lag_mean": 1.0,
+    "staleness/lag_max_trained": 2,
+    "staleness/trained_tokens": 90,
+    "staleness/masked_tokens": 10,
+    "actor/entropy": 1.0,
+    "timing_s/step": 0.5,
+    "timing_s/wait": 0.2,
+    "perf/total_num_tokens": 100,
+    "perf/learner_tokens_per_s": 200.0,
+}
+
+
+class Scripted:
+    """Waits for its end; `drain` is an end too."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self.context = context
+        self._drained = threading.Event()
+
+    def run(self, stop: threading.Event) -> None:
+        while not (stop.wait(0.01) or self._drained.is_set()):
+            self.work()
+
+    def work(self) -> None:
+        """Do one bit of the script."""
+
+    def status(self) -> dict[str, Any]:
+        return {"state": "READY", "version": 1, "tokens": 10, "busy_s": 1.0, "idle_s": 1.0}
+
+    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        if name == "drain":
+            self._drained.set()
+            return {}
+        raise ConfigError(f"no command {name}")
+
+
+class ScriptedLearner(Scripted):
+    """Takes a step each time it works, to `learner.steps`."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        super().__init__(context)
+        self.rows: list[dict[str, Any]] = []
+
+    def run(self, stop: threading.Event) -> None:
+        while len(self.rows) < self.context.config.learner.steps and not stop.wait(0.01):
+            self.rows.append({"training/global_step": len(self.rows) + 1, **ROW})
+
+    def status(self) -> dict[str, Any]:
+        return {"state": "training", "step": len(self.rows)}
+
+    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        assert name == "rows"
+        return {"rows": self.rows[args["after"] :]}
+
+
+class ScriptedBuffer(Scripted):
+    """Shows one finished evaluation and a clean ledger."""
+
+    def status(self) -> dict[str, Any]:
+        metrics = {
+            "accuracy": 0.25,
+            "reward_mean": 0.25,
+            "response_tokens_mean": 5.0,
+            "cut_share": 0.0,
+            "num_prompts": 4.0,
+            "num_failed": 0.0,
+        }
+        evaluation = {"id": 1, "step": 0, "version": 1, "metrics": metrics}
+        ledger = {"residue": 0, "issued": 5, "trained": 5, "dropped": {}}
+        return {"state": "serving", "evaluations": [evaluation], **ledger}
+
+
+class FailingReplica(Scripted):
+    """Fails as soon as it runs."""
+
+    def run(self, stop: threading.Event) -> None:
+        raise FileNotFoundError("no tokenizer in the model folder")
+
+
+REPLACE = {
+    "buffer": "scripted_services:ScriptedBuffer",
+    "learner": "scripted_services:ScriptedLearner",
+    "weight_sync": "scripted_services:Scripted",
+    "publisher": "scripted_services:Scripted",
+    "receiver": "scripted_services:Scripted",
+    "rollout": "scripted_services:Scripted",
+}

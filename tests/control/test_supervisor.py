@@ -1,0 +1,133 @@
+"""The supervisor, with scripted services in threads."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from scripted_services import REPLACE
+from thread_launcher import ThreadLauncher
+
+from asyncrl.config.tree import Config
+from asyncrl.control.recorder import Recorder, load_rows
+from asyncrl.control.roster import Roster
+from asyncrl.control.rundir import RunDir, read_json
+from asyncrl.control.supervisor import Supervisor
+from asyncrl.errors import ConfigError
+
+
+def make_config(steps: int) -> Config:
+    return Config(
+        model={"path": "m"},
+        data={"train": "t"},
+        reward={"fn": "gsm8k"},
+        rollout={"replicas": 2},
+        learner={"steps": steps},
+    )
+
+
+def make_supervisor(
+    folder: Path, steps: int = 3, replace: dict[str, str] = REPLACE
+) -> tuple[Supervisor, ThreadLauncher]:
+    launcher = ThreadLauncher(replace)
+    (folder / "logs").mkdir()
+    roster = Roster(make_config(steps), folder, "abcd1234", folder, "")
+    return Supervisor(roster, launcher, Recorder(folder / "metrics.jsonl", None)), launcher
+
+
+def wait_for(claim: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10.0
+    while not claim():
+        assert time.monotonic() < end, "waited 10 s"
+        time.sleep(0.01)
+
+
+def start(supervisor: Supervisor) -> tuple[threading.Thread, threading.Event]:
+    stop = threading.Event()
+    thread = threading.Thread(target=supervisor.run, args=(stop,))
+    thread.start()
+    return thread, stop
+
+
+def test_a_run_ends_finished_when_the_learner_has_done_its_steps(tmp_path: Path) -> None:
+    supervisor, launcher = make_supervisor(tmp_path)
+    supervisor.run(threading.Event())
+    outcome, summary = read_json(RunDir(tmp_path).outcome), read_json(RunDir(tmp_path).summary)
+    assert outcome is not None and outcome["state"] == "finished"
+    assert summary is not None and summary["steps"] == 3
+    assert (summary["accuracy_start"], summary["ledger_residue"], summary["masked_share"]) == (0.25, 0, 0.1)
+    assert (tmp_path / "curves.png").exists()
+    assert sorted(launcher.killed) == sorted(
+        [
+            "buffer.0",
+            "weight_sync.0",
+            "publisher.0",
+            "learner.0",
+            "rollout.0",
+            "rollout.1",
+            "receiver.0",
+            "receiver.1",
+        ]
+    )
+
+
+def test_a_service_that_fails_ends_the_run_with_its_own_error_and_log(tmp_path: Path) -> None:
+    supervisor, launcher = make_supervisor(
+        tmp_path, steps=10**6, replace={**REPLACE, "rollout": "scripted_services:FailingReplica"}
+    )
+    (tmp_path / "logs" / "rollout.0.log").write_text("\n".join(f"line {n}" for n in range(30)))
+    supervisor.run(threading.Event())
+    outcome = read_json(RunDir(tmp_path).outcome)
+    assert outcome is not None
+    assert outcome["state"] == "failed" and outcome["service"] in ("rollout.0", "rollout.1")
+    assert "no tokenizer in the model folder" in outcome["error"]
+    if outcome["service"] == "rollout.0":
+        assert outcome["tail"][-1] == "line 29" and len(outcome["tail"]) == 20
+    assert "learner.0" in launcher.killed
+
+
+def test_a_stop_ends_every_service_and_says_stopped(tmp_path: Path) -> None:
+    supervisor, launcher = make_supervisor(tmp_path, steps=10**6)
+    thread, _ = start(supervisor)
+    wait_for(lambda: supervisor.status()["state"] == "running")
+    supervisor.command("stop", {})
+    thread.join(10.0)
+    assert not thread.is_alive()
+    outcome = read_json(RunDir(tmp_path).outcome)
+    assert outcome is not None and outcome["state"] == "stopped"
+    assert "buffer.0" in launcher.killed
+
+
+def test_scaling_up_starts_new_indices_and_scaling_down_drains_the_newest(tmp_path: Path) -> None:
+    supervisor, launcher = make_supervisor(tmp_path, steps=10**6)
+    thread, stop = start(supervisor)
+    wait_for(lambda: supervisor.status()["state"] == "running")
+    assert supervisor.command("scale", {"replicas": 3})["started"] == ["rollout.2"]
+    assert supervisor.command("scale", {"replicas": 1})["draining"] == ["rollout.2", "rollout.1"]
+    wait_for(lambda: {"rollout.1", "rollout.2", "receiver.1", "receiver.2"} <= set(launcher.killed))
+    assert supervisor.command("scale", {"replicas": 2})["started"] == ["rollout.3"]
+    stop.set()
+    thread.join(10.0)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("replicas", [-1, 65, 1.5, True, "two", None])
+def test_a_number_of_replicas_that_makes_no_sense_is_refused(tmp_path: Path, replicas: object) -> None:
+    supervisor, _ = make_supervisor(tmp_path)
+    with pytest.raises(ConfigError, match="whole number"):
+        supervisor.command("scale", {"replicas": replicas})
+
+
+def test_a_row_written_again_for_a_step_replaces_the_older_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [
+        {"training/global_step": 1, "a": 1},
+        {"training/global_step": 2, "a": 2},
+        {"training/global_step": 1, "a": 3},
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    assert [row["a"] for row in load_rows(path)] == [3, 2]

@@ -1,0 +1,70 @@
+"""A launcher that hosts services in threads of this process: same contract as Ray's, no processes."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from asyncrl.control.launcher import ServiceSpec
+from asyncrl.errors import AsyncrlError, ServiceFailed
+
+
+class ThreadLauncher:
+    """`replace` maps factories of the roster to those of a test."""
+
+    def __init__(self, replace: dict[str, str] | None = None) -> None:
+        self._replace = replace or {}
+        self._hosts: dict[str, _Host] = {}
+        self.killed: list[str] = []
+
+    def start(self, spec: ServiceSpec) -> None:
+        factory = self._replace.get(spec.context.kind, spec.factory)
+        self._hosts[spec.name] = _Host(factory, spec)
+
+    def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
+        return {name: self._hosts[name].status() for name in names}
+
+    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        try:
+            return self._hosts[name].service.command(command, args)
+        except AsyncrlError as error:
+            raise ServiceFailed(f"{name} failed '{command}': {error}") from error
+
+    def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
+        return {name for name in names if self._hosts[name].stop(deadline_s)}
+
+    def kill(self, name: str) -> None:
+        host = self._hosts.pop(name, None)
+        if host is not None:
+            self.killed.append(name)
+            host.stop(5.0)
+
+
+class _Host:
+    def __init__(self, factory: str, spec: ServiceSpec) -> None:
+        module, _, function = factory.partition(":")
+        self.service = getattr(importlib.import_module(module), function)(spec.context)
+        self._stop = threading.Event()
+        self._error = ""
+        self._thread = threading.Thread(target=self._run, name=spec.name)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.service.run(self._stop)
+        except Exception as error:
+            self._error = f"{type(error).__name__}: {error}"
+
+    def status(self) -> dict[str, Any]:
+        status = dict(self.service.status())
+        if not self._thread.is_alive():
+            status["state"] = "failed" if self._error else "ended"
+            status["error"] = self._error
+        return status
+
+    def stop(self, deadline_s: float) -> bool:
+        self._stop.set()
+        self._thread.join(deadline_s)
+        return not self._thread.is_alive()

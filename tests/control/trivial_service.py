@@ -1,0 +1,41 @@
+"""Services that do almost nothing, for tests of the launcher and the supervisor."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from asyncrl.service import ServiceContext
+
+
+class TrivialService:
+    """Waits until it is stopped; `boom` as a command makes it fail."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._name = context.name
+        self._fail = threading.Event()
+
+    def run(self, stop: threading.Event) -> None:
+        print(f"{self._name} runs", flush=True)
+        while not stop.wait(0.02):
+            if self._fail.is_set():
+                raise ValueError("boom as asked")
+
+    def status(self) -> dict[str, Any]:
+        return {"state": "serving", "name": self._name, "run_id": os.environ.get("ASYNCRL_RUN_ID", "")}
+
+    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        if name == "boom":
+            self._fail.set()
+        if name == "die":
+            os._exit(3)
+        return {"heard": name, **args}
+
+
+def build(context: ServiceContext) -> TrivialService:
+    return TrivialService(context)
+
+
+def build_broken(context: ServiceContext) -> TrivialService:
+    raise FileNotFoundError("no model in models/nowhere")

@@ -1,0 +1,91 @@
+"""Groups on the wire."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl import wire
+from asyncrl.errors import WireError
+from asyncrl.experience import Group, Trajectory, decode_group, encode_group
+from asyncrl.versions import Span
+
+
+def make_group(lengths: list[int], reward: float = 1.0) -> Group:
+    trajectories = tuple(
+        Trajectory(
+            response_ids=np.arange(length, dtype=np.int32),
+            loss_mask=np.ones(length, np.uint8),
+            logprobs=-np.arange(length, dtype=np.float32),
+            spans=(Span(2, 0, length),) if length else (),
+            reward=reward,
+            finish_reason="stop",
+        )
+        for length in lengths
+    )
+    return Group(ticket=7, attempt=2, prompt_ids=np.array([5, 6], np.int32), trajectories=trajectories)
+
+
+@given(st.lists(st.integers(0, 9), max_size=6))
+def test_a_group_comes_back_as_it_was_sent(lengths: list[int]) -> None:
+    group = make_group(lengths)
+    found = decode_group(encode_group(group))
+    assert (found.ticket, found.attempt, found.prompt_ids.tolist()) == (7, 2, [5, 6])
+    for before, after in zip(group.trajectories, found.trajectories, strict=True):
+        assert before.response_ids.tolist() == after.response_ids.tolist()
+        assert before.logprobs.tolist() == after.logprobs.tolist()
+        assert (before.spans, before.reward, before.finish_reason) == (
+            after.spans,
+            after.reward,
+            after.finish_reason,
+        )
+
+
+def test_the_learner_computes_on_the_prompt_once_per_trajectory() -> None:
+    assert make_group([3, 4]).num_tokens == 3 + 4 + 2 * 2
+
+
+@pytest.mark.parametrize("index", range(7))
+def test_a_group_with_a_shortened_frame_is_refused(index: int) -> None:
+    frames = encode_group(make_group([3, 4]))
+    frames[index] = frames[index][:-1]
+    with pytest.raises(WireError):
+        decode_group(frames)
+
+
+def test_a_group_with_a_frame_missing_is_refused() -> None:
+    with pytest.raises(WireError, match="7 frames"):
+        decode_group(encode_group(make_group([3]))[:-1])
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_refused(reward: float) -> None:
+    with pytest.raises(WireError, match="finite"):
+        decode_group(encode_group(make_group([3], reward=reward)))
+
+
+def test_a_span_of_an_unknown_sample_is_refused() -> None:
+    frames = encode_group(make_group([3]))
+    frames[5] = np.array([[4, 2, 0, 3]], "<i8").tobytes()
+    with pytest.raises(WireError, match="sample 4"):
+        decode_group(frames)
+
+
+@given(st.binary(max_size=64))
+def test_random_bytes_as_a_header_are_refused_or_read_and_never_crash(data: bytes) -> None:
+    try:
+        wire.unpack_header(data)
+    except WireError:
+        pass
+
+
+def test_another_schema_version_is_refused() -> None:
+    import msgpack
+
+    with pytest.raises(WireError, match="schema version"):
+        wire.unpack_header(msgpack.packb({"v": 999}))
+
+
+def test_a_true_does_not_pass_for_a_number() -> None:
+    with pytest.raises(WireError):
+        wire.field({"n": True}, "n", int)

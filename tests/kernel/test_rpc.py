@@ -1,0 +1,131 @@
+"""Request and reply over real sockets."""
+
+import asyncio
+import pickle
+import threading
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, FencedError, RemoteError
+from asyncrl.rpc import AsyncClient, Client, Request, Server
+
+
+class Echo:
+    """Answers `echo`, fails `fence` and `break`, parks `park` until the next tick that sees `release`."""
+
+    def __init__(self) -> None:
+        self.parked: list[Request] = []
+        self.is_released = False
+
+    def handle(self, request: Request) -> None:
+        if request.op == "fence":
+            raise FencedError("token 1 is older than 2", hint="Open again")
+        if request.op == "break":
+            raise ZeroDivisionError("a bug")
+        if request.op == "park":
+            self.parked.append(request)
+            return
+        if request.op == "release":
+            self.is_released = True
+        request.reply(request.frames, **request.args)
+
+    def tick(self, now: float) -> None:
+        while self.is_released and self.parked:
+            self.parked.pop().reply(late=True)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server, stop = Server(), threading.Event()
+    thread = threading.Thread(target=server.serve, args=(Echo(), stop, 0.01))
+    thread.start()
+    yield server
+    stop.set()
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    client = Client(server.address)
+    yield client
+    client.close()
+
+
+def test_a_call_returns_arguments_and_frames(client: Client) -> None:
+    reply = client.call("echo", [b"abc", b""], n=1, names=["a"])
+    assert reply.args == {"n": 1, "names": ["a"]}
+    assert reply.frames == [b"abc", b""]
+
+
+def test_a_service_error_keeps_its_class_and_hint(client: Client) -> None:
+    with pytest.raises(FencedError, match="older") as caught:
+        client.call("fence")
+    assert caught.value.hint == "Open again"
+
+
+def test_a_bug_in_a_handler_fails_the_call_and_not_the_service(client: Client, server: Server) -> None:
+    with pytest.raises(RemoteError, match="ZeroDivisionError"):
+        client.call("break")
+    assert client.call("echo", n=2).args == {"n": 2}
+    assert server.counters["internal_errors"] == 1
+
+
+def test_a_call_without_an_answer_ends_at_its_deadline_and_the_next_one_works(client: Client) -> None:
+    with pytest.raises(DeadlineExceeded):
+        client.call("park", deadline_s=0.05)
+    client.call("release")
+    assert client.call("echo", n=3).args == {"n": 3}
+
+
+def test_a_call_to_nobody_ends_at_its_deadline() -> None:
+    client = Client("tcp://127.0.0.1:1")
+    with pytest.raises(DeadlineExceeded):
+        client.call("echo", deadline_s=0.05)
+    client.close()
+
+
+def test_a_parked_request_is_answered_later(server: Server) -> None:
+    async def scenario() -> bool:
+        client = AsyncClient(server.address)
+        parked = asyncio.create_task(client.call("park"))
+        await client.call("echo")
+        await client.call("release")
+        reply = await parked
+        client.close()
+        return bool(reply.args["late"])
+
+    assert asyncio.run(scenario())
+
+
+def test_many_calls_of_one_async_client_are_in_flight_at_once(server: Server) -> None:
+    async def scenario() -> list[int]:
+        client = AsyncClient(server.address)
+        replies = await asyncio.gather(*(client.call("echo", n=n) for n in range(50)))
+        client.close()
+        return [reply.args["n"] for reply in replies]
+
+    assert asyncio.run(scenario()) == list(range(50))
+
+
+def test_malformed_messages_are_counted_and_do_not_end_the_service(client: Client, server: Server) -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.connect(server.address)
+    for message in ([b""], [b"\xc1"], [pickle.dumps({"op": "echo"})], [b"x" * 100_000]):
+        socket.send_multipart(message)
+    socket.close()
+    context.term()
+    for _ in range(100):
+        assert client.call("echo", n=1).args == {"n": 1}
+        if server.counters["malformed"] == 4:
+            return
+    raise AssertionError(server.counters)
+
+
+def test_an_address_that_is_taken_is_refused_by_name(server: Server) -> None:
+    with pytest.raises(AsyncrlError, match="cannot listen on"):
+        Server(server.address)

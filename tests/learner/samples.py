@@ -1,0 +1,96 @@
+"""Tiny models and groups for the tests of the learner."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np
+import torch
+
+from asyncrl.experience import Group, Trajectory
+from asyncrl.versions import Span
+
+KINDS = ("qwen2", "qwen2_tied", "qwen3", "llama", "llama_stretched")
+
+
+def save_model(folder: Path, kind: str = "qwen3", vocab_size: int = 131, seed: int = 0) -> Path:
+    """Write a randomly initialised two-layer model of `kind`; nothing in it is zero or one."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": kind == "qwen2_tied",
+    }
+    stretched = {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    config = {
+        "qwen2": lambda: Qwen2Config(**sizes),
+        "qwen2_tied": lambda: Qwen2Config(**sizes),
+        "qwen3": lambda: Qwen3Config(**sizes, head_dim=32),
+        "llama": lambda: LlamaConfig(**sizes),
+        "llama_stretched": lambda: LlamaConfig(**sizes, rope_parameters=stretched),
+    }[kind]()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.normal_(0, 0.1 if name.endswith("bias") else 0.08)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_trajectory(
+    generator: np.random.Generator, num_tokens: int, vocab_size: int, versions: tuple[int, ...] = (1,)
+) -> Trajectory:
+    """Make an episode whose tokens were sampled by `versions`, in equal parts."""
+    bounds = [num_tokens * part // len(versions) for part in range(len(versions) + 1)]
+    runs = zip(versions, bounds[:-1], bounds[1:], strict=True)
+    return Trajectory(
+        response_ids=generator.integers(0, vocab_size, num_tokens).astype(np.int32),
+        loss_mask=(generator.random(num_tokens) < 0.9).astype(np.uint8),
+        logprobs=generator.normal(-3.0, 0.5, num_tokens).astype(np.float32),
+        spans=tuple(Span(version, start, end) for version, start, end in runs if end > start),
+        reward=float(generator.integers(0, 2)),
+        finish_reason="stop",
+    )
+
+
+def make_groups(
+    num_groups: int = 4,
+    group_size: int = 4,
+    *,
+    seed: int = 0,
+    vocab_size: int = 131,
+    max_tokens: int = 24,
+    versions: tuple[int, ...] = (1,),
+) -> list[Group]:
+    """Make groups with tickets 10, 11, ... and answers of 1..max_tokens tokens."""
+    generator = np.random.default_rng(seed)
+    groups = []
+    for index in range(num_groups):
+        prompt_ids = generator.integers(0, vocab_size, int(generator.integers(2, 7))).astype(np.int32)
+        trajectories = tuple(
+            make_trajectory(generator, int(generator.integers(1, max_tokens + 1)), vocab_size, versions)
+            for _ in range(group_size)
+        )
+        groups.append(Group(ticket=10 + index, attempt=0, prompt_ids=prompt_ids, trajectories=trajectories))
+    return groups

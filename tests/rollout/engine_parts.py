@@ -1,0 +1,99 @@
+"""A tiny model, staged files of its weights, and an event loop in a thread, for tests of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from transformers import Qwen3ForCausalLM
+
+from asyncrl.versions import PolicyVersion
+from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
+from rollout_service.tasks.digit_sort.warm_start import build_model
+from weight_sync import segments
+from weight_sync.manifest import Bucket, Manifest, TensorSpec, plan
+from weight_sync.staging import Staged
+
+BUCKET_BYTES = 1 << 20
+CALL_DEADLINE_S = 120.0
+
+
+def make_model(seed: int) -> Qwen3ForCausalLM:
+    """Return the digit model with weights so large that its distributions are far from even."""
+    model = build_model(seed).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def save_model(model: Qwen3ForCausalLM, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def stage(model: Qwen3ForCausalLM, version: PolicyVersion, leave_out: str = "") -> Iterator[Staged]:
+    """Write the model's weights as a receiver stages them."""
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != leave_out}
+    specs = [TensorSpec(name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+    layout = plan(specs, BUCKET_BYTES)
+    data = bytearray(layout.total_bytes)
+    for entry in layout.tensors:
+        data[entry.offset : entry.offset + entry.num_bytes] = tensors[entry.name].numpy().tobytes()
+    parts = [bytes(data[start : start + BUCKET_BYTES]) for start in range(0, len(data), BUCKET_BYTES)]
+    buckets = tuple(Bucket(len(part), xxhash.xxh3_128(part).hexdigest()) for part in parts)
+    path = segments.create(f"asyncrl-test-{uuid.uuid4().hex[:8]}", len(data))
+    try:
+        Path(path).write_bytes(data)
+        yield Staged(version, path, Manifest(version, layout, buckets))
+    finally:
+        segments.unlink(path)
+
+
+@torch.no_grad()
+def logprobs_of(
+    model: Qwen3ForCausalLM, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Return Hugging Face's log-prob of each response token, float32 [T]."""
+    ids = torch.tensor([[*prompt, *response]])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(list(response))[:, None])[:, 0]
+
+
+@torch.no_grad()
+def greedy_of(model: Qwen3ForCausalLM, prompt: Sequence[int], num_tokens: int, eos: int) -> list[int]:
+    """Return the most probable continuation, up to the end of sequence."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + num_tokens:
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == eos:
+            break
+    return ids[len(prompt) :]
+
+
+class LoopThread:
+    """An event loop in a thread; tests hand it coroutines and wait with a deadline."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, Any], deadline_s: float = CALL_DEADLINE_S) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(deadline_s)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10.0)
+        self._loop.close()

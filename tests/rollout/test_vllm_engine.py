@@ -1,0 +1,202 @@
+"""The real vLLM on CPU with a tiny model, against Hugging Face."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from asyncrl.errors import EngineError
+from asyncrl.versions import PolicyVersion, Span
+from rollout_service.engine.protocol import Completion, Sampling
+from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
+from rollout_service.tasks.digit_sort.vocabulary import EOS, encode_prompt
+from tests.rollout.engine_parts import LoopThread, greedy_of, logprobs_of, make_model, save_model, stage
+
+TOLERANCE = 1e-4
+PROMPT = encode_prompt([3, 1, 4, 2])
+LONG = 900
+
+
+@dataclass
+class Running:
+    """The engine under test, with the models whose weights it has been given, by version number."""
+
+    loop: LoopThread
+    engine: VllmEngine
+    models: dict[int, Qwen3ForCausalLM]
+
+    def generate(self, seed: int, max_tokens: int = 40, temperature: float = 1.0) -> Completion:
+        return self.loop.call(self.sample(seed, max_tokens, temperature))
+
+    def sample(self, seed: int, max_tokens: int = 40, temperature: float = 1.0) -> Any:
+        sampling = Sampling(temperature, max_tokens, seed)
+        return self.engine.generate(PROMPT, sampling, f"r{seed}.{max_tokens}.{temperature}")
+
+    def swap(self, seed: int) -> int:
+        """Load a new model and return its version number."""
+        number = max(self.models) + 1
+        self.models[number] = make_model(seed)
+        with stage(self.models[number], PolicyVersion(number, number - 1)) as staged:
+            self.loop.call(self.engine.swap(staged))
+        return number
+
+    def check_logprobs(self, completion: Completion, temperature: float = 1.0) -> None:
+        """Every span's log-probs are those of the version that it names."""
+        ids = completion.token_ids.tolist()
+        for span in completion.spans:
+            wanted = logprobs_of(self.models[span.version], PROMPT, ids, temperature)[span.start : span.end]
+            found = torch.tensor(completion.logprobs[span.start : span.end])
+            assert (found - wanted).abs().max() < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    model = make_model(0)
+    folder: Path = save_model(model, tmp_path_factory.mktemp("model"))
+    loop = LoopThread()
+    engine = VllmEngine(VllmSettings(str(folder), "float32", 1024, 64, 64 << 20))
+    try:
+        loop.call(engine.start(), 240.0)
+        yield Running(loop, engine, {0: model})
+    finally:
+        loop.call(engine.shutdown())
+        loop.close()
+
+
+def test_a_fresh_engine_serves_version_zero(running: Running):
+    assert running.engine.serving == PolicyVersion(0, 0)
+    assert running.engine.is_loaded
+    assert {span.version for span in running.generate(1).spans} == {0}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_equal_those_of_hugging_face_at_the_sampling_temperature(
+    running: Running, temperature: float
+):
+    completions = [running.generate(seed, temperature=temperature) for seed in range(8)]
+    assert sum(len(completion.token_ids) for completion in completions) > 40
+    for completion in completions:
+        running.check_logprobs(completion, temperature)
+
+
+def test_a_response_ends_with_the_end_of_sequence_or_is_cut(running: Running):
+    completions = [running.generate(seed, max_tokens=30) for seed in range(16)]
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    for completion in completions:
+        has_eos = EOS in completion.token_ids[-1:]
+        assert has_eos == (completion.finish_reason == "stop")
+        assert has_eos or len(completion.token_ids) == 30
+
+
+def test_a_seed_decides_the_response_whatever_else_is_in_the_batch(running: Running):
+    alone = [running.generate(seed) for seed in range(10, 15)]
+
+    async def together() -> list[Completion]:
+        others = [running.sample(seed) for seed in range(100, 140)]
+        return (await asyncio.gather(*[running.sample(seed) for seed in range(10, 15)], *others))[:5]
+
+    for one, other in zip(alone, running.loop.call(together()), strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert np.abs(one.logprobs - other.logprobs).max() < TOLERANCE
+    assert len({tuple(completion.token_ids.tolist()) for completion in alone}) == 5
+
+
+async def _swap_in_flight(running: Running, staged: Any) -> list[Completion]:
+    """Keep 48 requests in flight, swap in the middle, and return all responses."""
+    seeds, completions = iter(range(1000, 9000)), []
+    end = asyncio.Event()
+
+    async def work() -> None:
+        while not end.is_set():
+            completions.append(await running.sample(next(seeds), LONG, 2.0))
+
+    async with asyncio.TaskGroup() as workers:
+        for _ in range(48):
+            workers.create_task(work())
+        await asyncio.sleep(0.5)
+        await running.engine.swap(staged)
+        await asyncio.sleep(0.2)
+        end.set()
+    return completions
+
+
+def test_a_swap_in_flight_labels_and_scores_each_token_by_the_version_that_sampled_it(running: Running):
+    old = running.swap(1)
+    running.models[old + 1] = make_model(2)
+    with stage(running.models[old + 1], PolicyVersion(old + 1, old)) as staged:
+        completions = running.loop.call(_swap_in_flight(running, staged))
+    crossing = [completion for completion in completions if len(completion.spans) == 2]
+    assert len(crossing) > 20, "too few requests were in flight during the swap"
+    for completion in crossing:
+        first, second = completion.spans
+        num_tokens = len(completion.token_ids)
+        assert (first, second) == (Span(old, 0, first.end), Span(old + 1, first.end, num_tokens))
+        running.check_logprobs(completion, 2.0)
+    assert running.engine.serving == PolicyVersion(old + 1, old)
+
+
+def test_after_a_swap_greedy_answers_are_those_of_hugging_face_on_the_new_weights(running: Running):
+    number = running.swap(5)
+    wanted = greedy_of(running.models[number], PROMPT, 40, EOS)
+    found = running.generate(0, temperature=0.0)
+    assert found.token_ids.tolist() == wanted
+    assert greedy_of(running.models[number - 1], PROMPT, 40, EOS) != wanted
+    assert [span.version for span in found.spans] == [number]
+
+
+@pytest.mark.parametrize("fault", ["a missing tensor", "a missing file"])
+def test_a_load_that_fails_pauses_generation_until_one_works(running: Running, fault: str):
+    served = running.swap(6)
+    is_file_gone = fault == "a missing file"
+    left_out = "" if is_file_gone else "model.layers.1.self_attn.k_proj.weight"
+    with stage(make_model(7), PolicyVersion(served + 1, served), left_out) as staged:
+        if is_file_gone:
+            Path(staged.path).unlink()
+        with pytest.raises(EngineError, match=r"cannot open the segment|k_proj"):
+            running.loop.call(running.engine.swap(staged))
+    assert not running.engine.is_loaded
+    assert running.engine.serving.number == served
+
+    async def ask_while_paused() -> asyncio.Task[Completion]:
+        request = asyncio.create_task(running.sample(300))
+        done, _ = await asyncio.wait([request], timeout=0.3)
+        assert not done, "a half-loaded engine generated"
+        return request
+
+    request = running.loop.call(ask_while_paused())
+    number = running.swap(8)
+    completion = running.loop.call(_result(request))
+    assert [span.version for span in completion.spans] == [number]
+    running.check_logprobs(completion)
+
+
+async def _result(task: asyncio.Task[Completion]) -> Completion:
+    return await asyncio.wait_for(task, 30.0)
+
+
+def test_a_cancelled_request_is_aborted_and_the_engine_goes_on(running: Running):
+    async def cancel_some() -> None:
+        requests = [asyncio.create_task(running.sample(seed, LONG, 2.0)) for seed in range(400, 420)]
+        await asyncio.sleep(0.2)
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+
+    running.loop.call(cancel_some())
+    assert running.engine._llm.get_num_unfinished_requests() == 0
+    running.check_logprobs(running.generate(1))
+
+
+def test_a_request_that_cannot_be_run_fails_alone(running: Running):
+    too_long = Sampling(1.0, 5, 0)
+    with pytest.raises(EngineError, match="too-long"):
+        running.loop.call(running.engine.generate([1] * 2000, too_long, "too-long"))
+    assert running.generate(2).finish_reason in ("stop", "length")

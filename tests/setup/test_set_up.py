@@ -1,0 +1,66 @@
+import subprocess
+
+import pytest
+import set_up
+
+
+@pytest.mark.parametrize("system", [("Darwin", "arm64"), ("Linux", "aarch64"), ("Windows", "AMD64")])
+def test_another_machine_is_refused_in_one_sentence(system):
+    with pytest.raises(set_up.SetUpFailed, match="asyncrl runs on Linux x86-64") as caught:
+        set_up.check_machine(*system, (3, 11))
+    assert "\n" not in str(caught.value)
+
+
+def test_another_python_is_refused():
+    with pytest.raises(set_up.SetUpFailed, match=r"needs Python 3\.11, and this is 3\.12"):
+        set_up.check_machine("Linux", "x86_64", (3, 12))
+
+
+def test_this_machine_is_taken():
+    set_up.check_machine("Linux", "x86_64", (3, 11))
+
+
+def test_an_unknown_list_is_refused_before_anything_is_made(capsys):
+    assert set_up.main(["tpu"]) == 1
+    assert "there is no list 'tpu'" in capsys.readouterr().err
+
+
+def test_a_missing_cpu_build_of_torch_is_recognized():
+    said = (
+        "Because there is no version of torch==2.13.0+cpu and you require torch==2.13.0+cpu, we can conclude"
+    )
+    assert set_up.is_torch_missing(said)
+    assert not set_up.is_torch_missing(
+        "Because there is no version of rich==15.0.0 and you require rich==15.0.0"
+    )
+
+
+def test_a_failing_command_s_words_are_in_the_error(capsys):
+    with pytest.raises(set_up.SetUpFailed, match="out of disk"):
+        set_up.run(["sh", "-c", "echo ' + a==1'; echo out of disk; exit 3"], {"PATH": "/bin:/usr/bin"})
+    shown = capsys.readouterr().err
+    assert "out of disk" in shown
+    assert "a==1" not in shown
+
+
+def test_cuda_packages_in_a_cpu_environment_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "lib/python3.11/site-packages/nvidia_nccl_cu13-2.29.dist-info").mkdir(parents=True)
+    monkeypatch.setattr(set_up, "VENV", tmp_path)
+    with pytest.raises(set_up.SetUpFailed, match="CUDA packages"):
+        set_up.check_installed("cpu")
+    set_up.check_installed("gpu")
+
+
+def test_make_without_python_says_what_is_missing(tmp_path):
+    for name in ("make", "sh"):
+        (tmp_path / name).symlink_to(f"/usr/bin/{name}")
+    done = subprocess.run(
+        [str(tmp_path / "make"), "--always-make", "setup", "STAMP=unmade"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "asyncrl needs Python 3.11" in done.stderr

@@ -1,0 +1,96 @@
+"""Services as plain processes that a test may kill and start again at exact points."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from asyncrl.buffer.client import LearnerClient
+from asyncrl.config.load import dump_resolved
+from asyncrl.config.tree import Config
+from asyncrl.control.launcher import RUN_VARIABLE
+from asyncrl.control.processes import end_leftovers, remove_leftovers
+from asyncrl.faults import VARIABLE as FAULT_VARIABLE
+
+HOST = Path(__file__).with_name("host_main.py")
+
+
+class Harness:
+    """Owns the processes of one run; leaving the context ends them all."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._run_id = uuid.uuid4().hex[:8]
+        self._sockets = Path("/tmp") / f"asyncrl-{self._run_id}"
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        (run_dir / "logs").mkdir(parents=True)
+        (run_dir / "resolved.yaml").write_text(dump_resolved(config))
+
+    def __enter__(self) -> Self:
+        self._sockets.mkdir(mode=0o700)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes.values():
+            process.terminate()
+        for process in self._processes.values():
+            try:
+                process.wait(15.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(5.0)
+        end_leftovers(self._run_id)
+        remove_leftovers(self._run_id, self._sockets)
+
+    def start(self, name: str, fault: str = "") -> subprocess.Popen[bytes]:
+        """Start a service; `fault` is a point at which it kills itself."""
+        environment = {**os.environ, RUN_VARIABLE: self._run_id, "OMP_NUM_THREADS": "1"}
+        if fault:
+            environment[FAULT_VARIABLE] = fault
+        with (self.run_dir / "logs" / f"{name}.log").open("ab") as log_file:
+            self._processes[name] = subprocess.Popen(
+                [sys.executable, str(HOST), str(self.run_dir), self._run_id, str(self._sockets), name],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                env=environment,
+            )
+        return self._processes[name]
+
+    def buffer_status(self) -> dict[str, Any]:
+        client = LearnerClient(f"ipc://{self._sockets / 'buffer.0'}", deadline_s=30.0)
+        try:
+            return client.status()
+        finally:
+            client.close()
+
+    def log(self, name: str) -> str:
+        return (self.run_dir / "logs" / f"{name}.log").read_text()
+
+    def await_kill(self, name: str, deadline_s: float = 120.0) -> None:
+        """Wait until the service has killed itself at its fault point."""
+        code = self._processes[name].wait(deadline_s)
+        assert code == -signal.SIGKILL, f"{name} ended with {code}\n{self.log(name)[-3000:]}"
+
+    def await_end(self, name: str, deadline_s: float = 180.0) -> None:
+        """Wait until the service has ended by itself without an error."""
+        code = self._processes[name].wait(deadline_s)
+        assert code == 0, f"{name} ended with {code}\n{self.log(name)[-3000:]}"
+
+
+def wait_for(claim: Callable[[], bool], deadline_s: float = 60.0) -> None:
+    """Wait until `claim` holds."""
+    end = time.monotonic() + deadline_s
+    while not claim():
+        assert time.monotonic() < end, f"waited {deadline_s:g} s"
+        time.sleep(0.1)

@@ -1,0 +1,256 @@
+"""The three services as real processes, forked from one server that has torch imported already.
+
+Every child ends with its test: it is killed by pid, and its segments are removed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.config.tree import Config
+from asyncrl.rpc import Client
+from asyncrl.service import ServiceContext
+from asyncrl.versions import PolicyVersion
+from weight_sync import composition, segments
+from weight_sync.handoff import Handoff
+from weight_sync.manifest import Manifest
+from weight_sync.rounds import Timing
+from weight_sync.staging import Staged, open_tensors
+
+WAIT_S = 15.0
+TIMING = Timing(deadline_s=4.0, offer_s=1.0, settle_s=0.5, silence_s=1.0, dead_s=8.0)
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["weight_sync.composition"])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a receiver does to itself when it has received `bucket` of version `number`."""
+
+    kind: str
+    number: int
+    bucket: int = 0
+    seconds: float = 0.0
+
+    def __call__(self, number: int, bucket: int, data: torch.Tensor) -> None:
+        if (number, bucket) != (self.number, self.bucket):
+            return
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "flip":
+            data[7] ^= 1
+        elif self.kind == "slow":
+            time.sleep(self.seconds)
+
+
+def _no_fault(number: int, bucket: int, data: torch.Tensor) -> None:
+    return
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a child runs."""
+
+    context: ServiceContext
+    timing: Timing
+    fault: Callable[[int, int, torch.Tensor], None] = _no_fault
+    num_segments: int = 3
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def serve(role: Role, addresses: Connection) -> None:
+    """Entry of a child process."""
+    os.environ.update(role.environment)
+    torch.set_num_threads(1)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    if role.context.kind == "weight_sync":
+        service: Any = composition.build_coordinator(role.context, role.timing)
+    elif role.context.kind == "publisher":
+        service = composition.build_publisher(role.context, role.num_segments)
+    else:
+        service = composition.build_receiver(role.context, lost_s=2.0, on_bucket=role.fault)
+    addresses.send(service.status()["address"])
+    service.run(stop)
+
+
+@dataclass
+class Child:
+    """One running service."""
+
+    process: Any
+    address: str
+    client: Client
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    def status(self) -> dict[str, Any]:
+        return self.client.call("status", deadline_s=WAIT_S).args
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        if self.process.is_alive():
+            self.signal(signal.SIGKILL)
+            self.process.join(WAIT_S)
+        self.client.close()
+
+    def end(self) -> None:
+        """Ask it to stop, as the control plane does."""
+        self.signal(signal.SIGTERM)
+        self.process.join(WAIT_S)
+        assert self.process.exitcode == 0
+
+
+class Cluster:
+    """A coordinator, a publisher and receivers of one run."""
+
+    def __init__(
+        self, timing: Timing = TIMING, num_segments: int = 3, bucket_bytes: int = 4096, parallelism: int = 1
+    ) -> None:
+        self.timing = timing
+        self.bucket_bytes = bucket_bytes
+        self.children: dict[str, Child] = {}
+        config = Config.model_validate(
+            {
+                "model": {"path": "builtin:digit_sort"},
+                "data": {"train": "builtin:digit_sort"},
+                "reward": {"fn": "digit_sort"},
+                "weight_sync": {
+                    "backend": "gloo",
+                    "deadline_s": timing.deadline_s,
+                    "bucket_bytes": bucket_bytes,
+                    "parallelism": parallelism,
+                },
+            }
+        )
+        run_id = uuid.uuid4().hex[:8]
+        self._context = ServiceContext(config, "weight_sync.0", Path("runs/test"), run_id)
+        self.start("weight_sync.0")
+        self.start("publisher.0", num_segments=num_segments)
+
+    @property
+    def shm_prefix(self) -> str:
+        return self._context.shm_prefix
+
+    @property
+    def coordinator(self) -> Child:
+        return self.children["weight_sync.0"]
+
+    @property
+    def publisher(self) -> Child:
+        return self.children["publisher.0"]
+
+    def start(
+        self,
+        name: str,
+        fault: Callable[[int, int, torch.Tensor], None] = _no_fault,
+        num_segments: int = 3,
+        environment: dict[str, str] | None = None,
+    ) -> Child:
+        """Start a service and wait until it listens."""
+        ours, theirs = _processes.Pipe()
+        addresses = {child: self.children[child].address for child in self.children}
+        context = replace(self._context, name=name, addresses=addresses)
+        role = Role(context, self.timing, fault, num_segments, environment or {})
+        process = _processes.Process(target=serve, args=(role, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        assert ours.poll(WAIT_S), f"{name} did not start"
+        address = ours.recv()
+        self.children[name] = Child(process, address, Client(address))
+        return self.children[name]
+
+    def handoff(self, token: int = 1, **kwargs: Any) -> Handoff:
+        return Handoff(self.publisher.address, self.shm_prefix, self.bucket_bytes, token, **kwargs)
+
+    def members(self) -> dict[str, dict[str, Any]]:
+        return dict(self.coordinator.status()["members"])
+
+    def wait_for_members(self, *names: str) -> None:
+        wait_until(lambda: set(names) <= set(self.members()), f"{names} to join")
+
+    def close(self) -> None:
+        for child in self.children.values():
+            child.kill()
+        segments.unlink_all(self.shm_prefix)
+
+
+@contextmanager
+def running_cluster(**kwargs: Any) -> Iterator[Cluster]:
+    cluster = Cluster(**kwargs)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def wait_until(is_true: Callable[[], bool], what: str, wait_s: float = WAIT_S) -> None:
+    """Wait for a condition, by deadline."""
+    end = time.monotonic() + wait_s
+    while not is_true():
+        assert time.monotonic() < end, f"waited {wait_s} s for {what}"
+        time.sleep(0.005)
+
+
+def model(number: int, scale: int = 1) -> list[tuple[str, torch.Tensor]]:
+    """A tiny model whose contents depend on the version: odd sizes, a scalar, two dtypes, an empty one."""
+    generator = torch.Generator().manual_seed(number)
+    return [
+        ("embed", torch.randn(61 * scale, 33, generator=generator)),
+        ("norm", torch.randn(33, generator=generator).to(torch.bfloat16)),
+        ("scale", torch.tensor(float(number))),
+        ("empty", torch.empty(0, 4)),
+        ("head", torch.randn(33, 61 * scale, generator=generator).to(torch.bfloat16)),
+    ]
+
+
+def take(receiver: Child, serving: int = 0, wait_s: float = WAIT_S) -> Staged | None:
+    """Do as a replica does: ask for the next version."""
+    reply = receiver.client.call("next_staged", deadline_s=wait_s + 5, serving=serving, wait_s=wait_s)
+    if not reply.args["path"]:
+        return None
+    manifest = Manifest.from_bytes(reply.frames[0])
+    return Staged(manifest.version, reply.args["path"], manifest)
+
+
+def report_loaded(receiver: Child, number: int, ok: bool = True, error: str = "") -> None:
+    receiver.client.call("loaded", deadline_s=WAIT_S, number=number, ok=ok, error=error)
+
+
+def load(receiver: Child, serving: int = 0, wait_s: float = WAIT_S) -> PolicyVersion:
+    """Take the next version, compare every tensor with what was published, and report it as loaded."""
+    staged = take(receiver, serving, wait_s)
+    assert staged is not None, "nothing was staged in time"
+    check(staged)
+    report_loaded(receiver, staged.version.number)
+    return staged.version
+
+
+def check(staged: Staged, scale: int = 1) -> None:
+    """Assert that a copy holds exactly the tensors of its version."""
+    wanted = model(staged.version.number, scale)
+    found = list(open_tensors(staged))
+    assert [name for name, _ in found] == [name for name, _ in wanted]
+    for (name, tensor), (_, published) in zip(found, wanted, strict=True):
+        assert tensor.dtype == published.dtype and tensor.shape == published.shape, name
+        assert torch.equal(tensor, published), name

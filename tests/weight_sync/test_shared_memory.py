@@ -1,0 +1,219 @@
+"""Segments, the publisher's pool, the receiver's shelf and the views of a staged copy."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from asyncrl.errors import FencedError, SyncError
+from asyncrl.versions import PolicyVersion
+from weight_sync import segments
+from weight_sync.manifest import Bucket, Manifest, TensorSpec, plan
+from weight_sync.pool import SegmentPool
+from weight_sync.shelf import Shelf
+from weight_sync.staging import Staged, open_tensors
+
+
+@pytest.fixture()
+def prefix() -> Iterator[str]:
+    name = f"asyncrl-{uuid.uuid4().hex[:8]}-"
+    yield name
+    segments.unlink_all(name)
+
+
+def make_manifest(number: int, num_floats: int = 16) -> Manifest:
+    layout = plan([TensorSpec("w", "float32", (num_floats,))], 1 << 20)
+    return Manifest(PolicyVersion(number, number - 1), layout, (Bucket(layout.total_bytes, "0" * 32),))
+
+
+def commit(pool: SegmentPool, number: int, token: int = 1) -> str:
+    path = pool.acquire(token, 64)
+    assert path is not None
+    pool.commit(token, path, make_manifest(number))
+    return path
+
+
+def test_a_segment_of_another_size_is_not_mapped(prefix):
+    path = segments.create(f"{prefix}a", 128)
+    assert len(segments.attach(path, 128)) == 128
+    with pytest.raises(SyncError, match="has 128 bytes"):
+        segments.attach(path, 64)
+
+
+def test_a_segment_is_never_made_twice(prefix):
+    segments.create(f"{prefix}a", 128)
+    with pytest.raises(SyncError, match="exists"):
+        segments.create(f"{prefix}a", 128)
+
+
+def test_a_segment_without_room_is_an_error_and_leaves_nothing(prefix):
+    with pytest.raises(SyncError, match="no room"):
+        segments.create(f"{prefix}a", 1 << 50)
+    assert segments.find(prefix) == []
+
+
+def test_unlink_all_removes_the_prefix_and_nothing_else(prefix):
+    for name in (f"{prefix}a", f"{prefix}b"):
+        segments.create(name, 64)
+    other = segments.create(f"asyncrl-{uuid.uuid4().hex[:8]}-x", 64)
+    assert segments.unlink_all(prefix) == 2
+    assert segments.find(prefix) == [] and os.path.exists(other)
+    segments.unlink(other)
+
+
+def test_a_mapping_outlives_its_file(prefix):
+    path = segments.create(f"{prefix}a", 64)
+    mapping = segments.attach(path, 64)
+    segments.unlink(path)
+    mapping[0] = 7
+    assert mapping[0] == 7
+
+
+def test_a_staged_copy_is_read_without_copying_and_writes_stay_private(prefix):
+    path = segments.create(f"{prefix}a", 64)
+    shared = torch.frombuffer(segments.attach(path, 64), dtype=torch.float32)
+    shared.fill_(2.5)
+    manifest = make_manifest(1)
+    ((name, tensor),) = open_tensors(Staged(manifest.version, path, manifest))
+    assert name == "w" and tensor.tolist() == [2.5] * 16
+    shared[1] = 3.5
+    assert tensor[1] == 3.5
+    tensor[0] = 9.0
+    assert shared[0] == 2.5
+
+
+def test_a_staged_copy_of_another_size_or_version_is_refused(prefix):
+    path = segments.create(f"{prefix}a", 128)
+    manifest = make_manifest(1)
+    with pytest.raises(SyncError, match="has 128 bytes"):
+        list(open_tensors(Staged(manifest.version, path, manifest)))
+    with pytest.raises(SyncError, match="manifest of"):
+        list(open_tensors(Staged(PolicyVersion(2, 1), path, manifest)))
+
+
+def test_the_pool_never_gives_away_the_current_segment_or_one_in_transfer(prefix):
+    pool = SegmentPool(prefix, num_slots=2)
+    first = commit(pool, 1)
+    second = commit(pool, 2)
+    assert second != first
+    slot = pool.hold(1)
+    assert slot is not None and slot.path == first
+    assert pool.acquire(1, 64) is None
+    pool.release(slot)
+    assert pool.acquire(1, 64) == first
+
+
+def test_a_version_just_replaced_can_still_be_sent_until_its_segment_is_needed(prefix):
+    pool = SegmentPool(prefix, num_slots=3)
+    commit(pool, 1)
+    commit(pool, 2)
+    assert pool.acquire(1, 64) is not None
+    slot = pool.hold(1)
+    assert slot is not None
+    pool.release(slot)
+
+
+def test_what_was_overwritten_cannot_be_sent(prefix):
+    pool = SegmentPool(prefix, num_slots=2)
+    commit(pool, 1)
+    commit(pool, 2)
+    pool.acquire(1, 64)
+    assert pool.hold(1) is None
+
+
+def test_an_older_token_is_refused_and_a_newer_one_gets_its_own_segment(prefix):
+    pool = SegmentPool(prefix)
+    old = pool.acquire(1, 64)
+    assert old is not None
+    pool.open(2)
+    with pytest.raises(FencedError):
+        pool.acquire(1, 64)
+    with pytest.raises(FencedError):
+        pool.commit(1, old, make_manifest(1))
+    new = pool.acquire(2, 64)
+    assert new is not None and new != old and "t2-" in new
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_number_must_rise(prefix, number):
+    pool = SegmentPool(prefix)
+    commit(pool, 2)
+    with pytest.raises(SyncError, match="does not rise"):
+        commit(pool, number)
+
+
+def test_the_same_commit_twice_is_one(prefix):
+    pool = SegmentPool(prefix)
+    path = commit(pool, 1)
+    pool.commit(1, path, make_manifest(1))
+    with pytest.raises(SyncError, match="not acquired"):
+        pool.commit(1, path, make_manifest(2))
+
+
+def test_a_commit_of_another_size_is_refused(prefix):
+    pool = SegmentPool(prefix)
+    path = pool.acquire(1, 64)
+    assert path is not None
+    with pytest.raises(SyncError, match="has 64 bytes"):
+        pool.commit(1, path, make_manifest(1, num_floats=32))
+
+
+def test_a_copy_that_the_engine_reads_is_not_reused_before_the_load_is_reported(prefix):
+    shelf = Shelf(prefix)
+    first = shelf.make_room(make_manifest(1))
+    shelf.put_verified(first)
+    assert shelf.take(0) is None
+    shelf.commit(1)
+    assert shelf.take(0) is first and shelf.take(0) is first
+    second = shelf.make_room(make_manifest(2))
+    assert second.path != first.path
+    shelf.finish_load(1, is_ok=True)
+    assert shelf.make_room(make_manifest(3)).path == first.path
+
+
+def test_a_failed_load_loads_again_from_staging_and_a_newer_version_replaces_it(prefix):
+    shelf = Shelf(prefix)
+    shelf.put_verified(shelf.make_room(make_manifest(1)))
+    shelf.commit(1)
+    copy = shelf.take(0)
+    shelf.finish_load(1, is_ok=False)
+    assert shelf.take(0) is None
+    shelf.commit(1)
+    assert shelf.take(0) is copy
+    newer = shelf.make_room(make_manifest(2))
+    shelf.put_verified(newer)
+    shelf.finish_load(1, is_ok=False)
+    shelf.commit(1)
+    assert shelf.take(0) is newer
+
+
+def test_a_segment_of_an_aborted_round_waits_for_its_writer(prefix):
+    shelf = Shelf(prefix)
+    copy = shelf.make_room(make_manifest(1))
+    shelf.abandon(5, copy)
+    assert shelf.make_room(make_manifest(2)).path != copy.path
+    shelf.end_abandoned(5)
+    assert shelf.make_room(make_manifest(3)).path == copy.path
+
+
+def test_a_restarted_receiver_removes_what_the_one_before_left(prefix):
+    Shelf(prefix).make_room(make_manifest(1))
+    assert len(segments.find(prefix)) == 1
+    Shelf(prefix)
+    assert segments.find(prefix) == []
+
+
+def test_a_withdrawn_commit_waits_for_another(prefix):
+    shelf = Shelf(prefix)
+    shelf.put_verified(shelf.make_room(make_manifest(1)))
+    shelf.commit(1)
+    shelf.withdraw()
+    assert shelf.take(0) is None and shelf.newest_verified == 1
+    shelf.commit(1)
+    assert shelf.take(0) is not None
+
+

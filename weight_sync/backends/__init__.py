@@ -1,0 +1,1 @@
+"""Transports: how a bucket gets from the publisher to the receivers."""

@@ -1,0 +1,62 @@
+"""What every transport promises.
+
+A transport belongs to one membership: a numbered, ordered set of members with the publisher as rank
+0. It is used by one thread at a time, except `abort`, which any thread may call. After any error it is
+broken and only good for `close`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Group:
+    """One membership as a member sees it.
+
+    Attributes:
+        membership: Number, never reused while the store lives.
+        rank: 0 is the publisher.
+        world: Number of members, the publisher included.
+        store_host: Host of the publisher's store.
+        store_port: Its port.
+    """
+
+    membership: int
+    rank: int
+    world: int
+    store_host: str
+    store_port: int
+
+
+class Transport(Protocol):
+    """Broadcasts buckets within one membership. `until` is a time of the injected clock."""
+
+    def form(self, group: Group, until: float) -> None:
+        """Meet the other members.
+
+        Raises:
+            DeadlineExceeded: Not all came until `until`.
+            SyncError: The meeting failed otherwise.
+        """
+
+    def broadcast(self, bucket: torch.Tensor, until: float) -> None:
+        """Send (rank 0) or receive `bucket`, a contiguous uint8 tensor in host memory.
+
+        Raises:
+            DeadlineExceeded: It was not done until `until`.
+            SyncError: A member left, or the transport was aborted.
+        """
+
+    def abort(self) -> None:
+        """Give up what is going on, as far as the backend can; never blocks."""
+
+    def close(self) -> None:
+        """Free the transport; may be called twice."""
+
+
+TransportFactory = Callable[[], Transport]

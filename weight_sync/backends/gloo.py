@@ -1,0 +1,82 @@
+"""Broadcast over a private gloo group in host memory.
+
+Touches no global state of torch.distributed, so it can live beside an engine's or a learner's own
+groups. Observed with torch 2.13: `abort` does not wake a waiter, and a peer that was stopped is only
+noticed by a timeout. Hence each operation's own timeout is the time left until the deadline.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import BroadcastOptions, DistError, PrefixStore, ProcessGroupGloo, TCPStore
+
+from asyncrl.clock import Clock
+from asyncrl.errors import DeadlineExceeded, SyncError
+from weight_sync.backends.contract import Group
+
+LOOPBACK = "127.0.0.1"
+_FAILURES = (RuntimeError, DistError, ValueError)
+
+
+class GlooTransport:
+    """The gloo side of `contract.Transport`."""
+
+    def __init__(self, clock: Clock, store: TCPStore | None = None) -> None:
+        self._clock = clock
+        self._store = store
+        self._process_group: Any = None  # a ProcessGroupGloo, whose type stub lacks most of it
+        self._is_aborted = False
+
+    def form(self, group: Group, until: float) -> None:
+        left = self._left(until, "form a group")
+        try:
+            store = self._store or TCPStore(
+                group.store_host, group.store_port, is_master=False, wait_for_workers=False, timeout=left
+            )
+            self._process_group = _connect(PrefixStore(f"membership/{group.membership}", store), group, left)
+        except _FAILURES as error:
+            raise self._explain(error, until, f"membership {group.membership} did not form") from error
+
+    def broadcast(self, bucket: torch.Tensor, until: float) -> None:
+        if self._process_group is None or self._is_aborted:
+            raise SyncError("the gloo group is not usable: it never formed or was aborted")
+        left = self._left(until, "broadcast")
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, left
+        try:
+            self._process_group.broadcast([bucket], options).wait(left)
+        except _FAILURES as error:
+            raise self._explain(error, until, "a broadcast failed") from error
+
+    def abort(self) -> None:
+        self._is_aborted = True
+
+    def close(self) -> None:
+        self._is_aborted = True
+        self._process_group = None
+
+    def _left(self, until: float, what: str) -> timedelta:
+        left_s = until - self._clock.now()
+        if left_s <= 0:
+            raise DeadlineExceeded(f"no time is left to {what}")
+        return timedelta(seconds=max(left_s, 0.001))
+
+    def _explain(self, error: Exception, until: float, what: str) -> SyncError | DeadlineExceeded:
+        first_line = str(error).strip().split("\n")[0][:200]
+        if self._clock.now() >= until - 0.05:
+            return DeadlineExceeded(f"{what} in time: {first_line}")
+        return SyncError(f"{what}: {first_line}")
+
+
+def _connect(store: PrefixStore, group: Group, timeout: timedelta) -> Any:
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    if group.store_host == LOOPBACK:  # the host's name may resolve to an address that nobody reaches
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+    else:
+        options._devices = [gloo.create_default_device()]
+    return gloo(store, group.rank, group.world, options)

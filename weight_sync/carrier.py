@@ -1,0 +1,131 @@
+"""Carries the buckets of a round in a thread of its own, over a cached group.
+
+Owns the cached transports of one peer, one per membership, and the threads that use them. A thread
+that hangs holds its buffers until its operation's deadline and is never waited for.
+The transfer thread
+  consumes: one transfer order    waits for: the other members, until the order's deadline
+  unblocked by: buckets, an error, the deadline    produces: one call of `done`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncrl.clock import Clock
+from asyncrl.errors import DeadlineExceeded, SyncError
+from asyncrl.wire import field
+from weight_sync.backends.contract import Group, Transport
+
+TRANSPORT, DIGEST = "transport", "digest"
+"""Causes of a failed transfer: the group broke, or bytes arrived that are not the learner's."""
+
+
+class DigestMismatch(SyncError):
+    """A bucket's bytes differ from what the learner wrote."""
+
+
+@dataclass(frozen=True)
+class TransferOrder:
+    """A transfer as the coordinator orders it."""
+
+    round: int
+    number: int
+    group: Group
+    backend: str
+    live: frozenset[int]
+    deadline_s: float
+
+    @staticmethod
+    def parse(fields: dict[str, Any]) -> TransferOrder:
+        """Return the order in `fields`; raises WireError."""
+        return TransferOrder(
+            round=field(fields, "round", int),
+            number=field(fields, "number", int),
+            group=Group(
+                membership=field(fields, "membership", int),
+                rank=field(fields, "rank", int),
+                world=field(fields, "world", int),
+                store_host=field(fields, "store_host", str),
+                store_port=field(fields, "store_port", int),
+            ),
+            backend=field(fields, "backend", str),
+            live=frozenset(field(fields, "live", list)),
+            deadline_s=float(field(fields, "deadline_s", (int, float))),
+        )
+
+
+AfterBucket = Callable[[int, torch.Tensor], None]
+Done = Callable[[TransferOrder, str, str], None]
+"""Called on the transfer thread with the order, the cause of a failure (or "") and its message."""
+
+
+class Carrier:
+    """See the module; all methods are called by one thread, the service's."""
+
+    def __init__(self, clock: Clock, make_transport: Callable[[str], Transport]) -> None:
+        self._clock = clock
+        self._make_transport = make_transport
+        self._transports: dict[int, Transport] = {}
+
+    def carry(
+        self, order: TransferOrder, buckets: Sequence[torch.Tensor], after_bucket: AfterBucket, done: Done
+    ) -> None:
+        """Start to send or receive `buckets`; `after_bucket` is called after each, `done` at the end."""
+        self._close_unused(order.live)
+        until = self._clock.now() + order.deadline_s
+        transport = self._transports.get(order.group.membership)
+        is_new = transport is None
+        if transport is None:
+            transport = self._transports[order.group.membership] = self._make_transport(order.backend)
+
+        def work() -> None:
+            cause, message = "", ""
+            try:
+                if is_new:
+                    transport.form(order.group, until)
+                _carry_all(transport, buckets, after_bucket, until)
+            except DigestMismatch as error:
+                cause, message = DIGEST, str(error)
+            except (SyncError, DeadlineExceeded) as error:
+                transport.close()  # the sockets close with it, which wakes the other members
+                cause, message = TRANSPORT, str(error)
+            done(order, cause, message)
+
+        threading.Thread(target=work, name=f"transfer-{order.round}", daemon=True).start()
+
+    def abort(self, membership: int) -> None:
+        """Give up the membership's transfer, as far as its backend can."""
+        transport = self._transports.pop(membership, None)
+        if transport is not None:
+            transport.abort()
+            transport.close()
+
+    def close(self) -> None:
+        """Free all groups."""
+        self._close_unused(frozenset())
+
+    def _close_unused(self, live: frozenset[int]) -> None:
+        for membership in set(self._transports) - live:
+            with contextlib.suppress(RuntimeError):  # a broken group may fail to close; it is dropped anyway
+                self._transports.pop(membership).close()
+
+
+def _carry_all(
+    transport: Transport, buckets: Sequence[torch.Tensor], after_bucket: AfterBucket, until: float
+) -> None:
+    """Carry every bucket; a mismatch is raised at the end, so that the group stays in step."""
+    mismatch: DigestMismatch | None = None
+    for index, bucket in enumerate(buckets):
+        transport.broadcast(bucket, until)
+        try:
+            after_bucket(index, bucket)
+        except DigestMismatch as error:
+            mismatch = mismatch or error
+    if mismatch is not None:
+        raise mismatch

@@ -1,0 +1,110 @@
+"""The composition root: makes the three services from a run's context."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from urllib.parse import urlsplit
+
+from torch.distributed import TCPStore
+
+from asyncrl.clock import Clock, SystemClock
+from asyncrl.service import ServiceContext
+from weight_sync.backends import nccl
+from weight_sync.backends.choice import GLOO, NCCL, choose_backend
+from weight_sync.backends.contract import Transport
+from weight_sync.backends.gloo import LOOPBACK, GlooTransport
+from weight_sync.coordinator import CoordinatorService
+from weight_sync.pool import SegmentPool
+from weight_sync.protocol import Coordination
+from weight_sync.publisher import Endpoint, PublisherService
+from weight_sync.receiver import OnBucket, ReceiverService, ignore_bucket
+from weight_sync.rounds import Timing
+from weight_sync.shelf import Shelf
+
+COORDINATOR = "weight_sync.0"
+STORE_TIMEOUT = timedelta(seconds=30)
+
+
+def build_coordinator(context: ServiceContext, timing: Timing | None = None) -> CoordinatorService:
+    """Return the coordinator; it starts before the others, which find it as `weight_sync.0`."""
+    section = context.config.weight_sync
+    coordination = Coordination(
+        timing or Timing.of(section.deadline_s),
+        parallelism=section.parallelism,
+        backend=choose_backend(context.config),
+        first_id=time.time_ns() // 1_000_000,  # rises over those of a coordinator before this one
+    )
+    return CoordinatorService(coordination, SystemClock(), context.bind)
+
+
+def build_publisher(context: ServiceContext, num_segments: int = 3) -> PublisherService:
+    """Return the publisher; it runs on the host of the learner's rank 0."""
+    address = context.addresses[COORDINATOR]
+    host = reachable_host(address)
+    bind_host = host if host == LOOPBACK else "0.0.0.0"
+    store = TCPStore(bind_host, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
+    clock = SystemClock()
+    return PublisherService(
+        address,
+        _incarnation(),
+        SegmentPool(f"{context.shm_prefix}publisher-", num_segments),
+        Endpoint(host, store.port, abilities()),
+        _transports(clock, store),
+        clock,
+        context.bind,
+    )
+
+
+def build_receiver(
+    context: ServiceContext, lost_s: float | None = None, on_bucket: OnBucket = ignore_bucket
+) -> ReceiverService:
+    """Return the receiver `receiver.<n>`, which runs on the host of `rollout.<n>`."""
+    clock = SystemClock()
+    timing = Timing.of(context.config.weight_sync.deadline_s)
+    return ReceiverService(
+        context.addresses[COORDINATOR],
+        context.name,
+        _incarnation(),
+        Shelf(f"{context.shm_prefix}{context.name}-"),
+        abilities(),
+        _transports(clock, None),
+        clock,
+        lost_s=timing.silence_s + timing.poll_s if lost_s is None else lost_s,
+        on_bucket=on_bucket,
+        bind=context.bind,
+    )
+
+
+def abilities() -> tuple[str, ...]:
+    """Return the backends that this process could use."""
+    return (GLOO, NCCL) if nccl.is_available() else (GLOO,)
+
+
+def reachable_host(address: str) -> str:
+    """Return the address of this host as the peer at `address` sees it; loopback if that is ipc."""
+    peer = urlsplit(address)
+    if peer.scheme == "ipc":
+        return LOOPBACK
+    assert peer.hostname is not None, f"'{address}' is no address"
+    if peer.hostname in (LOOPBACK, "localhost"):
+        return LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer.hostname, peer.port or 1))  # a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def _transports(clock: Clock, store: TCPStore | None) -> Callable[[str], Transport]:
+    makers: dict[str, Callable[[], Transport]] = {
+        GLOO: partial(GlooTransport, clock, store),
+        NCCL: partial(nccl.NcclTransport, clock, store),
+    }
+    return lambda backend: makers[backend]()
+
+
+def _incarnation() -> str:
+    return f"{os.getpid()}-{time.time_ns()}"

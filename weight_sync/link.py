@@ -1,0 +1,67 @@
+"""The replica's side of its receiver: what to load next, and how the load went."""
+
+from __future__ import annotations
+
+from asyncrl.rpc import AsyncClient
+from asyncrl.wire import field
+from weight_sync.manifest import Manifest
+from weight_sync.staging import Staged
+
+CALL_DEADLINE_S = 10.0
+MARGIN_S = 5.0
+
+
+class ReceiverLink:
+    """A client of the receiver beside this replica.
+
+    >>> # staged = await link.next_staged(serving_number=0, wait_s=5.0)
+    >>> # for name, tensor in open_tensors(staged): ...
+    >>> # await link.report_loaded(staged.version.number, ok=True)
+
+    Attributes:
+        is_fenced: The coordinator's last word: the replica missed a deadline and may take no leases
+            before it has caught up.
+    """
+
+    def __init__(self, receiver_address: str) -> None:
+        self._client = AsyncClient(receiver_address)
+        self.is_fenced = False
+
+    async def next_staged(self, serving_number: int, wait_s: float) -> Staged | None:
+        """Return the next version to load, or None after `wait_s` seconds without one.
+
+        Args:
+            serving_number: The version number that the engine has loaded; 0 for none. A smaller one than
+                before means that the engine was started anew.
+
+        Raises:
+            DeadlineExceeded: The receiver does not answer.
+        """
+        reply = await self._client.call(
+            "next_staged", deadline_s=wait_s + MARGIN_S, serving=serving_number, wait_s=wait_s
+        )
+        self.is_fenced = field(reply.args, "fenced", bool)
+        path = field(reply.args, "path", str)
+        if not path:
+            return None
+        manifest = Manifest.from_bytes(reply.frames[0])
+        return Staged(manifest.version, path, manifest)
+
+    async def report_loaded(self, number: int, ok: bool, error: str = "") -> None:
+        """Say that version `number` is loaded and served, or that the engine holds nothing usable."""
+        await self._client.call("loaded", deadline_s=CALL_DEADLINE_S, number=number, ok=ok, error=error)
+
+    async def pin(self) -> None:
+        """Hold this replica at its version: nothing is offered or handed over until `unpin`."""
+        await self._client.call("pin", deadline_s=CALL_DEADLINE_S)
+
+    async def unpin(self) -> None:
+        """Follow again."""
+        await self._client.call("unpin", deadline_s=CALL_DEADLINE_S)
+
+    async def drain(self) -> None:
+        """Take no more versions; the replica is about to leave."""
+        await self._client.call("drain", deadline_s=CALL_DEADLINE_S)
+
+    def close(self) -> None:
+        self._client.close()

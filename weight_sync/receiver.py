@@ -1,0 +1,329 @@
+"""The receiver service, beside one engine: holds verified copies until the engine loads them.
+
+Owns the staging segments and their states: receiving → verified → committed → taken by the engine.
+Never touches the engine, so it may be killed without harm to it. What the engine has taken is not
+overwritten before the load is reported.
+The server's thread
+  consumes: orders, ends of transfers, the replica's calls   waits for: a request or a tick
+  unblocked by: the same, through the inbox                  produces: reports; a `Staged` to the replica
+Invariant: only bytes whose digests matched are ever handed to the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import xxhash
+
+from asyncrl.clock import Clock
+from asyncrl.errors import AsyncrlError, SyncError, WireError
+from asyncrl.faults import fault_point
+from asyncrl.rpc import Request, Server
+from asyncrl.versions import UNLOADED
+from asyncrl.wire import field
+from weight_sync.backends.contract import Transport
+from weight_sync.carrier import AfterBucket, Carrier, DigestMismatch, TransferOrder
+from weight_sync.inbox import WAKE, Inbox
+from weight_sync.liaison import Introduction, Liaison
+from weight_sync.manifest import Manifest
+from weight_sync.publisher import cut
+from weight_sync.shelf import Copy, Shelf
+
+log = logging.getLogger(__name__)
+
+OnBucket = Callable[[int, int, torch.Tensor], None]
+"""Called with version number, bucket index and the received bytes, before they are verified."""
+
+
+def ignore_bucket(number: int, index: int, bucket: torch.Tensor) -> None:
+    """Do nothing; tests put a fault here."""
+
+
+@dataclass
+class _Incoming:
+    """A round that this receiver takes part in."""
+
+    round: int
+    copy: Copy
+    order: TransferOrder | None = None
+
+
+@dataclass
+class _Parked:
+    request: Request
+    until: float
+
+
+class ReceiverService:
+    """See the module.
+
+    Args:
+        name: `receiver.<n>`.
+        incarnation: Unique per process.
+        shelf: The staging segments; closed with the service.
+        lost_s: Without the coordinator for so long, unverified rounds are aborted and a verified one
+            is committed alone.
+        on_bucket: See `OnBucket`.
+    """
+
+    def __init__(
+        self,
+        coordinator_address: str,
+        name: str,
+        incarnation: str,
+        shelf: Shelf,
+        abilities: tuple[str, ...],
+        make_transport: Callable[[str], Transport],
+        clock: Clock,
+        lost_s: float,
+        on_bucket: OnBucket = ignore_bucket,
+        bind: str = "tcp://127.0.0.1:*",
+    ) -> None:
+        self._server = Server(bind)
+        self._inbox = Inbox(self._server.address)
+        self._shelf = shelf
+        self._abilities = abilities
+        self._clock = clock
+        self._lost_s = lost_s
+        self._on_bucket = on_bucket
+        self._carrier = Carrier(clock, make_transport)
+        self._liaison = Liaison(coordinator_address, name, incarnation, self._introduce, self._deliver)
+        self._incoming: dict[int, _Incoming] = {}
+        self._serving = UNLOADED
+        self._is_attended = self._is_pinned = self._is_draining = False
+        self._parked: _Parked | None = None
+        self.counters: Counter[str] = Counter()
+        self._snapshot: dict[str, Any] = {"state": "STARTING", "address": self._server.address}
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop`, then unlink the staging segments."""
+        self._liaison.start()
+        try:
+            self._server.serve(self, stop)
+        finally:
+            self._liaison.stop()
+            self._inbox.close()
+            self._carrier.close()
+            self._shelf.close()
+
+    def status(self) -> dict[str, Any]:
+        """Return what is served, staged and going on."""
+        return self._snapshot
+
+    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        """`drain`: take no more offers."""
+        if name == "drain":
+            self._inbox.put(self._drain)
+        return {}
+
+    # --- the replica's calls ----------------------------------------------------------------------
+
+    def handle(self, request: Request) -> None:
+        """Answer the replica; see `link.py` for the other side."""
+        if request.op == WAKE:
+            self._inbox.drain()
+            request.reply()
+        elif request.op == "next_staged":
+            self._take_poll(request)
+        elif request.op == "loaded":
+            self._take_loaded(request)
+        elif request.op in ("pin", "unpin"):
+            self._set_pinned(request.op == "pin")
+            request.reply()
+        elif request.op == "drain":
+            self._drain()
+            request.reply()
+        elif request.op == "status":
+            request.reply(**self._snapshot)
+        else:
+            raise WireError(f"the receiver knows no '{request.op}'")
+        self._answer_poll()
+
+    def tick(self, now: float) -> None:
+        """Run what the inbox holds; end empty polls; act alone if the coordinator is lost."""
+        self._inbox.drain()
+        if self._liaison.lost_for_s >= self._lost_s:
+            self._act_alone()
+        self._answer_poll()
+        if self._parked is not None and self._clock.now() >= self._parked.until:
+            self._end_poll(None)
+        self._snapshot = self._describe()
+
+    def _take_poll(self, request: Request) -> None:
+        serving = field(request.args, "serving", int)
+        wait_s = float(field(request.args, "wait_s", (int, float)))
+        if self._parked is not None:
+            self._end_poll(None)  # the replica asks anew; it no longer waits for the older answer
+        self._note_serving(serving)
+        if not self._is_attended:
+            self._is_attended = True
+            self._liaison.report("attended")
+        self._parked = _Parked(request, self._clock.now() + wait_s)
+
+    def _note_serving(self, serving: int) -> None:
+        if serving < self._serving:
+            self.counters["replica_restarts"] += 1
+            self._serving = serving
+            self._shelf.untake()
+            self._liaison.report("restarted", serving=serving)
+        elif serving > self._serving:
+            self._serving = serving
+            self._shelf.finish_load(serving, is_ok=True)
+            self._liaison.report("loaded", number=serving, ok=True, error="")
+
+    def _take_loaded(self, request: Request) -> None:
+        number, is_ok = field(request.args, "number", int), field(request.args, "ok", bool)
+        error = field(request.args, "error", str)[:500]
+        self._shelf.finish_load(number, is_ok)
+        self._serving = number if is_ok else UNLOADED
+        self.counters["loads" if is_ok else "failed_loads"] += 1
+        self._liaison.report("loaded", number=number, ok=is_ok, error=error)
+        request.reply()
+
+    def _set_pinned(self, is_pinned: bool) -> None:
+        if is_pinned != self._is_pinned:
+            self._is_pinned = is_pinned
+            self._liaison.report("pin" if is_pinned else "unpin")
+
+    def _drain(self) -> None:
+        if not self._is_draining:
+            self._is_draining = True
+            self._liaison.report("drain")
+
+    def _answer_poll(self) -> None:
+        if self._parked is None or self._is_pinned:
+            return
+        copy = self._shelf.take(self._serving)
+        if copy is not None:
+            fault_point("receiver.hand_over", copy.number)
+            self._end_poll(copy)
+
+    def _end_poll(self, copy: Copy | None) -> None:
+        assert self._parked is not None
+        request, self._parked = self._parked.request, None
+        if copy is None:
+            request.reply(path="", fenced=self._liaison.is_fenced)
+        else:
+            request.reply([copy.manifest.to_bytes()], path=copy.path, fenced=self._liaison.is_fenced)
+
+    # --- the coordinator's orders -----------------------------------------------------------------
+
+    def _introduce(self) -> Introduction:
+        return Introduction(
+            {
+                "abilities": list(self._abilities),
+                "serving": self._serving,
+                "staged": self._shelf.newest_verified,
+                "attended": self._is_attended,
+                "pinned": self._is_pinned,
+            }
+        )
+
+    def _deliver(self, kind: str, fields: dict[str, Any], manifest: bytes) -> None:
+        self._inbox.put(partial(self._obey, kind, fields, manifest))
+
+    def _obey(self, kind: str, fields: dict[str, Any], manifest: bytes) -> None:
+        try:
+            if kind == "offer":
+                self._accept(field(fields, "round", int), manifest)
+            elif kind == "transfer":
+                self._receive(TransferOrder.parse(fields))
+            elif kind == "abort":
+                self._abort(field(fields, "round", int))
+            elif kind == "commit":
+                self._shelf.commit(field(fields, "number", int))
+            elif kind == "withdraw":
+                self._shelf.withdraw()
+                self._is_attended = False
+            else:
+                raise WireError(f"the order '{kind}' means nothing to a receiver")
+        except AsyncrlError as error:
+            self.counters["refused_orders"] += 1
+            log.warning("cannot obey '%s': %s", kind, error)
+        self._answer_poll()
+
+    def _accept(self, round_id: int, manifest: bytes) -> None:
+        if round_id not in self._incoming:
+            try:
+                copy = self._shelf.make_room(Manifest.from_bytes(manifest))
+            except (SyncError, WireError) as error:
+                self._liaison.report("failed", round=round_id, cause=f"refused: {error.message}"[:200])
+                raise
+            self._incoming[round_id] = _Incoming(round_id, copy)
+        fault_point("receiver.offer", self._incoming[round_id].copy.number)
+        self._liaison.report("accepted", round=round_id)
+
+    def _receive(self, order: TransferOrder) -> None:
+        incoming = self._incoming.get(order.round)
+        if incoming is None or incoming.order is not None:
+            return  # aborted meanwhile, or the same order again
+        incoming.order = order
+        copy = incoming.copy
+        buckets = cut(copy.bytes_B, copy.manifest)
+        self._carrier.carry(order, buckets, self._verifier(copy.manifest), self._put_end)
+
+    def _verifier(self, manifest: Manifest) -> AfterBucket:
+        number = manifest.version.number
+
+        def verify(index: int, bucket: torch.Tensor) -> None:
+            fault_point("receiver.bucket", number)
+            self._on_bucket(number, index, bucket)
+            if xxhash.xxh3_128(bucket.numpy().data).hexdigest() != manifest.buckets[index].digest:
+                raise DigestMismatch(f"bucket {index} of version {number} is not what the learner wrote")
+
+        return verify
+
+    def _put_end(self, order: TransferOrder, cause: str, message: str) -> None:
+        self._inbox.put(partial(self._end, order, cause, message))
+
+    def _end(self, order: TransferOrder, cause: str, message: str) -> None:
+        incoming = self._incoming.pop(order.round, None)
+        if incoming is None:  # it was aborted; only now is nobody writing into its segment
+            self._shelf.end_abandoned(order.round)
+        elif cause:
+            self.counters[f"failed/{cause}"] += 1
+            log.warning("round %d with version %d failed: %s", order.round, order.number, message)
+            self._shelf.give_back(incoming.copy)
+            self._liaison.report("failed", round=order.round, cause=cause)
+        else:
+            self._shelf.put_verified(incoming.copy)
+            self._liaison.report("verified", round=order.round, number=order.number)
+        self._answer_poll()
+
+    def _abort(self, round_id: int) -> None:
+        incoming = self._incoming.pop(round_id, None)
+        if incoming is None:
+            return
+        self.counters["aborted"] += 1
+        if incoming.order is None:
+            self._shelf.give_back(incoming.copy)
+        else:
+            self._shelf.abandon(round_id, incoming.copy)
+            self._carrier.abort(incoming.order.group.membership)
+        self._liaison.report("failed", round=round_id, cause="aborted")
+
+    def _act_alone(self) -> None:
+        for round_id in list(self._incoming):
+            self._abort(round_id)
+        if self._shelf.commit_verified():
+            self.counters["committed_alone"] += 1
+            log.warning("the coordinator is lost: version %d is committed alone", self._shelf.newest_verified)
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "state": "DRAINING" if self._is_draining else "SYNCING" if self._serving == UNLOADED else "READY",
+            "address": self._server.address,
+            "version": self._serving,
+            "staged": self._shelf.newest_verified,
+            "pinned": self._is_pinned,
+            "fenced": self._liaison.is_fenced,
+            "receiving": len(self._incoming),
+            "counters": dict(self.counters + self._liaison.counters),
+        }

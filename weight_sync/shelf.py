@@ -1,0 +1,138 @@
+"""A receiver's copies: one verified, one committed, one taken by the engine, and the room for more.
+
+Owns the staging segments and their reuse. A segment goes back to the free ones only when nobody
+writes to it and the engine does not read it.
+Invariant: newest wins. A newer verified or committed copy replaces an older one that was not taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.versions import UNLOADED
+from weight_sync import segments
+from weight_sync.manifest import Manifest
+
+MAX_FREE = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """One version in one segment."""
+
+    manifest: Manifest
+    path: str
+    bytes_B: torch.Tensor
+
+    @property
+    def number(self) -> int:
+        return self.manifest.version.number
+
+
+class Shelf:
+    """See the module. `prefix` starts the names of all its segments; leftovers of it are removed."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._serial = 0
+        self._free: list[tuple[str, torch.Tensor]] = []
+        self._abandoned: dict[int, Copy] = {}
+        self._verified: Copy | None = None
+        self._committed: Copy | None = None
+        self._taken: Copy | None = None
+        segments.unlink_all(prefix)
+
+    @property
+    def newest_verified(self) -> int:
+        """Newest version number that is here, verified and not taken."""
+        return max((copy.number for copy in (self._verified, self._committed) if copy), default=UNLOADED)
+
+    def make_room(self, manifest: Manifest) -> Copy:
+        """Return an empty copy for `manifest`; raises SyncError if there is no room."""
+        for index, (path, bytes_B) in enumerate(self._free):
+            if bytes_B.numel() == manifest.total_bytes:
+                del self._free[index]
+                return Copy(manifest, path, bytes_B)
+        self._serial += 1
+        path = segments.create(f"{self._prefix}{self._serial}", manifest.total_bytes)
+        mapping = segments.attach(path, manifest.total_bytes)
+        return Copy(manifest, path, torch.frombuffer(mapping, dtype=torch.uint8))
+
+    def give_back(self, copy: Copy | None) -> None:
+        """Nobody writes or reads the copy any more."""
+        if copy is None:
+            return
+        self._free.append((copy.path, copy.bytes_B))
+        while len(self._free) > MAX_FREE:
+            segments.unlink(self._free.pop(0)[0])
+
+    def abandon(self, round_id: int, copy: Copy) -> None:
+        """The round was aborted, but a thread may still write into its copy."""
+        self._abandoned[round_id] = copy
+
+    def end_abandoned(self, round_id: int) -> None:
+        """That thread has ended."""
+        self.give_back(self._abandoned.pop(round_id, None))
+
+    def put_verified(self, copy: Copy) -> None:
+        """Keep a verified copy until its commit."""
+        self.give_back(self._verified)
+        self._verified = copy
+
+    def commit(self, number: int) -> None:
+        """Let the engine have version `number`, or the newer one that has replaced it."""
+        if self._verified is not None and self._verified.number >= number:
+            self.commit_verified()
+
+    def commit_verified(self) -> bool:
+        """Let the engine have the verified copy, if there is one."""
+        if self._verified is None:
+            return False
+        self.give_back(self._committed)
+        self._committed, self._verified = self._verified, None
+        return True
+
+    def withdraw(self) -> None:
+        """Take back what was committed and not taken; it waits for another commit."""
+        if self._committed is None:
+            return
+        older, self._committed = self._committed, None
+        if self._verified is None:
+            self._verified = older
+        else:
+            self.give_back(older)
+
+    def take(self, serving: int) -> Copy | None:
+        """Return the copy that an engine serving `serving` should load; the same one if asked again."""
+        if self._taken is not None:
+            return self._taken if self._taken.number > serving else None
+        if self._committed is None:
+            return None
+        self._taken, self._committed = self._committed, None
+        return self._taken
+
+    def untake(self) -> None:
+        """The engine that had taken a copy is gone; another one may have it."""
+        if self._taken is None:
+            return
+        older, self._taken = self._taken, None
+        if self._verified is None and self._committed is None:
+            self._verified = older
+        else:
+            self.give_back(older)
+
+    def finish_load(self, number: int, is_ok: bool) -> None:
+        """The engine has loaded version `number`, or failed and must load again."""
+        if self._taken is None or self._taken.number != number:
+            return
+        if is_ok:
+            self.give_back(self._taken)
+            self._taken = None
+        else:
+            self.untake()
+
+    def close(self) -> None:
+        """Unlink everything; mappings of an engine stay valid."""
+        segments.unlink_all(self._prefix)
