@@ -9,6 +9,7 @@ G trajectories, S spans.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,7 +139,7 @@ def decode_group(frames: Sequence[wire.Frame]) -> Group:
             reward=float(rewards[sample]),
             finish_reason=FINISH_REASONS[finish[sample]],
         )
-        for sample, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True))
+        for sample, (start, end) in enumerate(itertools.pairwise(offsets))
     )
     ticket, attempt = wire.field(header, "ticket", int), wire.field(header, "attempt", int)
     return Group(ticket=ticket, attempt=attempt, prompt_ids=prompt_ids, trajectories=trajectories)

@@ -104,7 +104,7 @@ class Server:
         next_tick = time.monotonic()
         try:
             while not stop.is_set():
-                if poller.poll(max(0.0, next_tick - time.monotonic()) * 1000):
+                if poller.poll(max(0, int((next_tick - time.monotonic()) * 1000))):
                     self._drain(handler)
                 if time.monotonic() >= next_tick:
                     handler.tick(time.monotonic())
@@ -212,7 +212,7 @@ class Client:
             self._socket.send_multipart([wire.pack_header({"id": call_id, "op": op, "args": args}), *frames])
         except zmq.Again:
             raise _late(op, self.address, deadline_s) from None
-        while (left_s := end - time.monotonic()) > 0 and self._socket.poll(left_s * 1000):
+        while (left_s := end - time.monotonic()) > 0 and self._socket.poll(max(1, int(left_s * 1000))):
             found_id, result = _parse_reply(self._socket.recv_multipart())
             if found_id != call_id:
                 continue  # the answer to a call that was given up earlier

@@ -82,13 +82,13 @@ class CheckpointStore:
 
         Later ones belong to a branch that a resume has abandoned.
         """
-        older = [found for found in self._steps() if found < step]
+        older = [found for found in self.steps() if found < step]
         return [*older, step][-self._keep :]
 
     def remove_all_but(self, steps: Iterable[int]) -> None:
         """Remove checkpoints that are no longer kept, and what an interrupted write left."""
         kept = set(steps)
-        for step in self._steps():
+        for step in self.steps():
             if step not in kept:
                 shutil.rmtree(self.folder(step))
         for partial in self._root.glob(".step-*.partial"):
@@ -121,7 +121,8 @@ class CheckpointStore:
             if digest_file(folder / name) != digest:
                 raise CheckpointError(f"the file {folder / name} is torn or altered")
 
-    def _steps(self) -> list[int]:
+    def steps(self) -> list[int]:
+        """Return the steps of all checkpoints on disk, ascending, committed or not."""
         return sorted(int(folder.name.removeprefix("step-")) for folder in self._root.glob("step-*"))
 
 

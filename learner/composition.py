@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from asyncrl.buffer.client import LearnerClient
-from weight_sync.handoff import Handoff
 
+from asyncrl.buffer.client import LearnerClient
 from asyncrl.service import ServiceContext
 from learner.algorithms.objective import make_objective
 from learner.backend import Placement
@@ -18,6 +17,7 @@ from learner.leader import Leader
 from learner.megatron.backend import MegatronBackend
 from learner.ranks import Ranks
 from learner.service import LearnerService
+from weight_sync.handoff import Handoff
 
 CALL_DEADLINE_S = 60.0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl.buffer.client import LearnerClient
-
 from asyncrl.experience import Group
 
 

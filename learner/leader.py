@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 
 from asyncrl.buffer.client import LearnerClient
-from weight_sync.handoff import Handoff
-
 from asyncrl.config.tree import Config
 from asyncrl.faults import fault_point
 from learner.checkpoint import CheckpointStore, Commit
 from learner.orders import Checkpoint, Finish, Order, Publish, Restore, Train, Wait
+from weight_sync.handoff import Handoff
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +122,7 @@ class Leader:
             token=self._token,
             tickets=[ticket.ticket for ticket in found.tickets],
             num_tokens=[ticket.num_tokens for ticket in found.tickets],
-            versions=[list(pair) for pair in found.step_of_version.items()],
+            versions=list(found.step_of_version.items()),
         )
 
     def _book_trained(self, order: Train) -> None:

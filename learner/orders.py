@@ -36,14 +36,15 @@ class Train:
         token: The leader's fencing token, with which ranks fetch.
         tickets: Ticket ids, ascending.
         num_tokens: Tokens of each ticket, to balance by.
-        versions: (number, step) of every version that may have sampled these tokens.
+        versions: (number, step to subtract for the lag) of every version that may have sampled these
+            tokens, in pairs.
     """
 
     step: int
     token: int
     tickets: list[int]
     num_tokens: list[int]
-    versions: list[list[int]]
+    versions: list[tuple[int, int]]
 
 
 @dataclass(frozen=True)

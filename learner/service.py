@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.faults import fault_point

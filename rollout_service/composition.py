@@ -19,7 +19,7 @@ from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
 from rollout_service.episode import SingleTurn
 from rollout_service.evaluation import EvaluationSettings, Evaluator
 from rollout_service.groups import GroupRunner, GroupSettings
-from rollout_service.latency import parse_latency
+from rollout_service.lengths import parse_lengths
 from rollout_service.prompts import PromptSet, load_prompts
 from rollout_service.replica import Replica, ReplicaParts, ReplicaSettings
 from rollout_service.rewards.registry import load_reward
@@ -43,7 +43,7 @@ def build(context: ServiceContext) -> Replica:
     config = context.config
     prepare_environment(has_gpu=config.rollout.gpus > 0)
     reward = load_reward(config.reward.fn)
-    latency = parse_latency(config.rollout.latency)
+    parse_lengths(config.rollout.response_tokens)
     if max(config.rollout.temperature, config.eval.temperature) > MAX_TEMPERATURE:
         raise ConfigError(f"vLLM samples at temperatures up to {MAX_TEMPERATURE:g}", hint="Lower it")
     for path in (config.model.path, config.data.train, *([config.data.eval] if config.data.eval else [])):
@@ -55,7 +55,7 @@ def build(context: ServiceContext) -> Replica:
 
         tokenizer, prompts, held_out = await asyncio.to_thread(_load_data, config)
         engine = MeteredEngine(_build_engine(config, tokenizer), SystemClock())
-        environment = SingleTurn(engine, tokenizer, reward, latency)
+        environment = SingleTurn(engine, tokenizer, reward)
         return ReplicaParts(
             engine=engine,
             buffer=ReplicaClient(context.addresses["buffer.0"], context.name, CALL_DEADLINE_S),
@@ -80,7 +80,13 @@ def _replica_settings(config: Config) -> ReplicaSettings:
 
 def _group_settings(config: Config) -> GroupSettings:
     rollout = config.rollout
-    return GroupSettings(config.run.seed, rollout.group_size, rollout.temperature, rollout.max_tokens)
+    return GroupSettings(
+        config.run.seed,
+        rollout.group_size,
+        rollout.temperature,
+        rollout.max_tokens,
+        parse_lengths(rollout.response_tokens),
+    )
 
 
 def _load_data(config: Config) -> tuple[PreTrainedTokenizerBase, PromptSet, PromptSet | None]:
@@ -115,6 +121,6 @@ def _build_evaluator(
 ) -> Evaluator | None:
     if held_out is None:
         return None
-    environment = SingleTurn(engine, tokenizer, load_reward(config.reward.fn))  # without extra latency
+    environment = SingleTurn(engine, tokenizer, load_reward(config.reward.fn))
     settings = EvaluationSettings(config.eval.temperature, config.rollout.max_tokens, config.run.seed)
     return Evaluator(environment, held_out.prompts[: config.eval.prompts], settings)

@@ -8,14 +8,12 @@ Shapes: T response tokens.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from asyncrl.experience import Trajectory
 from rollout_service.engine.protocol import Completion, Engine, Sampling
-from rollout_service.latency import Latency
 from rollout_service.prompts import TokenizedPrompt
 from rollout_service.rewards.registry import Answer, Reward
 
@@ -31,30 +29,22 @@ class Environment(Protocol):
 
 
 class SingleTurn:
-    """One prompt, one response, one reward.
-
-    Args:
-        latency: Waits before the trajectory is handed on; only for benchmarks.
-    """
+    """One prompt, one response, one reward."""
 
     def __init__(
         self,
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
         reward: Reward,
-        latency: Latency | None = None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._reward = reward
-        self._latency = latency
 
     async def run(self, prompt: TokenizedPrompt, sampling: Sampling, episode_id: str) -> Trajectory:
         """Sample a response, score it and return the trajectory. Raises EngineError, RewardError."""
         completion = await self._engine.generate(prompt.token_ids.tolist(), sampling, episode_id)
         reward = await self._reward.score(self._answer(prompt, completion))
-        if self._latency is not None:
-            await asyncio.sleep(self._latency.draw_s(sampling.seed))
         return Trajectory(
             response_ids=completion.token_ids,
             loss_mask=np.ones(len(completion.token_ids), dtype=np.uint8),

@@ -15,17 +15,19 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.experience import Group, Trajectory
 from rollout_service.engine.protocol import Sampling
 from rollout_service.episode import Environment
+from rollout_service.lengths import Lengths
 from rollout_service.prompts import PromptSet, TokenizedPrompt
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """How a group is sampled."""
+    """How a group is sampled; `lengths` forces response lengths."""
 
     run_seed: int
     group_size: int
     temperature: float
     max_tokens: int
+    lengths: Lengths | None = None
 
 
 class GroupRunner:
@@ -54,5 +56,8 @@ class GroupRunner:
 
     async def _run_sample(self, grant: LeaseGrant, prompt: TokenizedPrompt, sample: int) -> Trajectory:
         seed = sample_seed(self._settings.run_seed, grant.ticket, sample)
-        sampling = Sampling(self._settings.temperature, self._settings.max_tokens, seed)
+        max_tokens, lengths = self._settings.max_tokens, self._settings.lengths
+        if lengths is not None:
+            max_tokens = lengths.draw_tokens(seed, max_tokens)
+        sampling = Sampling(self._settings.temperature, max_tokens, seed, ignores_eos=lengths is not None)
         return await self._environment.run(prompt, sampling, f"{grant.ticket}.{grant.attempt}.{sample}")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from asyncrl.errors import SyncError, WireError
+from asyncrl.errors import AsyncrlError, SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.rpc import Client
 from asyncrl.versions import PolicyVersion
@@ -53,12 +53,16 @@ class Handoff:
         token: int,
         specs: Sequence[TensorSpec] | None = None,
     ) -> None:
-        self._client = Client(address)
         self._prefix = str(SHM_DIR / shm_prefix)
         self._bucket_bytes = bucket_bytes
         self._token = token
         self._layout: Layout | None = plan(specs, bucket_bytes) if specs is not None else None
-        self._client.call("open", deadline_s=START_DEADLINE_S, token=token)
+        self._client = Client(address)
+        try:
+            self._client.call("open", deadline_s=START_DEADLINE_S, token=token)
+        except AsyncrlError:
+            self._client.close()  # nobody else can: the caller gets no Handoff
+            raise
 
     def has_room(self) -> bool:
         """Tell whether a `publish` now would find a free segment, before the tensors are gathered.
@@ -86,8 +90,6 @@ class Handoff:
         path = self._acquire()
         if not path:
             return False
-        if not path.startswith(self._prefix):
-            raise WireError(f"the publisher named {Path(path).name}, which is no segment of this run")
         layout, buckets = self._copy(path, tensors)
         fault_point("handoff.copied", version.number)
         manifest = Manifest(version, layout, buckets, probe)
@@ -97,20 +99,9 @@ class Handoff:
         self._layout = layout
         return True
 
-    def has_room(self) -> bool:
-        """Return whether a segment is free; if so it stays ours until the next `publish`."""
-        return bool(self._acquire())
-
     def close(self) -> None:
         """Hang up; the publisher keeps what was published."""
         self._client.close()
-
-    def _acquire(self) -> str:
-        num_bytes = self._layout.total_bytes if self._layout else 0
-        reply = self._client.call(
-            "acquire", deadline_s=CALL_DEADLINE_S, token=self._token, num_bytes=num_bytes
-        )
-        return str(field(reply.args, "path", str))
 
     def _acquire(self) -> str:
         num_bytes = self._layout.total_bytes if self._layout else 0

@@ -29,6 +29,8 @@ class Inbox:
         self._client = Client(address)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_woken = threading.Event()
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def put(self, call: Callable[[], None]) -> None:
         """Have `call` run on the server's thread soon. Never called from that thread."""
@@ -36,10 +38,13 @@ class Inbox:
         if self._is_woken.is_set():
             return
         self._is_woken.set()
-        try:
-            self._client.call(WAKE, deadline_s=WAKE_DEADLINE_S)
-        except DeadlineExceeded:
-            log.debug("the server is busy; its tick will find the call")
+        with self._lock:
+            if self._is_closed:  # a transfer that ends after its service has nobody to tell
+                return
+            try:
+                self._client.call(WAKE, deadline_s=WAKE_DEADLINE_S)
+            except DeadlineExceeded:
+                log.debug("the server is busy; its tick will find the call")
 
     def drain(self) -> None:
         """Run what was put, on the server's thread."""
@@ -52,4 +57,7 @@ class Inbox:
             call()
 
     def close(self) -> None:
-        self._client.close()
+        """Wake nobody any more; what is put from now on is not run."""
+        with self._lock:
+            self._is_closed = True
+            self._client.close()

@@ -124,7 +124,6 @@ class FileJournal:
             raise CheckpointError(
                 f"the journal cannot be read: {error}", hint="Restore its folder"
             ) from error
-        return events
 
     def append(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
         self._segments.append(ticket, attempt, frames)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.buffer.replica_ops import read_wait_s
+from asyncrl.buffer.replica_ops import MAX_NAME_CHARACTERS, read_wait_s
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import WireError
 from asyncrl.rpc import Request
@@ -36,7 +36,7 @@ class LearnerOps:
         }
 
     def open(self, request: Request) -> None:
-        token = self._ledger.open(field(request.args, "holder", str))
+        token = self._ledger.open(field(request.args, "holder", str)[:MAX_NAME_CHARACTERS])
         checkpoints = [
             {"token": one.token, "step": one.step, "digest": one.digest} for one in self._ledger.checkpoints()
         ]

@@ -65,6 +65,7 @@ class Ledger:
 
     def __init__(self, settings: LedgerSettings) -> None:
         self.settings = settings
+        self.max_lag = settings.max_lag
         self.state = LedgerState(settings)
         self.evaluations = EvaluationOrders(self.state, self._emit)
         self._events: list[ev.Event] = []
@@ -79,6 +80,11 @@ class Ledger:
         ledger.state.freed.clear()
         ledger.state.released.clear()
         return ledger
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything ever happened to it."""
+        return bool(self.state.num_prompts or self.state.token)
 
     def drain_events(self) -> list[ev.Event]:
         """Return the events since the last call; the journal must have them before anyone is answered."""
@@ -108,6 +114,16 @@ class Ledger:
                 f"{state.num_prompts} prompts and digest {state.data_digest}",
                 hint="Use the same data file everywhere, or start a new run",
             )
+
+    def tighten(self, max_lag: int) -> None:
+        """Admit under another bound from now on, at most the configured one, until the next start.
+
+        Raises:
+            LedgerError: It is not between 0 and the configured bound.
+        """
+        if not 0 <= max_lag <= self.settings.max_lag:
+            raise LedgerError(f"a bound of {max_lag} is not between 0 and {self.settings.max_lag}")
+        self.max_lag = max_lag
 
     def lease(self, replica: str, version: int, want: int, now: float) -> list[Grant]:
         """Grant up to `want` leases to a replica that serves `version`; oldest tickets first.
@@ -147,7 +163,7 @@ class Ledger:
             position = max(position, next_position)
         elif not self._may_issue():
             return None
-        if not is_admissible(position, settings.groups_per_step, served_step, settings.max_lag):
+        if not is_admissible(position, settings.groups_per_step, served_step, self.max_lag):
             return None
         if state.memory_bytes + settings.max_group_bytes > settings.memory_bytes:
             return None
@@ -157,7 +173,7 @@ class Ledger:
 
     def _may_issue(self) -> bool:
         settings, state = self.settings, self.state
-        is_room = state.num_open < max_open_tickets(settings.groups_per_step, settings.max_lag)
+        is_room = state.num_open < max_open_tickets(settings.groups_per_step, self.max_lag)
         return is_room and state.counts[State.STORED] < settings.ready_batches * settings.groups_per_step
 
     def _issue_new(self, position: int) -> None:

@@ -23,7 +23,7 @@ from asyncrl.buffer.replica_ops import ReplicaOps
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.buffer.tickets import State
 from asyncrl.clock import Clock
-from asyncrl.errors import AsyncrlError, WireError
+from asyncrl.errors import AsyncrlError, LedgerError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.rpc import Handler, Request, Server
 from asyncrl.wire import Frame
@@ -245,5 +245,8 @@ class BufferService:
         return {**self._desk.last_status, "state": self._state, "address": self.address}
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """The buffer has no commands of its own: it drains when its replicas do."""
-        return {}
+        """`tighten {max_lag}`: admit under a bound up to the configured one, until the next start."""
+        if name != "tighten":
+            raise LedgerError(f"the buffer knows no command '{name}'", hint="It knows 'tighten'")
+        self._store.ledger.tighten(int(args["max_lag"]))
+        return {"max_lag": self._store.ledger.max_lag}

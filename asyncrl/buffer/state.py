@@ -136,7 +136,7 @@ class LedgerState:
             if step < event.step:
                 continue
             if step < self.steps_trained and tickets:
-                self.replay_sizes.setdefault(step, len(tickets))
+                self.replay_sizes[step] = len(tickets)
             for ticket in tickets:
                 self._move(ticket, State.RESERVED)
         self.steps_trained = event.step

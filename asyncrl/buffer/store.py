@@ -44,9 +44,8 @@ class ExperienceStore:
         self._group_size = group_size
         self._drops_constant_groups = drops_constant_groups
         self._payloads: dict[int, list[bytes]] = {}
-        events = journal.recover()
-        self.ledger = Ledger.replay(settings, events)
-        if events:
+        self.ledger = Ledger.replay(settings, journal.recover())
+        if self.ledger.has_begun:
             self._reconcile(now)
 
     def _reconcile(self, now: float) -> None:

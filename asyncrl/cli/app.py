@@ -129,7 +129,7 @@ def pipeline(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a figure misses its bound.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a figure misses its target.")] = False,
 ) -> None:
     """Measure the asynchronous pipeline against the synchronous one."""
     from asyncrl.cli.services import function
@@ -137,10 +137,11 @@ def pipeline(
     results = function("benchmarks.pipeline:measure")(quick=quick, say=exits.say)
     print(function("benchmarks.pipeline:table")(results))
     if json_file is not None:
-        json_file.write_text(json.dumps(results, indent=2) + "\n")
-    missed = function("benchmarks.pipeline:violations")(results) if check else []
-    exits.say("\n".join(missed))
-    raise typer.Exit(exits.FAILED if missed else exits.OK)
+        function("benchmarks.pipeline:write")(results, json_file)
+    if check:
+        is_met, verdict = function("benchmarks.pipeline:check")(results)
+        print(verdict)
+        raise typer.Exit(exits.OK if is_met else exits.FAILED)
 
 
 @bench.callback()

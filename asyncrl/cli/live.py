@@ -34,7 +34,7 @@ def line_of(snapshot: Snapshot) -> str:
     """Return the snapshot as one line, without a step while there is none."""
     state = snapshot.get("state", DASH)
     if not snapshot.get("metrics"):
-        return f"{snapshot.get('run', 'run')}: {state}"
+        return f"{snapshot.get('run', 'run')}: {state}{_resumed(snapshot)}"
     fields = [
         f"step {_steps(snapshot)}",
         f"reward {_number(snapshot, 'critic/rewards/mean', '.3f')}",
@@ -122,6 +122,11 @@ def _metric(snapshot: Snapshot, name: str) -> float | None:
 def _number(snapshot: Snapshot, name: str, form: str) -> str:
     value = _metric(snapshot, name)
     return DASH if value is None else format(value, form)
+
+
+def _resumed(snapshot: Snapshot) -> str:
+    residue = _plain((snapshot.get("ledger") or {}).get("residue"))
+    return f", resumed at step {snapshot['step']}, residue {residue}" if snapshot.get("step") else ""
 
 
 def _steps(snapshot: Snapshot) -> str:

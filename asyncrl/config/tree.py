@@ -71,7 +71,10 @@ class RewardSection(Section):
 
 
 class RolloutSection(Section):
-    """The rollout services. Training samples with the temperature only: no top-p, top-k or penalty."""
+    """The rollout services. Training samples with the temperature only: no top-p, top-k or penalty.
+
+    `response_tokens` forces response lengths (`lognormal:<sigma>:<median>`), for benchmarks.
+    """
 
     replicas: NonNegative = 1
     gpus: NonNegative = 0
@@ -83,7 +86,7 @@ class RolloutSection(Section):
     kv_cache: Literal["recompute", "keep"] = "recompute"
     max_sequences: Count = 128
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
-    latency: str | None = None
+    response_tokens: str | None = None
 
 
 class StalenessSection(Section):

@@ -37,6 +37,10 @@ class RunClient:
         """Ask for `replicas` rollout replicas."""
         return self._call("POST", "/scale", {"replicas": replicas})
 
+    def tighten(self, max_lag: int) -> dict[str, Any]:
+        """Admit under another bound on lag, at most the configured one, until the run ends."""
+        return self._call("POST", "/tighten", {"max_lag": max_lag})
+
     def stop(self) -> dict[str, Any]:
         """Ask the run to checkpoint and end."""
         return self._call("POST", "/stop")

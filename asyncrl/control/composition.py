@@ -34,6 +34,7 @@ def build(context: ServiceContext) -> Supervisor:
         routes={
             "GET /status": lambda _: supervisor.status(),
             "POST /scale": lambda body: supervisor.command("scale", body),
+            "POST /tighten": lambda body: supervisor.command("tighten", body),
             "POST /stop": lambda body: supervisor.command("stop", body),
         },
     )

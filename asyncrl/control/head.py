@@ -18,6 +18,7 @@ from asyncrl.config.load import load_config
 from asyncrl.control import launcher
 from asyncrl.control.processes import end_leftovers, remove_leftovers
 from asyncrl.control.rundir import RunDir, read_json, write_json
+from asyncrl.control.spec import ServiceSpec
 from asyncrl.service import ServiceContext
 
 POLL_S = 0.2
@@ -62,7 +63,7 @@ def _run(run_dir: RunDir, live: dict[str, Any], socket_dir: Path) -> None:
     )
     ray = launcher.RayLauncher(namespace=config.run.name)
     factory = "asyncrl.control.composition:build"
-    ray.start(launcher.ServiceSpec(factory, context, str(run_dir.log(SUPERVISOR))))
+    ray.start(ServiceSpec(factory, context, str(run_dir.log(SUPERVISOR))))
     _watch(run_dir, ray)
 
 

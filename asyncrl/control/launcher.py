@@ -8,39 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from asyncrl.control.spec import RUN_VARIABLE, ServiceSpec
 from asyncrl.errors import DeadlineExceeded, ServiceFailed
-from asyncrl.service import ServiceContext
-
-RUN_VARIABLE = "ASYNCRL_RUN_ID"
-"""Marks every process of a run, so that what is left over can be found and ended by pid."""
-
-
-@dataclass(frozen=True)
-class ServiceSpec:
-    """How one service is started.
-
-    Attributes:
-        factory: `module:function` of its composition root.
-        context: What it gets to know.
-        log_path: Its log file.
-        cpus: CPU share that Ray reserves.
-        gpus: GPUs that Ray reserves.
-        environment: Set before the process imports anything.
-    """
-
-    factory: str
-    context: ServiceContext
-    log_path: str
-    cpus: float = 0.0
-    gpus: float = 0.0
-    environment: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return self.context.name
 
 
 class Launcher(Protocol):

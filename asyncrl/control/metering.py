@@ -17,7 +17,7 @@ LEDGER_KEYS = (
     "counters",
 )
 
-WINDOW_S = 5.0
+WINDOW_S = 2.0
 
 
 class Meter:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.tree import Config
-from asyncrl.control.launcher import ServiceSpec
+from asyncrl.config.tree import Config, LearnerSection, RolloutSection
+from asyncrl.control.spec import ServiceSpec
 from asyncrl.service import ServiceContext
 
 FACTORIES = {
@@ -69,7 +69,8 @@ class Roster:
             world_size=self.num_learner_ranks if is_learner else 1,
             rendezvous=self.rendezvous,
         )
-        section = {"learner": self.config.learner, "rollout": self.config.rollout}.get(kind)
+        sections = {"learner": self.config.learner, "rollout": self.config.rollout}
+        section: LearnerSection | RolloutSection | None = sections.get(kind)  # type: ignore[assignment]
         return ServiceSpec(
             factory=FACTORIES[kind],
             context=context,

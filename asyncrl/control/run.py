@@ -17,9 +17,9 @@ from asyncrl.config.load import dump_resolved, load_config
 from asyncrl.config.tree import Config
 from asyncrl.control import plan, prepare
 from asyncrl.control.client import NotRunning, connect
-from asyncrl.control.launcher import RUN_VARIABLE
 from asyncrl.control.processes import end_leftovers, is_alive, remove_leftovers
 from asyncrl.control.rundir import RunDir, read_json, write_json
+from asyncrl.control.spec import RUN_VARIABLE
 from asyncrl.errors import ConfigError, RemoteError
 
 SAME_ON_RESUME = (

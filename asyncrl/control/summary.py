@@ -24,21 +24,28 @@ def write_summary(
 
 
 def summarise(rows: list[Row], config: Config, statuses: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of a run; None where it gives none."""
+    """Return the figures of a run; None where it gives none.
+
+    `first_step_s` runs from the learner's start to the end of its first step; `train_s` and all rates
+    and shares cover the steps after it.
+    """
     steps = training_rows(rows)
     accuracies = [found for row in evaluation_rows(rows) if (found := accuracy(row)) is not None]
     last = accuracies[-LAST_EVALUATIONS:]
     replicas = {name: status for name, status in statuses.items() if name.startswith("rollout.")}
     totals = rollout_totals(replicas)
+    start_s, steps_after_start = (steps[0]["timing_s/step"], steps[1:]) if steps else (None, [])
     trained_tokens = sum(row["staleness/trained_tokens"] for row in steps)
     masked_tokens = sum(row["staleness/masked_tokens"] for row in steps)
-    train_s = sum(row["timing_s/step"] for row in steps)
-    rollout_wall_s = totals["busy_s"] + totals["idle_s"]
+    train_s = sum(row["timing_s/step"] for row in steps_after_start)
+    num_learner_tokens = sum(row["perf/total_num_tokens"] for row in steps_after_start)
+    waited_s = sum(row["timing_s/wait"] for row in steps_after_start)
     return {
         "run": config.run.name,
         "accuracy_start": accuracies[0] if accuracies else None,
         "accuracy_end": sum(last) / len(last) if last else None,
         "steps": max((row["training/global_step"] for row in steps), default=0),
+        "first_step_s": start_s,
         "train_s": train_s,
         "steps_per_s": _steady_rate(steps),
         "lag_mean": _weighted(steps, "staleness/lag_mean", "staleness/trained_tokens"),
@@ -47,10 +54,10 @@ def summarise(rows: list[Row], config: Config, statuses: dict[str, dict[str, Any
         "masked_share": masked_tokens / max(1, masked_tokens + trained_tokens),
         "ledger_residue": statuses.get("buffer.0", {}).get("residue"),
         "ledger": {key: statuses.get("buffer.0", {}).get(key) for key in ("issued", "trained", "dropped")},
-        "learner_tokens_per_s": _ratio(sum(row["perf/total_num_tokens"] for row in steps), train_s),
-        "learner_idle_share": _ratio(sum(row["timing_s/wait"] for row in steps), train_s),
+        "learner_tokens_per_s": _ratio(num_learner_tokens, train_s),
+        "learner_idle_share": _ratio(waited_s, train_s),
         "rollout_tokens_per_s": _ratio(totals["tokens"], train_s),
-        "rollout_idle_share": _ratio(totals["idle_s"], rollout_wall_s),
+        "rollout_idle_share": _weighted(steps_after_start, "perf/rollout_idle_share", "timing_s/step"),
     }
 
 

@@ -75,7 +75,7 @@ class Supervisor:
         """Return the snapshot that the CLI and the API show."""
         buffer = self._statuses.get("buffer.0", {})
         services = {
-            name: {"state": status.get("state"), "version": status.get("version")}
+            name: {key: status.get(key) for key in ("state", "version", "pid")}
             for name, status in self._statuses.items()
         }
         learner = self._statuses.get("learner.0", {})
@@ -92,9 +92,11 @@ class Supervisor:
         }
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """`scale {replicas}` or `stop {}`."""
+        """`scale {replicas}`, `tighten {max_lag}` or `stop {}`."""
         if name == "scale":
             return self._scale(args)
+        if name == "tighten":
+            return self._launcher.command("buffer.0", "tighten", args, STATUS_DEADLINE_S)
         if name == "stop":
             self._is_stop_asked.set()
             return {"state": "stopping"}

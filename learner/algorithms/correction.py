@@ -63,7 +63,7 @@ def raw_weights(delta_N: torch.Tensor, mask_N: torch.Tensor, rows: Rows, level: 
 def importance_weights(
     delta_N: torch.Tensor, mask_N: torch.Tensor, rows: Rows, correction: Correction
 ) -> torch.Tensor:
-    """Return the bounded weights [N], 0 outside the mask; arXiv 2505.24298 (TIS), 2510.18855 (IcePop)."""
+    """Return the bounded weights [N], 0 outside the mask; arXiv 2505.24298."""
     assert correction.level is not None, "this correction has no weights"
     weights_N = masked(raw_weights(delta_N.detach(), mask_N, rows, correction.level), mask_N)
     if correction.lower is None:

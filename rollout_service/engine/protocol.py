@@ -34,11 +34,13 @@ class Sampling:
         temperature: 0 takes the most probable token.
         max_tokens: The response is cut after so many tokens.
         seed: Decides the response, given prompt and weights, whatever else is in the batch.
+        ignores_eos: The response goes on to `max_tokens`, whatever is sampled.
     """
 
     temperature: float
     max_tokens: int
     seed: int
+    ignores_eos: bool = False
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class ScriptedEngine:
         versions: list[int] = []
         while len(token_ids) < sampling.max_tokens and (not token_ids or token_ids[-1] != self._eos_id):
             await self._wait_one_token()
-            stops = token_ids and source.random() < STOP_PROBABILITY
+            stops = token_ids and not sampling.ignores_eos and source.random() < STOP_PROBABILITY
             token_ids.append(self._eos_id if stops else source.randrange(NUM_DIGITS))
             versions.append(self._serving.number)
         logprobs = [

@@ -7,8 +7,9 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -210,7 +211,7 @@ def test_every_fsync_policy_restores_what_was_committed(tmp_path: Path, fsync: s
     journal.tick(0.0)
     journal.close()
     again = FileJournal(tmp_path, fsync)  # type: ignore[arg-type]
-    assert again.recover() == [Opened(1, "learner")]
+    assert list(again.recover()) == [Opened(1, "learner")]
     assert again.read(1, 1) == [b"x"]
     again.close()
 
@@ -225,7 +226,7 @@ def test_an_altered_event_is_refused(tmp_path: Path, change: str) -> None:
         database.commit()
     again = FileJournal(tmp_path)
     with pytest.raises(CheckpointError, match="damaged"):
-        again.recover()
+        list(again.recover())
     again.close()
 
 
@@ -253,31 +254,47 @@ def served(folder: Path, fault: str = "") -> Iterator[tuple[subprocess.Popen[str
         process.stdout.close()
 
 
-def push_until_death(client: Client) -> list[int]:
+def call_until_death(
+    process: subprocess.Popen[str], client: Client, op: str, frames: Sequence[bytes] = (), **args: Any
+) -> dict[str, Any] | None:
+    """Call until there is an answer; return None once the service is dead."""
+    while process.poll() is None:
+        with contextlib.suppress(DeadlineExceeded):
+            return client.call(op, frames, 0.5, **args).args
+    return None
+
+
+def push_until_death(process: subprocess.Popen[str], client: Client) -> list[int]:
     """Push groups one by one; return those that the service acknowledged."""
     acknowledged: list[int] = []
-    with contextlib.suppress(DeadlineExceeded):
-        while len(acknowledged) < 40:
-            args = client.call("lease", replica="a", version=1, want=1, wait_s=0.0, deadline_s=2.0).args
-            ticket, attempt = args["grants"][0]["ticket"], args["grants"][0]["attempt"]
-            frames = encode_group(make_group(ticket, attempt))
-            reply = client.call("push", frames, 2.0, replica="a", ticket=ticket, attempt=attempt)
-            assert reply.args["result"] == "stored"
-            acknowledged.append(ticket)
+    while len(acknowledged) < 40:
+        lease = call_until_death(process, client, "lease", replica="a", version=1, want=1, wait_s=0.0)
+        if lease is None:
+            break
+        ticket, attempt = lease["grants"][0]["ticket"], lease["grants"][0]["attempt"]
+        frames = encode_group(make_group(ticket, attempt))
+        answer = call_until_death(
+            process, client, "push", frames, replica="a", ticket=ticket, attempt=attempt
+        )
+        if answer is None:
+            break
+        assert answer["result"] in ("stored", "duplicate")
+        acknowledged.append(ticket)
     return acknowledged
 
 
 @pytest.mark.parametrize("fault", ["buffer.appended@12", "buffer.committed@23", "buffer.sent@20"])
 def test_a_killed_buffer_loses_no_acknowledged_push(tmp_path: Path, fault: str) -> None:
     with served(tmp_path, fault) as (process, client):
-        client.call("describe_data", num_prompts=100, digest="d")
-        token = client.call("open", holder="learner").args["token"]
-        client.call("register_version", token=token, step=0)
-        acknowledged = push_until_death(client)
+        wait = {"deadline_s": 60.0}
+        client.call("describe_data", **wait, num_prompts=100, digest="d")
+        token = client.call("open", **wait, holder="learner").args["token"]
+        client.call("register_version", **wait, token=token, step=0)
+        acknowledged = push_until_death(process, client)
         assert process.wait(10.0) == -9
     assert 0 < len(acknowledged) < 40
     with served(tmp_path) as (_, client):
-        status = client.call("status").args
+        status = client.call("status", deadline_s=60.0).args
         assert status["residue"] == 0
         assert status["stored_groups"] - len(acknowledged) in (0, 1)
         assert status["pending"]["leased"] <= 1
@@ -340,6 +357,14 @@ def test_a_mask_without_a_sampled_token_fails_its_attempt(mask: bytes) -> None:
     start(store)
     frames = encode_group(make_group(1))
     frames[3] = mask + b"\x01" * 5
+    refuse(store, {}, frames)
+
+
+def test_an_empty_prompt_fails_its_attempt() -> None:
+    store = make_store()
+    start(store)
+    frames = encode_group(make_group(1))
+    frames[1] = b""
     refuse(store, {}, frames)
 
 

@@ -31,6 +31,11 @@ def test_a_version_that_was_never_registered_gets_no_lease() -> None:
 
 def test_open_tickets_never_exceed_the_lag_bound() -> None:
     assert len(Run().lease(want=100)) == 4  # (max_lag 1 + 1) * 2 groups
+    run = Run()
+    run.fill(2)
+    run.ledger.reserve(run.token, 0)
+    early = run.ledger.register_version(run.token, 1)  # published before the step is reported trained
+    assert len(run.lease(want=100, version=early)) == 2
 
 
 def test_a_ticket_beyond_the_served_versions_reach_is_not_leased() -> None:
@@ -273,7 +278,7 @@ def test_training_a_step_twice_counts_once() -> None:
     assert (run.state.steps_trained, take_census(run.state).trained) == (1, 2)
 
 
-@pytest.mark.parametrize("drop", [(3, "stale"), (1, "bored")])
+@pytest.mark.parametrize("drop", [(3, "stale"), (2, "bored"), (1, "stale")])
 def test_a_drop_that_does_not_fit_the_batch_is_refused_whole(drop: tuple[int, str]) -> None:
     run = Run()
     run.fill(2)
@@ -379,6 +384,38 @@ def test_a_lost_payload_is_replaced_in_the_replay_by_the_oldest_complete_group()
     assert (again.ticket, again.attempt) == (first[0], 2)
     run.store(again)
     assert run.train() == first
+
+
+def test_a_replayed_step_keeps_its_size_over_a_second_resume() -> None:
+    run = Run()
+    first = run.train()
+    run.reopen(0, missing=(first[0],))
+    run.reopen(0)
+    assert run.ledger.reserve(run.token, 0) is None
+    with pytest.raises(LedgerError, match="not reserved"):
+        run.ledger.trained(run.token, 0)
+    assert run.train() == first
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_versions_beyond_a_broken_replay_count_as_older(is_lost: bool) -> None:
+    run = Run()
+    batches = [run.train() for _ in range(3)]
+    (grant,) = run.lease()
+    run.store(grant)
+    run.reopen(0, missing=(batches[1][0],) if is_lost else ())
+    counted = dict(run.ledger.counted_versions([run.state.tickets[1], run.state.tickets[grant.ticket]]))
+    assert counted == {1: 0, 2: 1, 3: 0 if is_lost else 2, 4: -1 if is_lost else 3}
+
+
+def test_a_replay_that_drops_another_group_forks_there() -> None:
+    run = Run()
+    run.train(), run.train()
+    (grant,) = run.lease()
+    run.store(grant)
+    run.reopen(0)
+    run.train(dropped=((1, "stale"),))
+    assert run.ledger.counted_versions([run.state.tickets[grant.ticket]]) == [(3, -2)]
 
 
 def test_leases_that_the_restored_weights_could_not_get_are_revoked() -> None:

@@ -50,7 +50,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.version = self.ledger.register_version(self.token, 0)
 
     @property
-    def state(self):  # noqa: ANN201
+    def state(self):
         return self.ledger.state
 
     # Replicas
@@ -230,7 +230,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=250,
+    max_examples=100,
     stateful_step_count=60,
     deadline=None,
     database=None,

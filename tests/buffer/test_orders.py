@@ -52,6 +52,7 @@ def test_beyond_a_fork_a_token_is_as_old_as_the_way_back_and_forth() -> None:
         book.register(number, step)
     book.begin_lineage()
     book.fork(2)
+    book.fork(3)  # the first one counts
     assert [book.counted_step(number) for number in range(1, 6)] == [0, 1, 2, 1, 0]
 
 

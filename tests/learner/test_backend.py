@@ -71,11 +71,12 @@ def test_a_resume_is_bit_exact(model, tmp_path, dtype):
     backend = open_backend(model, dtype=dtype)
     train(backend, range(2))
     backend.set_lr(3e-3)
+    torch.rand(5)  # the generator is no longer where its seed put it
     backend.save_state(tmp_path)
     drawn = torch.rand(3)
     straight, straight_on = train(backend, range(2, 4)), weights_of(backend)
     backend.close()
-    resumed = open_backend(model, dtype=dtype, seed=0)
+    resumed = open_backend(model, dtype=dtype, seed=9)
     resumed.load_state(tmp_path)
     assert torch.equal(torch.rand(3), drawn)
     assert resumed.num_updates == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,8 +17,8 @@ from typing import Any, Self
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
-from asyncrl.control.launcher import RUN_VARIABLE
 from asyncrl.control.processes import end_leftovers, remove_leftovers
+from asyncrl.control.spec import RUN_VARIABLE
 from asyncrl.faults import VARIABLE as FAULT_VARIABLE
 
 HOST = Path(__file__).with_name("host_main.py")
@@ -31,6 +32,7 @@ class Harness:
         self._run_id = uuid.uuid4().hex[:8]
         self._sockets = Path("/tmp") / f"asyncrl-{self._run_id}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._rendezvous = f"127.0.0.1:{_free_port()}"
         (run_dir / "logs").mkdir(parents=True)
         (run_dir / "resolved.yaml").write_text(dump_resolved(config))
 
@@ -59,7 +61,7 @@ class Harness:
             environment[FAULT_VARIABLE] = fault
         with (self.run_dir / "logs" / f"{name}.log").open("ab") as log_file:
             self._processes[name] = subprocess.Popen(
-                [sys.executable, str(HOST), str(self.run_dir), self._run_id, str(self._sockets), name],
+                [sys.executable, str(HOST), *self._arguments(name)],
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
@@ -67,8 +69,14 @@ class Harness:
             )
         return self._processes[name]
 
+    def _arguments(self, name: str) -> list[str]:
+        return [str(self.run_dir), self._run_id, str(self._sockets), name, self._rendezvous]
+
+    def address(self, name: str) -> str:
+        return f"ipc://{self._sockets / name}"
+
     def buffer_status(self) -> dict[str, Any]:
-        client = LearnerClient(f"ipc://{self._sockets / 'buffer.0'}", deadline_s=30.0)
+        client = LearnerClient(self.address("buffer.0"), deadline_s=30.0)
         try:
             return client.status()
         finally:
@@ -86,6 +94,13 @@ class Harness:
         """Wait until the service has ended by itself without an error."""
         code = self._processes[name].wait(deadline_s)
         assert code == 0, f"{name} ended with {code}\n{self.log(name)[-3000:]}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def wait_for(claim: Callable[[], bool], deadline_s: float = 60.0) -> None:

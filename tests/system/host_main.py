@@ -1,4 +1,4 @@
-"""`python host_main.py RUN_DIR RUN_ID SOCKETS NAME` hosts one service of a run in this process, without Ray."""
+"""`python host_main.py RUN_DIR RUN_ID SOCKETS NAME RENDEZVOUS` hosts one service here, without Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from asyncrl.control.roster import Roster
 def main() -> None:
     run_dir, run_id, sockets, name = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    spec = Roster(load_config(run_dir / "resolved.yaml"), run_dir, run_id, sockets, "").spec(name)
+    rendezvous = sys.argv[5]
+    spec = Roster(load_config(run_dir / "resolved.yaml"), run_dir, run_id, sockets, rendezvous).spec(name)
     module, _, function = spec.factory.partition(":")
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())

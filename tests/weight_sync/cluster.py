@@ -30,11 +30,11 @@ from weight_sync.manifest import Manifest
 from weight_sync.rounds import Timing
 from weight_sync.staging import Staged, open_tensors
 
-WAIT_S = 15.0
-TIMING = Timing(deadline_s=4.0, offer_s=1.0, settle_s=0.5, silence_s=1.0, dead_s=8.0)
+WAIT_S = 60.0
+TIMING = Timing(deadline_s=8.0, offer_s=3.0, settle_s=1.0, silence_s=2.0, dead_s=30.0)
 
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["weight_sync.composition"])
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["weight_sync.composition"])
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,14 @@ class Cluster:
     """A coordinator, a publisher and receivers of one run."""
 
     def __init__(
-        self, timing: Timing = TIMING, num_segments: int = 3, bucket_bytes: int = 4096, parallelism: int = 1
+        self,
+        timing: Timing = TIMING,
+        num_segments: int = 3,
+        bucket_bytes: int = 4096,
+        parallelism: int = 1,
+        socket_dir: Path | None = None,
     ) -> None:
+        self._socket_dir = socket_dir
         self.timing = timing
         self.bucket_bytes = bucket_bytes
         self.children: dict[str, Child] = {}
@@ -168,11 +174,12 @@ class Cluster:
         environment: dict[str, str] | None = None,
     ) -> Child:
         """Start a service and wait until it listens."""
-        ours, theirs = _processes.Pipe()
+        ours, theirs = processes.Pipe()
         addresses = {child: self.children[child].address for child in self.children}
-        context = replace(self._context, name=name, addresses=addresses)
+        bind = f"ipc://{self._socket_dir / name}" if self._socket_dir else "tcp://127.0.0.1:*"
+        context = replace(self._context, name=name, addresses=addresses, bind=bind)
         role = Role(context, self.timing, fault, num_segments, environment or {})
-        process = _processes.Process(target=serve, args=(role, theirs), daemon=True)
+        process = processes.Process(target=serve, args=(role, theirs), daemon=True)
         process.start()
         theirs.close()
         assert ours.poll(WAIT_S), f"{name} did not start"

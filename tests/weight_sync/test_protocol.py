@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ class World:
         self.coordination = Coordination(TIMING, parallelism)
         self.sent: list[Order] = []
         self.publisher = "p"
+        self.after_step: Callable[[], None] = lambda: None
         self.coordination.publisher_hello(PublisherSeat("p", GLOO, "127.0.0.1", 1, self.now), None, self.now)
         for name in names:
             self.join(name)
@@ -68,6 +70,7 @@ class World:
             for name in alive:
                 self.coordination.seen(name, self.member(name).incarnation, self.now)
             self.coordination.tick(self.now)
+            self.after_step()
 
     def member(self, name: str) -> Member:
         return self.coordination.members[name]
@@ -407,6 +410,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World(parallelism=2)
+        self.world.after_step = self.collect
         self.coordination = self.world.coordination
         self.inbox: list[Order] = []
         self.old: list[Order] = []
@@ -533,6 +537,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """From now on everyone behaves: then every member that may follow ends at the newest version."""
+        self.world.after_step = lambda: None
         for member in list(self.coordination.members.values()):
             if member.state is MemberState.DEAD:
                 self.coordination.hello(Card(member.name, member.incarnation, GLOO), self.world.now)

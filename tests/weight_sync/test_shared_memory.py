@@ -18,7 +18,7 @@ from weight_sync.shelf import Shelf
 from weight_sync.staging import Staged, open_tensors
 
 
-@pytest.fixture()
+@pytest.fixture
 def prefix() -> Iterator[str]:
     name = f"asyncrl-{uuid.uuid4().hex[:8]}-"
     yield name

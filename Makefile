@@ -1,0 +1,56 @@
+# The first command needs Linux on x86-64, Python 3.11 and make; all else comes from `make setup`.
+#   make demo         start the quickstart and watch it learn
+#   make test         all tests but the long ones        make test-long   the long ones
+#   make lint         style, types, rooms, shape         make bench       measure
+#   make setup LIST=gpu   the CUDA packages instead of the CPU ones
+#   make lock             renew requirements/*.txt       (UPGRADE=--upgrade takes newer versions)
+
+BIN := .venv/bin
+LIST ?= cpu
+STAMP := .venv/.set-up-$(LIST)
+PACKAGES := asyncrl benchmarks configs learner rollout_service weight_sync
+ARGS ?=
+UPGRADE ?=
+
+.PHONY: help setup demo test test-long lint format bench lock
+.NOTPARALLEL:
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+
+setup: $(STAMP)
+
+$(STAMP): requirements/$(LIST).txt requirements/uv.txt pyproject.toml tools/set_up.py
+	@for python in $(PYTHON) python3.11 python3 python; do \
+	    if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then \
+	        exec "$$python" tools/set_up.py $(LIST); \
+	    fi; \
+	done; \
+	echo "asyncrl needs Python 3.11 with its venv module on the PATH; install it, or name it: make setup PYTHON=/path/to/python3.11" >&2; \
+	exit 1
+
+demo: $(STAMP)
+	$(BIN)/asyncrl up configs/quickstart.yaml $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not long" --durations=15 $(ARGS)
+
+test-long: $(STAMP)
+	$(BIN)/python -m pytest -m long --durations=15 $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/shape.py $(PACKAGES) tools tests
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/asyncrl bench pipeline $(ARGS)
+
+lock: $(STAMP)
+	$(BIN)/python tools/lock.py $(UPGRADE)

@@ -1,0 +1,181 @@
+"""A replica with a scripted engine, a buffer service and a hand-fed receiver, for tests of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.buffer import composition
+from asyncrl.buffer.client import LearnerClient, ReplicaClient
+from asyncrl.clock import SystemClock
+from asyncrl.config.tree import Config
+from asyncrl.errors import AsyncrlError
+from asyncrl.service import ServiceContext
+from asyncrl.versions import PolicyVersion
+from rollout_service.engine.metered import MeteredEngine
+from rollout_service.engine.scripted_engine import ScriptedEngine
+from rollout_service.episode import SingleTurn
+from rollout_service.evaluation import EvaluationSettings, Evaluator
+from rollout_service.groups import GroupRunner, GroupSettings
+from rollout_service.prompts import PromptSet, load_prompts
+from rollout_service.replica import Replica, ReplicaParts, ReplicaSettings
+from rollout_service.rewards.registry import Reward
+from rollout_service.tasks.digit_sort.examples import draw_split
+from rollout_service.tasks.digit_sort.folder import write_prompts
+from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer
+from weight_sync.staging import Staged
+
+WAIT_S = 20.0
+GROUP_SIZE = 4
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.01)
+
+
+@dataclass
+class HandFedReceiver:
+    """A `WeightLink` whose versions the test puts in."""
+
+    staged: list[Staged] = field(default_factory=list)
+    reports: list[tuple[int, bool]] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    is_fenced: bool = False
+
+    def offer(self, number: int, step: int) -> None:
+        self.staged.append(Staged(PolicyVersion(number, step), "", None))  # type: ignore[arg-type]
+
+    async def next_staged(self, serving_number: int, wait_s: float) -> Staged | None:
+        end = time.monotonic() + wait_s
+        while time.monotonic() < end:
+            for staged in self.staged:
+                if staged.version.number > serving_number:
+                    return staged
+            await asyncio.sleep(0.01)
+        return None
+
+    async def report_loaded(self, number: int, ok: bool, error: str = "") -> None:
+        self.reports.append((number, ok))
+
+    async def pin(self) -> None:
+        self.calls.append("pin")
+
+    async def unpin(self) -> None:
+        self.calls.append("unpin")
+
+    async def drain(self) -> None:
+        self.calls.append("drain")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def make_config(folder: Path, **rollout: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "data": {"train": str(folder / "train.parquet"), "eval": str(folder / "eval.parquet")},
+            "reward": {"fn": "digit_sort"},
+            "rollout": {"group_size": GROUP_SIZE, "max_tokens": 6, "engine": "scripted", **rollout},
+            "learner": {"groups_per_step": 4},
+            "staleness": {"max_lag": 1},
+            "buffer": {"journal": "none", "lease_s": 1.0},
+            "algorithm": {"drop_constant_groups": False},
+        }
+    )
+
+
+def write_data(folder: Path) -> None:
+    split = draw_split(0, 50, 12)
+    write_prompts(folder / "train.parquet", split.train, "train")
+    write_prompts(folder / "eval.parquet", split.held_out, "eval")
+
+
+@contextlib.contextmanager
+def running(service: Any) -> Iterator[list[AsyncrlError]]:
+    """Run a service in a thread until the end of the block; what it raises is collected."""
+    stop, failures = threading.Event(), []
+
+    def run() -> None:
+        try:
+            service.run(stop)
+        except AsyncrlError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield failures
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "a service did not stop"
+
+
+@dataclass
+class Stage:
+    """All parts of a test with one replica."""
+
+    replica: Replica
+    receiver: HandFedReceiver
+    engine: ScriptedEngine
+    learner: LearnerClient
+    address: str
+    prompts: PromptSet
+    failures: list[AsyncrlError]
+
+    def state(self) -> str:
+        return str(self.replica.status()["state"])
+
+    def census(self) -> dict[str, Any]:
+        return self.learner.status()
+
+    def serve_first_version(self) -> int:
+        """Register and offer the first version, and wait until the replica is ready."""
+        self.learner.open("test")
+        number = self.learner.register_version(0)
+        self.receiver.offer(number, 0)
+        wait_for(lambda: self.state() == "READY", "READY")
+        return number
+
+
+@contextlib.contextmanager
+def open_stage(folder: Path, reward: Reward, tokens_per_s: float = 0.0) -> Iterator[Stage]:
+    """A buffer service and a replica of it, running."""
+    write_data(folder)
+    config = make_config(folder)
+    buffer = composition.build(ServiceContext(config, "buffer.0", folder / "run", "test"))
+    with running(buffer):
+        wait_for(lambda: buffer.status().get("address"), "the buffer's address")
+        address = buffer.status()["address"]
+        tokenizer = build_tokenizer()
+        prompts = load_prompts(folder / "train.parquet", tokenizer, 16)
+        held_out = load_prompts(folder / "eval.parquet", tokenizer, 16)
+        receiver, engine = HandFedReceiver(), ScriptedEngine(EOS, tokens_per_s)
+
+        async def build() -> ReplicaParts:
+            metered = MeteredEngine(engine, SystemClock())
+            environment = SingleTurn(metered, tokenizer, reward)
+            return ReplicaParts(
+                engine=metered,
+                buffer=ReplicaClient(address, "rollout.0", 5.0),
+                weights=receiver,
+                runner=GroupRunner(environment, prompts, GroupSettings(0, GROUP_SIZE, 1.0, 6)),
+                evaluator=Evaluator(environment, held_out.prompts, EvaluationSettings(1.0, 6, 0)),
+                prompts=prompts,
+            )
+
+        replica = Replica("rollout.0", ReplicaSettings(4, 1.0, 10.0), build)
+        learner = LearnerClient(address)
+        with running(replica) as failures:
+            yield Stage(replica, receiver, engine, learner, address, prompts, failures)
+        learner.close()

@@ -1,0 +1,30 @@
+"""Forced response lengths."""
+
+import statistics
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from rollout_service.lengths import parse_lengths
+
+
+def test_lengths_follow_the_named_distribution_and_the_seed() -> None:
+    lengths = parse_lengths("lognormal:1.0:32")
+    assert lengths is not None
+    drawn = [lengths.draw_tokens(seed, 100_000) for seed in range(2000)]
+    assert drawn == [lengths.draw_tokens(seed, 100_000) for seed in range(2000)]
+    assert statistics.median(drawn) == pytest.approx(32, rel=0.1)
+    assert statistics.mean(drawn) == pytest.approx(32 * 2.718**0.5, rel=0.1)
+
+
+def test_a_length_is_at_least_one_and_at_most_the_limit() -> None:
+    lengths = parse_lengths("lognormal:3.0:8")
+    assert lengths is not None
+    drawn = [lengths.draw_tokens(seed, 64) for seed in range(500)]
+    assert (min(drawn), max(drawn)) == (1, 64)
+
+
+@pytest.mark.parametrize("text", ["uniform:1:2", "lognormal:1", "lognormal:x:3", "lognormal:1:0", "lognormal:-1:9"])
+def test_another_form_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.response_tokens"):
+        parse_lengths(text)

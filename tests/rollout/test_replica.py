@@ -1,0 +1,170 @@
+"""The replica's loop against the real buffer service, with a scripted engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.buffer.orders import sample_seed
+from asyncrl.errors import ServiceFailed
+from rollout_service.engine.protocol import EngineDied
+from rollout_service.engine.scripted_engine import scripted_logprob
+from rollout_service.rewards.matching import score_digit_sort
+from rollout_service.rewards.registry import Reward
+from tests.rollout.replica_parts import GROUP_SIZE, WAIT_S, Stage, open_stage, wait_for
+
+DIGIT_SORT = Reward("digit_sort", score_digit_sort, runs_in_thread=False)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with open_stage(tmp_path, DIGIT_SORT) as found:
+        yield found
+
+
+def test_a_replica_takes_no_leases_before_it_has_loaded_a_registered_version(stage: Stage):
+    wait_for(lambda: stage.state() == "SYNCING", "SYNCING")
+    assert stage.census()["issued"] == 0
+    stage.serve_first_version()
+    wait_for(lambda: stage.census()["issued"] > 0, "a lease")
+    assert stage.receiver.reports == [(1, True)]
+
+
+def test_groups_reach_the_learner_whole_with_spans_and_log_probs_of_the_served_version(stage: Stage):
+    number = stage.serve_first_version()
+    reservation = stage.learner.reserve(0, WAIT_S)
+    assert reservation is not None
+    groups = stage.learner.fetch([ticket.ticket for ticket in reservation.tickets])
+    for group in groups:
+        assert len(group.trajectories) == GROUP_SIZE
+        assert any(group.prompt_ids.tolist() == prompt.token_ids.tolist() for prompt in stage.prompts.prompts)
+        for trajectory in group.trajectories:
+            assert [span.version for span in trajectory.spans] == [number]
+            assert trajectory.loss_mask.tolist() == [1] * trajectory.num_tokens
+            wanted = [scripted_logprob(token, number) for token in trajectory.response_ids.tolist()]
+            assert trajectory.logprobs.tolist() == pytest.approx(wanted)
+
+
+def test_two_samples_of_a_group_have_different_seeds_and_the_same_ticket_always_the_same(stage: Stage):
+    seeds = {sample_seed(0, ticket, sample) for ticket in range(1, 9) for sample in range(GROUP_SIZE)}
+    assert len(seeds) == 8 * GROUP_SIZE
+    stage.serve_first_version()
+    reservation = stage.learner.reserve(0, WAIT_S)
+    assert reservation is not None
+    for group in stage.learner.fetch([ticket.ticket for ticket in reservation.tickets]):
+        assert len({tuple(one.response_ids.tolist()) for one in group.trajectories}) > 1
+
+
+def test_training_goes_on_over_several_versions_within_the_bound(stage: Stage):
+    stage.serve_first_version()
+    for step in range(4):
+        reservation = stage.learner.reserve(step, WAIT_S)
+        assert reservation is not None, f"step {step} never got its batch"
+        tickets = [ticket.ticket for ticket in reservation.tickets]
+        lags = [
+            step - reservation.step_of_version[span.version]
+            for group in stage.learner.fetch(tickets)
+            for trajectory in group.trajectories
+            for span in trajectory.spans
+        ]
+        assert max(lags) <= 1
+        number = stage.learner.register_version(step + 1)
+        stage.learner.trained(step)
+        stage.receiver.offer(number, step + 1)
+        wait_for(lambda wanted=number: stage.replica.status()["version"] == wanted, "the swap")
+    assert stage.census()["residue"] == 0
+
+
+def test_a_load_that_fails_puts_the_replica_back_to_syncing_until_one_works(stage: Stage):
+    stage.serve_first_version()
+    stage.engine.swaps_to_fail = 2
+    stage.learner.reserve(0, WAIT_S)
+    second = stage.learner.register_version(1)
+    stage.receiver.offer(second, 1)
+    wait_for(lambda: (second, False) in stage.receiver.reports, "the report of the failure")
+    wait_for(lambda: stage.state() == "SYNCING", "SYNCING")
+    wait_for(lambda: (second, True) in stage.receiver.reports, "the load that works")
+    wait_for(lambda: stage.state() == "READY", "READY")
+    assert stage.replica.status()["version"] == second
+
+
+def test_a_fenced_replica_takes_no_leases(stage: Stage):
+    stage.receiver.is_fenced = True
+    stage.serve_first_version()
+    threading.Event().wait(0.3)
+    assert stage.census()["issued"] == 0
+    stage.receiver.is_fenced = False
+    wait_for(lambda: stage.census()["issued"] > 0, "a lease after the fence was lifted")
+
+
+def test_an_evaluation_is_pinned_to_one_version_and_reported(stage: Stage):
+    number = stage.serve_first_version()
+    order = stage.learner.request_evaluation(0)
+    wait_for(lambda: stage.census()["evaluations"], "the evaluation")
+    (found,) = stage.census()["evaluations"]
+    assert (found["id"], found["version"]) == (order, number)
+    assert found["metrics"]["num_prompts"] == 12
+    assert 0.0 <= found["metrics"]["accuracy"] <= 1.0
+    wait_for(lambda: stage.state() == "READY", "READY")
+    assert stage.receiver.calls[:2] == ["pin", "unpin"]
+
+
+def test_busy_and_idle_seconds_add_up_to_the_time_that_passed(stage: Stage):
+    stage.serve_first_version()
+    stage.learner.reserve(0, WAIT_S)
+    first = stage.replica.status()
+    threading.Event().wait(0.3)
+    second = stage.replica.status()
+    passed_s = sum(second[name] - first[name] for name in ("busy_s", "idle_s"))
+    assert 0.25 < passed_s < WAIT_S
+    assert first["trajectories"] >= 4 * GROUP_SIZE
+
+
+def test_a_reward_that_raises_fails_its_group_and_nothing_of_it_is_trained(tmp_path: Path):
+    def refuse(response: str, ground_truth: Any, **extra: Any) -> float:
+        raise KeyError("answer")
+
+    with open_stage(tmp_path, Reward("refuse", refuse, runs_in_thread=False)) as stage:
+        stage.serve_first_version()
+        wait_for(lambda: stage.census()["given_up"] > 0, "a prompt that is given up")
+        census = stage.census()
+        assert census["stored_groups"] == 0
+        assert census["residue"] == 0
+        assert stage.replica.status()["counters"]["groups_failed"] >= 3
+
+
+def test_a_draining_replica_releases_what_it_holds_and_retires(tmp_path: Path):
+    with open_stage(tmp_path, DIGIT_SORT, tokens_per_s=0.5) as stage:
+        stage.serve_first_version()
+        wait_for(lambda: stage.replica.status()["in_flight_groups"] == 4, "full slots")
+        assert stage.replica.command("drain", {}) == {"state": "DRAINING"}
+        wait_for(lambda: stage.state() == "RETIRED", "RETIRED")
+        census = stage.census()
+        assert census["reissues"] == {"released": 4}
+        assert census["leases"].get("rollout.0", 0) == 0
+        assert census["residue"] == 0
+        assert stage.receiver.calls == ["drain", "close"]
+
+
+def test_a_lease_is_renewed_while_its_group_takes_longer_than_the_lease(tmp_path: Path):
+    with open_stage(tmp_path, DIGIT_SORT, tokens_per_s=2.5) as stage:  # a group takes up to 2.4 s
+        stage.serve_first_version()
+        assert stage.learner.reserve(0, WAIT_S) is not None
+        assert "expired" not in stage.census()["reissues"]
+
+
+def test_an_engine_that_died_ends_the_replica_with_an_error(tmp_path: Path):
+    async def die(*args: Any) -> Any:
+        raise EngineDied("the core is gone")
+
+    with open_stage(tmp_path, DIGIT_SORT) as stage:
+        stage.engine.generate = die  # type: ignore[method-assign]
+        stage.learner.open("test")
+        stage.receiver.offer(stage.learner.register_version(0), 0)
+        wait_for(lambda: stage.failures, "the end of the replica")
+        assert isinstance(stage.failures[0], ServiceFailed)
+        assert "the core is gone" in str(stage.failures[0])

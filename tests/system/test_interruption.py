@@ -1,0 +1,71 @@
+"""Ctrl-C, resume, scale and a crash, with the real parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from conftest import UpRun, leftovers
+
+SHORT = ("eval.every_steps=0", "checkpoint.every_steps=10")
+
+
+def test_ctrl_c_stops_with_a_checkpoint_and_up_again_goes_on_from_it(up: Callable[..., UpRun]) -> None:
+    run = up("interrupted", "learner.steps=30", *SHORT)
+    run.wait_for(lambda status: status["step"] >= 5)
+    run.interrupt()
+    code, output = run.finish()
+    assert code == 130, output
+    assert leftovers(run.folder) == []
+    stopped_at = len(run.rows())
+    assert 5 <= stopped_at < 30
+
+    again = up("interrupted", "learner.steps=30", *SHORT)
+    code, output = again.finish()
+    assert code == 0, output
+    assert f"step {stopped_at}" in output and "residue 0" in output
+    assert [row["training/global_step"] for row in again.rows()] == list(range(1, 31))
+    summary = again.summary()
+    assert summary["ledger_residue"] == 0
+    assert summary["ledger"]["trained"] + summary["ledger"]["dropped"].get("stale", 0) == 30 * 16
+    assert leftovers(run.folder) == []
+
+
+def test_replicas_join_and_leave_while_training_goes_on(up: Callable[..., UpRun]) -> None:
+    run = up("scaled", "learner.steps=2000", "rollout.replicas=1", *SHORT)
+    run.wait_for(lambda status: status["step"] >= 3)
+    assert run.command("scale", "rollout=2").returncode == 0
+    states: set[str] = set()
+
+    def has_joined(status: dict) -> bool:  # type: ignore[type-arg]
+        states.add(status["services"].get("rollout.1", {}).get("state", ""))
+        return "READY" in states
+
+    before = run.status()["step"]
+    joined_at = run.wait_for(has_joined)["step"]
+    assert joined_at > before, "training stood still while the replica joined"
+    assert run.command("scale", "rollout=1").returncode == 0
+    left = run.wait_for(lambda status: "rollout.1" not in status["services"])
+    run.wait_for(lambda status: status["step"] > left["step"] + 3)
+    assert run.status()["ledger"]["residue"] == 0
+    assert run.command("down").returncode == 0
+    run.finish()
+    assert run.summary()["ledger_residue"] == 0
+    assert "rollout.1: SYNCING -> READY" in (run.folder / "logs" / "rollout.1.log").read_text()
+    assert leftovers(run.folder) == []
+
+
+def test_a_service_that_is_killed_ends_the_run_by_name_and_leaves_nothing(up: Callable[..., UpRun]) -> None:
+    run = up("killed", "learner.steps=2000", "rollout.replicas=1", *SHORT)
+    status = run.wait_for(lambda status: status["step"] >= 1)
+    os.kill(status["services"]["rollout.0"]["pid"], signal.SIGKILL)
+    code, output = run.finish()
+    assert code == 1, output
+    assert "the run failed in rollout.0" in output
+    outcome = json.loads((run.folder / "outcome.json").read_text())
+    assert outcome["service"] == "rollout.0" and len(outcome["tail"]) == 20
+    time.sleep(0.5)
+    assert leftovers(run.folder) == []

@@ -1,0 +1,267 @@
+"""Versions on their way from a learner to replicas, through real processes and gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from asyncrl.versions import PolicyVersion
+from tests.weight_sync.cluster import (
+    WAIT_S,
+    Child,
+    Cluster,
+    Fault,
+    check,
+    load,
+    model,
+    report_loaded,
+    running_cluster,
+    take,
+    wait_until,
+)
+from weight_sync.handoff import Handoff
+from weight_sync.link import ReceiverLink
+from weight_sync.manifest import Probe
+from weight_sync.staging import open_tensors
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with running_cluster(parallelism=4) as started:
+        yield started
+
+
+def start(cluster: Cluster, *names: str, **kwargs: object) -> list[Child]:
+    children = [cluster.start(name, **kwargs) for name in names]  # type: ignore[arg-type]
+    cluster.wait_for_members(*names)
+    return children
+
+
+def publish(handoff: Handoff, number: int) -> None:
+    assert handoff.publish(PolicyVersion(number, number - 1), model(number))
+
+
+def wait_for_counter(cluster: Cluster, name: str, value: int) -> None:
+    wait_until(lambda: counter(cluster, name) == value, f"the counter {name} to be {value}")
+
+
+def follow(receiver: Child, serving: int, newest: int) -> None:
+    """Load what comes until it is `newest`; versions between may be skipped, never repeated."""
+    while serving != newest:
+        number = load(receiver, serving).number
+        assert serving < number <= newest
+        serving = number
+
+
+def counter(cluster: Cluster, name: str) -> int:
+    return int(cluster.coordinator.status()["counters"].get(name, 0))
+
+
+def wait_for_state(cluster: Cluster, name: str, state: str) -> None:
+    wait_until(lambda: cluster.members()[name]["state"] == state, f"{name} to be {state}")
+
+
+def test_every_version_arrives_whole_and_groups_are_reused(cluster):
+    first, second = start(cluster, "receiver.0", "receiver.1")
+    handoff = cluster.handoff()
+    for number in (1, 2, 3):
+        publish(handoff, number)
+        assert load(first, number - 1).number == load(second, number - 1).number == number
+    wait_for_state(cluster, "receiver.0", "READY")
+    assert counter(cluster, "rounds_failed") == 0
+    assert max(bucket for entry in take_layout(first) for bucket, _, _ in entry) >= 2
+
+
+def take_layout(receiver: Child) -> list[list[tuple[int, int, int]]]:
+    """Return the pieces of each tensor of the version that the receiver hands to a fresh replica."""
+    staged = take(receiver, 0)
+    assert staged is not None
+    return [staged.manifest.layout.pieces(entry) for entry in staged.manifest.tensors]
+
+
+def test_a_replica_follows_through_its_link_and_the_probe_arrives(cluster):
+    (receiver,) = start(cluster, "receiver.0")
+    probe = Probe((5, 6, 7), (-0.5, -0.25))
+    assert cluster.handoff().publish(PolicyVersion(1, 0), model(1), probe)
+
+    async def load_once() -> None:
+        link = ReceiverLink(receiver.address)
+        staged = await link.next_staged(0, WAIT_S)
+        assert staged is not None and staged.manifest.probe == probe
+        check(staged)
+        await link.report_loaded(1, ok=True)
+        assert await link.next_staged(1, 0.05) is None and not link.is_fenced
+        link.close()
+
+    asyncio.run(load_once())
+
+
+def test_the_newest_version_wins_and_older_unsent_ones_are_skipped(cluster):
+    (receiver,) = start(cluster, "receiver.0", fault=Fault("slow", number=1, seconds=1.0))
+    handoff = cluster.handoff()
+    for number in (1, 2, 3, 4):
+        publish(handoff, number)
+    follow(receiver, 0, newest=4)
+    wait_until(lambda: counter(cluster, "versions_skipped") >= 2, "versions 2 and 3 to be skipped")
+
+
+def test_a_late_joiner_is_served_from_the_current_buffer_without_the_learner(cluster):
+    (first,) = start(cluster, "receiver.0")
+    handoff = cluster.handoff()
+    publish(handoff, 1)
+    assert load(first).number == 1
+    handoff.close()
+    (late,) = start(cluster, "receiver.1")
+    assert load(late).number == 1
+    wait_for_counter(cluster, "rounds", 2)
+
+
+def test_what_the_engine_reads_is_not_overwritten_by_the_next_versions(cluster):
+    (receiver,) = start(cluster, "receiver.0")
+    handoff = cluster.handoff()
+    publish(handoff, 1)
+    staged = take(receiver)
+    assert staged is not None
+    tensors = list(open_tensors(staged))
+    for number in (2, 3):
+        publish(handoff, number)
+    wait_until(lambda: receiver.status()["staged"] > 1, "a newer version to be staged")
+    check(staged)
+    assert tensors[2][1].item() == 1.0
+    report_loaded(receiver, 1)
+    assert load(receiver, 1).number > 1
+
+
+def test_a_load_that_failed_is_handed_over_again(cluster):
+    (receiver,) = start(cluster, "receiver.0")
+    publish(cluster.handoff(), 1)
+    staged = take(receiver)
+    assert staged is not None
+    report_loaded(receiver, 1, ok=False, error="half loaded")
+    assert load(receiver).number == 1
+    wait_for_counter(cluster, "failed_loads", 1)
+    wait_for_counter(cluster, "rounds", 1)
+
+
+def test_a_replica_that_was_started_anew_gets_the_current_version_again(cluster):
+    (receiver,) = start(cluster, "receiver.0")
+    publish(cluster.handoff(), 1)
+    assert load(receiver).number == 1
+    assert load(receiver, serving=0).number == 1
+
+
+def test_a_pinned_replica_gets_nothing_until_it_is_unpinned(cluster):
+    (receiver,) = start(cluster, "receiver.0")
+    handoff = cluster.handoff()
+    publish(handoff, 1)
+    assert load(receiver).number == 1
+    receiver.client.call("pin", deadline_s=WAIT_S)
+    wait_until(lambda: cluster.members()["receiver.0"]["pinned"], "the pin to be known")
+    publish(handoff, 2)
+    assert take(receiver, 1, wait_s=0.3) is None
+    receiver.client.call("unpin", deadline_s=WAIT_S)
+    assert load(receiver, 1).number == 2
+
+
+def test_a_draining_replica_gets_nothing_new(cluster):
+    first, second = start(cluster, "receiver.0", "receiver.1")
+    first.client.call("drain", deadline_s=WAIT_S)
+    wait_for_state(cluster, "receiver.0", "DRAINING")
+    publish(cluster.handoff(), 1)
+    assert load(second).number == 1
+    assert take(first, 0, wait_s=0.2) is None
+
+
+def test_a_flipped_byte_never_reaches_the_engine(cluster):
+    bad, good = start(cluster, "receiver.0", fault=Fault("flip", number=1, bucket=1)) + start(
+        cluster, "receiver.1"
+    )
+    handoff = cluster.handoff()
+    publish(handoff, 1)
+    assert load(good).number == 1
+    wait_until(lambda: counter(cluster, "rounds_failed/digest") > 0, "the digest to be refused")
+    assert take(bad, 0, wait_s=0.3) is None
+    assert cluster.coordinator.status()["culprit"] == "receiver.0: digest"
+    publish(handoff, 2)
+    assert load(bad).number == 2
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_a_receiver_lost_in_the_middle_of_a_transfer_costs_the_others_one_retry(cluster, kind):
+    lost, good = start(cluster, "receiver.0", fault=Fault(kind, number=2, bucket=1)) + start(
+        cluster, "receiver.1"
+    )
+    handoff = cluster.handoff()
+    publish(handoff, 1)
+    assert load(lost).number == load(good).number == 1
+    publish(handoff, 2)
+    publish(handoff, 3)  # the learner does not notice
+    follow(good, 1, newest=3)
+    wait_for_state(cluster, "receiver.0", "SUSPECT")
+    assert cluster.members()["receiver.0"]["fenced"] and not cluster.members()["receiver.1"]["fenced"]
+    assert cluster.coordinator.status()["culprit"].startswith("receiver.0:")
+    if kind == "stop":
+        lost.signal(signal.SIGCONT)
+        follow(lost, 1, newest=3)
+        wait_for_state(cluster, "receiver.0", "READY")
+        assert not cluster.members()["receiver.0"]["fenced"]
+
+
+def test_a_receiver_that_is_killed_and_started_again_gets_the_current_version(cluster):
+    (lost,) = start(cluster, "receiver.0", environment={"ASYNCRL_FAULT": "receiver.offer@1"})
+    publish(cluster.handoff(), 1)
+    lost.process.join(WAIT_S)
+    (again,) = start(cluster, "receiver.0")
+    assert load(again).number == 1
+
+
+def test_publishing_goes_on_while_a_transfer_hangs_until_no_segment_is_free():
+    with running_cluster(num_segments=2) as cluster:
+        start(cluster, "receiver.0", fault=Fault("slow", number=1, bucket=0, seconds=3.0))
+        handoff = cluster.handoff()
+        publish(handoff, 1)
+        wait_until(lambda: "in transfer" in cluster.publisher.status()["segments"], "the transfer to begin")
+        publish(handoff, 2)
+        assert not handoff.has_room()
+        assert not handoff.publish(PolicyVersion(3, 2), model(3))
+        wait_until(handoff.has_room, "a segment to be free")
+        publish(handoff, 3)
+
+
+def test_a_receiver_without_its_coordinator_commits_what_is_verified():
+    with running_cluster() as cluster:
+        receiver, other = start(cluster, "receiver.0", "receiver.1")
+        handoff = cluster.handoff()
+        publish(handoff, 1)
+        wait_until(lambda: receiver.status()["staged"] == 1, "the copy to be verified")
+        wait_until(lambda: other.status()["staged"] == 1, "the other copy to be verified")
+        cluster.coordinator.kill()
+        assert load(receiver).number == load(other).number == 1
+
+
+def test_a_coordinator_that_was_started_again_learns_all_and_goes_on(tmp_path):
+    with running_cluster(socket_dir=tmp_path) as cluster:
+        (receiver,) = start(cluster, "receiver.0")
+        handoff = cluster.handoff()
+        publish(handoff, 1)
+        assert load(receiver).number == 1
+        cluster.coordinator.kill()
+        cluster.start("weight_sync.0")
+        cluster.wait_for_members("receiver.0")
+        publish(handoff, 2)
+        assert load(receiver, 1).number == 2
+
+
+def test_a_publisher_that_was_started_again_serves_the_learner_s_next_version(tmp_path):
+    with running_cluster(socket_dir=tmp_path) as cluster:
+        (receiver,) = start(cluster, "receiver.0")
+        handoff = cluster.handoff()
+        publish(handoff, 1)
+        assert load(receiver).number == 1
+        cluster.publisher.kill()
+        cluster.start("publisher.0")
+        publish(handoff, 2)
+        assert load(receiver, 1).number == 2

@@ -1,0 +1,123 @@
+"""The learner's side against a real publisher, without receivers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from asyncrl.errors import FencedError, SyncError
+from asyncrl.versions import PolicyVersion
+from tests.weight_sync.cluster import Cluster, model, running_cluster
+from weight_sync import segments
+from weight_sync.handoff import Handoff
+from weight_sync.manifest import TensorSpec
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as started:
+        yield started
+
+
+@pytest.fixture
+def handoff(cluster: Cluster) -> Iterator[Handoff]:
+    tokens[0] += 1
+    made = cluster.handoff(token=tokens[0])
+    yield made
+    made.close()
+
+
+tokens = [0]
+numbers = iter(range(1, 1000))
+
+
+def next_version() -> PolicyVersion:
+    number = next(numbers)
+    return PolicyVersion(number, number - 1)
+
+
+def published(cluster: Cluster) -> list[int]:
+    return list(cluster.publisher.status()["version"] or [])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors[::-1], "tensor 0 is"),
+        (lambda tensors: tensors[:-1], "ends before the tensor 'head'"),
+        (lambda tensors: [*tensors, ("more", torch.ones(1))], "tensor 5 is"),
+        (lambda tensors: [("embed", tensors[0][1].T), *tensors[1:]], "tensor 0 is"),
+        (lambda tensors: [("embed", tensors[0][1].double()), *tensors[1:]], "tensor 0 is"),
+    ],
+)
+def test_a_version_with_other_names_shapes_or_dtypes_is_not_published(handoff, change, message):
+    assert handoff.publish(next_version(), model(1))
+    with pytest.raises(SyncError, match=message):
+        handoff.publish(next_version(), change(model(2)))
+    assert handoff.publish(next_version(), model(3))
+
+
+def test_specs_given_at_the_start_are_checked_from_the_first_version_on(cluster):
+    tokens[0] += 1
+    specs = [TensorSpec("w", "float32", (4,))]
+    handoff = cluster.handoff(token=tokens[0], specs=specs)
+    with pytest.raises(SyncError, match="tensor 0 is"):
+        handoff.publish(next_version(), [("w", torch.ones(5))])
+    assert handoff.publish(next_version(), [("w", torch.ones(4))])
+    handoff.close()
+
+
+def test_an_older_token_is_refused_at_every_call(cluster, handoff):
+    assert handoff.publish(next_version(), model(1))
+    tokens[0] += 1
+    cluster.handoff(token=tokens[0]).close()
+    with pytest.raises(FencedError):
+        handoff.publish(next_version(), model(2))
+    with pytest.raises(FencedError):
+        cluster.handoff(token=tokens[0] - 1)
+
+
+def test_a_learner_that_is_replaced_in_the_middle_of_a_copy_cannot_commit(cluster, handoff):
+    def tensors():
+        yield from model(1)[:2]
+        tokens[0] += 1
+        cluster.handoff(token=tokens[0]).close()
+        yield from model(1)[2:]
+
+    with pytest.raises(FencedError):
+        handoff.publish(next_version(), tensors())
+
+
+def test_tensors_may_come_one_at_a_time_and_need_not_be_contiguous(cluster, handoff):
+    whole = torch.arange(24.0).reshape(4, 6)
+    assert handoff.publish(next_version(), ((name, tensor) for name, tensor in [("t", whole.T)]))
+    path = max(segments.find(f"{cluster.shm_prefix}publisher-t{tokens[0]}"), key=os.path.getmtime)
+    stored = torch.frombuffer(bytearray(open(path, "rb").read()), dtype=torch.float32)
+    assert torch.equal(stored[:24], whole.T.contiguous().reshape(-1))
+
+
+def test_a_number_that_does_not_rise_is_refused(handoff):
+    version = next_version()
+    assert handoff.publish(version, model(1))
+    with pytest.raises(SyncError, match="does not rise"):
+        handoff.publish(version, model(2))
+
+
+def test_room_that_was_found_is_kept_for_the_publish(handoff):
+    assert handoff.has_room() and handoff.has_room()
+    assert handoff.publish(next_version(), model(1))
+
+
+def test_a_publisher_that_ends_leaves_nothing_behind():
+    with running_cluster() as cluster:
+        cluster.start("receiver.0")
+        handoff = cluster.handoff()
+        assert handoff.publish(PolicyVersion(1, 0), model(1))
+        handoff.close()
+        assert segments.find(cluster.shm_prefix)
+        cluster.children["receiver.0"].end()
+        cluster.publisher.end()
+        assert segments.find(cluster.shm_prefix) == []

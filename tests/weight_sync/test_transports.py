@@ -1,0 +1,241 @@
+"""The contract of transports, run against gloo over real processes and against NCCL as far as it goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from asyncrl.clock import SystemClock
+from asyncrl.config.tree import Config
+from asyncrl.errors import DeadlineExceeded, SyncError
+from tests.weight_sync.cluster import WAIT_S, processes
+from weight_sync.backends import nccl
+from weight_sync.backends.choice import agree_on_backend, choose_backend
+from weight_sync.backends.contract import Group, Transport
+from weight_sync.backends.gloo import GlooTransport
+from weight_sync.backends.nccl import NcclTransport
+
+CLOCK = SystemClock()
+BIG_BYTES = 64 << 20
+
+
+def until(seconds: float) -> float:
+    return CLOCK.now() + seconds
+
+
+def make_store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+def make_group(store: TCPStore, world: int, membership: int = 1, rank: int = 0) -> Group:
+    return Group(membership, rank, world, "127.0.0.1", store.port)
+
+
+def receive(group: Group, sizes: list[int], end: Connection) -> None:
+    """Entry of a peer: receive a bucket of each size, or stop where the size is negative."""
+    torch.set_num_threads(1)
+    transport = GlooTransport(CLOCK)
+    transport.form(group, until(WAIT_S))
+    for size in sizes:
+        if size < 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        bucket = torch.zeros(abs(size), dtype=torch.uint8)
+        transport.broadcast(bucket, until(WAIT_S))
+        end.send((int(bucket[0]), int(bucket[-1]), int(bucket.sum())))
+    end.recv()
+
+
+class Peers:
+    """Receiving processes of one group."""
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+        self.ends: list[Connection] = []
+
+    def start(self, group: Group, sizes: list[int]) -> None:
+        ours, theirs = processes.Pipe()
+        process = processes.Process(target=receive, args=(group, sizes, theirs), daemon=True)
+        process.start()
+        self.processes.append(process)
+        self.ends.append(ours)
+
+    def next(self, index: int) -> Any:
+        assert self.ends[index].poll(WAIT_S), "the peer reports nothing"
+        return self.ends[index].recv()
+
+    def kill(self, index: int) -> None:
+        os.kill(self.processes[index].pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    started = Peers()
+    yield started
+    for process in started.processes:
+        process.kill()
+        process.join(WAIT_S)
+
+
+def bucket_of(size: int, value: int) -> torch.Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def test_every_member_receives_every_bucket_in_order(peers):
+    store = make_store()
+    for rank in (1, 2):
+        peers.start(make_group(store, 3, rank=rank), [100, 5000, 1])
+    transport = GlooTransport(CLOCK, store)
+    transport.form(make_group(store, 3), until(WAIT_S))
+    for size, value in ((100, 3), (5000, 7), (1, 9)):
+        transport.broadcast(bucket_of(size, value), until(WAIT_S))
+        assert [peers.next(i) for i in (0, 1)] == [(value, value, size * value)] * 2
+    transport.close()
+
+
+def test_a_group_that_does_not_come_together_fails_at_its_deadline():
+    store = make_store()
+    transport = GlooTransport(CLOCK, store)
+    with pytest.raises(DeadlineExceeded, match="membership 1 did not form"):
+        transport.form(make_group(store, 2), until(0.3))
+
+
+def test_a_member_that_is_killed_fails_the_broadcast_at_once(peers):
+    store = make_store()
+    peers.start(make_group(store, 2, rank=1), [1, BIG_BYTES])
+    transport = GlooTransport(CLOCK, store)
+    transport.form(make_group(store, 2), until(WAIT_S))
+    transport.broadcast(bucket_of(1, 1), until(WAIT_S))
+    peers.next(0)
+    peers.kill(0)
+    with pytest.raises(SyncError):
+        transport.broadcast(bucket_of(BIG_BYTES, 1), until(60.0))
+
+
+def test_a_member_that_is_stopped_fails_the_broadcast_at_its_deadline_and_the_others_wake(peers):
+    store = make_store()
+    peers.start(make_group(store, 2, rank=1), [1, -BIG_BYTES])
+    transport = GlooTransport(CLOCK, store)
+    transport.form(make_group(store, 2), until(WAIT_S))
+    transport.broadcast(bucket_of(1, 1), until(WAIT_S))
+    peers.next(0)
+    with pytest.raises(DeadlineExceeded):
+        transport.broadcast(bucket_of(BIG_BYTES, 1), until(0.5))
+
+
+def test_two_memberships_of_the_same_members_do_not_meet(peers):
+    store = make_store()
+    for membership in (1, 2):
+        peers.start(make_group(store, 2, membership, rank=1), [10])
+    for membership in (2, 1):
+        transport = GlooTransport(CLOCK, store)
+        transport.form(make_group(store, 2, membership), until(WAIT_S))
+        transport.broadcast(bucket_of(10, membership), until(WAIT_S))
+        assert peers.next(membership - 1)[0] == membership
+
+
+class FakeHungCommunicator:
+    """Stands for NCCL with a peer that never comes: waits until it is aborted."""
+
+    def __init__(self, group: Group, store: TCPStore | None, timeout: timedelta) -> None:
+        self.is_aborted = threading.Event()
+        self.num_aborts = 0
+        self.raises = group.membership == 2
+
+    def broadcast(self, bucket: torch.Tensor) -> None:
+        assert self.is_aborted.wait(WAIT_S), "nobody aborted"
+        if self.raises:
+            raise RuntimeError("NCCL communicator was aborted")
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        self.is_aborted.set()
+
+    def close(self) -> None:
+        return
+
+
+@pytest.mark.parametrize("membership", [1, 2])
+def test_an_nccl_broadcast_that_hangs_is_aborted_at_its_deadline(membership):
+    made: list[FakeHungCommunicator] = []
+
+    def connect(*args: Any) -> FakeHungCommunicator:
+        made.append(FakeHungCommunicator(*args))
+        return made[0]
+
+    transport = NcclTransport(CLOCK, connect=connect)
+    transport.form(Group(membership, 0, 2, "127.0.0.1", 1), until(WAIT_S))
+    with pytest.raises(DeadlineExceeded):
+        transport.broadcast(bucket_of(10, 1), until(0.1))
+    assert made[0].num_aborts == 1
+
+
+def test_an_nccl_abort_from_another_thread_wakes_the_waiter_before_its_deadline():
+    transport = NcclTransport(CLOCK, connect=FakeHungCommunicator)
+    transport.form(Group(1, 0, 2, "127.0.0.1", 1), until(WAIT_S))
+    threading.Timer(0.05, transport.abort).start()
+    with pytest.raises(SyncError, match="aborted"):
+        transport.broadcast(bucket_of(10, 1), until(WAIT_S))
+
+
+def make_unformed(name: str) -> Transport:
+    return GlooTransport(CLOCK) if name == "gloo" else NcclTransport(CLOCK, connect=FakeHungCommunicator)
+
+
+@pytest.mark.parametrize("name", ["gloo", "nccl"])
+def test_a_transport_that_never_formed_or_was_closed_refuses_to_broadcast(name):
+    transport = make_unformed(name)
+    with pytest.raises(SyncError, match="not usable"):
+        transport.broadcast(bucket_of(1, 1), until(WAIT_S))
+    transport.close()
+    transport.close()
+    transport.abort()
+
+
+@pytest.mark.parametrize("name", ["gloo", "nccl"])
+def test_no_time_left_is_a_missed_deadline(name):
+    with pytest.raises(DeadlineExceeded):
+        make_unformed(name).form(Group(1, 0, 1, "127.0.0.1", 1), until(-1.0))
+
+
+@pytest.mark.skipif(not nccl.is_available(), reason="NCCL needs a GPU, and this machine has none")
+def test_one_nccl_rank_sends_to_itself():
+    store = make_store()
+    transport = NcclTransport(CLOCK, store)
+    transport.form(make_group(store, 1), until(WAIT_S))
+    bucket = bucket_of(1000, 5)
+    transport.broadcast(bucket, until(WAIT_S))
+    assert int(bucket.sum()) == 5000
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpus", "wanted"),
+    [("auto", 0, "gloo"), ("auto", 1, "nccl"), ("gloo", 1, "gloo"), ("nccl", 1, "nccl")],
+)
+def test_auto_means_nccl_only_where_both_sides_have_gpus(backend, gpus, wanted):
+    config = Config.model_validate(
+        {
+            "model": {"path": "builtin:digit_sort"},
+            "data": {"train": "builtin:digit_sort"},
+            "reward": {"fn": "digit_sort"},
+            "rollout": {"gpus": gpus},
+            "learner": {"gpus": gpus},
+            "weight_sync": {"backend": backend},
+        }
+    )
+    assert choose_backend(config) == wanted
+
+
+def test_a_group_with_a_member_that_cannot_do_nccl_uses_gloo():
+    both, one = frozenset({"gloo", "nccl"}), frozenset({"gloo"})
+    assert agree_on_backend("nccl", [both, both]) == "nccl"
+    assert agree_on_backend("nccl", [both, one]) == "gloo"

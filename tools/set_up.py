@@ -1,0 +1,135 @@
+"""Makes `.venv` from a pinned list: `python3.11 tools/set_up.py [cpu|gpu]` (standard library only).
+
+Every package comes from where the machine's pip is configured to look. Repeating it is cheap and
+changes nothing. The stamp `.venv/.set-up-<list>` is written last, so that a broken try is repeated.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+from pip_settings import read_pip_settings, uv_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+LISTS = ("cpu", "gpu")
+DEADLINE_S = 1800.0
+TORCH_IS_MISSING = (
+    "torch's CPU build (torch==...+cpu) was not found where pip is configured to look: add PyTorch's CPU "
+    "wheel index, or a folder with that wheel, with 'pip config set global.extra-index-url URL' or "
+    "'pip config set global.find-links FOLDER', then run 'make setup' again"
+)
+
+
+class SetUpFailed(Exception):
+    """Why the environment could not be made, in one sentence for the terminal."""
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit code; a failure is one message."""
+    name = argv[0] if argv else "cpu"
+    try:
+        check_machine(platform.system(), platform.machine(), sys.version_info[:2])
+        if name not in LISTS:
+            raise SetUpFailed(f"there is no list '{name}': choose {' or '.join(LISTS)}")
+        set_up(name)
+    except SetUpFailed as error:
+        print(f"set-up: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def check_machine(system: str, machine: str, python: tuple[int, int]) -> None:
+    """Raise SetUpFailed unless the pinned packages exist for this machine."""
+    if (system, machine) != ("Linux", "x86_64"):
+        raise SetUpFailed(
+            f"asyncrl runs on Linux x86-64, and this is {system} {machine}; use a Linux machine"
+        )
+    if python != (3, 11):
+        raise SetUpFailed(f"asyncrl needs Python 3.11, and this is {python[0]}.{python[1]}")
+
+
+def set_up(name: str) -> None:
+    """Bring `.venv` to the pinned list `name`."""
+    start = time.monotonic()
+    make_venv()
+    run(
+        [str(PYTHON), "-m", "pip", "install", "--quiet", "--requirement", "requirements/uv.txt"],
+        dict(os.environ),
+    )
+    environment = uv_environment(read_pip_settings(PYTHON), os.environ)
+    uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "--no-deps"]
+    install_list([*uv, "--requirement", f"requirements/{name}.txt"], environment)
+    run([*uv, "--no-build-isolation", "--editable", "."], environment)
+    check_installed(name)
+    for other in LISTS:
+        (VENV / f".set-up-{other}").unlink(missing_ok=True)
+    (VENV / f".set-up-{name}").write_text("")
+    print(f"set-up: .venv is ready ({time.monotonic() - start:.0f} s)", file=sys.stderr)
+
+
+def make_venv() -> None:
+    """Make `.venv` with pip in it, unless it is there."""
+    command = [str(PYTHON), "-c", "import pip, sys; sys.exit(sys.version_info[:2] != (3, 11))"]
+    if PYTHON.exists() and subprocess.run(command, capture_output=True, check=False).returncode == 0:
+        return
+    print("set-up: making .venv", file=sys.stderr)
+    venv.create(VENV, with_pip=True, symlinks=True)
+
+
+def install_list(command: list[str], environment: dict[str, str]) -> None:
+    """Install the pinned list; where no configured place has torch's CPU build, from PyTorch's own index."""
+    try:
+        run(command, environment)
+    except SetUpFailed as error:
+        if not is_torch_missing(str(error)):
+            raise
+        try:
+            run(command, {**environment, "UV_TORCH_BACKEND": "cpu"})
+        except SetUpFailed:
+            raise SetUpFailed(TORCH_IS_MISSING) from error
+
+
+def is_torch_missing(output: str) -> bool:
+    """Tell whether uv stopped because it found no CPU build of torch."""
+    return any("torch==" in line and "+cpu" in line for line in output.splitlines())
+
+
+def run(command: list[str], environment: dict[str, str]) -> None:
+    """Run `command` in the repository; its talk goes to stderr, without the list of each package.
+
+    Raises:
+        SetUpFailed: It failed; the message holds what it said.
+    """
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if not line.startswith((" + ", " - ", " ~ ")):
+            sys.stderr.write(line)
+    if process.wait(DEADLINE_S):
+        raise SetUpFailed(f"'{' '.join(command[:4])} ...' failed:\n{''.join(said[-20:])}")
+
+
+def check_installed(name: str) -> None:
+    """Raise SetUpFailed if CUDA packages stand in a CPU environment: they would shadow its torch."""
+    found = sorted(path.name for path in VENV.glob("lib/python3.11/site-packages/nvidia_*.dist-info"))
+    if name == "cpu" and found:
+        raise SetUpFailed(
+            f".venv holds CUDA packages ({', '.join(found[:3])}): "
+            "remove the folder .venv and run 'make setup' again"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
