@@ -78,7 +78,11 @@ def _paths() -> list[str]:
     from asyncrl.control.prepare import make_builtin
 
     made = make_builtin("builtin:digit_sort", Path("runs").absolute() / "builtin", print)
-    return [f"model.path={made}", f"data.train={made / 'train.parquet'}", f"data.eval={made / 'eval.parquet'}"]
+    return [
+        f"model.path={made}",
+        f"data.train={made / 'train.parquet'}",
+        f"data.eval={made / 'eval.parquet'}",
+    ]
 
 
 def _await_training(handle: run.RunHandle) -> RunClient:
@@ -104,13 +108,16 @@ def _take_turn(handle: run.RunHandle, client: RunClient, max_lag: int, turn_s: f
 
 def _report(turns: list[Turn], start_s: float, quick: bool) -> dict[str, Any]:
     by_bound = {bound: [turn for turn in turns if turn.max_lag == bound] for bound in BOUNDS}
-    figures = {str(bound): _figures([row for turn in found for row in turn.rows]) for bound, found in by_bound.items()}
+    figures = {
+        str(bound): _figures([row for turn in found for row in turn.rows])
+        for bound, found in by_bound.items()
+    }
     pairs = zip(by_bound[BOUNDS[0]], by_bound[BOUNDS[1]], strict=True)
     ratios = [_mean_step_s(slow) / _mean_step_s(fast) for slow, fast in pairs]
     return {
         "benchmark": "pipeline",
         "quick": quick,
-        "machine": {"processor": platform.processor() or platform.machine(), "python": platform.python_version()},
+        "machine": {"processor": platform.machine(), "python": platform.python_version()},
         "skew": f"log-normal response lengths, sigma {SIGMA}, median {MEDIAN_TOKENS} tokens",
         "start_s": start_s,
         "by_max_lag": figures,

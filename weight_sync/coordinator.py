@@ -57,7 +57,7 @@ class CoordinatorService:
         self._server = Server(bind)
         self._mail: dict[str, _Mailbox] = {}
         self._manifests: dict[int, bytes] = {}
-        self._snapshot: dict[str, Any] = {"state": "STARTING", "address": self._server.address}
+        self._snapshot: dict[str, Any] = {**self._describe(), "state": "STARTING"}
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop`."""

@@ -129,7 +129,9 @@ def pipeline(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if a figure misses its target.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 if a figure misses its target.")
+    ] = False,
 ) -> None:
     """Measure the asynchronous pipeline against the synchronous one."""
     from asyncrl.cli.services import function

@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from asyncrl.control.run import RunHandle
+    from asyncrl.control.rundir import RunDir
 
 STOP_DEADLINE_S = 60.0
 
@@ -32,6 +33,10 @@ def up(config: str, overrides: Sequence[str]) -> int:
     loaded = load(find_config(config), overrides)
     from asyncrl.control import run
 
+    if (folder := run.finished_run(loaded.config)) is not None:
+        say(f"the run in {folder.path} has done its steps; raise learner.steps or choose another run.name")
+        print_summary(folder)
+        return exits.OK
     try:
         handle = run.start(loaded.config, say)
     except ConfigError as error:
@@ -95,8 +100,6 @@ def stop(handle: RunHandle) -> None:
 
 def report(handle: RunHandle) -> int:
     """Print the run's figures to stdout, and a failure to stderr."""
-    from asyncrl.control.rundir import read_json
-
     outcome: dict[str, Any] = handle.result()
     if outcome.get("state") == "failed":
         where = f" in {outcome['service']}" if outcome.get("service") else ""
@@ -104,11 +107,18 @@ def report(handle: RunHandle) -> int:
         say("\n".join(f"  | {line}" for line in outcome.get("tail") or []))
         say(f"logs: {handle.folder.path / 'logs'}")
         return exits.FAILED
-    summary = read_json(handle.folder.summary)
-    if summary:
-        print(live.table_of(summary))
+    print_summary(handle.folder)
     say(f"the run is {outcome.get('state', 'over')}; see {handle.folder.path}")
     return exits.OK
+
+
+def print_summary(folder: RunDir) -> None:
+    """Print what is in the run's `summary.json`, if there is one."""
+    from asyncrl.control.rundir import read_json
+
+    summary = read_json(folder.summary)
+    if summary:
+        print(live.table_of(summary))
 
 
 @contextmanager

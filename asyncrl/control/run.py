@@ -121,6 +121,14 @@ def start(config: Config, say: Callable[[str], None] = lambda sentence: None) ->
     return RunHandle(folder, head, run_id, sockets)
 
 
+def finished_run(config: Config) -> RunDir | None:
+    """Return the folder of a run of this name that has done all of its steps already, else None."""
+    folder = RunDir(Path(config.run.dir).absolute() / config.run.name)
+    outcome, summary = read_json(folder.outcome), read_json(folder.summary)
+    is_finished = outcome is not None and outcome["state"] == "finished" and summary is not None
+    return folder if is_finished and (summary or {})["steps"] >= config.learner.steps else None
+
+
 def _refuse_second_start(folder: RunDir) -> None:
     live = read_json(folder.live)
     if live is not None and is_alive(live["pid"], live["run_id"]):

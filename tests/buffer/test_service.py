@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +14,17 @@ import pytest
 
 from asyncrl.buffer.client import EvaluationOrder, LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import build, max_group_bytes
+from asyncrl.buffer.events import Event, Opened
+from asyncrl.buffer.journal import MemoryJournal
 from asyncrl.buffer.service import BufferService
+from asyncrl.buffer.store import ExperienceStore
+from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config
-from asyncrl.errors import AsyncrlError, DataError, FencedError, LedgerError, WireError
+from asyncrl.errors import AsyncrlError, DataError, DeadlineExceeded, FencedError, LedgerError, WireError
 from asyncrl.experience import encode_group
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext
-from tests.buffer.parts import make_group, make_store, serving
+from tests.buffer.parts import SETTINGS, make_group, make_store, serving
 
 WAIT_S = 20.0
 
@@ -225,6 +229,33 @@ def test_a_new_learner_fences_the_old_one_even_while_it_waits(
     successor.close()
 
 
+def test_no_answer_leaves_before_its_events_are_in_the_journal() -> None:
+    class FullDisk(MemoryJournal):
+        def commit(self, events: Sequence[Event], now: float) -> None:
+            if any(isinstance(event, Opened) for event in events):
+                raise OSError("no space left on device")
+
+    store = ExperienceStore(SETTINGS, FullDisk(), 2, True, now=0.0)
+    service = BufferService(store, SystemClock())
+    failures: list[str] = []
+
+    def serve() -> None:
+        try:
+            service.run(threading.Event())
+        except OSError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    client = Client(service.address)
+    with pytest.raises(DeadlineExceeded):
+        client.call("open", deadline_s=1.0, holder="learner")
+    thread.join(WAIT_S)
+    client.close()
+    assert failures == ["no space left on device"], "a journal that cannot write ends the service"
+    assert service.status()["state"] == "failed"
+
+
 def test_a_learner_that_dies_is_followed_by_one_that_replays(raw: Client, learner: LearnerClient) -> None:
     first = [push_one(raw), push_one(raw)]
     learner.reserve(0, WAIT_S)
@@ -370,7 +401,8 @@ def test_build_makes_a_service_that_reports_itself(tmp_path: Path) -> None:
         "open",
     } <= {*status}
     assert service.status()["state"] == "ready"
-    assert service.command("drain", {}) == {}
+    with pytest.raises(LedgerError, match="no command"):
+        service.command("drain", {})
     stop.set()
     thread.join(WAIT_S)
     client.close()

@@ -24,7 +24,9 @@ def test_a_length_is_at_least_one_and_at_most_the_limit() -> None:
     assert (min(drawn), max(drawn)) == (1, 64)
 
 
-@pytest.mark.parametrize("text", ["uniform:1:2", "lognormal:1", "lognormal:x:3", "lognormal:1:0", "lognormal:-1:9"])
+@pytest.mark.parametrize(
+    "text", ["uniform:1:2", "lognormal:1", "lognormal:x:3", "lognormal:1:0", "lognormal:-1:9"]
+)
 def test_another_form_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.response_tokens"):
         parse_lengths(text)

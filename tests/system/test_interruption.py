@@ -7,9 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from conftest import UpRun, leftovers
 
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 2.0 + len(solution_str)
+"""
 SHORT = ("eval.every_steps=0", "checkpoint.every_steps=10")
 
 
@@ -58,8 +63,13 @@ def test_replicas_join_and_leave_while_training_goes_on(up: Callable[..., UpRun]
     assert leftovers(run.folder) == []
 
 
-def test_a_service_that_is_killed_ends_the_run_by_name_and_leaves_nothing(up: Callable[..., UpRun]) -> None:
-    run = up("killed", "learner.steps=2000", "rollout.replicas=1", *SHORT)
+def test_a_killed_service_ends_the_run_by_name_and_leaves_nothing(
+    up: Callable[..., UpRun], tmp_path: Path
+) -> None:
+    """The run's reward is a user's own, in verl's signature, from a file in any folder."""
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    reward = f"reward.fn={tmp_path / 'my_reward.py'}:compute_score"
+    run = up("killed", "learner.steps=2000", "rollout.replicas=1", reward, *SHORT)
     status = run.wait_for(lambda status: status["step"] >= 1)
     os.kill(status["services"]["rollout.0"]["pid"], signal.SIGKILL)
     code, output = run.finish()
@@ -69,3 +79,4 @@ def test_a_service_that_is_killed_ends_the_run_by_name_and_leaves_nothing(up: Ca
     assert outcome["service"] == "rollout.0" and len(outcome["tail"]) == 20
     time.sleep(0.5)
     assert leftovers(run.folder) == []
+    assert run.rows()[0]["critic/rewards/min"] >= 2

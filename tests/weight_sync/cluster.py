@@ -136,6 +136,7 @@ class Cluster:
         self.timing = timing
         self.bucket_bytes = bucket_bytes
         self.children: dict[str, Child] = {}
+        self._handoffs: list[Handoff] = []
         config = Config.model_validate(
             {
                 "model": {"path": "builtin:digit_sort"},
@@ -188,7 +189,9 @@ class Cluster:
         return self.children[name]
 
     def handoff(self, token: int = 1, **kwargs: Any) -> Handoff:
-        return Handoff(self.publisher.address, self.shm_prefix, self.bucket_bytes, token, **kwargs)
+        made = Handoff(self.publisher.address, self.shm_prefix, self.bucket_bytes, token, **kwargs)
+        self._handoffs.append(made)
+        return made
 
     def members(self) -> dict[str, dict[str, Any]]:
         return dict(self.coordinator.status()["members"])
@@ -197,6 +200,8 @@ class Cluster:
         wait_until(lambda: set(names) <= set(self.members()), f"{names} to join")
 
     def close(self) -> None:
+        for handoff in self._handoffs:
+            handoff.close()
         for child in self.children.values():
             child.kill()
         segments.unlink_all(self.shm_prefix)

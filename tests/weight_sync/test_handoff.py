@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def test_tensors_may_come_one_at_a_time_and_need_not_be_contiguous(cluster, hand
     whole = torch.arange(24.0).reshape(4, 6)
     assert handoff.publish(next_version(), ((name, tensor) for name, tensor in [("t", whole.T)]))
     path = max(segments.find(f"{cluster.shm_prefix}publisher-t{tokens[0]}"), key=os.path.getmtime)
-    stored = torch.frombuffer(bytearray(open(path, "rb").read()), dtype=torch.float32)
+    stored = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.float32)
     assert torch.equal(stored[:24], whole.T.contiguous().reshape(-1))
 
 

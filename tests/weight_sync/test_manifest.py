@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import msgpack
 import pytest
 from hypothesis import given
@@ -27,7 +29,9 @@ SPECS = [
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 specs_lists = st.lists(
-    st.builds(TensorSpec, st.text(min_size=1, max_size=5), st.sampled_from(["float32", "bfloat16", "int8"]), shapes),
+    st.builds(
+        TensorSpec, st.text(min_size=1, max_size=5), st.sampled_from(["float32", "bfloat16", "int8"]), shapes
+    ),
     min_size=1,
     max_size=12,
     unique_by=lambda spec: spec.name,
@@ -58,7 +62,7 @@ def test_tensors_lie_aligned_in_order_and_apart_and_buckets_cover_everything_onc
         end = entry.offset + entry.num_bytes
         pieces = layout.pieces(entry)
         assert pieces[0][1] == entry.offset and pieces[-1][2] == end
-        assert all(left[2] == right[1] for left, right in zip(pieces, pieces[1:], strict=False))
+        assert all(left[2] == right[1] for left, right in itertools.pairwise(pieces))
         assert all(bucket * bucket_bytes <= a <= b <= (bucket + 1) * bucket_bytes for bucket, a, b in pieces)
     assert end <= layout.total_bytes
     assert (layout.num_buckets - 1) * bucket_bytes < layout.total_bytes <= layout.num_buckets * bucket_bytes

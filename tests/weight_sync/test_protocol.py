@@ -389,7 +389,9 @@ def test_nccl_is_used_only_if_every_member_can():
         coordination.publisher_hello(PublisherSeat("p", both, "127.0.0.1", 1, 0.0), PolicyVersion(1, 0), 0.0)
         coordination.hello(Card("a", "1", abilities), 0.0)
         coordination.accepted("a", 1, 0.0)
-        assert [o.fields["backend"] for o in coordination.take_orders() if o.kind == "transfer"] == [wanted] * 2
+        assert [o.fields["backend"] for o in coordination.take_orders() if o.kind == "transfer"] == [
+            wanted
+        ] * 2
 
 
 def test_there_is_no_way_from_dead_to_ready_but_syncing():

@@ -215,5 +215,3 @@ def test_a_withdrawn_commit_waits_for_another(prefix):
     assert shelf.take(0) is None and shelf.newest_verified == 1
     shelf.commit(1)
     assert shelf.take(0) is not None
-
-

@@ -1,0 +1,80 @@
+"""The control API over real HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.control.api import MAX_BODY_BYTES, ControlApi
+from asyncrl.control.client import NotRunning, RunClient, find_run
+from asyncrl.control.rundir import RunDir, write_json
+from asyncrl.errors import ConfigError, RemoteError
+
+
+def refuse(body: dict[str, Any]) -> dict[str, Any]:
+    raise ConfigError(f"replicas must be a whole number, not {body['replicas']}")
+
+
+@pytest.fixture
+def api() -> Iterator[ControlApi]:
+    api = ControlApi(0, "key", {"GET /status": lambda _: {"state": "running"}, "POST /scale": refuse})
+    yield api
+    api.close()
+
+
+@pytest.fixture
+def client(api: ControlApi, tmp_path: Path) -> RunClient:
+    return RunClient(RunDir(tmp_path), api.url, "key", 0)
+
+
+def test_a_client_reads_the_status(client: RunClient) -> None:
+    assert client.status() == {"state": "running"}
+
+
+def test_a_refused_command_comes_back_as_its_message(client: RunClient) -> None:
+    with pytest.raises(RemoteError, match="whole number"):
+        client.scale(-1)
+
+
+def test_without_the_key_nothing_is_answered(api: ControlApi, tmp_path: Path) -> None:
+    with pytest.raises(RemoteError, match="bearer key"):
+        RunClient(RunDir(tmp_path), api.url, "guess", 0).status()
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "code"),
+    [
+        ({"Content-Length": str(MAX_BODY_BYTES + 1)}, b"", 400),
+        ({}, b"[1, 2]", 400),
+        ({}, b"not json", 400),
+        ({"Content-Length": "-5"}, b"", 400),
+    ],
+)
+def test_a_body_that_makes_no_sense_is_refused(
+    api: ControlApi, headers: dict[str, str], body: bytes, code: int
+) -> None:
+    connection = http.client.HTTPConnection(api.url.removeprefix("http://"), timeout=5)
+    connection.request("POST", "/scale", body, {"Authorization": "Bearer key", **headers})
+    response = connection.getresponse()
+    assert response.status == code
+    assert "error" in json.loads(response.read())
+    connection.close()
+
+
+def test_an_api_that_is_gone_is_not_running(client: RunClient, api: ControlApi) -> None:
+    api.close()
+    with pytest.raises(NotRunning):
+        client.status()
+
+
+def test_a_dead_run_is_not_found(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    live = {"run_id": "abcd1234", "key": "k", "sockets": "/nowhere", "pid": 1, "url": "http://127.0.0.1:9"}
+    write_json(tmp_path / "old" / "run.json", live)
+    with pytest.raises(NotRunning, match="no live run"):
+        find_run(str(tmp_path), None)

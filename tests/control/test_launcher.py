@@ -1,0 +1,103 @@
+"""The contract of launchers, on threads and on a real Ray."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from thread_launcher import ThreadLauncher
+
+from asyncrl.config.tree import Config
+from asyncrl.control import launcher as ray_launcher
+from asyncrl.control.launcher import Launcher
+from asyncrl.control.processes import end_leftovers, is_alive, pids_of_run
+from asyncrl.control.spec import ServiceSpec
+from asyncrl.errors import ServiceFailed
+from asyncrl.service import ServiceContext
+
+RUN_ID = f"test{os.getpid()}"
+
+
+@pytest.fixture(scope="module")
+def ray_started() -> Iterator[None]:
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    ray_launcher.start_local(num_cpus=2, num_gpus=0)
+    yield
+    ray_launcher.shut_down()
+    end_leftovers(RUN_ID)
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(params=["threads", "ray"])
+def launcher(request: pytest.FixtureRequest) -> Launcher:
+    if request.param == "threads":
+        return ThreadLauncher()
+    request.getfixturevalue("ray_started")
+    return ray_launcher.RayLauncher("tests")
+
+
+def make_spec(folder: Path, name: str, function: str = "build") -> ServiceSpec:
+    config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"})
+    context = ServiceContext(config, name, folder, RUN_ID)
+    return ServiceSpec(f"trivial_service:{function}", context, str(folder / f"{name}.log"))
+
+
+def await_state(launcher: Launcher, name: str, *states: str) -> dict[str, object]:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        status = launcher.statuses([name], 5.0)[name]
+        if status["state"] in states:
+            return status
+        time.sleep(0.05)
+    raise AssertionError(status)
+
+
+def test_a_service_is_started_asked_told_and_stopped(launcher: Launcher, tmp_path: Path) -> None:
+    launcher.start(make_spec(tmp_path, "a.0"))
+    assert await_state(launcher, "a.0", "serving")["name"] == "a.0"
+    assert launcher.command("a.0", "greet", {"n": 1}, 5.0) == {"heard": "greet", "n": 1}
+    assert launcher.stop(["a.0"], 5.0) == {"a.0"}
+    await_state(launcher, "a.0", "ended")
+    launcher.kill("a.0")
+
+
+def test_a_service_that_fails_says_why(launcher: Launcher, tmp_path: Path) -> None:
+    launcher.start(make_spec(tmp_path, "b.0"))
+    await_state(launcher, "b.0", "serving")
+    launcher.command("b.0", "boom", {}, 5.0)
+    assert "boom as asked" in str(await_state(launcher, "b.0", "failed")["error"])
+    launcher.kill("b.0")
+
+
+def test_a_process_that_dies_is_gone_and_its_log_stays(ray_started: None, tmp_path: Path) -> None:
+    launcher = ray_launcher.RayLauncher("tests")
+    launcher.start(make_spec(tmp_path, "c.0"))
+    await_state(launcher, "c.0", "serving")
+    with pytest.raises(ServiceFailed, match=r"c\.0 failed 'die'"):
+        launcher.command("c.0", "die", {}, 10.0)
+    await_state(launcher, "c.0", "gone")
+    assert "c.0 runs" in (tmp_path / "c.0.log").read_text()
+
+
+def test_a_service_that_cannot_be_built_is_failed_with_its_error(ray_started: None, tmp_path: Path) -> None:
+    launcher = ray_launcher.RayLauncher("tests")
+    launcher.start(make_spec(tmp_path, "d.0", "build_broken"))
+    assert "no model in models/nowhere" in str(await_state(launcher, "d.0", "failed")["error"])
+    launcher.kill("d.0")
+
+
+def test_every_process_of_a_run_is_found_by_its_mark_and_ended(ray_started: None, tmp_path: Path) -> None:
+    launcher = ray_launcher.RayLauncher("tests")
+    launcher.start(make_spec(tmp_path, "e.0"))
+    pid = await_state(launcher, "e.0", "serving")["pid"]
+    assert isinstance(pid, int) and pid in pids_of_run(RUN_ID)
+    assert not is_alive(os.getpid(), RUN_ID), "the test's own process has no mark"
+    assert end_leftovers(RUN_ID) >= 1
+    assert not is_alive(pid, RUN_ID)

@@ -1,0 +1,115 @@
+"""What is checked before anything starts: every problem at once, each with its key and what to do."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.tree import Config
+from asyncrl.control import plan, prepare
+from asyncrl.errors import ConfigError
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> dict[str, Any]:
+    """A configuration whose files exist."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')
+    return {
+        "model": {"path": str(model)},
+        "data": {"train": str(tmp_path / "train.jsonl")},
+        "reward": {"fn": "gsm8k"},
+        "rollout": {"replicas": 1},
+    }
+
+
+def problems_of(values: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        plan.check(Config(**values))
+    return str(caught.value).splitlines()
+
+
+def test_a_good_configuration_has_a_plan(good: dict[str, Any]) -> None:
+    found = plan.check(Config(**good))
+    assert (found.num_gpus, found.num_cpus, found.weight_sync_backend) == (0, 1.25, "gloo")
+
+
+def test_all_problems_are_told_at_once(good: dict[str, Any]) -> None:
+    good["model"]["path"] = "models/nowhere/at/all"
+    good["data"]["train"] = "nothing.parquet"
+    good["reward"]["fn"] = "nowhere.py:score"
+    good["rollout"]["gpus"] = 99
+    keys = [line.split(":")[0] for line in problems_of(good)]
+    assert keys[:3] == ["model.path", "data.train", "reward.fn"]
+    assert "ask for 99 GPUs" in problems_of(good)[3]
+
+
+def test_a_model_of_an_unsupported_architecture_is_named(good: dict[str, Any]) -> None:
+    Path(good["model"]["path"], "config.json").write_text('{"model_type": "mixtral"}')
+    (line,) = problems_of(good)
+    assert "'mixtral'" in line and "qwen2, qwen3, llama" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", "not json\n", "line 1 is not JSON"),
+        ("a.jsonl", '{"text": 1}\n', "line 1 has no 'prompt'"),
+        ("a.parquet", "not parquet", "not a readable Parquet file"),
+        ("a.csv", "prompt\n1\n", "neither .parquet nor .jsonl"),
+    ],
+)
+def test_unreadable_data_is_told_with_its_reason(
+    good: dict[str, Any], tmp_path: Path, name: str, content: str, expected: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    good["data"]["train"] = str(tmp_path / name)
+    (line,) = problems_of(good)
+    assert line.startswith("data.train") and expected in line
+
+
+def test_a_reward_file_without_the_function_is_refused(good: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def other(): ...\n")
+    good["reward"]["fn"] = f"{tmp_path / 'mine.py'}:score"
+    (line,) = problems_of(good)
+    assert "defines no function 'score'" in line
+
+
+def test_too_many_cpus_are_refused_with_what_there_is(good: dict[str, Any]) -> None:
+    good["rollout"]["replicas"] = 10_000
+    (line,) = problems_of(good)
+    assert "this machine has" in line
+
+
+def test_a_port_in_use_is_refused(good: dict[str, Any]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        good["launcher"] = {"api_port": taken.getsockname()[1]}
+        (line,) = problems_of(good)
+    assert line.startswith("launcher.api_port") and "in use" in line
+
+
+def test_a_hub_id_is_told_from_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert prepare.is_hub_id("Qwen/Qwen3-0.6B")
+    assert not prepare.is_hub_id("models/a/b")
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    assert not prepare.is_hub_id("models/mine")
+
+
+def test_a_hub_id_that_cannot_be_fetched_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="could not be fetched from the hub"):
+        prepare.fetch("nobody-at-all/no-such-model", None)
+
+
+def test_an_unknown_builtin_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="digit_sort"):
+        prepare.make_builtin("builtin:nope", tmp_path, print)
