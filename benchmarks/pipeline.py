@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import load_config
-from asyncrl.control import run
-from asyncrl.control.client import RunClient, connect
-from asyncrl.control.recorder import load_rows, training_rows
+from asyncrl.control.api.client import RunClient, connect
+from asyncrl.control.launch import run
+from asyncrl.control.record.recorder import load_rows, training_rows
 from asyncrl.errors import ServiceFailed
 from configs import shipped
 

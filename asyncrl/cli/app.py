@@ -21,7 +21,7 @@ from asyncrl.cli import exits
 from asyncrl.errors import AsyncrlError
 
 if TYPE_CHECKING:
-    from asyncrl.control.client import RunClient
+    from asyncrl.control.api.client import RunClient
 
 PLAIN = {"no_args_is_help": True, "rich_markup_mode": None, "add_completion": False}
 
@@ -157,7 +157,7 @@ def prompts() -> None:
 
 
 def _find(runs_dir: str, name: str | None) -> RunClient:
-    from asyncrl.control.client import find_run
+    from asyncrl.control.api.client import find_run
 
     return find_run(runs_dir, name)
 

@@ -9,7 +9,7 @@ from asyncrl.clock import Clock, SystemClock
 from asyncrl.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
-    from asyncrl.control.client import RunClient
+    from asyncrl.control.api.client import RunClient
 
 DEADLINE_S = 90.0
 POLL_S = 0.2
@@ -21,9 +21,9 @@ def down(client: RunClient, clock: Clock | None = None) -> None:
     Raises:
         DeadlineExceeded: It has not, in 90 s.
     """
-    from asyncrl.control.client import NotRunning
-    from asyncrl.control.processes import is_alive
-    from asyncrl.control.rundir import read_json
+    from asyncrl.control.api.client import NotRunning
+    from asyncrl.control.launch.processes import is_alive
+    from asyncrl.control.record.rundir import read_json
 
     clock = clock or SystemClock()
     end = clock.now() + DEADLINE_S

@@ -18,8 +18,8 @@ from asyncrl.config.problems import ConfigProblems, Problem, suggest
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from asyncrl.control.run import RunHandle
-    from asyncrl.control.rundir import RunDir
+    from asyncrl.control.launch.run import RunHandle
+    from asyncrl.control.record.rundir import RunDir
 
 STOP_DEADLINE_S = 60.0
 
@@ -31,7 +31,7 @@ def up(config: str, overrides: Sequence[str]) -> int:
         ConfigError: The configuration, or what it names, cannot be used. Nothing was started.
     """
     loaded = load(find_config(config), overrides)
-    from asyncrl.control import run
+    from asyncrl.control.launch import run
 
     if (folder := run.finished_run(loaded.config)) is not None:
         say(f"the run in {folder.path} has done its steps; raise learner.steps or choose another run.name")
@@ -114,7 +114,7 @@ def report(handle: RunHandle) -> int:
 
 def print_summary(folder: RunDir) -> None:
     """Print what is in the run's `summary.json`, if there is one."""
-    from asyncrl.control.rundir import read_json
+    from asyncrl.control.record.rundir import read_json
 
     summary = read_json(folder.summary)
     if summary:

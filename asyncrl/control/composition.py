@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from asyncrl.control.api import ControlApi
-from asyncrl.control.launcher import RayLauncher
-from asyncrl.control.recorder import Recorder
+from asyncrl.control.api.server import ControlApi
+from asyncrl.control.launch.ray_launcher import RayLauncher
+from asyncrl.control.record.recorder import Recorder
+from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import Roster
-from asyncrl.control.rundir import RunDir, read_json, write_json
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.service import ServiceContext
 

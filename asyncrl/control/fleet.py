@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from asyncrl.control.launcher import Launcher
+from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.roster import MAX_REPLICAS, Roster
 from asyncrl.errors import ConfigError, ServiceFailed
 

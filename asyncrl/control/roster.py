@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config.tree import Config, LearnerSection, RolloutSection
-from asyncrl.control.spec import ServiceSpec
+from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.service import ServiceContext
 
 FACTORIES = {

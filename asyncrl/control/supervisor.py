@@ -14,13 +14,13 @@ import threading
 import time
 from typing import Any
 
-from asyncrl.control import metering
 from asyncrl.control.fleet import Fleet
-from asyncrl.control.launcher import Launcher
-from asyncrl.control.recorder import Recorder
+from asyncrl.control.launch.ray_launcher import Launcher
+from asyncrl.control.record import metering
+from asyncrl.control.record.recorder import Recorder
+from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.control.record.summary import write_summary
 from asyncrl.control.roster import MAX_REPLICAS, Roster
-from asyncrl.control.rundir import RunDir, write_json
-from asyncrl.control.summary import write_summary
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, ServiceFailed
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from asyncrl.cli.up import find_config, follow, placed, sigterm_as_interrupt
 from asyncrl.cli.watch import POLL_S, LineView, PanelView, view_on, watch
 from asyncrl.clock import ManualClock
 from asyncrl.config.load import load
-from asyncrl.control.rundir import RunDir
+from asyncrl.control.record.rundir import RunDir
 from asyncrl.errors import ConfigError
 
 

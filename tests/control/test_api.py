@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.control.api import MAX_BODY_BYTES, ControlApi
-from asyncrl.control.client import NotRunning, RunClient, find_run
-from asyncrl.control.rundir import RunDir, write_json
+from asyncrl.control.api.client import NotRunning, RunClient, find_run
+from asyncrl.control.api.server import MAX_BODY_BYTES, ControlApi
+from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.errors import ConfigError, RemoteError
 
 

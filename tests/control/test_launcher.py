@@ -11,10 +11,10 @@ import pytest
 from thread_launcher import ThreadLauncher
 
 from asyncrl.config.tree import Config
-from asyncrl.control import launcher as ray_launcher
-from asyncrl.control.launcher import Launcher
-from asyncrl.control.processes import end_leftovers, is_alive, pids_of_run
-from asyncrl.control.spec import ServiceSpec
+from asyncrl.control.launch import ray_launcher
+from asyncrl.control.launch.processes import end_leftovers, is_alive, pids_of_run
+from asyncrl.control.launch.ray_launcher import Launcher
+from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import ServiceFailed
 from asyncrl.service import ServiceContext
 

@@ -13,9 +13,9 @@ from scripted_services import REPLACE
 from thread_launcher import ThreadLauncher
 
 from asyncrl.config.tree import Config
-from asyncrl.control.recorder import Recorder, load_rows
+from asyncrl.control.record.recorder import Recorder, load_rows
+from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.roster import Roster
-from asyncrl.control.rundir import RunDir, read_json
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.errors import ConfigError
 

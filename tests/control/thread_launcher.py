@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from asyncrl.control.spec import ServiceSpec
+from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import AsyncrlError, ServiceFailed
 
 

@@ -113,7 +113,7 @@ def up(runs_dir: Path) -> Callable[..., UpRun]:
 
 def leftovers(folder: Path) -> list[str]:
     """Return what a run has left: processes, sockets, shared-memory segments."""
-    from asyncrl.control.processes import pids_of_run
+    from asyncrl.control.launch.processes import pids_of_run
 
     live = json.loads((folder / "run.json").read_text())
     segments = list(Path("/dev/shm").glob(f"asyncrl-{live['run_id']}-*"))

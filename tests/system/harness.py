@@ -17,8 +17,8 @@ from typing import Any, Self
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
-from asyncrl.control.processes import end_leftovers, remove_leftovers
-from asyncrl.control.spec import RUN_VARIABLE
+from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
+from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.faults import VARIABLE as FAULT_VARIABLE
 
 HOST = Path(__file__).with_name("host_main.py")

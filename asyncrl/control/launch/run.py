@@ -16,10 +16,10 @@ from typing import Any
 from asyncrl.config.load import dump_resolved, load_config
 from asyncrl.config.tree import Config
 from asyncrl.control import plan, prepare
-from asyncrl.control.client import NotRunning, connect
-from asyncrl.control.processes import end_leftovers, is_alive, remove_leftovers
-from asyncrl.control.rundir import RunDir, read_json, write_json
-from asyncrl.control.spec import RUN_VARIABLE
+from asyncrl.control.api.client import NotRunning, connect
+from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
+from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.errors import ConfigError, RemoteError
 
 SAME_ON_RESUME = (
@@ -111,7 +111,7 @@ def start(config: Config, say: Callable[[str], None] = lambda sentence: None) ->
     write_json(folder.live, live, mode=0o600)
     with folder.log("head.0").open("ab") as log_file:
         head = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.control.head", str(folder.path)],
+            [sys.executable, "-m", "asyncrl.control.launch.head", str(folder.path)],
             stdin=subprocess.DEVNULL,
             stdout=log_file,
             stderr=log_file,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.control.processes import is_alive
-from asyncrl.control.rundir import RunDir, read_json
+from asyncrl.control.launch.processes import is_alive
+from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.errors import AsyncrlError, RemoteError
 
 CALL_DEADLINE_S = 10.0

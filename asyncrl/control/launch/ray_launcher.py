@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from asyncrl.control.spec import RUN_VARIABLE, ServiceSpec
+from asyncrl.control.launch.spec import RUN_VARIABLE, ServiceSpec
 from asyncrl.errors import DeadlineExceeded, ServiceFailed
 
 
@@ -43,7 +43,7 @@ class RayLauncher:
     def start(self, spec: ServiceSpec) -> None:
         import ray
 
-        from asyncrl.control.host import ServiceHost
+        from asyncrl.control.launch.host import ServiceHost
 
         environment = {"OMP_NUM_THREADS": "1", RUN_VARIABLE: spec.context.run_id, **spec.environment}
         remote = ray.remote(ServiceHost).options(

@@ -12,7 +12,7 @@ import signal
 import time
 from pathlib import Path
 
-from asyncrl.control.spec import RUN_VARIABLE
+from asyncrl.control.launch.spec import RUN_VARIABLE
 
 SHM = Path("/dev/shm")
 

@@ -1,6 +1,6 @@
 """The head process of a run: owns its local Ray, starts the supervisor, cleans up after both.
 
-`python -m asyncrl.control.head RUN_DIR` is started by `asyncrl up` in a session of its own, so that
+`python -m asyncrl.control.launch.head RUN_DIR` is started by `asyncrl up` in a session of its own, so that
 the terminal only watches. Everything that it starts dies with it or is ended by pid.
 """
 
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import load_config
-from asyncrl.control import launcher
-from asyncrl.control.processes import end_leftovers, remove_leftovers
-from asyncrl.control.rundir import RunDir, read_json, write_json
-from asyncrl.control.spec import ServiceSpec
+from asyncrl.control.launch import ray_launcher
+from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
+from asyncrl.control.launch.spec import ServiceSpec
+from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.service import ServiceContext
 
 POLL_S = 0.2
@@ -42,7 +42,7 @@ def main() -> int:
         _write_failure(run_dir, f"{type(error).__name__}: {error}", "head.0")
         raise
     finally:
-        launcher.shut_down()
+        ray_launcher.shut_down()
         end_leftovers(live["run_id"])
         remove_leftovers(live["run_id"], socket_dir)
     return 0
@@ -52,7 +52,7 @@ def _run(run_dir: RunDir, live: dict[str, Any], socket_dir: Path) -> None:
     config = load_config(run_dir.resolved)
     learner, rollout = config.learner, config.rollout
     num_gpus = rollout.gpus * rollout.replicas + learner.gpus * learner.tp * learner.dp
-    launcher.start_local(num_cpus=max(os.cpu_count() or 1, 1), num_gpus=num_gpus)
+    ray_launcher.start_local(num_cpus=max(os.cpu_count() or 1, 1), num_gpus=num_gpus)
     context = ServiceContext(
         config=config,
         name=SUPERVISOR,
@@ -61,13 +61,13 @@ def _run(run_dir: RunDir, live: dict[str, Any], socket_dir: Path) -> None:
         addresses={"sockets": str(socket_dir)},
         rendezvous=f"127.0.0.1:{_free_port()}",
     )
-    ray = launcher.RayLauncher(namespace=config.run.name)
+    ray = ray_launcher.RayLauncher(namespace=config.run.name)
     factory = "asyncrl.control.composition:build"
     ray.start(ServiceSpec(factory, context, str(run_dir.log(SUPERVISOR))))
     _watch(run_dir, ray)
 
 
-def _watch(run_dir: RunDir, ray: launcher.RayLauncher) -> None:
+def _watch(run_dir: RunDir, ray: ray_launcher.RayLauncher) -> None:
     while True:
         status = ray.statuses([SUPERVISOR], deadline_s=30.0)[SUPERVISOR]
         if status["state"] in ("ended", "finished", "stopped"):

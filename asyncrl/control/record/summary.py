@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.tree import Config
-from asyncrl.control.metering import accuracy, rollout_totals
-from asyncrl.control.recorder import Row, evaluation_rows, load_rows, training_rows
-from asyncrl.control.rundir import RunDir, write_json
+from asyncrl.control.record.metering import accuracy, rollout_totals
+from asyncrl.control.record.recorder import Row, evaluation_rows, load_rows, training_rows
+from asyncrl.control.record.rundir import RunDir, write_json
 
 LAST_EVALUATIONS = 3
 
