@@ -123,12 +123,13 @@ class LearnerService:
         total_s, self._step_began = now - self._step_began, now
         num_tokens = float(sum(order.num_tokens))
         waited_s = self._leader.take_wait_s()
+        stages = {**self._watch.read(), "timing_s/wait": waited_s}
         self._rows.append(
             {
                 "training/global_step": self._step,
                 **metrics,
-                **self._watch.read(),
-                "timing_s/wait": waited_s,
+                **stages,
+                "timing_s/other": total_s - sum(stages.values()),
                 "timing_s/step": total_s,
                 "perf/total_num_tokens": num_tokens,
                 "perf/time_per_step": total_s,

@@ -11,18 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 
 from asyncrl.buffer.client import EvaluationOrder, LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import build, max_group_bytes
 from asyncrl.buffer.events import Event, Opened
 from asyncrl.buffer.journal import MemoryJournal
-from asyncrl.buffer.service import BufferService
+from asyncrl.buffer.service import BufferService, Desk
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config
-from asyncrl.errors import AsyncrlError, DataError, DeadlineExceeded, FencedError, LedgerError, WireError
+from asyncrl.errors import AsyncrlError, DataError, FencedError, LedgerError, WireError
 from asyncrl.experience import encode_group
-from asyncrl.rpc import Client
+from asyncrl.rpc import Client, Request
 from asyncrl.service import ServiceContext
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
 
@@ -235,25 +236,13 @@ def test_no_answer_leaves_before_its_events_are_in_the_journal() -> None:
             if any(isinstance(event, Opened) for event in events):
                 raise OSError("no space left on device")
 
-    store = ExperienceStore(SETTINGS, FullDisk(), 2, True, now=0.0)
-    service = BufferService(store, SystemClock())
-    failures: list[str] = []
-
-    def serve() -> None:
-        try:
-            service.run(threading.Event())
-        except OSError as error:
-            failures.append(str(error))
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    client = Client(service.address)
-    with pytest.raises(DeadlineExceeded):
-        client.call("open", deadline_s=1.0, holder="learner")
-    thread.join(WAIT_S)
-    client.close()
-    assert failures == ["no space left on device"], "a journal that cannot write ends the service"
-    assert service.status()["state"] == "failed"
+    desk = Desk(ExperienceStore(SETTINGS, FullDisk(), 2, True, now=0.0), SystemClock())
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        request = Request("open", {"holder": "learner"}, [], b"client", 1, socket)
+        desk.handle(request)
+        with pytest.raises(OSError, match="no space left"):
+            desk.end_turn()
+        assert not request.is_answered
 
 
 def test_a_learner_that_dies_is_followed_by_one_that_replays(raw: Client, learner: LearnerClient) -> None:

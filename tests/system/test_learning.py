@@ -77,11 +77,13 @@ def test_nothing_is_left_of_the_run(run: UpRun) -> None:
     assert leftovers(run.folder) == []
 
 
-def test_the_idle_shares_are_shares_of_wall_time(run: UpRun) -> None:
-    for row in run.rows()[1:]:
-        stages = ("wait", "fetch", "old_log_prob", "update_actor", "update_weights")
-        assert sum(row[f"timing_s/{stage}"] for stage in stages) <= row["timing_s/step"] + 1e-6
-        assert 0 <= row["perf/rollout_idle_share"] <= 1
+def test_work_and_waiting_add_up_to_wall_time(run: UpRun) -> None:
+    """What the learner does and its waiting fill the step, but for bookkeeping between the stages."""
+    rows = run.rows()[1:]
+    stages = ("wait", "fetch", "old_log_prob", "update_actor", "update_weights")
+    named_s = sum(row.get(f"timing_s/{stage}", 0.0) for row in rows for stage in (*stages, "save_checkpoint"))
+    assert 0.8 <= named_s / sum(row["timing_s/step"] for row in rows) <= 1.0
+    assert all(0 <= row["perf/rollout_idle_share"] <= 1 for row in rows)
 
 
 def test_plain_transformers_reaches_the_last_accuracy(run: UpRun, runs_dir: Path) -> None:
