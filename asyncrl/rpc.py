@@ -131,7 +131,7 @@ class Server:
             self.counters["malformed"] += 1
             log.warning("refused a malformed message: %s", error)
             return
-        self.counters[f"op/{request.op}"] += 1
+        self.counters["requests"] += 1
         try:
             handler.handle(request)
         except AsyncrlError as error:

@@ -322,6 +322,7 @@ class ReceiverService:
             "address": self._server.address,
             "version": self._serving,
             "staged": self._shelf.newest_verified,
+            "committed": self._shelf.committed_number,
             "pinned": self._is_pinned,
             "fenced": self._liaison.is_fenced,
             "receiving": len(self._incoming),

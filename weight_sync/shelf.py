@@ -49,6 +49,11 @@ class Shelf:
         """Newest version number that is here, verified and not taken."""
         return max((copy.number for copy in (self._verified, self._committed) if copy), default=UNLOADED)
 
+    @property
+    def committed_number(self) -> int:
+        """The version number that the engine may take next; 0 for none."""
+        return self._committed.number if self._committed else UNLOADED
+
     def make_room(self, manifest: Manifest) -> Copy:
         """Return an empty copy for `manifest`; raises SyncError if there is no room."""
         for index, (path, bytes_B) in enumerate(self._free):

@@ -96,11 +96,17 @@ class Supervisor:
         if name == "scale":
             return self._scale(args)
         if name == "tighten":
-            return self._launcher.command("buffer.0", "tighten", args, STATUS_DEADLINE_S)
+            return self._tighten(args)
         if name == "stop":
             self._is_stop_asked.set()
             return {"state": "stopping"}
         raise ConfigError(f"the supervisor knows no command '{name}'")
+
+    def _tighten(self, args: dict[str, Any]) -> dict[str, Any]:
+        max_lag, bound = args.get("max_lag"), self._roster.config.staleness.max_lag
+        if type(max_lag) is not int or not 0 <= max_lag <= bound:
+            raise ConfigError(f"max_lag must be a whole number from 0 to {bound}, not {max_lag!r}")
+        return self._launcher.command("buffer.0", "tighten", {"max_lag": max_lag}, STATUS_DEADLINE_S)
 
     def _scale(self, args: dict[str, Any]) -> dict[str, Any]:
         replicas = args.get("replicas")

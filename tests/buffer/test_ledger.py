@@ -482,3 +482,13 @@ def test_an_evaluation_goes_to_one_replica_whose_weights_have_seen_its_step() ->
     assert orders.finish(number, run.version, {"score": 0.5})
     assert not orders.finish(number, run.version, {"score": 0.6})
     assert run.state.evaluations[number].metrics == {"score": 0.5}
+
+
+def test_a_tightened_bound_admits_less_and_never_more_than_the_configured_one() -> None:
+    run = Run()
+    run.ledger.tighten(0)
+    assert len(run.lease(want=100)) == 2, "one step of two groups"
+    run.ledger.tighten(1)
+    assert len(run.lease(want=100)) == 2, "and the next one"
+    with pytest.raises(LedgerError, match="not between 0 and 1"):
+        run.ledger.tighten(2)

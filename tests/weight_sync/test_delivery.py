@@ -166,6 +166,19 @@ def test_a_pinned_replica_gets_nothing_until_it_is_unpinned(cluster):
     assert load(receiver, 1).number == 2
 
 
+def test_a_commit_that_was_not_taken_up_waits_for_the_end_of_the_pin(cluster):
+    (receiver,) = start(cluster, "receiver.0")
+    handoff = cluster.handoff()
+    publish(handoff, 1)
+    assert load(receiver).number == 1
+    publish(handoff, 2)
+    wait_until(lambda: receiver.status()["committed"] == 2, "version 2 to be committed")
+    receiver.client.call("pin", deadline_s=WAIT_S)
+    assert take(receiver, 1, wait_s=0.3) is None
+    receiver.client.call("unpin", deadline_s=WAIT_S)
+    assert load(receiver, 1).number == 2
+
+
 def test_a_draining_replica_gets_nothing_new(cluster):
     first, second = start(cluster, "receiver.0", "receiver.1")
     first.client.call("drain", deadline_s=WAIT_S)

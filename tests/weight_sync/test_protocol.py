@@ -108,6 +108,8 @@ def test_a_version_that_does_not_rise_is_ignored():
     world.publish(1)
     world.obey("a")
     assert world.member("a").serving == 2
+    assert world.coordination.current == PolicyVersion(2, 1)
+    assert world.coordination.counters["versions_published"] == 1
 
 
 def test_a_group_is_cached_and_a_new_process_makes_a_new_one():
@@ -181,10 +183,41 @@ def test_a_member_that_fails_alone_is_blamed_and_tried_again_later():
     world.coordination.accepted("a", 1, world.now)
     world.coordination.failed("a", 1, "transport", world.now)
     assert world.coordination.culprit.startswith("a:") and world.member("a").is_fenced
+    world.coordination.seen("a", "1", world.now)
+    world.coordination.tick(world.now)
     world.take()
+    assert len(world.orders("offer")) == 1
     world.pass_time(1.0, "a")
     world.obey("a")
     assert world.states() == {"a": "READY"} and not world.member("a").is_fenced
+    first, second = (order.fields["membership"] for order in world.orders("transfer", "a"))
+    assert first != second
+
+
+def test_a_member_that_speaks_but_never_ends_its_transfer_is_left_out_after_the_deadline():
+    world = World("a", "b")
+    world.publish(1)
+    for name in ("a", "b"):
+        world.coordination.accepted(name, 1, world.now)
+    world.coordination.sent(1, 1, world.now)
+    world.coordination.verified("a", 1, 1, world.now)
+    world.pass_time(TIMING.deadline_s - 0.5, "a", "b")
+    assert world.coordination.round is not None and not world.coordination.culprit
+    world.pass_time(TIMING.settle_s + 1.0, "a", "b")
+    assert world.coordination.culprit.startswith("b:") and world.member("b").is_fenced
+    assert not world.member("a").is_fenced
+
+
+def test_a_third_version_waits_until_a_staging_segment_is_free():
+    world = World("a")
+    for number in (1, 2, 3):
+        world.publish(number)
+        world.obey("a", loads=False)
+    assert (world.member("a").swapping, world.member("a").staged) == (1, 2)
+    assert [order.fields["number"] for order in world.orders("offer")] == [1, 2]
+    world.coordination.loaded("a", 1, True, "", world.now)
+    world.obey("a")
+    assert world.member("a").serving == 3
 
 
 def test_a_digest_that_differs_blames_its_member_and_spares_the_group():

@@ -154,12 +154,15 @@ def test_the_same_commit_twice_is_one(prefix):
         pool.commit(1, path, make_manifest(2))
 
 
-def test_a_commit_of_another_size_is_refused(prefix):
-    pool = SegmentPool(prefix)
-    path = pool.acquire(1, 64)
-    assert path is not None
-    with pytest.raises(SyncError, match="has 64 bytes"):
-        pool.commit(1, path, make_manifest(1, num_floats=32))
+def test_a_commit_of_another_size_is_refused_for_a_new_segment_and_for_a_used_one(prefix):
+    pool = SegmentPool(prefix, num_slots=2)
+    for number in (1, 4):
+        path = pool.acquire(1, 64)
+        assert path is not None
+        with pytest.raises(SyncError, match="has 64 bytes"):
+            pool.commit(1, path, make_manifest(number, num_floats=32))
+        for follower in (number, number + 1, number + 2):
+            commit(pool, follower)
 
 
 def test_a_copy_that_the_engine_reads_is_not_reused_before_the_load_is_reported(prefix):
