@@ -21,6 +21,13 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 UP_DEADLINE_S = 280.0
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A whole run takes longer than a unit test may: its own deadlines end it before this does."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(600))
+
+
 def asyncrl_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "asyncrl.cli", *arguments]
 

@@ -1,0 +1,109 @@
+"""What is refused, and what is cleaned, before a run starts. Nothing is started in these tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.load import dump_resolved
+from asyncrl.config.tree import Config
+from asyncrl.control.launch import run
+from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
+from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.errors import ConfigError
+
+RUN_ID = f"past{os.getpid()}"
+
+
+@pytest.fixture
+def values(tmp_path: Path) -> dict[str, Any]:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')
+    return {
+        "run": {"name": "again", "dir": str(tmp_path)},
+        "model": {"path": str(model)},
+        "data": {"train": str(tmp_path / "train.jsonl")},
+        "reward": {"fn": "gsm8k"},
+    }
+
+
+@pytest.fixture
+def marked_process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that carries the run's mark, as everything that a run starts does."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, RUN_VARIABLE: RUN_ID}
+    )
+    yield process
+    process.kill()
+    process.wait(5)
+
+
+def write_live(folder: Path, pid: int) -> None:
+    folder.mkdir(exist_ok=True)
+    write_json(folder / "run.json", {"run_id": RUN_ID, "key": "k", "sockets": str(folder / "s"), "pid": pid})
+
+
+def test_a_run_that_is_live_is_not_started_twice(
+    values: dict[str, Any], tmp_path: Path, marked_process: subprocess.Popen[bytes]
+) -> None:
+    write_live(tmp_path / "again", marked_process.pid)
+    with pytest.raises(ConfigError, match="is live"):
+        run.start(Config(**values))
+    assert marked_process.poll() is None
+
+
+def test_a_pid_that_another_program_has_by_now_does_not_make_a_run_live(tmp_path: Path) -> None:
+    assert not is_alive(os.getpid(), RUN_ID)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [("run", "seed", 7), ("learner", "groups_per_step", 32), ("rollout", "group_size", 4)],
+)
+def test_a_run_does_not_go_on_with_values_that_its_journal_depends_on(
+    values: dict[str, Any], tmp_path: Path, section: str, name: str, value: int
+) -> None:
+    folder = tmp_path / "again"
+    folder.mkdir()
+    (folder / "resolved.yaml").write_text(dump_resolved(Config(**values)))
+    changed = {**values, section: {**values.get(section, {}), name: value}}
+    with pytest.raises(ConfigError, match=rf"{section}\.{name}: was .*, is {value}"):
+        run.start(Config(**changed))
+
+
+def test_what_a_dead_run_left_is_ended_by_its_mark_and_removed(
+    tmp_path: Path, marked_process: subprocess.Popen[bytes]
+) -> None:
+    segment = Path("/dev/shm") / f"asyncrl-{RUN_ID}-left"
+    segment.write_bytes(b"x")
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    assert end_leftovers(RUN_ID) == 1
+    assert marked_process.wait(5) != 0
+    assert remove_leftovers(RUN_ID, sockets) == [segment.name]
+    assert not segment.exists() and not sockets.exists()
+
+
+def test_a_run_that_has_done_its_steps_is_known_and_one_with_more_to_do_is_not(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    config = Config(**{**values, "learner": {"steps": 20}})
+    folder = RunDir(tmp_path / "again")
+    folder.path.mkdir()
+    assert run.finished_run(config) is None
+    write_json(folder.outcome, {"state": "finished"})
+    write_json(folder.summary, {"steps": 20})
+    assert run.finished_run(config) == folder
+    assert run.finished_run(Config(**{**values, "learner": {"steps": 21}})) is None
+    write_json(folder.outcome, {"state": "stopped"})
+    assert run.finished_run(config) is None
