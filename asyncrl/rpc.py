@@ -84,17 +84,17 @@ class Server:
     """
 
     def __init__(self, bind: str = "tcp://127.0.0.1:*") -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        # The process's one context: a context of its own would block the collector until it is closed.
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
         try:
             self._socket.bind(bind)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._socket.close(linger=0)
             message = f"cannot listen on {bind}: {error.strerror}"
             raise AsyncrlError(message, hint="Choose a free port") from error
-        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.counters: Counter[str] = Counter()
 
     def serve(self, handler: Handler, stop: threading.Event, tick_s: float = 0.05) -> None:
@@ -114,7 +114,7 @@ class Server:
 
     def close(self) -> None:
         """Close the socket; what was sent leaves within 0.2 s."""
-        self._context.destroy(linger=200)
+        self._socket.close(linger=200)
 
     def _drain(self, handler: Handler) -> None:
         for _ in range(256):  # then let the tick have its turn
@@ -187,8 +187,7 @@ class Client:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         _connect(self._socket, address)
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
@@ -222,7 +221,7 @@ class Client:
         raise _late(op, self.address, deadline_s)
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        self._socket.close(linger=0)
 
 
 class AsyncClient:
@@ -230,8 +229,7 @@ class AsyncClient:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         _connect(self._socket, address)
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
@@ -272,4 +270,4 @@ class AsyncClient:
     def close(self) -> None:
         if self._reader is not None:
             self._reader.cancel()
-        self._context.destroy(linger=0)
+        self._socket.close(linger=0)

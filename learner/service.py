@@ -54,7 +54,7 @@ class LearnerService:
         self._leader = leader
         self._watch = Stopwatch()
         self._rows: list[dict[str, Any]] = []
-        self._step = 0
+        self._step = self._resumed_step = 0
         self._state = "starting"
         self._step_began = time.perf_counter()
 
@@ -65,7 +65,7 @@ class LearnerService:
         self._backend.close()
 
     def status(self) -> dict[str, Any]:
-        return {"state": self._state, "step": self._step, "num_rows": len(self._rows)}
+        return {"state": self._state, "step": self._step, "resumed_step": self._resumed_step}
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """`rows {after}`: the metric rows from index `after` on."""
@@ -97,7 +97,7 @@ class LearnerService:
     def _restore(self, order: Restore) -> None:
         if order.step:
             self._backend.load_state(self._store.folder(order.step))
-        self._step, self._state = order.step, "training"
+        self._step, self._resumed_step, self._state = order.step, order.step, "training"
         self._step_began = time.perf_counter()
 
     def _train(self, order: Train) -> None:

@@ -34,7 +34,7 @@ def line_of(snapshot: Snapshot) -> str:
     """Return the snapshot as one line, without a step while there is none."""
     state = snapshot.get("state", DASH)
     if not snapshot.get("metrics"):
-        return f"{snapshot.get('run', 'run')}: {state}{_resumed(snapshot)}"
+        return f"{snapshot.get('run', 'run')}: {state}"
     fields = [
         f"step {_steps(snapshot)}",
         f"reward {_number(snapshot, 'critic/rewards/mean', '.3f')}",
@@ -50,11 +50,21 @@ def line_of(snapshot: Snapshot) -> str:
     return "  ".join(fields)
 
 
+def resumed_line_of(snapshot: Snapshot) -> str:
+    """Return where a resumed run goes on, empty while that and the ledger's account are not known."""
+    residue = (snapshot.get("ledger") or {}).get("residue")
+    if not snapshot.get("resumed_step") or residue is None:
+        return ""
+    return f"resumed at step {snapshot['resumed_step']}, residue {_plain(residue)}"
+
+
 def panel_of(snapshot: Snapshot) -> RenderableType:
     """Return the snapshot as a panel: progress, rates, who waits for whom, services, ledger."""
     state = str(snapshot.get("state", DASH))
     title = Text.assemble(str(snapshot.get("run", "run")), "  ", (state, STATE_STYLES.get(state, "")))
     parts: list[RenderableType] = [_figures(snapshot)]
+    if resumed := resumed_line_of(snapshot):
+        parts.insert(0, Text(resumed, style="dim"))
     if snapshot.get("services"):
         parts += [Text(), _services(snapshot["services"])]
     if snapshot.get("error"):
@@ -122,11 +132,6 @@ def _metric(snapshot: Snapshot, name: str) -> float | None:
 def _number(snapshot: Snapshot, name: str, form: str) -> str:
     value = _metric(snapshot, name)
     return DASH if value is None else format(value, form)
-
-
-def _resumed(snapshot: Snapshot) -> str:
-    residue = _plain((snapshot.get("ledger") or {}).get("residue"))
-    return f", resumed at step {snapshot['step']}, residue {residue}" if snapshot.get("step") else ""
 
 
 def _steps(snapshot: Snapshot) -> str:

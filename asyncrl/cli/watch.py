@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TextIO
 
-from asyncrl.cli.live import Snapshot, line_of, panel_of
+from asyncrl.cli.live import Snapshot, line_of, panel_of, resumed_line_of
 from asyncrl.clock import Clock
 
 POLL_S = 0.25
@@ -34,13 +34,17 @@ class View(Protocol):
 
 
 class LineView:
-    """A line whenever the step or the state has changed."""
+    """A line whenever the step or the state has changed, and one that says where a run goes on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._shown: tuple[Any, ...] = ()
+        self._resumed = ""
 
     def show(self, snapshot: Snapshot) -> None:
+        if not self._resumed and (resumed := resumed_line_of(snapshot)):
+            self._resumed = resumed
+            print(resumed, file=self._stream, flush=True)
         news = (snapshot.get("state"), snapshot.get("step"), bool(snapshot.get("metrics")))
         if news != self._shown:
             self._shown = news

@@ -84,6 +84,7 @@ class Supervisor:
             "state": self._state,
             "step": learner.get("step", 0),
             "steps": self._roster.config.learner.steps,
+            "resumed_step": learner.get("resumed_step", 0),
             "metrics": self._row,
             "services": services,
             "error": self._error or None,

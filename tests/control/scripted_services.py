@@ -82,6 +82,15 @@ class ScriptedBuffer(Scripted):
         return {"state": "serving", "evaluations": [evaluation], **ledger}
 
 
+class SlowLeaver(Scripted):
+    """Drains only when its file `may-leave` is there."""
+
+    def run(self, stop: threading.Event) -> None:
+        may_leave = self.context.run_dir / "may-leave"
+        while not stop.wait(0.01) and not (self._drained.is_set() and may_leave.exists()):
+            pass
+
+
 class FailingReplica(Scripted):
     """Fails as soon as it runs."""
 

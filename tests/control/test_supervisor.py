@@ -16,7 +16,7 @@ from asyncrl.config.tree import Config
 from asyncrl.control.record.recorder import Recorder, load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.roster import Roster
-from asyncrl.control.supervisor import Supervisor
+from asyncrl.control.supervisor import PULSE_S, Supervisor
 from asyncrl.errors import ConfigError
 
 
@@ -110,6 +110,21 @@ def test_scaling_up_starts_new_indices_and_scaling_down_drains_the_newest(tmp_pa
     assert supervisor.command("scale", {"replicas": 1})["draining"] == ["rollout.2", "rollout.1"]
     wait_for(lambda: {"rollout.1", "rollout.2", "receiver.1", "receiver.2"} <= set(launcher.killed))
     assert supervisor.command("scale", {"replicas": 2})["started"] == ["rollout.3"]
+    stop.set()
+    thread.join(10.0)
+    assert not thread.is_alive()
+
+
+def test_a_leavers_process_is_ended_only_after_it_has_drained(tmp_path: Path) -> None:
+    replace = {**REPLACE, "rollout": "scripted_services:SlowLeaver"}
+    supervisor, launcher = make_supervisor(tmp_path, steps=10**6, replace=replace)
+    thread, stop = start(supervisor)
+    wait_for(lambda: supervisor.status()["state"] == "running")
+    supervisor.command("scale", {"replicas": 1})
+    time.sleep(3 * PULSE_S)
+    assert launcher.killed == []
+    (tmp_path / "may-leave").touch()
+    wait_for(lambda: "rollout.1" in launcher.killed)
     stop.set()
     thread.join(10.0)
     assert not thread.is_alive()

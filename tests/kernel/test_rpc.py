@@ -1,6 +1,7 @@
 """Request and reply over real sockets."""
 
 import asyncio
+import gc
 import pickle
 import threading
 from collections.abc import Iterator
@@ -29,6 +30,9 @@ class Echo:
             return
         if request.op == "release":
             self.is_released = True
+        if request.op == "count":
+            request.reply(num_parked=len(self.parked))
+            return
         request.reply(request.frames, **request.args)
 
     def tick(self, now: float) -> None:
@@ -76,8 +80,19 @@ def test_a_bug_in_a_handler_fails_the_call_and_not_the_service(client: Client, s
 def test_a_call_without_an_answer_ends_at_its_deadline_and_the_next_one_works(client: Client) -> None:
     with pytest.raises(DeadlineExceeded):
         client.call("park", deadline_s=0.05)
-    client.call("release")
+    other = Client(client.address)
+    other.call("release")
+    while other.call("count").args["num_parked"]:
+        pass  # until the late answer is on its way
+    other.close()
     assert client.call("echo", n=3).args == {"n": 3}
+
+
+def test_a_client_that_is_never_closed_does_not_hold_up_the_collector(server: Server) -> None:
+    client = Client(server.address)
+    client.call("echo")
+    del client
+    gc.collect()
 
 
 def test_a_call_to_nobody_ends_at_its_deadline() -> None:

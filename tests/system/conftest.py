@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,15 @@ class UpRun:
         output, _ = self.process.communicate(timeout=deadline_s)
         return self.process.returncode, output
 
+    def end(self) -> None:
+        """End what is left of the run, as a test that failed leaves it."""
+        from asyncrl.control.launch.processes import end_leftovers
+
+        self.process.kill()
+        self.process.wait(10)
+        if (live := self.folder / "run.json").exists():
+            end_leftovers(json.loads(live.read_text())["run_id"])
+
     def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
         return found
@@ -98,6 +107,18 @@ def digit_sort(runs_dir: Path) -> Path:
     return make_builtin("builtin:digit_sort", runs_dir / "builtin", print)
 
 
+STARTED: list[UpRun] = []
+
+
+@pytest.fixture(autouse=True)
+def no_run_outlives_its_test() -> Iterator[None]:
+    """End what a failed test has left running: it would disturb the tests after it."""
+    yield
+    for run in STARTED:
+        if run.process.poll() is None:
+            run.end()
+
+
 @pytest.fixture(scope="session")
 def up(runs_dir: Path) -> Callable[..., UpRun]:
     """Return a function that starts `asyncrl up` with the quickstart configuration, changed."""
@@ -113,7 +134,8 @@ def up(runs_dir: Path) -> Callable[..., UpRun]:
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
             cwd=cwd,
         )
-        return UpRun(runs_dir / name, process)
+        STARTED.append(UpRun(runs_dir / name, process))
+        return STARTED[-1]
 
     return start
 

@@ -31,7 +31,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_up_again_goes_on_from_it(up: Callabl
     again = up("interrupted", "learner.steps=30", *SHORT)
     code, output = again.finish()
     assert code == 0, output
-    assert f"step {stopped_at}" in output and "residue 0" in output
+    assert f"resumed at step {stopped_at}, residue 0" in output
     assert [row["training/global_step"] for row in again.rows()] == list(range(1, 31))
     summary = again.summary()
     assert summary["ledger_residue"] == 0

@@ -87,7 +87,16 @@ def serve(role: Role, addresses: Connection) -> None:
     else:
         service = composition.build_receiver(role.context, lost_s=2.0, on_bucket=role.fault)
     addresses.send(service.status()["address"])
+    threading.Thread(target=_stop_with_test, args=(addresses, stop), daemon=True).start()
     service.run(stop)
+
+
+def _stop_with_test(test: Connection, stop: threading.Event) -> None:
+    """A test process that was killed ends nobody: its end of the pipe closing is the sign."""
+    try:
+        test.recv()
+    except (EOFError, OSError):
+        stop.set()
 
 
 @dataclass
@@ -97,6 +106,7 @@ class Child:
     process: Any
     address: str
     client: Client
+    lifeline: Connection
 
     @property
     def pid(self) -> int:
@@ -185,7 +195,7 @@ class Cluster:
         theirs.close()
         assert ours.poll(WAIT_S), f"{name} did not start"
         address = ours.recv()
-        self.children[name] = Child(process, address, Client(address))
+        self.children[name] = Child(process, address, Client(address), ours)
         return self.children[name]
 
     def handoff(self, token: int = 1, **kwargs: Any) -> Handoff:

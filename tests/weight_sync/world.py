@@ -1,0 +1,77 @@
+"""A coordination in a world that is turned by hand: no processes, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl.versions import PolicyVersion
+from weight_sync.members import Card, Member, PublisherSeat
+from weight_sync.protocol import PUBLISHER, Coordination
+from weight_sync.rounds import Order, Timing
+
+TIMING = Timing(deadline_s=10.0, offer_s=2.0, settle_s=1.0, silence_s=3.0, dead_s=30.0)
+GLOO = frozenset({"gloo"})
+
+
+class World:
+    """A coordination with a clock and with peers that answer as they are told to."""
+
+    def __init__(self, *names: str, parallelism: int = 1) -> None:
+        self.now = 100.0
+        self.coordination = Coordination(TIMING, parallelism)
+        self.sent: list[Order] = []
+        self.publisher = "p"
+        self.after_step: Callable[[], None] = lambda: None
+        self.coordination.publisher_hello(PublisherSeat("p", GLOO, "127.0.0.1", 1, self.now), None, self.now)
+        for name in names:
+            self.join(name)
+
+    def join(self, name: str, incarnation: str = "1", serving: int = 0, **kwargs: Any) -> None:
+        self.coordination.hello(Card(name, incarnation, GLOO, serving, **kwargs), self.now)
+        self.coordination.attended(name, self.now)
+
+    def publish(self, number: int) -> None:
+        self.coordination.published(PolicyVersion(number, number - 1), self.now)
+
+    def take(self) -> list[Order]:
+        orders = self.coordination.take_orders()
+        self.sent += orders
+        return orders
+
+    def obey(self, *names: str, loads: bool = True) -> None:
+        """Let `names` and the publisher do all that they are told to."""
+        while orders := self.take():
+            for order in orders:
+                if order.to == PUBLISHER and order.kind == "transfer":
+                    self.coordination.sent(order.fields["round"], 1, self.now)
+                elif order.to in names:
+                    self.obey_order(order, loads)
+
+    def obey_order(self, order: Order, loads: bool) -> None:
+        name, fields, coordination = order.to, order.fields, self.coordination
+        if order.kind == "offer":
+            coordination.accepted(name, fields["round"], self.now)
+        elif order.kind == "transfer":
+            coordination.verified(name, fields["round"], fields["number"], self.now)
+        elif order.kind == "commit" and loads:
+            coordination.loaded(name, fields["number"], True, "", self.now)
+
+    def pass_time(self, seconds: float, *alive: str) -> None:
+        """Let time pass in small steps while `alive` and the publisher keep polling."""
+        for _ in range(int(seconds / 0.25)):
+            self.now += 0.25
+            self.coordination.seen(PUBLISHER, self.publisher, self.now)
+            for name in alive:
+                self.coordination.seen(name, self.member(name).incarnation, self.now)
+            self.coordination.tick(self.now)
+            self.after_step()
+
+    def member(self, name: str) -> Member:
+        return self.coordination.members[name]
+
+    def states(self) -> dict[str, str]:
+        return {member.name: member.state.value for member in self.coordination.members.values()}
+
+    def orders(self, kind: str, to: str | None = None) -> list[Order]:
+        return [order for order in self.sent if order.kind == kind and to in (None, order.to)]
