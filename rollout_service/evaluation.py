@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from asyncrl.buffer.orders import sample_seed
+from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.errors import EngineError
 from asyncrl.experience import Trajectory
 from rollout_service.engine.protocol import Sampling

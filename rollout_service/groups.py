@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 
 from asyncrl.buffer.client import LeaseGrant
-from asyncrl.buffer.orders import sample_seed
+from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.errors import AsyncrlError
 from asyncrl.experience import Group, Trajectory
 from rollout_service.engine.protocol import Sampling

@@ -34,7 +34,7 @@ from rollout_service.engine.protocol import EngineDied
 from rollout_service.evaluation import Evaluator
 from rollout_service.groups import GroupRunner
 from rollout_service.prompts import PromptSet
-from weight_sync.staging import Staged
+from weight_sync.memory.staging import Staged
 
 log = logging.getLogger(__name__)
 

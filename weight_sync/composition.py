@@ -19,12 +19,12 @@ from weight_sync.backends.choice import GLOO, NCCL, choose_backend
 from weight_sync.backends.contract import Transport
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
 from weight_sync.coordinator import CoordinatorService
-from weight_sync.pool import SegmentPool
-from weight_sync.protocol import Coordination
+from weight_sync.memory.pool import SegmentPool
+from weight_sync.memory.shelf import Shelf
+from weight_sync.protocol.protocol import Coordination
+from weight_sync.protocol.rounds import Timing
 from weight_sync.publisher import Endpoint, PublisherService
 from weight_sync.receiver import OnBucket, ReceiverService, ignore_bucket
-from weight_sync.rounds import Timing
-from weight_sync.shelf import Shelf
 
 COORDINATOR = "weight_sync.0"
 STORE_TIMEOUT = timedelta(seconds=30)

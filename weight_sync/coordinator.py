@@ -19,10 +19,10 @@ from asyncrl.errors import WireError
 from asyncrl.rpc import Request, Server
 from asyncrl.versions import PolicyVersion
 from asyncrl.wire import field as wire_field
-from weight_sync.manifest import Manifest
-from weight_sync.members import Card, PublisherSeat
-from weight_sync.protocol import PUBLISHER, Coordination
-from weight_sync.rounds import Order
+from weight_sync.memory.manifest import Manifest
+from weight_sync.protocol.members import Card, PublisherSeat
+from weight_sync.protocol.protocol import PUBLISHER, Coordination
+from weight_sync.protocol.rounds import Order
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from asyncrl.faults import fault_point
 from asyncrl.rpc import Client
 from asyncrl.versions import PolicyVersion
 from asyncrl.wire import field
-from weight_sync.manifest import Bucket, Layout, Manifest, Planner, Probe, TensorSpec, align, plan
-from weight_sync.segments import SHM_DIR
+from weight_sync.memory.manifest import Bucket, Layout, Manifest, Planner, Probe, TensorSpec, align, plan
+from weight_sync.memory.segments import SHM_DIR
 
 CALL_DEADLINE_S = 10.0
 START_DEADLINE_S = 120.0

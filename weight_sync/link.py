@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from asyncrl.rpc import AsyncClient
 from asyncrl.wire import field
-from weight_sync.manifest import Manifest
-from weight_sync.staging import Staged
+from weight_sync.memory.manifest import Manifest
+from weight_sync.memory.staging import Staged
 
 CALL_DEADLINE_S = 10.0
 MARGIN_S = 5.0

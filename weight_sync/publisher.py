@@ -28,9 +28,9 @@ from weight_sync.backends.contract import Transport
 from weight_sync.carrier import TRANSPORT, Carrier, TransferOrder
 from weight_sync.inbox import WAKE, Inbox
 from weight_sync.liaison import Introduction, Liaison
-from weight_sync.manifest import Manifest
-from weight_sync.pool import SegmentPool, Slot
-from weight_sync.protocol import PUBLISHER
+from weight_sync.memory.manifest import Manifest
+from weight_sync.memory.pool import SegmentPool, Slot
+from weight_sync.protocol.protocol import PUBLISHER
 
 log = logging.getLogger(__name__)
 

@@ -32,9 +32,9 @@ from weight_sync.backends.contract import Transport
 from weight_sync.carrier import AfterBucket, Carrier, DigestMismatch, TransferOrder
 from weight_sync.inbox import WAKE, Inbox
 from weight_sync.liaison import Introduction, Liaison
-from weight_sync.manifest import Manifest
+from weight_sync.memory.manifest import Manifest
+from weight_sync.memory.shelf import Copy, Shelf
 from weight_sync.publisher import cut
-from weight_sync.shelf import Copy, Shelf
 
 log = logging.getLogger(__name__)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from asyncrl.buffer.journal import FileJournal, Journal, MemoryJournal
+from asyncrl.buffer.journals.journal import FileJournal, Journal, MemoryJournal
+from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.buffer.tickets import LedgerSettings
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.service import ServiceContext

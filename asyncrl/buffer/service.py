@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.buffer.census import take_census
 from asyncrl.buffer.learner_ops import LearnerOps
+from asyncrl.buffer.ledger.census import take_census
+from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.replica_ops import ReplicaOps
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.buffer.tickets import State
 from asyncrl.clock import Clock
 from asyncrl.errors import AsyncrlError, LedgerError, WireError
 from asyncrl.faults import fault_point

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from asyncrl.buffer.journal import Journal
-from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.tickets import PAYLOAD_STATES, LedgerSettings, State, Ticket
+from asyncrl.buffer.journals.journal import Journal
+from asyncrl.buffer.ledger.ledger import Ledger
+from asyncrl.buffer.ledger.tickets import PAYLOAD_STATES, LedgerSettings, State, Ticket
 from asyncrl.errors import LedgerError, WireError
 from asyncrl.experience import Group, Trajectory, decode_group
 from asyncrl.faults import fault_point

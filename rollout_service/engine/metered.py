@@ -15,7 +15,7 @@ from asyncrl.versions import PolicyVersion
 from rollout_service.engine.protocol import Completion, Engine, Sampling
 
 if TYPE_CHECKING:
-    from weight_sync.staging import Staged
+    from weight_sync.memory.staging import Staged
 
 
 class MeteredEngine:

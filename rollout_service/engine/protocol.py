@@ -19,7 +19,7 @@ from asyncrl.errors import EngineError
 from asyncrl.versions import PolicyVersion, Span
 
 if TYPE_CHECKING:
-    from weight_sync.staging import Staged
+    from weight_sync.memory.staging import Staged
 
 
 class EngineDied(EngineError):

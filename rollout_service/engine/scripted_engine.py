@@ -18,7 +18,7 @@ from asyncrl.versions import UNLOADED, PolicyVersion, Span
 from rollout_service.engine.protocol import Completion, Sampling
 
 if TYPE_CHECKING:
-    from weight_sync.staging import Staged
+    from weight_sync.memory.staging import Staged
 
 NUM_DIGITS = 10
 STOP_PROBABILITY = 0.2

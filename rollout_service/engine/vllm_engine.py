@@ -30,7 +30,7 @@ from rollout_service.engine.protocol import Completion, EngineDied, Sampling
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
-    from weight_sync.staging import Staged
+    from weight_sync.memory.staging import Staged
 
 log = logging.getLogger(__name__)
 

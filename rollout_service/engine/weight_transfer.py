@@ -26,8 +26,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from asyncrl.errors import EngineError
-from weight_sync.manifest import Manifest, check_tensors
-from weight_sync.staging import Staged, open_tensors
+from weight_sync.memory.manifest import Manifest, check_tensors
+from weight_sync.memory.staging import Staged, open_tensors
 
 Shapes = dict[str, tuple[int, ...]]
 TIED_HEAD = "lm_head.weight"

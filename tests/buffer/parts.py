@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.buffer.census import take_census
-from asyncrl.buffer.journal import FileJournal, Journal, MemoryJournal
-from asyncrl.buffer.ledger import Ledger
+from asyncrl.buffer.journals.journal import FileJournal, Journal, MemoryJournal
+from asyncrl.buffer.ledger.census import take_census
+from asyncrl.buffer.ledger.ledger import Ledger
+from asyncrl.buffer.ledger.tickets import Grant, LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.buffer.tickets import Grant, LedgerSettings
 from asyncrl.clock import SystemClock
 from asyncrl.experience import Group, Trajectory
 from asyncrl.versions import Span

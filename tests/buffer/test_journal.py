@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.census import take_census
-from asyncrl.buffer.events import Opened
-from asyncrl.buffer.journal import FileJournal
-from asyncrl.buffer.segments import SegmentFolder
+from asyncrl.buffer.journals.journal import FileJournal
+from asyncrl.buffer.journals.segments import SegmentFolder
+from asyncrl.buffer.ledger.census import take_census
+from asyncrl.buffer.ledger.events import Opened
+from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.buffer.tickets import State
 from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError, DeadlineExceeded, WireError
 from asyncrl.experience import encode_group
 from asyncrl.rpc import Client

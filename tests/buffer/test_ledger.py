@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.buffer.census import take_census
-from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.state import MAX_DROPPED_TICKETS
-from asyncrl.buffer.tickets import GIVEN_UP_LOST_LEASES, State
+from asyncrl.buffer.ledger.census import take_census
+from asyncrl.buffer.ledger.ledger import Ledger
+from asyncrl.buffer.ledger.state import MAX_DROPPED_TICKETS
+from asyncrl.buffer.ledger.tickets import GIVEN_UP_LOST_LEASES, State
 from asyncrl.errors import ConfigError, DataError, FencedError, LedgerError
 from tests.buffer.parts import GROUP_BYTES, SETTINGS, Run
 

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl.buffer.census import take_census
-from asyncrl.buffer.events import Event, pack, unpack
-from asyncrl.buffer.ledger import Ledger
-from asyncrl.buffer.tickets import OPEN_STATES, Grant, State
+from asyncrl.buffer.ledger.census import take_census
+from asyncrl.buffer.ledger.events import Event, pack, unpack
+from asyncrl.buffer.ledger.ledger import Ledger
+from asyncrl.buffer.ledger.tickets import OPEN_STATES, Grant, State
 from tests.buffer.parts import GROUP_BYTES, SETTINGS
 
 REPLICAS = ("a", "b", "c")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.buffer.lineage import VersionBook
-from asyncrl.buffer.orders import PromptOrder, permute, sample_seed, ticket_seed
+from asyncrl.buffer.ledger.lineage import VersionBook
+from asyncrl.buffer.ledger.orders import PromptOrder, permute, sample_seed, ticket_seed
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000])

@@ -15,8 +15,8 @@ import zmq
 
 from asyncrl.buffer.client import EvaluationOrder, LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import build, max_group_bytes
-from asyncrl.buffer.events import Event, Opened
-from asyncrl.buffer.journal import MemoryJournal
+from asyncrl.buffer.journals.journal import MemoryJournal
+from asyncrl.buffer.ledger.events import Event, Opened
 from asyncrl.buffer.service import BufferService, Desk
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import SystemClock

@@ -76,7 +76,11 @@ def test_a_port_in_use_is_one_message_and_code_2(folder: Path) -> None:
 
 
 def test_problems_of_the_file_and_of_what_it_names_come_all_at_once(folder: Path) -> None:
-    text = GOOD.format(folder=folder, port=0).replace("/model\n", "/nowhere\n").replace("train.jsonl", "no.jsonl")
+    text = (
+        GOOD.format(folder=folder, port=0)
+        .replace("/model\n", "/nowhere\n")
+        .replace("train.jsonl", "no.jsonl")
+    )
     done = up(folder, text)
     assert done.returncode == 2
     assert "model.path" in done.stderr and "data.train" in done.stderr

@@ -17,9 +17,9 @@ from transformers import Qwen3ForCausalLM
 from asyncrl.versions import PolicyVersion
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
 from rollout_service.tasks.digit_sort.warm_start import build_model
-from weight_sync import segments
-from weight_sync.manifest import Bucket, Manifest, TensorSpec, plan
-from weight_sync.staging import Staged
+from weight_sync.memory import segments
+from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
+from weight_sync.memory.staging import Staged
 
 BUCKET_BYTES = 1 << 20
 CALL_DEADLINE_S = 120.0

@@ -29,7 +29,7 @@ from rollout_service.rewards.registry import Reward
 from rollout_service.tasks.digit_sort.examples import draw_split
 from rollout_service.tasks.digit_sort.folder import write_prompts
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer
-from weight_sync.staging import Staged
+from weight_sync.memory.staging import Staged
 
 WAIT_S = 20.0
 GROUP_SIZE = 4

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.orders import sample_seed
+from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.errors import ServiceFailed
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.scripted_engine import scripted_logprob

@@ -53,7 +53,9 @@ def test_every_module_that_says_pure_is_held_to_it():
 
 def test_a_warning_that_points_at_our_code_is_an_error():
     with pytest.raises(DeprecationWarning):
-        warnings.warn_explicit("old", DeprecationWarning, "ledger.py", 1, module="asyncrl.buffer.ledger")
+        warnings.warn_explicit(
+            "old", DeprecationWarning, "ledger.py", 1, module="asyncrl.buffer.ledger.ledger"
+        )
 
 
 def test_a_warning_that_points_elsewhere_is_none():

@@ -16,14 +16,14 @@ from harness import Harness
 from transformers import AutoModelForCausalLM
 
 from asyncrl.buffer.client import LeaseGrant, ReplicaClient
-from asyncrl.buffer.orders import sample_seed
+from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.config.load import load_config
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.experience import Group, Trajectory
 from rollout_service.engine.protocol import Completion, Sampling
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
 from weight_sync.link import ReceiverLink
-from weight_sync.staging import Staged, open_tensors
+from weight_sync.memory.staging import Staged, open_tensors
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 NUM_STEPS = 16

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from harness import Harness
 
-from asyncrl.buffer.events import Reserved, Resumed, Trained
-from asyncrl.buffer.journal import FileJournal
+from asyncrl.buffer.journals.journal import FileJournal
+from asyncrl.buffer.ledger.events import Reserved, Resumed, Trained
 from asyncrl.config.load import load_config
 from learner.checkpoint import CheckpointStore
 

@@ -24,11 +24,12 @@ from asyncrl.config.tree import Config
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext
 from asyncrl.versions import PolicyVersion
-from weight_sync import composition, segments
+from weight_sync import composition
 from weight_sync.handoff import Handoff
-from weight_sync.manifest import Manifest
-from weight_sync.rounds import Timing
-from weight_sync.staging import Staged, open_tensors
+from weight_sync.memory import segments
+from weight_sync.memory.manifest import Manifest
+from weight_sync.memory.staging import Staged, open_tensors
+from weight_sync.protocol.rounds import Timing
 
 WAIT_S = 60.0
 TIMING = Timing(deadline_s=8.0, offer_s=3.0, settle_s=1.0, silence_s=2.0, dead_s=30.0)

@@ -24,8 +24,8 @@ from tests.weight_sync.cluster import (
 )
 from weight_sync.handoff import Handoff
 from weight_sync.link import ReceiverLink
-from weight_sync.manifest import Probe
-from weight_sync.staging import open_tensors
+from weight_sync.memory.manifest import Probe
+from weight_sync.memory.staging import open_tensors
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import torch
 from asyncrl.errors import FencedError, SyncError
 from asyncrl.versions import PolicyVersion
 from tests.weight_sync.cluster import Cluster, model, running_cluster
-from weight_sync import segments
 from weight_sync.handoff import Handoff
-from weight_sync.manifest import TensorSpec
+from weight_sync.memory import segments
+from weight_sync.memory.manifest import TensorSpec
 
 
 @pytest.fixture(scope="module")

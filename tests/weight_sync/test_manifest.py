@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import SyncError, WireError
 from asyncrl.versions import PolicyVersion
-from weight_sync.manifest import (
+from weight_sync.memory.manifest import (
     ALIGNMENT_BYTES,
     Bucket,
     Manifest,

@@ -6,8 +6,8 @@ import pytest
 
 from asyncrl.versions import PolicyVersion
 from tests.weight_sync.world import GLOO, TIMING, World
-from weight_sync.members import ALLOWED, Card, Member, MemberState, PublisherSeat
-from weight_sync.protocol import PUBLISHER, Coordination
+from weight_sync.protocol.members import ALLOWED, Card, Member, MemberState, PublisherSeat
+from weight_sync.protocol.protocol import PUBLISHER, Coordination
 
 
 def test_a_version_reaches_all_members_and_they_are_ready():

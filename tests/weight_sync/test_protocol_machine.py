@@ -8,9 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from asyncrl.versions import PolicyVersion
 from tests.weight_sync.world import GLOO, World
-from weight_sync.members import Card, MemberState, PublisherSeat
-from weight_sync.protocol import PUBLISHER
-from weight_sync.rounds import Order
+from weight_sync.protocol.members import Card, MemberState, PublisherSeat
+from weight_sync.protocol.protocol import PUBLISHER
+from weight_sync.protocol.rounds import Order
 
 NAMES = st.sampled_from(["a", "b", "c"])
 CAUSES = st.sampled_from(["transport", "digest", "aborted", "refused: full"])

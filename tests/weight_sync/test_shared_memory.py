@@ -11,11 +11,11 @@ import torch
 
 from asyncrl.errors import FencedError, SyncError
 from asyncrl.versions import PolicyVersion
-from weight_sync import segments
-from weight_sync.manifest import Bucket, Manifest, TensorSpec, plan
-from weight_sync.pool import SegmentPool
-from weight_sync.shelf import Shelf
-from weight_sync.staging import Staged, open_tensors
+from weight_sync.memory import segments
+from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
+from weight_sync.memory.pool import SegmentPool
+from weight_sync.memory.shelf import Shelf
+from weight_sync.memory.staging import Staged, open_tensors
 
 
 @pytest.fixture

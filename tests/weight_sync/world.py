@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.versions import PolicyVersion
-from weight_sync.members import Card, Member, PublisherSeat
-from weight_sync.protocol import PUBLISHER, Coordination
-from weight_sync.rounds import Order, Timing
+from weight_sync.protocol.members import Card, Member, PublisherSeat
+from weight_sync.protocol.protocol import PUBLISHER, Coordination
+from weight_sync.protocol.rounds import Order, Timing
 
 TIMING = Timing(deadline_s=10.0, offer_s=2.0, settle_s=1.0, silence_s=3.0, dead_s=30.0)
 GLOO = frozenset({"gloo"})

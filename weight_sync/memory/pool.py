@@ -14,8 +14,8 @@ import torch
 
 from asyncrl.errors import FencedError, SyncError
 from asyncrl.versions import UNLOADED
-from weight_sync import segments
-from weight_sync.manifest import Manifest
+from weight_sync.memory import segments
+from weight_sync.memory.manifest import Manifest
 
 NO_TOKEN = -1
 

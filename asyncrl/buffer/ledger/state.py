@@ -12,9 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.buffer import events as ev
-from asyncrl.buffer.lineage import VersionBook
-from asyncrl.buffer.tickets import (
+from asyncrl.buffer.ledger import events as ev
+from asyncrl.buffer.ledger.lineage import VersionBook
+from asyncrl.buffer.ledger.tickets import (
     LOST_LEASE_REASONS,
     TRAINED_STATES,
     Checkpoint,

@@ -30,11 +30,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable, Sequence
 
-from asyncrl.buffer import events as ev
-from asyncrl.buffer.evaluations import EvaluationOrders
-from asyncrl.buffer.orders import PromptOrder, ticket_seed
-from asyncrl.buffer.state import LedgerState
-from asyncrl.buffer.tickets import (
+from asyncrl.buffer.ledger import events as ev
+from asyncrl.buffer.ledger.evaluations import EvaluationOrders
+from asyncrl.buffer.ledger.orders import PromptOrder, ticket_seed
+from asyncrl.buffer.ledger.state import LedgerState
+from asyncrl.buffer.ledger.tickets import (
     GIVEN_UP_LOST_LEASES,
     PAYLOAD_STATES,
     Checkpoint,

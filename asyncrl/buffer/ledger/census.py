@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from asyncrl.buffer.state import LedgerState
-from asyncrl.buffer.tickets import OPEN_STATES, TRAINED_STATES, State
+from asyncrl.buffer.ledger.state import LedgerState
+from asyncrl.buffer.ledger.tickets import OPEN_STATES, TRAINED_STATES, State
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from asyncrl.buffer import events as ev
-from asyncrl.buffer.state import LedgerState
-from asyncrl.buffer.tickets import Evaluation
+from asyncrl.buffer.ledger import events as ev
+from asyncrl.buffer.ledger.state import LedgerState
+from asyncrl.buffer.ledger.tickets import Evaluation
 from asyncrl.errors import LedgerError
 
 

@@ -13,8 +13,8 @@ import torch
 
 from asyncrl.errors import SyncError
 from asyncrl.versions import PolicyVersion
-from weight_sync import segments
-from weight_sync.manifest import Manifest, TensorEntry
+from weight_sync.memory import segments
+from weight_sync.memory.manifest import Manifest, TensorEntry
 
 
 @dataclass(frozen=True)

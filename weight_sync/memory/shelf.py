@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from asyncrl.versions import UNLOADED
-from weight_sync import segments
-from weight_sync.manifest import Manifest
+from weight_sync.memory import segments
+from weight_sync.memory.manifest import Manifest
 
 MAX_FREE = 2
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from asyncrl.versions import UNLOADED, PolicyVersion
 from weight_sync.backends.choice import agree_on_backend
-from weight_sync.members import Card, Member, MemberState, PublisherSeat
-from weight_sync.rounds import GroupCache, Order, Part, Phase, Round, Sender, Timing
+from weight_sync.protocol.members import Card, Member, MemberState, PublisherSeat
+from weight_sync.protocol.rounds import GroupCache, Order, Part, Phase, Round, Sender, Timing
 
 PUBLISHER = "publisher"
 MAX_LOAD_FAILURES = 3

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from asyncrl.buffer.tickets import DropReason, Reissue
+from asyncrl.buffer.ledger.tickets import DropReason, Reissue
 from asyncrl.errors import WireError
 
 

@@ -18,8 +18,8 @@ from typing import Literal, Protocol
 import msgpack
 import xxhash
 
-from asyncrl.buffer.events import Event, pack, unpack
-from asyncrl.buffer.segments import SEGMENT_BYTES, SegmentFolder
+from asyncrl.buffer.journals.segments import SEGMENT_BYTES, SegmentFolder
+from asyncrl.buffer.ledger.events import Event, pack, unpack
 from asyncrl.errors import CheckpointError, ConfigError, WireError
 from asyncrl.wire import Frame
 

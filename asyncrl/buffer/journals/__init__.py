@@ -1,0 +1,1 @@
+"""Where the ledger's events and the groups' payloads are remembered."""

@@ -1,0 +1,1 @@
+"""The account of every ticket: pure, no clock, no I/O."""

@@ -1,0 +1,1 @@
+"""Rounds and members as a pure state machine: decisions, no data."""
