@@ -233,6 +233,7 @@ class BufferService:
         log.info("the buffer listens on %s", self.address)
         try:
             self._server.serve(self._desk, stop)
+            self._desk.refresh_status()
             self._state = "stopped"
         except BaseException:
             self._state = "failed"

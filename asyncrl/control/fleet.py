@@ -78,16 +78,22 @@ class Fleet:
             self._draining.remove(index)
             log.info("rollout.%d has drained and left", index)
 
-    def stop(self, deadline_s: float) -> set[str]:
-        """End every service, those that depend on others first; return who had to be killed."""
+    def stop(self, deadline_s: float) -> tuple[set[str], dict[str, dict[str, Any]]]:
+        """End every service, those that depend on others first.
+
+        Returns:
+            Who had to be killed, and each service's last status: the account after the last event.
+        """
         unstopped: set[str] = set()
+        statuses: dict[str, dict[str, Any]] = {}
         for kinds in (("rollout", "learner"), ("receiver", "publisher"), ("weight_sync", "buffer")):
             names = [name for name in self._names if name.split(".")[0] in kinds]
             unstopped |= set(names) - self._launcher.stop(names, deadline_s)
+            statuses |= self._launcher.statuses(names, COMMAND_DEADLINE_S)
             for name in names:
                 self._launcher.kill(name)
         self._names = []
-        return unstopped
+        return unstopped, statuses
 
     def _add_replica(self) -> int:
         if self._next_index >= MAX_REPLICAS:

@@ -191,7 +191,8 @@ class Supervisor:
 
     def _end(self, outcome: dict[str, Any]) -> None:
         self._state = "stopping"
-        unstopped = self._fleet.stop(SERVICE_STOP_S)
+        unstopped, last = self._fleet.stop(SERVICE_STOP_S)
+        self._statuses |= {name: status for name, status in last.items() if status["state"] == "ended"}
         if unstopped:
             log.warning("killed after %g s: %s", SERVICE_STOP_S, ", ".join(sorted(unstopped)))
         self._recorder.close()

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.events import Event, pack, unpack
@@ -237,3 +245,18 @@ LedgerMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 test_the_ledger_keeps_its_promises = LedgerMachine.TestCase
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_ledger_keeps_its_promises_over_a_hundred_thousand_transitions() -> None:
+    run_state_machine_as_test(
+        LedgerMachine,
+        settings=settings(
+            max_examples=1500,
+            stateful_step_count=100,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -66,7 +66,13 @@ class ScriptedLearner(Scripted):
 
 
 class ScriptedBuffer(Scripted):
-    """Shows one finished evaluation and a clean ledger."""
+    """Shows one finished evaluation and a clean ledger; the last ticket is trained as it stops."""
+
+    def run(self, stop: threading.Event) -> None:
+        super().run(stop)
+        self.trained = 6
+
+    trained = 5
 
     def status(self) -> dict[str, Any]:
         metrics = {
@@ -78,7 +84,7 @@ class ScriptedBuffer(Scripted):
             "num_failed": 0.0,
         }
         evaluation = {"id": 1, "step": 0, "version": 1, "metrics": metrics}
-        ledger = {"residue": 0, "issued": 5, "trained": 5, "dropped": {}}
+        ledger = {"residue": 0, "issued": 5, "trained": self.trained, "dropped": {}}
         return {"state": "serving", "evaluations": [evaluation], **ledger}
 
 

@@ -24,6 +24,7 @@ RUN_ID = f"test{os.getpid()}"
 @pytest.fixture(scope="module")
 def ray_started() -> Iterator[None]:
     before = os.environ.get("PYTHONPATH")
+    os.environ["RAY_ADDRESS"] = "127.0.0.1:1"  # a cluster that we were not asked to join
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     ray_launcher.start_local(num_cpus=2, num_gpus=0)
     yield

@@ -39,6 +39,23 @@ def test_ctrl_c_stops_with_a_checkpoint_and_up_again_goes_on_from_it(up: Callabl
     assert leftovers(run.folder) == []
 
 
+def test_ctrl_c_while_the_run_starts_leaves_nothing(up: Callable[..., UpRun]) -> None:
+    run = up("nipped", *SHORT)
+    wait_until_exists(run.folder / "logs" / "head.0.log")
+    time.sleep(1.0)
+    run.interrupt()
+    code, output = run.finish()
+    assert code == 130, output
+    assert leftovers(run.folder) == []
+
+
+def wait_until_exists(path: Path) -> None:
+    end = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} never came"
+        time.sleep(0.05)
+
+
 def test_replicas_join_and_leave_while_training_goes_on(up: Callable[..., UpRun]) -> None:
     run = up("scaled", "learner.steps=2000", "rollout.replicas=1", *SHORT)
     run.wait_for(lambda status: status["step"] >= 3)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from asyncrl.versions import PolicyVersion
 from tests.weight_sync.world import GLOO, World
@@ -173,3 +180,18 @@ ProtocolMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestProtocolMachine = ProtocolMachine.TestCase
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_protocol_keeps_its_promises_over_many_rounds() -> None:
+    run_state_machine_as_test(
+        ProtocolMachine,
+        settings=settings(
+            max_examples=1000,
+            stateful_step_count=60,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
