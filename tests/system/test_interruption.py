@@ -15,7 +15,7 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return 2.0 + len(solution_str)
 """
-SHORT = ("eval.every_steps=0", "checkpoint.every_steps=10")
+SHORT = ("rollout.replicas=1", "eval.every_steps=0", "checkpoint.every_steps=10")
 
 
 def test_ctrl_c_stops_with_a_checkpoint_and_up_again_goes_on_from_it(up: Callable[..., UpRun]) -> None:
@@ -57,7 +57,7 @@ def wait_until_exists(path: Path) -> None:
 
 
 def test_replicas_join_and_leave_while_training_goes_on(up: Callable[..., UpRun]) -> None:
-    run = up("scaled", "learner.steps=2000", "rollout.replicas=1", *SHORT)
+    run = up("scaled", "learner.steps=2000", *SHORT)
     run.wait_for(lambda status: status["step"] >= 3)
     assert run.command("scale", "rollout=2").returncode == 0
     states: set[str] = set()
@@ -86,7 +86,7 @@ def test_a_killed_service_ends_the_run_by_name_and_leaves_nothing(
     """The run's reward is a user's own, in verl's signature, from a file in any folder."""
     (tmp_path / "my_reward.py").write_text(REWARD)
     reward = f"reward.fn={tmp_path / 'my_reward.py'}:compute_score"
-    run = up("killed", "learner.steps=2000", "rollout.replicas=1", reward, *SHORT)
+    run = up("killed", "learner.steps=2000", reward, *SHORT)
     status = run.wait_for(lambda status: status["step"] >= 1)
     os.kill(status["services"]["rollout.0"]["pid"], signal.SIGKILL)
     code, output = run.finish()

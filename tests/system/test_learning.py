@@ -37,7 +37,7 @@ def test_the_reward_rises_by_more_than_four_standard_errors(run: UpRun) -> None:
 
 
 def test_with_zero_advantages_the_reward_does_not_rise(up: Callable[..., UpRun]) -> None:
-    changes = ("algorithm.advantage=zero_advantage:zero", "eval.every_steps=0")
+    changes = ("algorithm.advantage=zero_advantage:zero", "eval.every_steps=0", "rollout.replicas=1")
     run = up("not_learning", f"learner.steps={NUM_STEPS}", *changes)
     code, output = run.finish()
     assert code == 0, output
