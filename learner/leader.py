@@ -42,6 +42,7 @@ class Leader:
         self.step = 0
         self.wait_s = 0.0
         self.stale_tickets: list[int] = []
+        self.last_evaluation = 0
         self._published_step = -1
         self._checkpointed_step = 0
         self._token = 0
@@ -100,7 +101,7 @@ class Leader:
         fault_point("learner.published", self.step)
         every = self._config.eval.every_steps
         if every and (self.step % every == 0 or self.step == self._config.learner.steps):
-            self._client.request_evaluation(self.step)
+            self.last_evaluation = self._client.request_evaluation(self.step)
 
     def _publish_last(self) -> Iterator[Publish]:
         """The last weights must go out: the final evaluation and the next start count on them."""

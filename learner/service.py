@@ -65,7 +65,12 @@ class LearnerService:
         self._backend.close()
 
     def status(self) -> dict[str, Any]:
-        return {"state": self._state, "step": self._step, "resumed_step": self._resumed_step}
+        return {
+            "state": self._state,
+            "step": self._step,
+            "resumed_step": self._resumed_step,
+            "last_evaluation": self._leader.last_evaluation if self._leader else 0,
+        }
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """`rows {after}`: the metric rows from index `after` on."""

@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl.control.fleet import Fleet
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.record import metering
-from asyncrl.control.record.recorder import Recorder
+from asyncrl.control.record.recorder import Recorder, load_rows
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.record.summary import write_summary
 from asyncrl.control.roster import MAX_REPLICAS, Roster
@@ -50,7 +50,7 @@ class Supervisor:
         self._row: dict[str, Any] = {}
         self._accuracy: float | None = None
         self._num_rows = 0
-        self._seen_evaluations: set[int] = set()
+        self._seen_evaluations = metering.evaluation_ids(load_rows(self._run_dir.metrics))
         self._state = "starting"
         self._error = ""
 
@@ -182,7 +182,7 @@ class Supervisor:
         end = time.monotonic() + EVALUATION_WAIT_S
         while time.monotonic() < end:
             self._observe()
-            if not self._statuses.get("buffer.0", {}).get("evaluations_pending"):
+            if self._statuses["learner.0"].get("last_evaluation", 0) in {0, *self._seen_evaluations}:
                 return
             time.sleep(PULSE_S)
         log.warning("an evaluation was still open after %g s", EVALUATION_WAIT_S)

@@ -58,7 +58,7 @@ class ScriptedLearner(Scripted):
             self.rows.append({"training/global_step": len(self.rows) + 1, **ROW})
 
     def status(self) -> dict[str, Any]:
-        return {"state": "training", "step": len(self.rows)}
+        return {"state": "training", "step": len(self.rows), "last_evaluation": 1}
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         assert name == "rows"
@@ -86,6 +86,19 @@ class ScriptedBuffer(Scripted):
         evaluation = {"id": 1, "step": 0, "version": 1, "metrics": metrics}
         ledger = {"residue": 0, "issued": 5, "trained": self.trained, "dropped": {}}
         return {"state": "serving", "evaluations": [evaluation], **ledger}
+
+
+class LateEvaluation(ScriptedBuffer):
+    """Its evaluation is done only when the training has been for a while."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        super().__init__(context)
+        self._num_asked = 0
+
+    def status(self) -> dict[str, Any]:
+        self._num_asked += 1
+        status = super().status()
+        return status if self._num_asked > 4 else {**status, "evaluations": []}
 
 
 class SlowLeaver(Scripted):

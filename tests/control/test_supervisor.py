@@ -76,6 +76,24 @@ def test_a_run_ends_finished_when_the_learner_has_done_its_steps(tmp_path: Path)
     )
 
 
+def test_a_run_ends_only_after_its_last_evaluation(tmp_path: Path) -> None:
+    replace = {**REPLACE, "buffer": "scripted_services:LateEvaluation"}
+    supervisor, _ = make_supervisor(tmp_path, replace=replace)
+    supervisor.run(threading.Event())
+    summary = read_json(RunDir(tmp_path).summary)
+    assert summary is not None and summary["accuracy_end"] == 0.25
+
+
+def test_an_evaluation_that_is_on_record_is_not_recorded_again(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"training/global_step": 0, "val/id": 1, "val-core/held_out/acc/mean@1": 0.125}) + "\n"
+    )
+    supervisor, _ = make_supervisor(tmp_path)
+    supervisor.run(threading.Event())
+    summary = read_json(RunDir(tmp_path).summary)
+    assert summary is not None and summary["accuracy_start"] == 0.125
+
+
 def test_a_service_that_fails_ends_the_run_with_its_own_error_and_log(tmp_path: Path) -> None:
     supervisor, launcher = make_supervisor(
         tmp_path, steps=10**6, replace={**REPLACE, "rollout": "scripted_services:FailingReplica"}

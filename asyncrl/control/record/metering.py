@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 LEDGER_KEYS = (
@@ -55,6 +56,7 @@ def rollout_totals(replicas: dict[str, dict[str, Any]]) -> dict[str, float]:
     }
 
 
+EVALUATION_ID = "val/id"
 ACCURACY = "val-core/held_out/acc/mean@1"
 
 
@@ -63,6 +65,7 @@ def evaluation_row(evaluation: dict[str, Any]) -> dict[str, Any]:
     metrics = evaluation["metrics"]
     return {
         "training/global_step": evaluation["step"],
+        EVALUATION_ID: evaluation["id"],
         "val/version": evaluation["version"],
         ACCURACY: metrics["accuracy"],
         "val-core/held_out/reward/mean@1": metrics["reward_mean"],
@@ -71,6 +74,11 @@ def evaluation_row(evaluation: dict[str, Any]) -> dict[str, Any]:
         "val-aux/num_prompts": metrics["num_prompts"],
         "val-aux/num_failed": metrics["num_failed"],
     }
+
+
+def evaluation_ids(rows: Iterable[dict[str, Any]]) -> set[int]:
+    """Return the ids of the evaluations that are recorded in `rows`."""
+    return {int(row[EVALUATION_ID]) for row in rows if EVALUATION_ID in row}
 
 
 def accuracy(row: dict[str, Any]) -> float | None:

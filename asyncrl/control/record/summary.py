@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.tree import Config
-from asyncrl.control.record.metering import accuracy, rollout_totals
+from asyncrl.control.record.metering import accuracy
 from asyncrl.control.record.recorder import Row, evaluation_rows, load_rows, training_rows
 from asyncrl.control.record.rundir import RunDir, write_json
 
@@ -32,8 +32,6 @@ def summarise(rows: list[Row], config: Config, statuses: dict[str, dict[str, Any
     steps = training_rows(rows)
     accuracies = [found for row in evaluation_rows(rows) if (found := accuracy(row)) is not None]
     last = accuracies[-LAST_EVALUATIONS:]
-    replicas = {name: status for name, status in statuses.items() if name.startswith("rollout.")}
-    totals = rollout_totals(replicas)
     start_s, steps_after_start = (steps[0]["timing_s/step"], steps[1:]) if steps else (None, [])
     trained_tokens = sum(row["staleness/trained_tokens"] for row in steps)
     masked_tokens = sum(row["staleness/masked_tokens"] for row in steps)
@@ -56,7 +54,7 @@ def summarise(rows: list[Row], config: Config, statuses: dict[str, dict[str, Any
         "ledger": {key: statuses.get("buffer.0", {}).get(key) for key in ("issued", "trained", "dropped")},
         "learner_tokens_per_s": _ratio(num_learner_tokens, train_s),
         "learner_idle_share": _ratio(waited_s, train_s),
-        "rollout_tokens_per_s": _ratio(totals["tokens"], train_s),
+        "rollout_tokens_per_s": _weighted(steps_after_start, "perf/rollout_tokens_per_s", "timing_s/step"),
         "rollout_idle_share": _weighted(steps_after_start, "perf/rollout_idle_share", "timing_s/step"),
     }
 
