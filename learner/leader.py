@@ -109,6 +109,8 @@ class Leader:
         while self._published_step != self.step and time.monotonic() < end:
             yield from self._publish()
             time.sleep(UNPUBLISHED_WAIT_S)
+        if self._published_step != self.step:
+            log.warning("the weights of step %d found no free buffer in %g s", self.step, LAST_PUBLISH_S)
 
     def _next_batch(self) -> Train | Wait:
         is_published = self._published_step == self.step

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.errors import EngineError
 from asyncrl.experience import Trajectory
-from rollout_service.engine.protocol import Sampling
+from rollout_service.engine.protocol import EngineDied, Sampling
 from rollout_service.episode import Environment
 from rollout_service.prompts import TokenizedPrompt
 from rollout_service.rewards.registry import RewardError
@@ -58,5 +58,7 @@ class Evaluator:
         sampling = Sampling(settings.temperature, settings.max_tokens, seed)
         try:
             return await self._environment.run(prompt, sampling, f"evaluation.{evaluation}.{prompt.index}")
+        except EngineDied:
+            raise
         except (EngineError, RewardError):
             return None  # counted as `num_failed`

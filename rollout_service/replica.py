@@ -291,11 +291,12 @@ class Replica:
                 number = parts.engine.serving.number
                 await self._repeat(lambda: parts.buffer.evaluated(order, number, metrics))
                 self._counters["evaluations"] += 1
-                await parts.weights.unpin()
             except EngineDied:
                 raise  # the replica cannot go on
             except AsyncrlError as error:
+                parts.buffer.forget_evaluation()  # the order will be handed out again
                 await self._note("evaluation_errors", error)
+            await self._repeat(parts.weights.unpin)  # pinned for ever it would fall behind without a word
             self._move(State.READY)
 
     async def _repeat(self, call: Callable[[], Awaitable[T]]) -> T:

@@ -186,6 +186,10 @@ class ReplicaClient:
         if self._evaluating == order.id:
             self._evaluating = None
 
+    def forget_evaluation(self) -> None:
+        """Give up the evaluation order that is held; a later `lease` may get it again."""
+        self._evaluating = None
+
     async def status(self) -> dict[str, Any]:
         """Return the buffer's census, counters and evaluations."""
         return await self._call("status")

@@ -11,7 +11,7 @@ from asyncrl.errors import DeadlineExceeded
 if TYPE_CHECKING:
     from asyncrl.control.api.client import RunClient
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 POLL_S = 0.2
 
 
@@ -19,7 +19,7 @@ def down(client: RunClient, clock: Clock | None = None) -> None:
     """Return when the run has ended.
 
     Raises:
-        DeadlineExceeded: It has not, in 90 s.
+        DeadlineExceeded: It has not, in 240 s.
     """
     from asyncrl.control.api.client import NotRunning
     from asyncrl.control.launch.processes import is_alive

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from asyncrl.control.launch.run import RunHandle
     from asyncrl.control.record.rundir import RunDir
 
-STOP_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 240.0
 
 
 def up(config: str, overrides: Sequence[str]) -> int:

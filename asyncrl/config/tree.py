@@ -219,6 +219,14 @@ def find_conflicts(config: Config) -> list[Conflict]:
                 f"learner.minibatches ({learner.minibatches})",
             )
         )
+    if learner.groups_per_step // learner.minibatches < learner.dp:
+        conflicts.append(
+            Conflict(
+                ("learner.dp", "learner.minibatches", "learner.groups_per_step"),
+                f"a minibatch of {learner.groups_per_step // learner.minibatches} groups cannot be shared by "
+                f"learner.dp ({learner.dp}) ranks",
+            )
+        )
     if config.eval.every_steps and config.data.eval is None:
         conflicts.append(
             Conflict(

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.roster import MAX_REPLICAS, Roster
-from asyncrl.errors import ConfigError, ServiceFailed
+from asyncrl.errors import ConfigError, DeadlineExceeded, ServiceFailed
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,16 @@ class Fleet:
     def learners(self) -> list[str]:
         return [name for name in self._names if name.startswith("learner.")]
 
+    @property
+    def num_draining(self) -> int:
+        """Leavers whose processes are still up."""
+        return len(self._draining)
+
+    @property
+    def first_replica(self) -> str:
+        """The name of a replica, for a message about all of them."""
+        return next((name for name in self._names if name.startswith("rollout.")), "rollout.0")
+
     def start(self) -> None:
         """Start the core services and the configured number of replicas, side by side."""
         for _ in range(self._roster.config.rollout.replicas):
@@ -60,7 +70,7 @@ class Fleet:
         try:
             self._launcher.command(f"rollout.{index}", "drain", {}, COMMAND_DEADLINE_S)
             self._draining.append(index)
-        except ServiceFailed:  # it is still starting and holds nothing
+        except (ServiceFailed, DeadlineExceeded):  # it is still starting and holds nothing
             self._dismiss(index)
 
     def _dismiss(self, index: int) -> None:

@@ -62,6 +62,14 @@ def check(config: Config) -> Plan:
     )
 
 
+def check_replicas(config: Config, replicas: int) -> None:
+    """Raise ConfigError if this machine has no room for so many rollout replicas."""
+    rollout = config.rollout.model_copy(update={"replicas": replicas})
+    problems = list(_check_machine(config.model_copy(update={"rollout": rollout})))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def _check_model(config: Config) -> Iterator[str]:
     path = config.model.path
     if is_builtin(path) or is_hub_id(path):
@@ -70,7 +78,11 @@ def _check_model(config: Config) -> Iterator[str]:
     if not config_file.exists():
         yield f"model.path: '{path}' holds no Hugging Face model (no config.json); name a folder or a hub id"
         return
-    found = json.loads(config_file.read_text()).get("model_type")
+    try:
+        found = dict(json.loads(config_file.read_text())).get("model_type")
+    except (OSError, ValueError, TypeError) as error:
+        yield f"model.path: '{config_file}' cannot be read: {error}"
+        return
     if found not in ARCHITECTURES:
         yield f"model.path: '{path}' is a '{found}' model; supported are {', '.join(ARCHITECTURES)}"
 
@@ -131,7 +143,7 @@ def _gpus(config: Config) -> int:
 
 
 def _check_machine(config: Config) -> Iterator[str]:
-    num_cpus, num_gpus = os.cpu_count() or 1, _count_gpus()
+    num_cpus, num_gpus = os.cpu_count() or 1, count_gpus()
     if _cpus(config) > num_cpus:
         yield (
             f"learner.cpus and rollout.cpus ask for {_cpus(config):g} CPUs, this machine has {num_cpus}; "
@@ -144,7 +156,8 @@ def _check_machine(config: Config) -> Iterator[str]:
         )
 
 
-def _count_gpus() -> int:
+def count_gpus() -> int:
+    """Return the NVIDIA GPUs of this machine."""
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 

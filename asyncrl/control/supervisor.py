@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Any
 
+from asyncrl.control import plan
 from asyncrl.control.fleet import Fleet
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.record import metering
@@ -29,6 +30,7 @@ PULSE_S = 0.25
 STATUS_DEADLINE_S = 5.0
 SILENCE_LIMIT_S = 60.0
 EVALUATION_WAIT_S = 120.0
+FAILED_BATCHES_LIMIT = 2
 LEARNER_STOP_S = 120.0
 SERVICE_STOP_S = 20.0
 
@@ -116,6 +118,7 @@ class Supervisor:
         if self._state != "running":
             raise ConfigError(f"the run is {self._state}; only a running one can be scaled")
         with self._lock:
+            plan.check_replicas(self._roster.config, replicas + self._fleet.num_draining)
             return self._fleet.scale(replicas)
 
     # --- the watch loop -------------------------------------------------------------------
@@ -124,7 +127,7 @@ class Supervisor:
         while not (self._is_stop_asked.is_set() or stop.is_set()):
             self._observe()
             if self._is_learner_done():
-                self._await_evaluations()
+                self._await_evaluations(stop)
                 return
             stop.wait(PULSE_S)
         self._state = "stopping"
@@ -144,7 +147,9 @@ class Supervisor:
 
     def _check_health(self) -> None:
         now = time.monotonic()
-        for name, status in self._statuses.items():
+        # A process that is gone made others fail: it is the one to name.
+        by_cause = sorted(self._statuses.items(), key=lambda item: item[1].get("state") != "gone")
+        for name, status in by_cause:
             state = status.get("state")
             if state != "silent":
                 self._silent_since.pop(name, None)
@@ -152,6 +157,14 @@ class Supervisor:
                 raise ServiceFailed(f"{name} gave no sign of life for {SILENCE_LIMIT_S:g} s")
             if state in ("failed", "gone"):
                 raise ServiceFailed(f"{name} {state}: {status.get('error', '')}")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """A run whose first groups all fail would never take a step."""
+        buffer = self._statuses.get("buffer.0", {})
+        limit = FAILED_BATCHES_LIMIT * self._roster.config.learner.groups_per_step
+        if not buffer.get("trained") and buffer.get("dropped", {}).get("poison", 0) >= limit:
+            raise ServiceFailed(f"{self._fleet.first_replica} gave up the first {limit} prompts; see its log")
 
     def _is_learner_done(self) -> bool:
         return all(self._statuses[name].get("state") == "ended" for name in self._fleet.learners)
@@ -163,6 +176,8 @@ class Supervisor:
             found = self._launcher.command("learner.0", "rows", {"after": self._num_rows}, STATUS_DEADLINE_S)
         except DeadlineExceeded:
             return  # the next pulse asks again
+        if not found["rows"]:
+            return
         self._num_rows += len(found["rows"])
         rates = self._meter.update(time.monotonic(), self._statuses)
         for row in found["rows"]:
@@ -178,11 +193,13 @@ class Supervisor:
             self._accuracy = metering.accuracy(row)
             self._recorder.record(row)
 
-    def _await_evaluations(self) -> None:
+    def _await_evaluations(self, stop: threading.Event) -> None:
         end = time.monotonic() + EVALUATION_WAIT_S
-        while time.monotonic() < end:
+        while time.monotonic() < end and not (self._is_stop_asked.is_set() or stop.is_set()):
             self._observe()
-            if self._statuses["learner.0"].get("last_evaluation", 0) in {0, *self._seen_evaluations}:
+            last = self._statuses["learner.0"].get("last_evaluation")
+            is_pending = self._statuses.get("buffer.0", {}).get("evaluations_pending", 0)
+            if last is not None and last in {0, *self._seen_evaluations} and not is_pending:
                 return
             time.sleep(PULSE_S)
         log.warning("an evaluation was still open after %g s", EVALUATION_WAIT_S)
@@ -191,7 +208,8 @@ class Supervisor:
 
     def _end(self, outcome: dict[str, Any]) -> None:
         self._state = "stopping"
-        unstopped, last = self._fleet.stop(SERVICE_STOP_S)
+        with self._lock:
+            unstopped, last = self._fleet.stop(SERVICE_STOP_S)
         self._statuses |= {name: status for name, status in last.items() if status["state"] == "ended"}
         if unstopped:
             log.warning("killed after %g s: %s", SERVICE_STOP_S, ", ".join(sorted(unstopped)))

@@ -101,6 +101,23 @@ class LateEvaluation(ScriptedBuffer):
         return status if self._num_asked > 4 else {**status, "evaluations": []}
 
 
+class PoisonedBuffer(ScriptedBuffer):
+    """Nothing was ever trained, and many prompts were given up."""
+
+    def status(self) -> dict[str, Any]:
+        return {**super().status(), "trained": 0, "dropped": {"poison": 32}}
+
+
+class WaitingLearner(Scripted):
+    """Never gets a batch."""
+
+    def status(self) -> dict[str, Any]:
+        return {"state": "training", "step": 0, "last_evaluation": 0}
+
+    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        return {"rows": []}
+
+
 class SlowLeaver(Scripted):
     """Drains only when its file `may-leave` is there."""
 

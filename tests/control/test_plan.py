@@ -56,6 +56,13 @@ def test_a_model_of_an_unsupported_architecture_is_named(good: dict[str, Any]) -
     assert "'mixtral'" in line and "qwen2, qwen3, llama" in line
 
 
+@pytest.mark.parametrize("content", ["{not json", "[1, 2]"])
+def test_a_damaged_model_folder_is_told_and_is_no_traceback(good: dict[str, Any], content: str) -> None:
+    Path(good["model"]["path"], "config.json").write_text(content)
+    (line,) = problems_of(good)
+    assert line.startswith("model.path") and "cannot be read" in line
+
+
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [

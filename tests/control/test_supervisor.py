@@ -149,6 +149,34 @@ def test_a_leavers_process_is_ended_only_after_it_has_drained(tmp_path: Path) ->
     assert not thread.is_alive()
 
 
+def test_more_replicas_than_the_machine_has_room_for_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, _ = make_supervisor(tmp_path, steps=10**6)
+    thread, stop = start(supervisor)
+    wait_for(lambda: supervisor.status()["state"] == "running")
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"ask for 3\.5 CPUs, this machine has 2"):
+        supervisor.command("scale", {"replicas": 10})
+    assert supervisor.status()["state"] == "running"
+    stop.set()
+    thread.join(10.0)
+    assert not thread.is_alive()
+
+
+def test_a_run_whose_first_groups_all_fail_ends_with_a_reason(tmp_path: Path) -> None:
+    replace = {
+        **REPLACE,
+        "buffer": "scripted_services:PoisonedBuffer",
+        "learner": "scripted_services:WaitingLearner",
+    }
+    supervisor, _ = make_supervisor(tmp_path, replace=replace)
+    supervisor.run(threading.Event())
+    outcome = read_json(RunDir(tmp_path).outcome)
+    assert outcome is not None and outcome["state"] == "failed"
+    assert "gave up the first 32 prompts" in outcome["error"] and outcome["service"] == "rollout.0"
+
+
 @pytest.mark.parametrize("replicas", [-1, 65, 1.5, True, "two", None])
 def test_a_number_of_replicas_that_makes_no_sense_is_refused(tmp_path: Path, replicas: object) -> None:
     supervisor, _ = make_supervisor(tmp_path)

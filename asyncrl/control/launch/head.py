@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import load_config
+from asyncrl.control import plan
 from asyncrl.control.launch import ray_launcher
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import ServiceSpec
@@ -50,9 +51,7 @@ def main() -> int:
 
 def _run(run_dir: RunDir, live: dict[str, Any], socket_dir: Path) -> None:
     config = load_config(run_dir.resolved)
-    learner, rollout = config.learner, config.rollout
-    num_gpus = rollout.gpus * rollout.replicas + learner.gpus * learner.tp * learner.dp
-    ray_launcher.start_local(num_cpus=max(os.cpu_count() or 1, 1), num_gpus=num_gpus)
+    ray_launcher.start_local(num_cpus=os.cpu_count() or 1, num_gpus=plan.count_gpus())
     context = ServiceContext(
         config=config,
         name=SUPERVISOR,

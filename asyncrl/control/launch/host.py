@@ -72,7 +72,9 @@ class ServiceHost:
             self._service.run(self._stop)
             self._is_done = True
             log.info("%s ended", self._context.name)
-        except Exception as error:  # process boundary: the supervisor reads what went wrong
+        except (
+            BaseException
+        ) as error:  # process boundary, SystemExit too: the supervisor reads what went wrong
             log.error("%s failed\n%s", self._context.name, traceback.format_exc())
             self._error = f"{type(error).__name__}: {error}"
         finally:

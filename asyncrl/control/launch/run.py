@@ -104,6 +104,8 @@ def start(config: Config, say: Callable[[str], None] = lambda sentence: None) ->
     _refuse_other_lineage(folder, config)
     folder.logs.mkdir(parents=True, exist_ok=True)
     folder.outcome.unlink(missing_ok=True)
+    if config.buffer.journal == "none":  # nothing to go on from: a new history
+        folder.metrics.unlink(missing_ok=True)
     folder.resolved.write_text(dump_resolved(config))
     run_id = uuid.uuid4().hex[:8]
     sockets = Path(tempfile.gettempdir()) / f"asyncrl-{run_id}"

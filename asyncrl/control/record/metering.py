@@ -22,7 +22,7 @@ WINDOW_S = 2.0
 
 
 class Meter:
-    """Turns counters into rates over the last `WINDOW_S` seconds."""
+    """Turns counters into rates over the last `WINDOW_S` seconds, or since the row before if longer."""
 
     def __init__(self) -> None:
         self._past: list[tuple[float, dict[str, float]]] = []
@@ -32,7 +32,7 @@ class Meter:
         replicas = {name: status for name, status in statuses.items() if name.startswith("rollout.")}
         totals = rollout_totals(replicas)
         self._past.append((now, totals))
-        while len(self._past) > 2 and now - self._past[0][0] > WINDOW_S:
+        while len(self._past) > 2 and now - self._past[1][0] > WINDOW_S:
             self._past.pop(0)
         then, before = self._past[0]
         gain = {key: max(0.0, totals[key] - before[key]) for key in totals}
