@@ -11,6 +11,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.service import ServiceContext
+from rollout_service.engine.core_nursery import open_nursery
 from rollout_service.engine.environment import prepare_environment
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.protocol import Engine
@@ -41,7 +42,10 @@ def build(context: ServiceContext) -> Replica:
         ConfigError: Something that the configuration names does not exist.
     """
     config = context.config
-    prepare_environment(has_gpu=config.rollout.gpus > 0)
+    if config.rollout.engine == "vllm":
+        prepare_environment(has_gpu=config.rollout.gpus > 0)
+        if not config.rollout.gpus:
+            open_nursery()  # as early as can be: it takes as long as all the rest of the start
     reward = load_reward(config.reward.fn)
     parse_lengths(config.rollout.response_tokens)
     if max(config.rollout.temperature, config.eval.temperature) > MAX_TEMPERATURE:

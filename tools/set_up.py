@@ -66,7 +66,9 @@ def set_up(name: str) -> None:
     )
     environment = uv_environment(read_pip_settings(PYTHON), os.environ)
     uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "--no-deps"]
-    install_list([*uv, "--requirement", f"requirements/{name}.txt"], environment)
+    # Compiled once here: where PYTHONDONTWRITEBYTECODE is set, every process would compile what it imports,
+    # and the import of vLLM takes 15 s instead of 7.5.
+    install_list([*uv, "--compile-bytecode", "--requirement", f"requirements/{name}.txt"], environment)
     run([*uv, "--no-build-isolation", "--editable", "."], environment)
     check_installed(name)
     for other in LISTS:

@@ -1,4 +1,4 @@
-"""The composition root: makes the three services from a run's context."""
+"""The composition root of the two services that hold data: publisher and receiver."""
 
 from __future__ import annotations
 
@@ -15,31 +15,17 @@ from torch.distributed import TCPStore
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.service import ServiceContext
 from weight_sync.backends import nccl
-from weight_sync.backends.choice import GLOO, NCCL, choose_backend
+from weight_sync.backends.choice import GLOO, NCCL
 from weight_sync.backends.contract import Transport
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
-from weight_sync.coordinator import CoordinatorService
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.shelf import Shelf
-from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
 from weight_sync.publisher import Endpoint, PublisherService
 from weight_sync.receiver import OnBucket, ReceiverService, ignore_bucket
 
 COORDINATOR = "weight_sync.0"
 STORE_TIMEOUT = timedelta(seconds=30)
-
-
-def build_coordinator(context: ServiceContext, timing: Timing | None = None) -> CoordinatorService:
-    """Return the coordinator; it starts before the others, which find it as `weight_sync.0`."""
-    section = context.config.weight_sync
-    coordination = Coordination(
-        timing or Timing.of(section.deadline_s),
-        parallelism=section.parallelism,
-        backend=choose_backend(context.config),
-        first_id=time.time_ns() // 1_000_000,  # rises over those of a coordinator before this one
-    )
-    return CoordinatorService(coordination, SystemClock(), context.bind)
 
 
 def build_publisher(context: ServiceContext, num_segments: int = 3) -> PublisherService:

@@ -12,7 +12,7 @@ from asyncrl.service import ServiceContext
 
 FACTORIES = {
     "buffer": "asyncrl.buffer.composition:build",
-    "weight_sync": "weight_sync.composition:build_coordinator",
+    "weight_sync": "weight_sync.control_composition:build_coordinator",
     "publisher": "weight_sync.composition:build_publisher",
     "receiver": "weight_sync.composition:build_receiver",
     "learner": "learner.composition:build",

@@ -7,7 +7,6 @@ import os
 EVERYWHERE = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
 }
 ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

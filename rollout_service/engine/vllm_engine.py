@@ -12,6 +12,7 @@ log-probs, final outputs only and no detokenizing are what keeps it there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib.metadata
 import logging
@@ -23,6 +24,7 @@ import numpy as np
 
 from asyncrl.errors import EngineError
 from asyncrl.versions import UNLOADED, PolicyVersion, Span
+from rollout_service.engine import core_nursery
 from rollout_service.engine.environment import prepare_environment
 from rollout_service.engine.plugin import BACKEND
 from rollout_service.engine.protocol import Completion, EngineDied, Sampling
@@ -102,6 +104,8 @@ class VllmEngine:
         """
         prepare_environment(has_gpu=self._settings.num_gpus > 0)
         _check_plugin()
+        if not self._settings.num_gpus:
+            core_nursery.open_nursery()
         before = set(_children())
         self._llm = _start_async_llm(self._settings)
         self._child_pids = sorted(set(_children()) - before)
@@ -197,8 +201,10 @@ def _start_async_llm(settings: VllmSettings) -> Any:
         missing.append("CompletionOutput.weight_versions")
     if missing:
         raise EngineError(f"this vllm has no {', '.join(missing)}", hint="Install vllm 0.32")
+    start_core = contextlib.nullcontext() if settings.num_gpus else core_nursery.forked_cores()
     try:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(settings)))
+        with start_core:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(settings)))
     except (ValueError, RuntimeError, OSError) as error:
         raise EngineError(f"vLLM cannot start with {settings.model}: {_describe(error)}") from error
 

@@ -1,4 +1,6 @@
+import importlib.util
 import subprocess
+from pathlib import Path
 
 import pytest
 import set_up
@@ -64,3 +66,9 @@ def test_make_without_python_says_what_is_missing(tmp_path):
     )
     assert done.returncode == 2
     assert "asyncrl needs Python 3.11" in done.stderr
+
+
+def test_set_up_leaves_packages_compiled():
+    """Else, under PYTHONDONTWRITEBYTECODE, each process compiles for seconds what it imports."""
+    source = Path(importlib.util.find_spec("vllm").origin)
+    assert Path(importlib.util.cache_from_source(str(source))).exists()

@@ -24,7 +24,7 @@ from asyncrl.config.tree import Config
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext
 from asyncrl.versions import PolicyVersion
-from weight_sync import composition
+from weight_sync import composition, control_composition
 from weight_sync.handoff import Handoff
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Manifest
@@ -82,7 +82,7 @@ def serve(role: Role, addresses: Connection) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     if role.context.kind == "weight_sync":
-        service: Any = composition.build_coordinator(role.context, role.timing)
+        service: Any = control_composition.build_coordinator(role.context, role.timing)
     elif role.context.kind == "publisher":
         service = composition.build_publisher(role.context, role.num_segments)
     else:

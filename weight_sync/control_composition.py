@@ -1,0 +1,24 @@
+"""The composition root of the coordinator, which holds no data: nothing here imports torch (2.5 s)."""
+
+from __future__ import annotations
+
+import time
+
+from asyncrl.clock import SystemClock
+from asyncrl.service import ServiceContext
+from weight_sync.backends.choice import choose_backend
+from weight_sync.coordinator import CoordinatorService
+from weight_sync.protocol.protocol import Coordination
+from weight_sync.protocol.rounds import Timing
+
+
+def build_coordinator(context: ServiceContext, timing: Timing | None = None) -> CoordinatorService:
+    """Return the coordinator; it starts before the others, which find it as `weight_sync.0`."""
+    section = context.config.weight_sync
+    coordination = Coordination(
+        timing or Timing.of(section.deadline_s),
+        parallelism=section.parallelism,
+        backend=choose_backend(context.config),
+        first_id=time.time_ns() // 1_000_000,  # rises over those of a coordinator before this one
+    )
+    return CoordinatorService(coordination, SystemClock(), context.bind)
