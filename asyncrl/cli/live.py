@@ -42,12 +42,13 @@ def line_of(snapshot: Snapshot) -> str:
         f"tokens/s {_rates(snapshot)}",
         f"idle {_idle(snapshot)}",
         f"{_number(snapshot, 'timing_s/step', '.2f')} s",
+        waiting(snapshot),
     ]
     if snapshot.get("accuracy") is not None:
         fields.append(f"accuracy {snapshot['accuracy']:.3f}")
     if state != "running":
         fields.append(str(state))
-    return "  ".join(fields)
+    return "  ".join(filter(None, fields))
 
 
 def resumed_line_of(snapshot: Snapshot) -> str:

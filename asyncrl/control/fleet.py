@@ -88,6 +88,13 @@ class Fleet:
             self._draining.remove(index)
             log.info("rollout.%d has drained and left", index)
 
+    def abandon(self, name: str) -> None:
+        """End a leaver that does not get to the end of its drain; `name` is either of its services."""
+        index = int(name.rpartition(".")[2])
+        if index in self._draining:
+            self._dismiss(index)
+            self._draining.remove(index)
+
     def stop(self, deadline_s: float) -> tuple[set[str], dict[str, dict[str, Any]]]:
         """End every service, those that depend on others first.
 

@@ -18,17 +18,17 @@ from asyncrl.control import plan
 from asyncrl.control.fleet import Fleet
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.record import metering
-from asyncrl.control.record.recorder import Recorder, load_rows
+from asyncrl.control.record.recorder import FIRST_OF_LIFE, Recorder, load_rows
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.record.summary import write_summary
 from asyncrl.control.roster import MAX_REPLICAS, Roster
+from asyncrl.control.vitals import DRAINING, SILENT, Vitals
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, ServiceFailed
 
 log = logging.getLogger(__name__)
 
 PULSE_S = 0.25
 STATUS_DEADLINE_S = 5.0
-SILENCE_LIMIT_S = 60.0
 EVALUATION_WAIT_S = 120.0
 FAILED_BATCHES_LIMIT = 2
 LEARNER_STOP_S = 120.0
@@ -48,7 +48,7 @@ class Supervisor:
         self._meter = metering.Meter()
         self._is_stop_asked = threading.Event()
         self._statuses: dict[str, dict[str, Any]] = {}
-        self._silent_since: dict[str, float] = {}
+        self._vitals = Vitals(roster.config.launcher.start_deadline_s)
         self._row: dict[str, Any] = {}
         self._accuracy: float | None = None
         self._num_rows = 0
@@ -146,17 +146,19 @@ class Supervisor:
         self._collect_evaluations()
 
     def _check_health(self) -> None:
-        now = time.monotonic()
         # A process that is gone made others fail: it is the one to name.
         by_cause = sorted(self._statuses.items(), key=lambda item: item[1].get("state") != "gone")
         for name, status in by_cause:
-            state = status.get("state")
-            if state != "silent":
-                self._silent_since.pop(name, None)
-            elif now - self._silent_since.setdefault(name, now) > SILENCE_LIMIT_S:
-                raise ServiceFailed(f"{name} gave no sign of life for {SILENCE_LIMIT_S:g} s")
-            if state in ("failed", "gone"):
+            if (state := status.get("state")) in ("failed", "gone"):
                 raise ServiceFailed(f"{name} {state}: {status.get('error', '')}")
+        for late in self._vitals.overdue(time.monotonic(), self._statuses):
+            if late.state == DRAINING:  # its leases run out, and its prompts are issued again
+                log.warning("%s was still draining after %g s and is ended", late.name, late.limit_s)
+                self._fleet.abandon(late.name)
+            elif late.state == SILENT:
+                raise ServiceFailed(f"{late.name} gave no sign of life for {late.limit_s:g} s")
+            else:
+                raise ServiceFailed(f"{late.name} was still {late.state} after {late.limit_s:g} s")
         self._check_groups()
 
     def _check_groups(self) -> None:
@@ -178,10 +180,11 @@ class Supervisor:
             return  # the next pulse asks again
         if not found["rows"]:
             return
+        is_first = self._num_rows == 0  # its time holds the start of this life, not a step's work
         self._num_rows += len(found["rows"])
         rates = self._meter.update(time.monotonic(), self._statuses)
         for row in found["rows"]:
-            self._row = {**row, **rates}
+            self._row = {**row, **rates, FIRST_OF_LIFE: float(is_first and row is found["rows"][0])}
             self._recorder.record(self._row)
 
     def _collect_evaluations(self) -> None:

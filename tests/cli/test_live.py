@@ -38,7 +38,8 @@ def drawn(snapshot):
 
 def test_a_line_holds_step_reward_lag_rates_and_idle_shares():
     assert line_of(SNAPSHOT) == (
-        "step 12/300  reward 0.512  lag 1.25/3  tokens/s 1,234/987  idle 5%/40%  0.33 s  accuracy 0.625"
+        "step 12/300  reward 0.512  lag 1.25/3  tokens/s 1,234/987  idle 5%/40%  0.33 s  "
+        "the learner waits for the replicas  accuracy 0.625"
     )
 
 

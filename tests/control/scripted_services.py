@@ -142,3 +142,20 @@ REPLACE = {
     "receiver": "scripted_services:Scripted",
     "rollout": "scripted_services:Scripted",
 }
+
+
+class Syncing(Scripted):
+    """Never gets its first weights."""
+
+    def status(self) -> dict[str, Any]:
+        return {"state": "SYNCING", "version": 0}
+
+
+class StuckLeaver(Scripted):
+    """Says that it drains, and never ends."""
+
+    def status(self) -> dict[str, Any]:
+        return super().status() | ({"state": "DRAINING"} if self._drained.is_set() else {})
+
+    def run(self, stop: threading.Event) -> None:
+        stop.wait()

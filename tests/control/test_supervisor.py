@@ -9,33 +9,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from scripted_services import REPLACE
+from scripted_services import REPLACE, ROW
 from thread_launcher import ThreadLauncher
 
 from asyncrl.config.tree import Config
-from asyncrl.control.record.recorder import Recorder, load_rows
+from asyncrl.control.record.metering import Meter
+from asyncrl.control.record.recorder import FIRST_OF_LIFE, Recorder, load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.control.record.summary import summarise
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import PULSE_S, Supervisor
 from asyncrl.errors import ConfigError
 
 
-def make_config(steps: int) -> Config:
+def make_config(steps: int, start_deadline_s: float = 300.0) -> Config:
     return Config(
         model={"path": "m"},
         data={"train": "t"},
         reward={"fn": "gsm8k"},
         rollout={"replicas": 2},
         learner={"steps": steps},
+        launcher={"start_deadline_s": start_deadline_s},
     )
 
 
 def make_supervisor(
-    folder: Path, steps: int = 3, replace: dict[str, str] = REPLACE
+    folder: Path, steps: int = 3, replace: dict[str, str] = REPLACE, start_deadline_s: float = 300.0
 ) -> tuple[Supervisor, ThreadLauncher]:
     launcher = ThreadLauncher(replace)
     (folder / "logs").mkdir()
-    roster = Roster(make_config(steps), folder, "abcd1234", folder, "")
+    roster = Roster(make_config(steps, start_deadline_s), folder, "abcd1234", folder, "")
     return Supervisor(roster, launcher, Recorder(folder / "metrics.jsonl", None)), launcher
 
 
@@ -191,5 +194,69 @@ def test_a_row_written_again_for_a_step_replaces_the_older_one(tmp_path: Path) -
         {"training/global_step": 2, "a": 2},
         {"training/global_step": 1, "a": 3},
     ]
-    path.write_text("\n".join(json.dumps(row) for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row["a"] for row in load_rows(path)] == [3, 2]
+
+
+def test_a_line_that_a_crash_tore_is_left_out_and_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"training/global_step": 1, "a": 1}\n{"training/global_step": 2, "a')
+    assert [row["a"] for row in load_rows(path)] == [1]
+    recorder = Recorder(path, None)
+    recorder.record({"training/global_step": 2, "a": 5})
+    recorder.close()
+    assert [row["a"] for row in load_rows(path)] == [1, 5]
+
+
+def test_a_replica_that_never_gets_ready_ends_the_run_by_name(tmp_path: Path) -> None:
+    supervisor, _ = make_supervisor(
+        tmp_path,
+        steps=10**9,
+        replace=REPLACE | {"rollout": "scripted_services:Syncing"},
+        start_deadline_s=0.5,
+    )
+    supervisor.run(threading.Event())
+    outcome = read_json(RunDir(tmp_path).outcome)
+    assert outcome is not None
+    assert outcome["service"] == "rollout.0"
+    assert "still SYNCING after 0.5 s" in outcome["error"]
+
+
+def test_a_leaver_that_hangs_in_its_drain_is_ended_and_the_run_goes_on(tmp_path: Path) -> None:
+    supervisor, launcher = make_supervisor(
+        tmp_path,
+        steps=10**9,
+        replace=REPLACE | {"rollout": "scripted_services:StuckLeaver"},
+        start_deadline_s=0.5,
+    )
+    thread, stop = start(supervisor)
+    wait_for(lambda: supervisor.status()["state"] == "running")
+    supervisor.command("scale", {"replicas": 1})
+    wait_for(lambda: "rollout.1" in launcher.killed)
+    assert supervisor.status()["state"] == "running"
+    stop.set()
+    thread.join(20)
+
+
+def test_rates_do_not_jump_when_a_replica_is_silent_for_a_pulse() -> None:
+    meter = Meter()
+    seen = {"rollout.0": {"tokens": 1000, "busy_s": 1.0, "idle_s": 0.0}}
+    meter.update(0.0, seen)
+    meter.update(1.0, {"rollout.0": {"state": "silent"}})
+    seen["rollout.0"] = {"tokens": 1200, "busy_s": 3.0, "idle_s": 0.0}
+    assert meter.update(2.0, seen)["perf/rollout_tokens_per_s"] == 100.0
+
+
+def test_rates_of_a_summary_leave_out_the_first_row_of_each_life(tmp_path: Path) -> None:
+    rows = [
+        {
+            **ROW,
+            "training/global_step": step,
+            "timing_s/step": time_s,
+            FIRST_OF_LIFE: first,
+            "perf/rollout_tokens_per_s": 1.0,
+            "perf/rollout_idle_share": 0.0,
+        }
+        for step, time_s, first in ((1, 40.0, 1.0), (2, 0.5, 0.0), (3, 30.0, 1.0), (4, 0.5, 0.0))
+    ]
+    assert summarise(rows, make_config(4), {})["train_s"] == 1.0

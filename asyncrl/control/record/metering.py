@@ -26,11 +26,14 @@ class Meter:
 
     def __init__(self) -> None:
         self._past: list[tuple[float, dict[str, float]]] = []
+        self._last: dict[str, dict[str, Any]] = {}
 
     def update(self, now: float, statuses: dict[str, dict[str, Any]]) -> dict[str, float]:
         """Take in the statuses of time `now` (seconds) and return the rollout side's metrics."""
         replicas = {name: status for name, status in statuses.items() if name.startswith("rollout.")}
-        totals = rollout_totals(replicas)
+        # Who is silent for a pulse, or has left, keeps its last count: the sum must not fall and rise.
+        self._last |= {name: status for name, status in replicas.items() if "tokens" in status}
+        totals = rollout_totals(self._last)
         self._past.append((now, totals))
         while len(self._past) > 2 and now - self._past[1][0] > WINDOW_S:
             self._past.pop(0)

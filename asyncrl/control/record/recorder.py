@@ -6,12 +6,15 @@ A row that is written again for the same step (after a resume) replaces the olde
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 Row = dict[str, Any]
+FIRST_OF_LIFE = "training/is_first_of_life"
+"""1 on the first row after a start or a resume: its time also holds that start."""
 
 
 class _Writer(Protocol):
@@ -26,6 +29,7 @@ class Recorder:
     """Appends rows; `tensorboard` is the folder of event files, or None."""
 
     def __init__(self, path: Path, tensorboard: Path | None) -> None:
+        _cut_torn_line(path)
         self._file = path.open("a", buffering=1)
         self._writer = _open_writer(tensorboard) if tensorboard is not None else None
 
@@ -43,6 +47,13 @@ class Recorder:
         self._file.close()
         if self._writer is not None:
             self._writer.close()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Cut what a process that died left of its last line: a row appended to it would be lost too."""
+    if path.exists():
+        data = path.read_bytes()
+        os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def _open_writer(folder: Path) -> _Writer:
@@ -73,7 +84,9 @@ def load_rows(path: Path) -> list[Row]:
     if not path.exists():
         return []
     rows: dict[tuple[int, bool], Row] = {}
-    for line in path.read_text().splitlines():
+    for line in path.read_text().splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break  # the process died while it wrote
         row = json.loads(line)
         rows[(row["training/global_step"], is_evaluation(row))] = row
     return [rows[key] for key in sorted(rows)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.control.record.metering import accuracy
-from asyncrl.control.record.recorder import Row, evaluation_rows, load_rows, training_rows
+from asyncrl.control.record.recorder import FIRST_OF_LIFE, Row, evaluation_rows, load_rows, training_rows
 from asyncrl.control.record.rundir import RunDir, write_json
 
 LAST_EVALUATIONS = 3
@@ -27,12 +27,13 @@ def summarise(rows: list[Row], config: Config, statuses: dict[str, dict[str, Any
     """Return the figures of a run; None where it gives none.
 
     `first_step_s` runs from the learner's start to the end of its first step; `train_s` and all rates
-    and shares cover the steps after it.
+    and shares cover the other steps, without the first of each later life.
     """
     steps = training_rows(rows)
     accuracies = [found for row in evaluation_rows(rows) if (found := accuracy(row)) is not None]
     last = accuracies[-LAST_EVALUATIONS:]
-    start_s, steps_after_start = (steps[0]["timing_s/step"], steps[1:]) if steps else (None, [])
+    start_s = steps[0]["timing_s/step"] if steps else None
+    steps_after_start = [row for row in steps if not row.get(FIRST_OF_LIFE)]
     trained_tokens = sum(row["staleness/trained_tokens"] for row in steps)
     masked_tokens = sum(row["staleness/masked_tokens"] for row in steps)
     train_s = sum(row["timing_s/step"] for row in steps_after_start)
