@@ -5,6 +5,7 @@ Everything that is wrong is found at once. Nothing is started or written here.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import socket
@@ -128,8 +129,26 @@ def _check_reward(config: Config) -> Iterator[str]:
         return
     if not Path(file).is_file():
         yield f"reward.fn: there is no file '{file}'"
-    elif f"def {function}(" not in Path(file).read_text():
+        return
+    try:
+        # Parsed and not run: what it imports may need packages that only the service's process loads.
+        module = ast.parse(Path(file).read_bytes(), filename=file)
+    except (SyntaxError, ValueError) as error:
+        yield f"reward.fn: '{file}' is no Python file: {error}"
+        return
+    if function not in set(_names_of(module)):
         yield f"reward.fn: '{file}' defines no function '{function}'"
+
+
+def _names_of(module: ast.Module) -> Iterator[str]:
+    """Yield the names that a module binds anywhere; a star import could bind any."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name
 
 
 def _cpus(config: Config) -> float:

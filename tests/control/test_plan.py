@@ -120,3 +120,22 @@ def test_a_hub_id_that_cannot_be_fetched_is_one_clear_error(monkeypatch: pytest.
 def test_an_unknown_builtin_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="digit_sort"):
         prepare.make_builtin("builtin:nope", tmp_path, print)
+
+
+@pytest.mark.parametrize(
+    "text", ["from other import score\n", "score = max\n", "async_ = 1\ndef score(x): ...\n"]
+)
+def test_a_reward_function_may_be_bound_in_any_way(good: dict[str, Any], tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    good["reward"]["fn"] = f"{tmp_path / 'mine.py'}:score"
+    plan.check(Config(**good))
+
+
+@pytest.mark.parametrize("data", [b"def score(:\n", b"\xff\xfe\x00"])
+def test_a_reward_file_that_is_no_python_is_refused_in_a_sentence(
+    good: dict[str, Any], tmp_path: Path, data: bytes
+) -> None:
+    (tmp_path / "mine.py").write_bytes(data)
+    good["reward"]["fn"] = f"{tmp_path / 'mine.py'}:score"
+    with pytest.raises(ConfigError, match="is no Python file"):
+        plan.check(Config(**good))
