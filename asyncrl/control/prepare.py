@@ -31,6 +31,11 @@ def is_hub_id(path: str) -> bool:
     return _HUB_ID.match(path) is not None and not Path(path).exists()
 
 
+def hub_folder(hub_id: str) -> str:
+    """Return the name of the folder in which the hub's cache keeps a model."""
+    return f"models--{hub_id.replace('/', '--')}"
+
+
 def prepare(config: Config, say: Callable[[str], None]) -> Config:
     """Return `config` with every path resolved to an existing absolute one.
 

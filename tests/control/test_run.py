@@ -107,3 +107,20 @@ def test_a_run_that_has_done_its_steps_is_known_and_one_with_more_to_do_is_not(
     assert run.finished_run(Config(**{**values, "learner": {"steps": 21}})) is None
     write_json(folder.outcome, {"state": "stopped"})
     assert run.finished_run(config) is None
+
+
+def test_a_run_goes_on_with_the_revision_that_it_fetched_at_first(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    config = Config(**{**values, "model": {"path": "owner/name"}})
+    assert run.keep_revision(config).model.revision is None
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / "abc"
+    before = config.model.model_copy(update={"path": str(snapshot), "revision": "abc"})
+    folder = tmp_path / "again"
+    folder.mkdir()
+    RunDir(folder).resolved.write_text(dump_resolved(config.model_copy(update={"model": before})))
+    assert run.keep_revision(config).model.revision == "abc"
+    chosen = config.model.model_copy(update={"revision": "def"})
+    assert run.keep_revision(config.model_copy(update={"model": chosen})).model.revision == "def"
+    other = config.model.model_copy(update={"path": "owner/other"})
+    assert run.keep_revision(config.model_copy(update={"model": other})).model.revision is None

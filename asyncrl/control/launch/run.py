@@ -97,6 +97,7 @@ def start(config: Config, say: Callable[[str], None] = lambda sentence: None) ->
         ConfigError: Something that it names is missing or does not fit; nothing was started.
     """
     plan.check(config)
+    config = keep_revision(config)
     config = prepare.prepare(config, say)
     plan.check(config)
     folder = RunDir(Path(config.run.dir) / config.run.name)
@@ -121,6 +122,21 @@ def start(config: Config, say: Callable[[str], None] = lambda sentence: None) ->
             env={**os.environ, RUN_VARIABLE: run_id},
         )
     return RunHandle(folder, head, run_id, sockets)
+
+
+def keep_revision(config: Config) -> Config:
+    """Return `config` with the revision that an earlier life of the run fetched, where it names none.
+
+    The hub may have moved on since; a run goes on from the model that it began with.
+    """
+    resolved = RunDir(Path(config.run.dir).absolute() / config.run.name).resolved
+    if config.model.revision or not prepare.is_hub_id(config.model.path) or not resolved.exists():
+        return config
+    before = load_config(resolved).model
+    if prepare.hub_folder(config.model.path) not in Path(before.path).parts:
+        return config  # another model: refused later, by its path
+    model = config.model.model_copy(update={"revision": before.revision})
+    return config.model_copy(update={"model": model})
 
 
 def finished_run(config: Config) -> RunDir | None:
