@@ -259,4 +259,8 @@ def test_rates_of_a_summary_leave_out_the_first_row_of_each_life(tmp_path: Path)
         }
         for step, time_s, first in ((1, 40.0, 1.0), (2, 0.5, 0.0), (3, 30.0, 1.0), (4, 0.5, 0.0))
     ]
-    assert summarise(rows, make_config(4), {})["train_s"] == 1.0
+    for row in rows:
+        row["time"] = 1000.0 + row["training/global_step"]
+    found = summarise(rows, make_config(4), {}, began=990.0)
+    assert found["train_s"] == 1.0
+    assert found["first_step_s"] == 13.0  # of the life that began at 990

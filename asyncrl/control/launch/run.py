@@ -110,7 +110,14 @@ def start(config: Config, say: Callable[[str], None] = lambda sentence: None) ->
     folder.resolved.write_text(dump_resolved(config))
     run_id = uuid.uuid4().hex[:8]
     sockets = Path(tempfile.gettempdir()) / f"asyncrl-{run_id}"
-    live = {"run_id": run_id, "key": uuid.uuid4().hex, "sockets": str(sockets), "pid": 0, "url": ""}
+    live = {
+        "run_id": run_id,
+        "key": uuid.uuid4().hex,
+        "sockets": str(sockets),
+        "pid": 0,
+        "url": "",
+        "began": time.time(),
+    }
     write_json(folder.live, live, mode=0o600)
     with folder.log("head.0").open("ab") as log_file:
         head = subprocess.Popen(

@@ -8,7 +8,7 @@ from typing import Any
 from asyncrl.config.tree import Config
 from asyncrl.control.record.metering import accuracy
 from asyncrl.control.record.recorder import FIRST_OF_LIFE, Row, evaluation_rows, load_rows, training_rows
-from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.control.record.rundir import RunDir, read_json, write_json
 
 LAST_EVALUATIONS = 3
 
@@ -18,21 +18,26 @@ def write_summary(
 ) -> None:
     """Write `summary.json` and `curves.png` from the rows on disk and the last statuses."""
     rows = load_rows(run_dir.metrics)
-    write_json(run_dir.summary, summarise(rows, config, statuses) | {"state": outcome["state"]})
+    began = (read_json(run_dir.live) or {}).get("began")
+    write_json(run_dir.summary, summarise(rows, config, statuses, began) | {"state": outcome["state"]})
     if training_rows(rows):
         draw_curves(rows, run_dir.curves, config.staleness.max_lag)
 
 
-def summarise(rows: list[Row], config: Config, statuses: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def summarise(
+    rows: list[Row], config: Config, statuses: dict[str, dict[str, Any]], began: float | None = None
+) -> dict[str, Any]:
     """Return the figures of a run; None where it gives none.
 
-    `first_step_s` runs from the learner's start to the end of its first step; `train_s` and all rates
+    `began` is the wall-clock time of this life's `up`. `first_step_s` runs from there, once everything is
+    prepared, to the record of this life's first step (at most a pulse late); `train_s` and all rates
     and shares cover the other steps, without the first of each later life.
     """
     steps = training_rows(rows)
     accuracies = [found for row in evaluation_rows(rows) if (found := accuracy(row)) is not None]
     last = accuracies[-LAST_EVALUATIONS:]
-    start_s = steps[0]["timing_s/step"] if steps else None
+    first_times = [row["time"] for row in steps if row.get(FIRST_OF_LIFE)]
+    start_s = max(first_times) - began if first_times and began is not None else None
     steps_after_start = [row for row in steps if not row.get(FIRST_OF_LIFE)]
     trained_tokens = sum(row["staleness/trained_tokens"] for row in steps)
     masked_tokens = sum(row["staleness/masked_tokens"] for row in steps)
