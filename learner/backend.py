@@ -15,7 +15,8 @@ from typing import Protocol
 
 import torch
 
-from learner.batch import PackedBatch
+from learner.batching.batch import PackedBatch
+from learner.checkpoint.snapshot import Snapshot
 
 LossFn = Callable[[torch.Tensor, torch.Tensor, PackedBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 """(logprobs_N, entropy_N, microbatch) -> (loss, metrics).
@@ -23,6 +24,9 @@ LossFn = Callable[[torch.Tensor, torch.Tensor, PackedBatch], tuple[torch.Tensor,
 Losses and metrics of all microbatches on all ranks are summed: divide by `microbatch.totals`, which
 are those of the whole minibatch. A metric whose name contains "max" or "min" is reduced that way.
 """
+
+ValueLossFn = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+"""(values_N, microbatch) -> (loss, metrics), with the rules of `LossFn`."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,8 @@ class Placement:
     timeout_s: float = 600.0
 
 
-class LearnerBackend(Protocol):
-    """Computes log-probs and updates; see `learner.megatron.backend` for the first one."""
+class ModelBackend(Protocol):
+    """What every model of a learner rank offers, whatever it puts out."""
 
     @property
     def dp_rank(self) -> int:
@@ -47,8 +51,50 @@ class LearnerBackend(Protocol):
         """Into how many shares the batch is cut."""
 
     @property
+    def num_copies(self) -> int:
+        """How many ranks train one share together: what each counts of it is counted so many times."""
+
+    @property
     def num_updates(self) -> int:
         """Optimizer updates so far, those before a resume included."""
+
+    def reduce(self, metrics: Mapping[str, float], weight: float) -> dict[str, float]:
+        """Return metrics over all data-parallel ranks: max, min, or the mean by `weight`."""
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (Hugging Face name, full tensor), one at a time, the same order on every rank.
+
+        A tensor may be a view of a live parameter: it is valid until the next update.
+        """
+
+    def snapshot_state(self) -> Snapshot:
+        """Copy model, optimizer and generator state of this rank to the host.
+
+        It is valid until the next call, whatever is trained meanwhile; `Snapshot.write` writes it.
+        """
+
+    def save_state(self, folder: Path) -> None:
+        """Write this rank's state into `folder` and wait for the other ranks."""
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what any layout of ranks wrote; at the same layout bit by bit.
+
+        Raises:
+            CheckpointError: The folder holds another model's state, or is incomplete.
+        """
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate that holds after warm-up."""
+
+    def save_hf(self, folder: Path) -> None:
+        """Write a Hugging Face folder that transformers loads; rank 0 writes."""
+
+    def close(self) -> None:
+        """Leave the process groups."""
+
+
+class LearnerBackend(ModelBackend, Protocol):
+    """Computes log-probs and updates; see `learner.megatron.backend` for the first one."""
 
     def logprobs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (log-prob of each label [N], entropy [N]) under the current weights, without gradient.
@@ -64,30 +110,33 @@ class LearnerBackend(Protocol):
         `actor/skipped_updates`.
         """
 
-    def reduce(self, metrics: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Return metrics over all data-parallel ranks: max, min, or the mean by `weight`."""
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (Hugging Face name, full tensor), one at a time, the same order on every rank.
+class ValueBackend(ModelBackend, Protocol):
+    """The critic: a second model in the process, on the same process groups as the policy."""
 
-        A tensor may be a view of a live parameter: it is valid until the next update.
-        """
+    def values(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the value of the state before each label [N] under the current weights, no gradient."""
 
-    def save_state(self, folder: Path) -> None:
-        """Write this rank's model, optimizer and generator state; `load_state` restores them bit by bit."""
+    def update(self, minibatch: PackedBatch, loss_fn: ValueLossFn) -> dict[str, float]:
+        """Do one optimizer update, as `LearnerBackend.update` does; metrics are `critic/*`."""
 
-    def load_state(self, folder: Path) -> None:
-        """Restore what `save_state` wrote at the same layout.
 
-        Raises:
-            CheckpointError: The folder was written by another layout or model, or is incomplete.
-        """
+@dataclass(frozen=True)
+class Models:
+    """The models of one learner rank, in the same process groups: the policy opens first and closes last.
 
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate that holds after warm-up."""
+    Attributes:
+        policy: What is trained and published.
+        critic: Gives values, where the advantage needs them.
+        reference: The policy as it was at the start of the run, frozen, where the objective has a KL term.
+    """
 
-    def save_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder that transformers loads; rank 0 writes."""
+    policy: LearnerBackend
+    critic: ValueBackend | None = None
+    reference: LearnerBackend | None = None
 
     def close(self) -> None:
         """Leave the process groups."""
+        for model in (self.reference, self.critic, self.policy):
+            if model is not None:
+                model.close()

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from asyncrl.buffer.client import LearnerClient
+from asyncrl.config.tree import Config
 from asyncrl.service import ServiceContext
-from learner.algorithms.objective import make_objective
-from learner.backend import Placement
+from learner.algorithms.objective import Objective, describe, make_objective
+from learner.backend import LearnerBackend, Models, Placement, ValueBackend
 from learner.checkpoint import CheckpointStore
 from learner.intake import Intake
 from learner.leader import Leader
-from learner.megatron.backend import MegatronBackend
 from learner.ranks import Ranks
 from learner.service import LearnerService
 from weight_sync.handoff import Handoff
+
+log = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 60.0
 
@@ -26,30 +29,70 @@ def build(context: ServiceContext) -> LearnerService:
     """Build the service of `context.rank`; returns once all ranks have met."""
     config = context.config
     torch.set_num_threads(1 if not torch.cuda.is_available() else torch.get_num_threads())
-    backend = MegatronBackend(
-        Path(config.model.path),
-        config.learner,
-        Placement(context.rank, context.world_size, context.rendezvous),
-        dtype=config.model.dtype,
-        seed=config.run.seed,
-        temperature=config.rollout.temperature,
-    )
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     objective = make_objective(
         config.algorithm, max_lag=config.staleness.max_lag, max_response_tokens=config.rollout.max_tokens
     )
+    if context.rank == 0:
+        log.info("algorithm: %s", describe(config.algorithm))
+    models = open_models(config, objective, Placement(context.rank, context.world_size, context.rendezvous))
     client = LearnerClient(context.addresses["buffer.0"], deadline_s=CALL_DEADLINE_S)
-    store = CheckpointStore(context.run_dir / "checkpoints", config.checkpoint.keep)
+    store = CheckpointStore(
+        context.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best
+    )
     connect = partial(
         Handoff, context.addresses["publisher.0"], context.shm_prefix, config.weight_sync.bucket_bytes
     )
     return LearnerService(
         config,
         Ranks(context.rank, context.world_size, device),
-        backend,
+        models,
         objective,
         Intake(client),
         store,
         context.run_dir / "weights",
-        Leader(config, client, connect, store) if context.rank == 0 else None,
+        Leader(config, client, connect, store, context.world_size) if context.rank == 0 else None,
     )
+
+
+def open_models(config: Config, objective: Objective, placement: Placement) -> Models:
+    """Return the policy, with the critic and the reference that its objective asks for."""
+    policy = open_policy(config, placement)
+    return Models(
+        policy,
+        critic=open_critic(config, placement) if objective.needs_values else None,
+        reference=open_policy(config, placement, is_frozen=True) if objective.needs_reference else None,
+    )
+
+
+def open_policy(config: Config, placement: Placement, *, is_frozen: bool = False) -> LearnerBackend:
+    """Return the policy on the backend that `config` names; frozen, a reference that joins its groups.
+
+    Imports the chosen backend only: each brings seconds of imports of its own.
+    """
+    path, learner = Path(config.model.path), config.learner
+    dtype, seed, temperature = config.model.dtype, config.run.seed, config.rollout.temperature
+    if learner.backend == "fsdp2":
+        from learner.fsdp2.backend import Fsdp2Backend
+
+        return Fsdp2Backend(
+            path, learner, placement, dtype=dtype, seed=seed, temperature=temperature, is_frozen=is_frozen
+        )
+    from learner.megatron.backend import MegatronBackend
+
+    return MegatronBackend(
+        path, learner, placement, dtype=dtype, seed=seed, temperature=temperature, is_frozen=is_frozen
+    )
+
+
+def open_critic(config: Config, placement: Placement) -> ValueBackend:
+    """Return the critic beside the policy, on the same backend and at the same `placement`."""
+    path, dtype, seed = Path(config.critic.path or config.model.path), config.model.dtype, config.run.seed
+    learner = config.learner.model_copy(update={"lr": config.critic.lr})
+    if learner.backend == "fsdp2":
+        from learner.fsdp2.backend import Fsdp2ValueBackend
+
+        return Fsdp2ValueBackend(path, learner, placement, dtype=dtype, seed=seed)
+    from learner.megatron.value import MegatronValueBackend
+
+    return MegatronValueBackend(path, learner, placement, dtype=dtype, seed=seed)

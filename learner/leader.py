@@ -1,10 +1,12 @@
 """Rank 0's decisions: what the learner does next, as a stream of orders.
 
-  consumes: the buffer's answers, the publisher's free buffers     waits for: a complete batch
-  unblocked by: a reservation, a freed buffer, the stop event      produces: orders for every rank
+  consumes: the buffer's answers, the publisher's free buffers, the guard's verdicts
+  waits for: a complete batch     unblocked by: a reservation, a freed buffer, the stop event
+  produces: orders for every rank
 It never waits for replicas: weights that find no free buffer stay unpublished and the newest go as
-soon as there is one. Invariant: an order is given only once; a batch counts as trained only after
-every rank has trained it.
+soon as there is one. Invariants: an order is given only once; a batch counts as trained only after
+every rank has trained it and the guard has let it pass; a step that is due for an evaluation gets one,
+at the first weights published from it on.
 """
 
 from __future__ import annotations
@@ -12,12 +14,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.config.tree import Config
+from asyncrl.errors import CheckpointError
 from asyncrl.faults import fault_point
 from learner.checkpoint import CheckpointStore, Commit
+from learner.checkpoint.store import Cut
+from learner.checkpoint.writer import WRITE_DEADLINE_S, CheckpointKeeper
+from learner.guard.watch import Watch
 from learner.orders import Checkpoint, Finish, Order, Publish, Restore, Train, Wait
 from weight_sync.handoff import Handoff
 
@@ -32,19 +38,37 @@ class Leader:
     """Gives orders. `orders` is a generator: it goes on when the order it gave has been performed."""
 
     def __init__(
-        self, config: Config, client: LearnerClient, connect: Callable[[int], Handoff], store: CheckpointStore
+        self,
+        config: Config,
+        client: LearnerClient,
+        connect: Callable[[int], Handoff],
+        store: CheckpointStore,
+        world_size: int = 1,
     ) -> None:
         self._config = config
         self._client = client
         self._connect = connect
         self._handoff: Handoff | None = None
         self._store = store
+        self.keeper = CheckpointKeeper(
+            store,
+            self._commit,
+            world_size,
+            max_stall_s=config.checkpoint.max_stall_s,
+            best_metric=config.checkpoint.best_metric,
+        )
+        self._watch = Watch(config.guard)
+        self._commits: list[Commit] = []
         self.step = 0
         self.wait_s = 0.0
         self.stale_tickets: list[int] = []
+        self.refused_tickets: list[int] = []
+        self.controllers: dict[str, float] = {}
         self.last_evaluation = 0
         self._published_step = -1
-        self._checkpointed_step = 0
+        self._evaluated_step = -1
+        self._checkpointed_step = -1
+        self._number = 0
         self._token = 0
 
     @property
@@ -58,20 +82,23 @@ class Leader:
         return self._handoff
 
     def orders(self, stop: threading.Event) -> Iterator[Order]:
-        """Yield orders until the steps are done or `stop` is set; then checkpoint and finish."""
-        yield self._restore()
+        """Yield orders until the steps are done or `stop` is set; then checkpoint and finish.
+
+        Raises:
+            UnstableTraining: The guard stops the run.
+        """
+        yield from self._restore()
         yield from self._publish()
         while self.step < self._config.learner.steps and not stop.is_set():
             order = self._next_batch()
+            yield order
             if isinstance(order, Train):
-                yield order
-                self._book_trained(order)
-                yield from self._checkpoint_if(self.step % self._config.checkpoint.every_steps == 0)
-            else:
-                yield order
+                yield from self._settle(order)
             yield from self._publish()
-        yield from self._checkpoint_if(self.step > self._checkpointed_step)
+        self._finish_checkpoint()
+        yield from self._checkpoint_if(self.step > max(self._checkpointed_step, 0))
         yield from self._publish_last()
+        self._finish_checkpoint()
         yield Finish(is_complete=self.step >= self._config.learner.steps)
 
     def take_wait_s(self) -> float:
@@ -79,29 +106,56 @@ class Leader:
         waited, self.wait_s = self.wait_s, 0.0
         return waited
 
-    def _restore(self) -> Restore:
+    def judge(self, step: int, metrics: Mapping[str, float], num_refused: int) -> dict[str, float]:
+        """Let the guard look at the metrics of `step`, before it is booked; return the guard's own."""
+        return self._watch.judge(step, metrics, num_refused)
+
+    def _restore(self) -> Iterator[Order]:
         opened = self._client.open("learner")
         self._token = opened.token
         self._handoff = self._connect(opened.token)
-        commits = [Commit(found.token, found.step, found.digest) for found in opened.checkpoints]
-        commit = self._store.newest_valid(commits, log.warning)
-        self.step = self._checkpointed_step = commit.step if commit else 0
+        self._commits = [Commit(found.token, found.step, found.digest) for found in opened.checkpoints]
+        commit = self._store.newest_valid(self._commits, log.warning)
+        step = commit.step if commit else 0
+        kept = self._store.cut(step).controllers.get("guard", {}) if commit else {}
+        self._watch.restore(kept, opened.note)
         if opened.steps_trained or commit:
-            self._client.resume(self.step)
-            log.info("resumed at step %d; %d steps had been trained", self.step, opened.steps_trained)
-        return Restore(self.step)
+            # Steps before a rollback are trained again with what it changed: no replay.
+            self._client.resume(step, is_fork=step < self._watch.rolled_back_to)
+            log.info("resumed at step %d; %d steps had been trained", step, opened.steps_trained)
+        yield from self._stand_at(commit)
+        # Without a checkpoint there would be nothing to go back to.
+        yield from self._checkpoint_if(self._watch.may_roll_back and commit is None)
+
+    def _stand_at(self, commit: Commit | None) -> Iterator[Order]:
+        """Take up the weights of `commit`, which the ledger has gone back to."""
+        step = commit.step if commit else 0
+        self.step, self._published_step, self._evaluated_step = step, -1, step - 1
+        self._checkpointed_step = step if commit else -1
+        controllers = self._store.cut(step).controllers.get("objective", {}) if commit else {}
+        yield Restore(step, has_checkpoint=commit is not None, controllers=controllers)
+        if self._watch.has_changed:
+            yield self._watch.adjustment()
 
     def _publish(self) -> Iterator[Publish]:
         if self._published_step == self.step or not self.handoff.has_room():
             return
         fault_point("learner.publishing", self.step)
-        number = self._client.register_version(self.step)
-        yield Publish(number, self.step)
+        self._number = self._client.register_version(self.step)
+        yield Publish(self._number, self.step)
         self._published_step = self.step
         fault_point("learner.published", self.step)
+        self._evaluate_if_due()
+
+    def _evaluate_if_due(self) -> None:
+        """Order the evaluation of the published weights if one fell due since the last publish."""
         every = self._config.eval.every_steps
-        if every and (self.step % every == 0 or self.step == self._config.learner.steps):
+        if not every:
+            return
+        is_due = self.step // every > self._evaluated_step // every
+        if is_due or self.step == self._config.learner.steps:
             self.last_evaluation = self._client.request_evaluation(self.step)
+        self._evaluated_step = self.step
 
     def _publish_last(self) -> Iterator[Publish]:
         """The last weights must go out: the final evaluation and the next start count on them."""
@@ -126,23 +180,70 @@ class Leader:
             tickets=[ticket.ticket for ticket in found.tickets],
             num_tokens=[ticket.num_tokens for ticket in found.tickets],
             versions=list(found.step_of_version.items()),
+            limits=self._watch.limits(),
         )
 
+    def _settle(self, order: Train) -> Iterator[Order]:
+        """Do what the guard says about a trained batch: book it, or go back to before it."""
+        self._watch.raise_if_stopped(order.step)
+        if self._watch.wants_rollback:
+            yield from self._roll_back(order)
+            return
+        self._book_trained(order)
+        if self._watch.take_change():
+            yield self._watch.adjustment()
+        yield from self._checkpoint_if(self.step % self._config.checkpoint.every_steps == 0)
+
+    def _roll_back(self, order: Train) -> Iterator[Order]:
+        """Go back the way a resume does. The batch at hand was not booked: it is reserved again."""
+        self._finish_checkpoint()
+        commit = self._store.newest_valid(self._commits_to_go_back_to(), log.warning)
+        if commit is None:
+            raise self._watch.no_checkpoint(order.step)
+        num_trainable = len(order.tickets) - len(self.stale_tickets)
+        offenders = self._watch.offenders(self.refused_tickets, num_trainable)
+        self._watch.roll_back(order.step, commit.step, offenders)
+        note = self._watch.state()
+        self._client.resume(commit.step, is_fork=not offenders, note=note, refused=offenders)
+        fault_point("learner.rolled_back", commit.step)
+        self._commits = [known for known in self._commits if known.step <= commit.step]
+        yield from self._stand_at(commit)
+
+    def _commits_to_go_back_to(self) -> list[Commit]:
+        """Return all, but where the last rollback led to the newest one: it did not help, so the older."""
+        newest = max((commit.step for commit in self._commits), default=0)
+        if newest > self._watch.rolled_back_to:
+            return self._commits
+        return [commit for commit in self._commits if commit.step < newest] or self._commits
+
     def _book_trained(self, order: Train) -> None:
+        """Report the step. Groups that changed no weights are dropped: over age, or refused by the guard."""
+        dropped = dict.fromkeys(self.refused_tickets, "guard") | dict.fromkeys(self.stale_tickets, "stale")
         fault_point("learner.updated", order.step)
-        self._client.trained(order.step, [(ticket, "stale") for ticket in self.stale_tickets])
+        self._client.trained(order.step, list(dropped.items()))
         fault_point("learner.booked", order.step)
         self.step = order.step + 1
 
     def _checkpoint_if(self, is_due: bool) -> Iterator[Checkpoint]:
-        if not is_due or self.step == self._checkpointed_step:
+        self.keeper.commit_finished()
+        if not is_due or self.step == self._checkpointed_step or not self.keeper.has_room():
             return
-        fault_point("checkpoint.begun", self.step)
-        self._store.prepare(self.step)
+        self.keeper.begin(self.step)
         yield Checkpoint(self.step)
-        digest = self._store.seal(self.step, self._token)
-        kept = self._store.kept_after(self.step)
-        self._client.checkpointed(self.step, digest, kept)
-        fault_point("checkpoint.committed", self.step)
-        self._store.remove_all_but(kept)
+        cut = Cut(self._number, {"guard": self._watch.state(), "objective": self.controllers})
+        self.keeper.seal_in_background(self.step, self._token, cut)
         self._checkpointed_step = self.step
+
+    def _finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written and commit it. Raises CheckpointError."""
+        if not self.keeper.commit_finished(WRITE_DEADLINE_S):
+            raise CheckpointError(f"a checkpoint was not written within {WRITE_DEADLINE_S:g} s")
+
+    def _commit(self, step: int, digest: str, kept: Sequence[int]) -> None:
+        """Make a sealed checkpoint known to the journal, and score what was evaluated meanwhile."""
+        self._client.checkpointed(step, digest, kept)
+        fresh = [*self._commits, Commit(self._token, step, digest)]
+        self._commits = [commit for commit in fresh if commit.step in kept]
+        if self._config.checkpoint.keep_best:
+            for found in self._client.status()["evaluations"]:
+                self.keeper.note_metrics(found["step"], found["metrics"])

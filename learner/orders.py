@@ -6,7 +6,7 @@ few plain values; trajectories never travel with it, each rank fetches its own b
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl import wire
@@ -14,9 +14,22 @@ from asyncrl import wire
 
 @dataclass(frozen=True)
 class Restore:
-    """Load the checkpoint of `step`; step 0 is the model as it was configured."""
+    """Load the checkpoint of `step`; without one, the model is as it was configured.
+
+    `controllers` is what the objective kept in it.
+    """
 
     step: int
+    has_checkpoint: bool
+    controllers: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Adjust:
+    """Train on with `lr_scale` times the configured learning rate, without the KL term if `is_kl_off`."""
+
+    lr_scale: float
+    is_kl_off: bool
 
 
 @dataclass(frozen=True)
@@ -38,6 +51,7 @@ class Train:
         num_tokens: Tokens of each ticket, to balance by.
         versions: (number, step to subtract for the lag) of every version that may have sampled these
             tokens, in pairs.
+        limits: (metric, value) beyond which an update is not applied.
     """
 
     step: int
@@ -45,6 +59,7 @@ class Train:
     tickets: list[int]
     num_tokens: list[int]
     versions: list[tuple[int, int]]
+    limits: list[tuple[str, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -66,9 +81,9 @@ class Finish:
     is_complete: bool
 
 
-Order = Restore | Publish | Train | Checkpoint | Wait | Finish
+Order = Restore | Adjust | Publish | Train | Checkpoint | Wait | Finish
 _KINDS: dict[str, type[Order]] = {
-    cls.__name__: cls for cls in (Restore, Publish, Train, Checkpoint, Wait, Finish)
+    cls.__name__: cls for cls in (Restore, Adjust, Publish, Train, Checkpoint, Wait, Finish)
 }
 
 

@@ -6,28 +6,44 @@ unblocked by: the leader            produces: updated weights, versions, checkpo
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.faults import fault_point
 from asyncrl.versions import PolicyVersion
 from learner.algorithms.objective import Objective
-from learner.backend import LearnerBackend
+from learner.backend import LearnerBackend, Models
 from learner.checkpoint import CheckpointStore
+from learner.checkpoint.snapshot import Snapshot
+from learner.checkpoint.writer import BackgroundWriter
+from learner.guard.memory import GuardedBackend
+from learner.guard.seams import KlFallback
 from learner.intake import Intake
 from learner.leader import Leader
-from learner.orders import Checkpoint, Finish, Order, Publish, Restore, Train, Wait
+from learner.orders import Adjust, Checkpoint, Finish, Order, Publish, Restore, Train, Wait
 from learner.ranks import Ranks
-from learner.report import Stopwatch
+from learner.report import (
+    Efficiency,
+    ProfilerWindow,
+    Stopwatch,
+    make_efficiency,
+    measure_memory,
+    reduce_over_ranks,
+)
 from learner.step import train_step
 
 log = logging.getLogger(__name__)
+
+CRITIC = "critic"
+"""The critic's folder in a checkpoint."""
 
 
 class LearnerService:
@@ -37,7 +53,7 @@ class LearnerService:
         self,
         config: Config,
         ranks: Ranks,
-        backend: LearnerBackend,
+        models: Models,
         objective: Objective,
         intake: Intake,
         store: CheckpointStore,
@@ -46,13 +62,21 @@ class LearnerService:
     ) -> None:
         self._config = config
         self._ranks = ranks
-        self._backend = backend
+        self._models = models
+        self._policy, self._critic = models.policy, models.critic
+        self._guarded = GuardedBackend(models.policy, can_retry=ranks.world_size == 1)
         self._objective = objective
         self._intake = intake
         self._store = store
+        self._writer = BackgroundWriter(ranks.rank)
         self._weights_dir = weights_dir
         self._leader = leader
+        if leader is not None:
+            leader.controllers = objective.read_controllers()
         self._watch = Stopwatch()
+        self._window = ProfilerWindow(
+            config.metrics.profile_steps, weights_dir.parent / "profile", ranks.rank
+        )
         self._rows: list[dict[str, Any]] = []
         self._step = self._resumed_step = 0
         self._state = "starting"
@@ -62,7 +86,8 @@ class LearnerService:
         """Perform orders until the leader finishes."""
         for order in self._orders(stop):
             self._perform(order)
-        self._backend.close()
+        self._window.close()
+        self._models.close()
 
     def status(self) -> dict[str, Any]:
         return {
@@ -78,6 +103,17 @@ class LearnerService:
             raise ConfigError(f"the learner knows no command '{name}'")
         return {"rows": self._rows[args["after"] :]}
 
+    @cached_property
+    def _efficiency(self) -> Efficiency:
+        """Asked for by the leader alone: ranks that measured at once would slow one another."""
+        return make_efficiency(
+            Path(self._config.model.path),
+            num_devices=self._ranks.world_size,
+            dtype=self._config.model.dtype,
+            peak_tflops=self._config.metrics.peak_tflops,
+            has_inference=self._objective.needs_prox,
+        )
+
     def _orders(self, stop: threading.Event) -> Iterator[Order]:
         if self._leader is None:
             return self._ranks.follow()
@@ -86,39 +122,69 @@ class LearnerService:
     def _perform(self, order: Order) -> None:
         match order:
             case Train():
-                self._train(order)
+                with self._window.step(order.step):
+                    self._train(order)
             case Publish():
                 self._publish(order)
             case Checkpoint():
                 with self._watch.time("save_checkpoint"):
-                    self._backend.save_state(self._store.temporary(order.step))
+                    self._writer.begin(self._store.temporary(order.step), self._snapshots())
             case Restore():
                 self._restore(order)
+            case Adjust():
+                self._adjust(order)
             case Finish():
                 self._finish(order)
             case Wait():
                 pass
 
     def _restore(self, order: Restore) -> None:
-        if order.step:
-            self._backend.load_state(self._store.folder(order.step))
+        if order.has_checkpoint:
+            folder = self._store.folder(order.step)
+            self._policy.load_state(folder)
+            if self._critic is not None:
+                self._critic.load_state(folder / CRITIC)
+        self._objective.restore_controllers(order.controllers)
         self._step, self._resumed_step, self._state = order.step, order.step, "training"
         self._step_began = time.perf_counter()
 
+    def _snapshots(self) -> dict[str, Callable[[], Snapshot]]:
+        """Return what a checkpoint holds, by its folder in it. The reference is the model of the start."""
+        if self._critic is None:
+            return {"": self._policy.snapshot_state}
+        return {"": self._policy.snapshot_state, CRITIC: self._critic.snapshot_state}
+
+    def _adjust(self, order: Adjust) -> None:
+        self._policy.set_lr(self._config.learner.lr * order.lr_scale)
+        if self._critic is not None:
+            self._critic.set_lr(self._config.critic.lr * order.lr_scale)
+        if not order.is_kl_off:
+            return
+        has_kl = isinstance(self._objective, KlFallback) and self._objective.fall_back_kl()
+        if not has_kl and self._ranks.is_leader:
+            log.warning("guard: the objective has no KL term, nothing was turned off")
+
     def _train(self, order: Train) -> None:
         minibatches = self._config.learner.minibatches
-        result = train_step(order, self._intake, self._backend, self._objective, minibatches, self._watch)
+        self._guarded.begin_step(order.limits)
+        # The guarded policy passes on what it does not guard.
+        models = dataclasses.replace(self._models, policy=cast(LearnerBackend, self._guarded))
+        result = train_step(order, self._intake, models, self._objective, minibatches, self._watch)
         fault_point("learner.trained", order.step)
-        metrics = self._backend.reduce(result.metrics, result.weight)
+        metrics = reduce_over_ranks(self._policy, result.metrics | measure_memory(), result.weight)
+        num_rows = len(order.tickets) * self._config.rollout.group_size
+        self._objective.update_controllers(metrics, num_rows)
         stale = self._ranks.gather(result.stale_tickets)
+        refused = self._ranks.gather(self._guarded.refused_tickets)
         num_trained, num_masked = self._ranks.add([result.num_trained, result.num_masked])
-        # Tensor-parallel ranks hold copies of the same share.
-        metrics["staleness/trained_tokens"] = num_trained / self._config.learner.tp
-        metrics["staleness/masked_tokens"] = num_masked / self._config.learner.tp
+        # The ranks that train one share together each count all of it.
+        metrics["staleness/trained_tokens"] = num_trained / self._policy.num_copies
+        metrics["staleness/masked_tokens"] = num_masked / self._policy.num_copies
         self._step = order.step + 1
         if self._leader is None:
             return
-        self._leader.stale_tickets = stale
+        self._leader.stale_tickets, self._leader.refused_tickets = stale, refused
+        self._leader.controllers = self._objective.read_controllers()
         self._record(order, metrics)
 
     def _record(self, order: Train, metrics: dict[str, float]) -> None:
@@ -129,24 +195,27 @@ class LearnerService:
         num_tokens = float(sum(order.num_tokens))
         waited_s = self._leader.take_wait_s()
         stages = {**self._watch.read(), "timing_s/wait": waited_s}
-        self._rows.append(
-            {
-                "training/global_step": self._step,
-                **metrics,
-                **stages,
-                "timing_s/other": total_s - sum(stages.values()),
-                "timing_s/step": total_s,
-                "perf/total_num_tokens": num_tokens,
-                "perf/time_per_step": total_s,
-                "perf/throughput": num_tokens / (total_s * self._ranks.world_size),
-                "perf/learner_tokens_per_s": num_tokens / total_s,
-                "perf/learner_idle_share": waited_s / total_s,
-            }
-        )
+        row = {
+            "training/global_step": self._step,
+            **metrics,
+            **stages,
+            **self._efficiency.describe(metrics, stages, num_tokens),
+            "timing_s/other": total_s - sum(stages.values()),
+            "timing_s/step": total_s,
+            "perf/total_num_tokens": num_tokens,
+            "perf/time_per_step": total_s,
+            "perf/throughput": num_tokens / (total_s * self._ranks.world_size),
+            "perf/learner_tokens_per_s": num_tokens / total_s,
+            "perf/learner_idle_share": waited_s / total_s,
+            "guard/out_of_memory": float(self._guarded.num_out_of_memory),
+        }
+        row |= self._leader.keeper.take_metrics()
+        self._leader.keeper.note_metrics(self._step, row)
+        self._rows.append(row | self._leader.judge(order.step, row, self._guarded.gate.num_refused))
 
     def _publish(self, order: Publish) -> None:
         with self._watch.time("update_weights"):
-            tensors = self._backend.named_tensors()
+            tensors = self._policy.named_tensors()
             if self._leader is not None:
                 self._leader.handoff.publish(PolicyVersion(order.number, order.step), tensors)
             else:
@@ -156,6 +225,6 @@ class LearnerService:
     def _finish(self, order: Finish) -> None:
         self._state = "finishing"
         if order.is_complete:
-            self._backend.save_hf(self._weights_dir)
+            self._policy.save_hf(self._weights_dir)
             if self._ranks.is_leader:
                 log.info("the weights of step %d are in %s", self._step, self._weights_dir)

@@ -1,6 +1,6 @@
 """One learner step, from reserved tickets to updated weights: the data flow of training.
 
-    fetch -> pack -> mask what is over age -> prox log-probs -> advantages, weights -> updates
+    fetch -> pack -> mask what is over age -> prox log-probs, reference, values -> advantages -> updates
 
 Every rank runs this on its own share of the batch. Invariant: what enters a loss was within
 `max_lag` when it was packed, and the loss asserts it again.
@@ -8,14 +8,20 @@ Every rank runs this on its own share of the batch. Invariant: what enters a los
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from learner.algorithms.objective import Objective
-from learner.backend import LearnerBackend
-from learner.batch import assign_shards, build_batch, plan_minibatches
+from learner.algorithms.rows import Sum
+from learner.backend import LearnerBackend, Models
+from learner.batching.balance import measure_balance
+from learner.batching.batch import PackedBatch, assign_shards, build_batch, plan_minibatches
 from learner.intake import Intake
 from learner.orders import Train
-from learner.report import Stopwatch, describe_batch, merge_updates
+from learner.report import Stopwatch, describe_batch, describe_targets, merge_updates
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class StepResult:
 def train_step(
     order: Train,
     intake: Intake,
-    backend: LearnerBackend,
+    models: Models,
     objective: Objective,
     num_minibatches: int,
     watch: Stopwatch,
@@ -47,21 +53,75 @@ def train_step(
     """Train this rank's share of one reserved batch."""
     plan = plan_minibatches(order.tickets, num_minibatches)
     num_tokens_of = dict(zip(order.tickets, order.num_tokens, strict=True))
-    mine = assign_shards(num_tokens_of, plan, backend.dp_size)[backend.dp_rank]
+    shards = assign_shards(num_tokens_of, plan, models.policy.dp_size)
+    mine = shards[models.policy.dp_rank]
     with watch.time("fetch"):
         groups = intake.fetch(order.token, mine)
         batch = build_batch(groups, order.step, dict(order.versions))
-    metrics = describe_batch(groups, batch)
+    metrics = describe_batch(groups, batch) | _measure_shards(order, shards)
     num_sampled = int(batch.loss_mask_N.sum())
     batch = batch.mask_over_age(objective.max_lag)
     num_trained = int(batch.loss_mask_N.sum())
     counts = zip(batch.tickets_G, batch.trainable_tokens_G(), strict=True)
     stale = [ticket for ticket, num_trainable in counts if num_trainable == 0]
     batch = batch.select_groups(set(mine) - set(stale))
-    with watch.time("old_log_prob"):
-        prox = backend.logprobs(batch) if objective.needs_prox else (None, None)
-        batch, prepared = objective.prepare(batch, *prox)
-    with watch.time("update_actor"):
-        updates = [backend.update(batch.select_groups(tickets), objective.loss) for tickets in plan]
-    metrics |= prepared | merge_updates(updates)
+    batch, prepared = _prepare(batch, models, objective, watch)
+    metrics |= describe_targets(batch) | prepared | _update(batch, plan, models, objective, watch)
     return StepResult(metrics, batch.totals.num_tokens, num_trained, num_sampled - num_trained, stale)
+
+
+def _prepare(
+    batch: PackedBatch, models: Models, objective: Objective, watch: Stopwatch
+) -> tuple[PackedBatch, dict[str, float]]:
+    """Let the models say what the objective needs to know of the batch, and make its targets."""
+    prox_N = entropy_N = None
+    if objective.needs_prox:
+        with watch.time("old_log_prob"):
+            prox_N, entropy_N = models.policy.logprobs(batch)
+    if models.reference is not None:
+        with watch.time("ref"):
+            batch = dataclasses.replace(batch, reference_N=models.reference.logprobs(batch)[0])
+    if models.critic is not None:
+        with watch.time("values"):
+            batch = dataclasses.replace(batch, values_N=models.critic.values(batch))
+    with watch.time("adv"):
+        return objective.prepare(batch, prox_N, entropy_N, _sum_over_shares(models.policy))
+
+
+def _update(
+    batch: PackedBatch,
+    plan: Sequence[Sequence[int]],
+    models: Models,
+    objective: Objective,
+    watch: Stopwatch,
+) -> dict[str, float]:
+    """Do the optimizer updates of the step, the critic's first; return their metrics."""
+    minibatches = [batch.select_groups(tickets) for tickets in plan]
+    metrics: dict[str, float] = {}
+    if models.critic is not None:
+        with watch.time("update_critic"):
+            metrics |= merge_updates(
+                [models.critic.update(minibatch, objective.value_loss) for minibatch in minibatches]
+            )
+    with watch.time("update_actor"):
+        updates = [models.policy.update(minibatch, objective.loss) for minibatch in minibatches]
+    return metrics | merge_updates(updates) | {"actor/num_updates": float(len(updates))}
+
+
+def _sum_over_shares(backend: LearnerBackend) -> Sum:
+    """Return what sums a tensor over data-parallel ranks. Collective."""
+
+    def add(totals: torch.Tensor) -> torch.Tensor:
+        if backend.dp_size == 1:
+            return totals
+        values = {str(index): float(value) for index, value in enumerate(totals.flatten())}
+        means = backend.reduce(values, weight=1.0)
+        return totals.new_tensor([means[name] for name in values]).view_as(totals) * backend.dp_size
+
+    return add
+
+
+def _measure_shards(order: Train, shards: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Return `global_seqlen/*` of the step, the same on every rank."""
+    index_of = {ticket: index for index, ticket in enumerate(order.tickets)}
+    return measure_balance(order.num_tokens, [[index_of[ticket] for ticket in shard] for shard in shards])

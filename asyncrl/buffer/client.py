@@ -74,12 +74,14 @@ class Opening:
     Attributes:
         checkpoints: From which it may resume, oldest first; without any, `resume(0)`.
         num_prompts: 0 while no replica has described the data.
+        note: What the last `resume` with a note said.
     """
 
     token: int
     checkpoints: tuple[CheckpointEntry, ...]
     steps_trained: int
     num_prompts: int
+    note: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -230,15 +232,27 @@ class LearnerClient:
         checkpoints = tuple(
             CheckpointEntry(row["token"], row["step"], row["digest"]) for row in args["checkpoints"]
         )
-        return Opening(self.token, checkpoints, args["steps_trained"], args["num_prompts"])
+        return Opening(self.token, checkpoints, args["steps_trained"], args["num_prompts"], args["note"])
 
-    def resume(self, step: int) -> None:
+    def resume(
+        self,
+        step: int,
+        *,
+        is_fork: bool = False,
+        note: Mapping[str, float] | None = None,
+        refused: Sequence[int] = (),
+    ) -> None:
         """Rewind the ledger to the loaded checkpoint's step (0: initial weights).
 
+        Args:
+            is_fork: Training goes on otherwise than before: later steps will have other weights.
+            note: A few numbers that `open` tells the next learner; without any, the last note stays.
+            refused: Reserved or trained tickets of `step` or later to drop as `guard`.
+
         Raises:
-            LedgerError: No committed checkpoint has this step.
+            LedgerError: No committed checkpoint has this step, or a refused ticket is not of it or later.
         """
-        self._call("resume", step=step)
+        self._call("resume", step=step, is_fork=is_fork, note=dict(note or {}), refused=list(refused))
 
     def register_version(self, step: int) -> int:
         """Return a new version number for the weights after `step` steps."""
@@ -273,7 +287,7 @@ class LearnerClient:
         return [decode_group([next(frames) for _ in range(count)]) for count in counts]
 
     def trained(self, step: int, dropped: Iterable[tuple[int, str]] = ()) -> None:
-        """Report step `step` trained, less the dropped (ticket, reason) pairs (`stale`)."""
+        """Report step `step` trained, less the dropped (ticket, reason) pairs (`stale`, `guard`)."""
         self._call("trained", step=step, dropped=[list(pair) for pair in dropped])
 
     def checkpointed(self, step: int, digest: str, kept: Sequence[int]) -> None:

@@ -14,6 +14,8 @@ from asyncrl.wire import field
 if TYPE_CHECKING:
     from asyncrl.buffer.service import Desk
 
+MAX_NOTE_VALUES = 16
+
 
 class LearnerOps:
     """Operations of the learner. All but `open` are refused to an older fencing token."""
@@ -47,10 +49,14 @@ class LearnerOps:
             checkpoints=checkpoints,
             steps_trained=state.steps_trained,
             num_prompts=state.num_prompts,
+            note=state.note,
         )
 
     def resume(self, request: Request) -> None:
-        self._store.resume(self._token(request), field(request.args, "step", int))
+        args = request.args
+        token, step, is_fork = self._token(request), field(args, "step", int), field(args, "is_fork", bool)
+        note, refused = _read_note(args), _read_ints(args, "refused")
+        self._store.resume(token, step, is_fork=is_fork, note=note, refused=refused)
         self._reply(request)
 
     def register_version(self, request: Request) -> None:
@@ -121,6 +127,16 @@ def _read_ints(args: dict[str, Any], name: str) -> list[int]:
     if not all(type(value) is int for value in values):
         raise WireError(f"the field '{name}' holds whole numbers")
     return list(values)
+
+
+def _read_note(args: dict[str, Any]) -> dict[str, float]:
+    note = field(args, "note", dict)
+    if len(note) > MAX_NOTE_VALUES or not all(
+        isinstance(name, str) and len(name) <= MAX_NAME_CHARACTERS and type(value) in (int, float)
+        for name, value in note.items()
+    ):
+        raise WireError("the field 'note' holds a few numbers by name")
+    return {name: float(value) for name, value in note.items()}
 
 
 def _read_drops(args: dict[str, Any]) -> list[tuple[int, str]]:

@@ -192,6 +192,7 @@ class Desk:
             "memory_bytes": state.held_bytes,
             "promised_bytes": state.memory_bytes,
             "steps_trained": state.steps_trained,
+            "num_prompts": state.num_prompts,
             "lineage": state.versions.lineage,
             "last_version": state.versions.last_number,
             "token": state.token,

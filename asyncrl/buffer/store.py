@@ -8,7 +8,7 @@ in; what is malformed fails its attempt and is refused. One thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from asyncrl.buffer.journals.journal import Journal
 from asyncrl.buffer.ledger.ledger import Ledger
@@ -151,11 +151,19 @@ class ExperienceStore:
         self.counters["lost_payloads"] += 1
         self.ledger.lose_payload(number)
 
-    def resume(self, token: int, step: int) -> None:
-        """Rewind the ledger to `step`; groups without a payload are generated again."""
+    def resume(
+        self,
+        token: int,
+        step: int,
+        *,
+        is_fork: bool = False,
+        note: Mapping[str, float] | None = None,
+        refused: Sequence[int] = (),
+    ) -> None:
+        """Rewind the ledger to `step`, see `Ledger.resume`; groups without a payload are generated again."""
         self.ledger.check_token(token)
         missing = [ticket.id for ticket in self.ledger.tickets_from(step) if self._read(ticket) is None]
-        self.ledger.resume(token, step, missing)
+        self.ledger.resume(token, step, missing, is_fork=is_fork, note=note, refused=refused)
         self.counters["lost_payloads"] += len(missing)
 
     def settle(self, now: float) -> None:

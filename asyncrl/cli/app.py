@@ -31,6 +31,15 @@ bench = typer.Typer(help="Measure.", **PLAIN)  # type: ignore[arg-type]
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 
+BENCHMARKS = {
+    "checkpoints": "Measure the stall of a checkpoint, its write and its load.",
+    "learner": "Measure a learner step against Hugging Face, and the losses against verl's.",
+    "memory": "Measure what log-probs of a large vocabulary cost in memory.",
+    "packing": "Measure packed rows in dynamic microbatches against padded rows.",
+    "staleness_study": "Measure what lag does to learning under each correction.",
+}
+"""Benchmarks that read their own arguments: modules of `benchmarks` with a `main(arguments) -> exit code`."""
+
 RunName = Annotated[
     str | None, typer.Option("--run", help="The run's name; without it, the one started last.")
 ]
@@ -110,6 +119,23 @@ def scale(
     exits.say(f"the run goes to {int(count)} rollout replicas; see 'asyncrl status'")
 
 
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(help="The run's name, or its folder.")],
+    step: Annotated[
+        str, typer.Option("--step", metavar="N", help="The checkpoint's step, or 'newest', or 'best'.")
+    ] = "newest",
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="DIR", help="Where; otherwise export/step-N in the run.")
+    ] = None,
+    runs_dir: RunsDir = "runs",
+) -> None:
+    """Write a checkpoint of a run as a Hugging Face model; nothing is started."""
+    from asyncrl.cli.services import function
+
+    print(function("learner.checkpoint.export:export_run")(run, runs_dir, step, to))
+
+
 @data.command()
 def gsm8k(
     source: Annotated[Path, typer.Argument(metavar="SRC", exists=True, help="GSM8K's jsonl file.")],
@@ -146,9 +172,19 @@ def pipeline(
         raise typer.Exit(exits.OK if is_met else exits.FAILED)
 
 
-@bench.callback()
-def measure() -> None:
-    """Measure."""  # keeps `pipeline` a command of its own while it is the only one
+def _add_benchmark(name: str, summary: str) -> None:
+    """Add the command that hands its arguments to `benchmarks.<name>:main`, which knows its own flags."""
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+    @bench.command(name, help=summary, context_settings=settings, add_help_option=False)
+    def run_benchmark(context: typer.Context) -> None:
+        from asyncrl.cli.services import function
+
+        raise typer.Exit(function(f"benchmarks.{name}:main")(context.args))
+
+
+for _name, _summary in BENCHMARKS.items():
+    _add_benchmark(_name, _summary)
 
 
 @data.callback()

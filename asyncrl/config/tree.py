@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from asyncrl.metrics import find, unknown_names
 
 Count = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -20,6 +22,10 @@ Text = Annotated[str, Field(min_length=1)]
 NonNegativeNumber = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+WITH_VALUES = ("gae", "vtrace")
+"""Advantages that need a critic."""
+EVALUATION_METRICS = ("accuracy", "reward_mean")
+"""What an evaluation says, the higher the better."""
 CONFLICT = "conflict"
 """The type of the validation error that carries `Conflict`s in its context."""
 
@@ -48,11 +54,15 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """The policy: a Hugging Face folder, a hub id, or `builtin:digit_sort`."""
+    """The policy: a Hugging Face folder, a hub id, or `builtin:digit_sort`.
+
+    `dtype` is that of the computation; the optimizer keeps float32. `float16` is for GPUs without
+    bfloat16: losses are scaled, and an update whose gradient overflows is computed again.
+    """
 
     path: Text
     revision: str | None = None
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
 
 
 class DataSection(Section):
@@ -107,39 +117,113 @@ class BufferSection(Section):
     max_attempts: Count = 3
 
 
+class KlSection(Section):
+    """KL to the reference policy, in the loss or off the reward. A coefficient of 0 turns it off.
+
+    The adaptive controller moves the coefficient towards `target`, within 1 / `horizon` rows.
+    """
+
+    coef: NonNegativeNumber = 0.0
+    where: Literal["loss", "reward"] = "loss"
+    estimator: Literal[
+        "k1", "k2", "k3", "k1+", "k2+", "k3+", "kl", "abs", "mse", "low_var_kl", "low_var_kl+"
+    ] = "low_var_kl"
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    target: Annotated[float, Field(gt=0)] = 0.1
+    horizon: Annotated[float, Field(gt=0)] = 10_000.0
+
+
 class AlgorithmSection(Section):
-    """Advantage, loss and off-policy correction."""
+    """Advantage, loss and off-policy correction.
+
+    `advantage`, `loss` and `correction` are names or `module:function`. `rejection` takes verl's
+    `rollout_rs` with its thresholds: `seq_mean_k1` and `0.8_1.25`. `verl_compat` gives verl's numbers
+    where ours differ on purpose (docs/algorithms.md).
+    """
 
     advantage: str = "grpo"
+    gamma: Share = 1.0
+    lam: Share = 1.0
     loss: str = "vanilla"
     clip: tuple[NonNegativeNumber, NonNegativeNumber] = (0.2, 0.28)
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
+    value_clip: Annotated[float, Field(gt=0)] = 0.5
+    entropy_coeff: NonNegativeNumber = 0.0
     aggregation: Literal[
-        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+        "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
     ] = "token-mean"
+    prox: Literal["recompute", "loglinear", "behaviour"] = "recompute"
     correction: str = "decoupled_token_is"
     is_threshold: Annotated[float, Field(gt=0)] = 2.0
+    normalize_weights: bool = False
+    rejection: str = ""
+    rejection_threshold: str | float = ""
     veto: Annotated[float, Field(ge=0)] = 1e-4
+    kl: KlSection = KlSection()
     drop_constant_groups: bool = True
+    verl_compat: bool = False
+
+
+class CriticSection(Section):
+    """The value model of PPO, made when `algorithm.advantage` needs values (`gae`, `vtrace`).
+
+    It starts from `path`, or from the policy's model with a value head of zeros, and shares the
+    learner's backend, parallelism and batches.
+    """
+
+    path: Text | None = None
+    lr: Annotated[float, Field(gt=0)] = 1e-5
 
 
 class LearnerSection(Section):
-    """The learner. One step trains `groups_per_step` groups in `minibatches` optimizer updates."""
+    """The learner. Three sizes of a batch, from the outside in:
 
-    backend: Literal["megatron"] = "megatron"
+    `groups_per_step`: groups (of `rollout.group_size` rows) that one learner step reserves and trains, after
+    which it publishes. It sets how many tokens a version learns from, and what a lag of 1 means.
+    `minibatches`: optimizer updates that a step is cut into, by whole groups in ticket order. More of them
+    take more, smaller and more off-policy updates from the same data.
+    `max_tokens_per_microbatch`: tokens, prompts included, that a rank computes at once. A minibatch's rows
+    are packed into as few microbatches of about the same work as this budget allows. It sets memory and
+    speed and never the result: gradients add up to those of the whole minibatch.
+
+    Its ranks are tp x pp x cp x dp: matrices, layers (each stage in `vpp` parts), tokens of a row and rows
+    are cut. `sequence_parallel` (with tp) and `recompute` save memory; `overlap` sends while computing.
+    `backend: fsdp2` runs any Hugging Face model, cut over dp; `compile` puts each of its layers through
+    torch.compile. `offload` keeps the optimizer's state in host memory, with fsdp2 the weights too.
+
+    `lr` is reached after `warmup_steps` learner steps of linear rise; `cosine` goes down from it to
+    `min_lr_ratio` times `lr` at the end of `steps`. The critic's rate takes the same course.
+    """
+
+    backend: Literal["megatron", "fsdp2"] = "megatron"
     tp: Count = 1
+    pp: Count = 1
+    vpp: Count = 1
+    cp: Count = 1
     dp: Count = 1
+    sequence_parallel: bool = True
+    overlap: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
     gpus: NonNegative = 0
     cpus: Annotated[float, Field(ge=0)] = 1.0
     groups_per_step: Count = 16
     minibatches: Count = 1
     max_tokens_per_microbatch: Count = 16384
     lr: Annotated[float, Field(gt=0)] = 1e-6
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    min_lr_ratio: Share = 0.0
     warmup_steps: NonNegative = 0
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    offload: bool = False
+    compile: bool = False
     steps: Count = 200
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the learner."""
+        return self.tp * self.pp * self.cp * self.dp
 
 
 class WeightSyncSection(Section):
@@ -159,17 +243,68 @@ class EvalSection(Section):
     temperature: Annotated[float, Field(ge=0)] = 1.0
 
 
+def check_metric(name: str) -> str:
+    """Raise ValueError unless there is a metric of this name: else no checkpoint would be the best."""
+    if name not in EVALUATION_METRICS and find(name) is None:
+        similar = unknown_names([name]).get(name)
+        guess = f"; did you mean {similar}?" if similar else ""
+        raise ValueError(f"{' or '.join(EVALUATION_METRICS)}, or a name of docs/metrics.md{guess}")
+    return name
+
+
 class CheckpointSection(Section):
-    """Atomic checkpoints of the learner; `keep` newest stay."""
+    """Atomic checkpoints of the learner, written while training goes on; the `keep` newest stay.
+
+    The `keep_best` with the highest `best_metric` stay besides, for `asyncrl export`. The metric is one
+    of the evaluation (`accuracy`) or of the step. A checkpoint that is due while the one before is
+    still being written waits at most `max_stall_s`, then it is skipped (`checkpoint/skipped`).
+    """
 
     every_steps: Count = 20
     keep: Count = 3
+    keep_best: NonNegative = 0
+    best_metric: Annotated[Text, AfterValidator(check_metric)] = "accuracy"
+    max_stall_s: NonNegativeNumber = 30.0
+
+
+def check_window(steps: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Raise ValueError unless `steps` is [a, b] with a < b."""
+    if steps is not None and steps[0] >= steps[1]:
+        raise ValueError("[a, b] with a < b")
+    return steps
+
+
+class GuardSection(Section):
+    """Watches the metrics of every step; `action` answers a severe finding, every finding is explained.
+
+    The limits are starting points: a value beyond one is reported. It is severe if it is also far
+    from the run's usual values (`z_score` robust deviations, after `warmup_steps`), or ten times
+    beyond. `min_entropy` and `min_throughput` are shares of the run's first values.
+    """
+
+    action: Literal["warn", "skip_update", "reduce_lr", "kl_fallback", "rollback", "stop"] = "warn"
+    warmup_steps: Annotated[int, Field(ge=3)] = 10
+    z_score: Annotated[float, Field(gt=0)] = 8.0
+    max_kl: Annotated[float, Field(gt=0)] = 0.03
+    max_grad_norm: Annotated[float, Field(gt=0)] = 2.0
+    max_clipfrac: Annotated[float, Field(gt=0)] = 0.3
+    max_vf_clipfrac: Annotated[float, Field(gt=0)] = 0.05
+    min_entropy: Share = 0.05
+    min_ess: Share = 0.3
+    min_throughput: Share = 0.3
 
 
 class MetricsSection(Section):
-    """Where metrics go besides `metrics.jsonl`."""
+    """Where metrics go besides `metrics.jsonl`, and what is measured.
+
+    `profile_steps: [a, b]` records learner steps a to b - 1, counted from 0, with torch.profiler, into
+    `runs/<name>/profile/`. `peak_tflops` is what `perf/mfu/*` divides by, per learner rank; null takes
+    the data sheet's figure of a known GPU and measures any other device.
+    """
 
     tensorboard: bool = True
+    profile_steps: Annotated[tuple[NonNegative, Count] | None, AfterValidator(check_window)] = None
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
 
 
 class LauncherSection(Section):
@@ -191,10 +326,12 @@ class Config(Section):
     staleness: StalenessSection = StalenessSection()
     buffer: BufferSection = BufferSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    critic: CriticSection = CriticSection()
     learner: LearnerSection = LearnerSection()
     weight_sync: WeightSyncSection = WeightSyncSection()
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
     metrics: MetricsSection = MetricsSection()
     launcher: LauncherSection = LauncherSection()
 
@@ -243,4 +380,87 @@ def find_conflicts(config: Config) -> list[Conflict]:
                 "Set rollout.gpus and learner.gpus, or weight_sync.backend: gloo",
             )
         )
-    return conflicts
+    if config.model.dtype == "float16" and not (config.rollout.gpus and learner.gpus):
+        conflicts.append(
+            Conflict(
+                ("model.dtype", "rollout.gpus", "learner.gpus"),
+                "model.dtype: float16 needs GPUs on both sides",
+                "Set rollout.gpus and learner.gpus, or model.dtype: bfloat16",
+            )
+        )
+    return [
+        *conflicts,
+        *_find_checkpoint_conflicts(config),
+        *_find_backend_conflicts(learner),
+        *_find_schedule_conflicts(learner),
+        *_find_critic_conflicts(config),
+    ]
+
+
+def _find_critic_conflicts(config: Config) -> list[Conflict]:
+    advantage = config.algorithm.advantage
+    if config.critic == CriticSection() or advantage in WITH_VALUES or ":" in advantage:
+        return []
+    return [
+        Conflict(
+            ("critic", "algorithm.advantage"),
+            f"critic is set, but algorithm.advantage: {advantage} asks for no values",
+            f"Choose {' or '.join(WITH_VALUES)}, or leave critic out",
+        )
+    ]
+
+
+def _find_checkpoint_conflicts(config: Config) -> list[Conflict]:
+    checkpoint, every_steps = config.checkpoint, config.eval.every_steps
+    is_by_accuracy = checkpoint.keep_best > 0 and checkpoint.best_metric == "accuracy"
+    if not is_by_accuracy or (every_steps and checkpoint.every_steps % every_steps == 0):
+        return []
+    return [
+        Conflict(
+            ("checkpoint.keep_best", "eval.every_steps", "checkpoint.every_steps"),
+            "checkpoint.keep_best goes by accuracy, but not every checkpoint is evaluated",
+            "Make checkpoint.every_steps a multiple of eval.every_steps, or name another "
+            "checkpoint.best_metric, such as critic/rewards/mean",
+        )
+    ]
+
+
+def _find_schedule_conflicts(learner: LearnerSection) -> list[Conflict]:
+    if learner.lr_schedule != "constant" or not learner.min_lr_ratio:
+        return []
+    return [
+        Conflict(
+            ("learner.min_lr_ratio", "learner.lr_schedule"),
+            f"learner.min_lr_ratio: {learner.min_lr_ratio:g} does nothing with learner.lr_schedule: constant",
+            "Set learner.lr_schedule: cosine, or learner.min_lr_ratio: 0",
+        )
+    ]
+
+
+def _find_backend_conflicts(learner: LearnerSection) -> list[Conflict]:
+    """Return what is set and the chosen backend does not have: it would do nothing."""
+    is_fsdp2 = learner.backend == "fsdp2"
+    lacking = {
+        "tp": is_fsdp2 and learner.tp > 1,
+        "pp": is_fsdp2 and learner.pp > 1,
+        "vpp": is_fsdp2 and learner.vpp > 1,
+        "cp": is_fsdp2 and learner.cp > 1,
+        "overlap": is_fsdp2 and learner.overlap,
+        "recompute": is_fsdp2 and learner.recompute == "selective",
+        "compile": not is_fsdp2 and learner.compile,
+    }
+    hint = (
+        "fsdp2 cuts the model over learner.dp alone, overlaps by itself, and recomputes in full or not at all"
+        if is_fsdp2
+        else "Only learner.backend: fsdp2 has it"
+    )
+    return [
+        Conflict(
+            (f"learner.{name}", "learner.backend"),
+            f"learner.backend: {learner.backend} has no "
+            f"learner.{name}: {str(getattr(learner, name)).lower()}",
+            hint,
+        )
+        for name, is_lacking in lacking.items()
+        if is_lacking
+    ]

@@ -12,8 +12,10 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from asyncrl.config.tree import Config
+from asyncrl.config.cuts import find_uneven_cuts
+from asyncrl.config.tree import Config, LearnerSection
 from asyncrl.control.prepare import is_builtin, is_hub_id
 from asyncrl.errors import ConfigError
 
@@ -53,7 +55,7 @@ def check(config: Config) -> Plan:
     problems = [problem for check_one in checks for problem in check_one(config)]
     if problems:
         raise ConfigError("\n".join(problems))
-    ranks = config.learner.tp * config.learner.dp
+    ranks = config.learner.num_ranks
     on_gpus = config.rollout.gpus > 0 and config.learner.gpus > 0
     return Plan(
         num_processes=4 + ranks + 3 * config.rollout.replicas,
@@ -80,12 +82,39 @@ def _check_model(config: Config) -> Iterator[str]:
         yield f"model.path: '{path}' holds no Hugging Face model (no config.json); name a folder or a hub id"
         return
     try:
-        found = dict(json.loads(config_file.read_text())).get("model_type")
+        table = dict(json.loads(config_file.read_text()))
     except (OSError, ValueError, TypeError) as error:
         yield f"model.path: '{config_file}' cannot be read: {error}"
         return
-    if found not in ARCHITECTURES:
-        yield f"model.path: '{path}' is a '{found}' model; supported are {', '.join(ARCHITECTURES)}"
+    if config.learner.backend != "megatron":
+        return
+    if table.get("model_type") not in ARCHITECTURES:
+        yield (
+            f"model.path: '{path}' is a '{table.get('model_type')}' model; supported are "
+            f"{', '.join(ARCHITECTURES)}, and any other with learner.backend: fsdp2"
+        )
+    else:
+        yield from _find_uneven_cuts(table, config.learner)
+
+
+def _find_uneven_cuts(table: dict[str, Any], learner: LearnerSection) -> Iterator[str]:
+    """Say where the model of `table` cannot be cut; what `table` lacks the learner itself complains of."""
+    heads = table.get("num_key_value_heads") or table.get("num_attention_heads")
+    sizes = {name: table.get(name) for name in ("num_hidden_layers", "intermediate_size", "vocab_size")}
+    counts = [count for count in (heads, *sizes.values()) if isinstance(count, int)]
+    if len(counts) < 4:
+        return
+    num_heads, num_layers, intermediate_size, vocab_size = counts
+    uneven = find_uneven_cuts(
+        tp=learner.tp,
+        pp=learner.pp,
+        vpp=learner.vpp,
+        num_layers=num_layers,
+        num_key_value_heads=num_heads,
+        intermediate_size=intermediate_size,
+        vocab_size=vocab_size,
+    )
+    yield from (f"{problem}; {hint[0].lower()}{hint[1:]}" for problem, hint in uneven)
 
 
 def _check_data(config: Config) -> Iterator[str]:
@@ -152,12 +181,12 @@ def _names_of(module: ast.Module) -> Iterator[str]:
 
 
 def _cpus(config: Config) -> float:
-    ranks = config.learner.tp * config.learner.dp
+    ranks = config.learner.num_ranks
     return config.learner.cpus * ranks + config.rollout.cpus * config.rollout.replicas
 
 
 def _gpus(config: Config) -> int:
-    ranks = config.learner.tp * config.learner.dp
+    ranks = config.learner.num_ranks
     return config.learner.gpus * ranks + config.rollout.gpus * config.rollout.replicas
 
 

@@ -62,6 +62,7 @@ def prepare(config: Config, say: Callable[[str], None]) -> Config:
             "model": config.model.model_copy(
                 update={"path": str(Path(model).absolute()), "revision": revision}
             ),
+            "critic": config.critic.model_copy(update={"path": _absolute(config.critic.path)}),
             "data": config.data.model_copy(update=data),
             "reward": config.reward.model_copy(update={"fn": _resolve_reward(config.reward.fn)}),
         }
@@ -86,6 +87,10 @@ def make_builtin(path: str, root: Path, say: Callable[[str], None]) -> Path:
     if made.returncode:
         raise ConfigError(f"making {path} failed:\n{made.stdout[-2000:]}")
     return folder
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).absolute())
 
 
 def _resolve_data(name: str, path: str, root: Path, say: Callable[[str], None]) -> str:

@@ -43,7 +43,7 @@ class Roster:
 
     @property
     def num_learner_ranks(self) -> int:
-        return self.config.learner.tp * self.config.learner.dp
+        return self.config.learner.num_ranks
 
     def core(self) -> list[str]:
         """Return the services that every run has, in the order in which they are started."""

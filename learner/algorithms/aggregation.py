@@ -49,3 +49,8 @@ def aggregate(
     if mode == "token-mean":
         return total / max(num_tokens, 1.0)
     return total / max(num_rows, 1.0) / (loss_scale if mode == "seq-mean-token-sum-norm" else 1.0)
+
+
+def aggregate_rows(loss_R: torch.Tensor, num_rows: float) -> torch.Tensor:
+    """Return this part's share of the mean of a loss per row: for losses without one per token."""
+    return loss_R.sum() / max(num_rows, 1.0)

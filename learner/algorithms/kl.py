@@ -1,13 +1,16 @@
-"""Estimators of the KL divergence per token (pure).
+"""KL to a reference policy: estimators per token, penalty on the reward, coefficient (pure).
 
-Shapes: any; log-probs of the current and of a reference policy.
+Shapes: N packed positions, R rows; the estimators take any.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 
-from learner.algorithms.rows import clamp_log_ratio
+from learner.algorithms.rows import Rows, clamp_log_ratio, masked
 
 KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 
@@ -31,3 +34,70 @@ def kl_penalty(logprobs: torch.Tensor, reference: torch.Tensor, kind: str) -> to
         return 0.5 * difference.square()
     bounded = clamp_log_ratio(-difference)
     return (bounded.exp() - bounded - 1).clamp(-10.0, 10.0)
+
+
+@dataclass(frozen=True)
+class Penalty:
+    """KL taken off the reward: `kl_N` per token, 0 outside the mask, and its mean over rows' means."""
+
+    kl_N: torch.Tensor
+    mean: float
+
+
+def measure_penalty(
+    logprobs_N: torch.Tensor, reference_N: torch.Tensor, mask_N: torch.Tensor, rows: Rows, kind: str
+) -> Penalty:
+    """Return what a coefficient multiplies; a row without tokens counts as 0."""
+    kl_N = masked(kl_penalty(logprobs_N, reference_N, kind), mask_N).detach()
+    mean_R = rows.mean(kl_N, mask_N)
+    return Penalty(kl_N, float(mean_R.mean()) if rows.num_rows else 0.0)
+
+
+class KlController(Protocol):
+    """Owns the coefficient of the KL term. Update it after the coefficient was used."""
+
+    @property
+    def value(self) -> float:
+        """The coefficient in force."""
+
+    def update(self, kl: float, num_rows: float) -> None:
+        """Take in the KL of one learner step, over all ranks, and its number of rows."""
+
+    def restore(self, value: float) -> None:
+        """Take the coefficient of a checkpoint."""
+
+
+class FixedKl:
+    """A constant coefficient."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def update(self, kl: float, num_rows: float) -> None:
+        """Change nothing."""
+
+    def restore(self, value: float) -> None:
+        """Take the coefficient of a checkpoint."""
+        self.value = value
+
+
+class AdaptiveKl:
+    """Moves the coefficient so that the KL stays near `target`; arXiv 1909.08593.
+
+    Each step it is multiplied by 1 + clip(kl / target - 1, -0.2, 0.2) * rows / horizon.
+    """
+
+    def __init__(self, value: float, target: float, horizon: float) -> None:
+        assert target > 0 and horizon > 0, "target and horizon are above 0"
+        self.value = value
+        self._target = target
+        self._horizon = horizon
+
+    def update(self, kl: float, num_rows: float) -> None:
+        """Move the coefficient by at most 20 % times rows / horizon."""
+        error = min(max(kl / self._target - 1, -0.2), 0.2)
+        self.value *= 1 + error * num_rows / self._horizon
+
+    def restore(self, value: float) -> None:
+        """Take the coefficient of a checkpoint."""
+        self.value = value

@@ -1,114 +1,311 @@
 """The objective of a run: advantage, correction, loss and aggregation put together.
 
 Owns the order in which they apply. Per step: `prepare` once on the whole batch, then `loss` for every
-microbatch. Invariant S3: no token over `max_lag` enters a loss; it is asserted here once more.
+microbatch (and `value_loss` for a critic's), then `update_controllers` with the step's metrics.
+Invariant S3: no token over `max_lag` enters a loss; it is asserted here once more.
 
-Shapes: N packed positions.
+Shapes: N packed positions, R rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from asyncrl.config.tree import AlgorithmSection
-from learner.algorithms import diagnostics
-from learner.algorithms.advantage import ADVANTAGES, AdvantageFn, is_constant
-from learner.algorithms.aggregation import aggregate
-from learner.algorithms.correction import Correction, importance_weights, make_corrections, veto_rows
-from learner.algorithms.policy_loss import POLICY_LOSSES, Clip, LossInput, PolicyLossFn, reinforce
+from asyncrl.config.tree import AlgorithmSection, KlSection
+from asyncrl.errors import ConfigError
+from learner.algorithms.advantage import ADVANTAGES, NEEDS, AdvantageFn, AdvantageInput, is_constant
+from learner.algorithms.advantage.terms import on_one_rank
+from learner.algorithms.aggregation import aggregate, aggregate_rows
+from learner.algorithms.correction import (
+    Correction,
+    importance_weights,
+    interpolate_prox,
+    is_policy_gradient,
+    make_corrections,
+    parse_rejections,
+    reject,
+    rejection_metrics,
+    veto_rows,
+)
+from learner.algorithms.diagnostics import divergence
+from learner.algorithms.kl import AdaptiveKl, FixedKl, KlController, kl_penalty, measure_penalty
+from learner.algorithms.losses import POLICY_LOSSES, Clip, LossInput, PolicyLossFn, TokenLoss
 from learner.algorithms.registry import resolve
-from learner.algorithms.rows import Rows, masked, masked_mean
-from learner.batch import PackedBatch
+from learner.algorithms.rows import Rows, Sum, masked, masked_mean
+from learner.algorithms.value import value_loss
+from learner.algorithms.wording import check_section, describe_section
+from learner.batching.batch import PackedBatch
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class KlTerm:
+    """KL to the reference policy, and who owns its coefficient."""
+
+    estimator: str
+    is_in_reward: bool
+    controller: KlController
 
 
 @dataclass(frozen=True)
 class Objective:
     """What is minimised. Make it with `make_objective`."""
 
+    section: AlgorithmSection
     advantage: AdvantageFn
     policy_loss: PolicyLossFn
     correction: Correction
-    clip: Clip
-    aggregation: str
+    kl: KlTerm | None
     loss_scale: float
-    veto: float
     max_lag: int
+
+    @property
+    def veto(self) -> float:
+        """Ratio below which a token vetoes its row."""
+        return self.section.veto
 
     @property
     def needs_prox(self) -> bool:
         """Whether `prepare` wants log-probs under the weights at the start of the step."""
-        return not self.correction.is_bypass
+        return not self.correction.is_bypass and self.section.prox == "recompute"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether `prepare` wants `reference_N` on the batch."""
+        return self.kl is not None
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether `prepare` wants a critic's `values_N` on the batch, and sets `returns_N`."""
+        return "values" in NEEDS.get(self.section.advantage, frozenset())
 
     def prepare(
-        self, batch: PackedBatch, prox_N: torch.Tensor | None, entropy_N: torch.Tensor | None = None
+        self,
+        batch: PackedBatch,
+        prox_N: torch.Tensor | None,
+        entropy_N: torch.Tensor | None = None,
+        over_ranks: Sum = on_one_rank,
     ) -> tuple[PackedBatch, dict[str, float]]:
-        """Return the batch with advantages, prox, weights and vetoed rows, and metrics of this rank's share.
+        """Return the batch with advantages, prox, weights and rejections, and metrics of this rank's share.
 
         Args:
-            batch: Already masked for age.
+            batch: Already masked for age; with `values_N` and `reference_N` as needed.
             prox_N: Log-probs at the start of the step; None if `needs_prox` is false.
             entropy_N: Entropies of the same pass, for the log.
+            over_ranks: Sums totals over data-parallel ranks, where something is whitened or normalized.
         """
+        self._check_fields(batch)
         rows = rows_of(batch)
         metrics: dict[str, float] = _lag_metrics(batch)
-        advantages_R = self.advantage(batch.rewards_R, batch.group_R)
-        batch = dataclasses.replace(batch, advantages_N=rows.spread(advantages_R))
-        if self.correction.is_bypass:
+        assert prox_N is not None or not self.needs_prox, "a decoupled objective needs prox"
+        if self.needs_prox:
+            batch = dataclasses.replace(batch, prox_N=prox_N)
+        elif self.section.prox == "behaviour":
+            batch = dataclasses.replace(batch, prox_N=batch.behaviour_N)
+        if self.kl is not None:
+            metrics["actor/kl_coef"] = self.kl.controller.value
+        batch, penalised = self._set_advantages(batch, rows, over_ranks)
+        metrics |= penalised
+        if not self.needs_prox:
             return batch, metrics
-        assert prox_N is not None, "a decoupled objective needs prox"
-        delta_N, before_N = prox_N - batch.behaviour_N, batch.loss_mask_N
-        batch = dataclasses.replace(batch, prox_N=prox_N)
-        metrics |= _measure_correction(prox_N, batch.behaviour_N, before_N, rows, self.correction)
         if entropy_N is not None:
-            metrics["actor/entropy"] = float(masked_mean(entropy_N, before_N))
-        batch = batch.with_mask(veto_rows(delta_N, before_N, rows, self.veto))
-        vetoed = before_N.sum() - batch.loss_mask_N.sum()
-        metrics["rollout_corr/vetoed_share"] = float(vetoed / before_N.sum().clamp(min=1))
-        if self.correction.level is not None:
-            weights_N = importance_weights(delta_N, batch.loss_mask_N, rows, self.correction)
-            batch = dataclasses.replace(batch, weights_N=weights_N)
-        return batch, metrics
+            metrics["actor/entropy"] = float(masked_mean(entropy_N, batch.loss_mask_N))
+        batch, corrected = self._correct(batch, rows, over_ranks)
+        return batch, metrics | corrected
 
     def loss(
         self, logprobs_N: torch.Tensor, entropy_N: torch.Tensor, microbatch: PackedBatch
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> tuple[torch.Tensor, Tensors]:
         """Return this microbatch's share of the minibatch loss, and metrics that sum to the minibatch's.
 
         Raises:
             LedgerError: A token that would be trained is over `max_lag`.
         """
         microbatch.check_lag(self.max_lag)
-        rows, mask_N, totals = rows_of(microbatch), microbatch.loss_mask_N, microbatch.totals
         assert microbatch.advantages_N is not None, "prepare must run before the loss"
-        old_N, weights_N = microbatch.prox_N, microbatch.weights_N
-        if self.correction.is_bypass:
-            old_N = microbatch.behaviour_N
-            delta_N = (logprobs_N - old_N).detach()
-            mask_N = veto_rows(delta_N, mask_N, rows, self.veto)
-            if self.correction.level is not None:
-                weights_N = importance_weights(delta_N, mask_N, rows, self.correction)
-        assert old_N is not None, "prepare must run before the loss"
+        old_N, mask_N, weights_N = self._find_centre(logprobs_N, microbatch)
+        rows = rows_of(microbatch)
         tokens = self.policy_loss(
-            LossInput(logprobs_N, old_N, microbatch.advantages_N, mask_N, rows, self.clip)
+            LossInput(
+                logprobs_N,
+                old_N,
+                microbatch.advantages_N,
+                mask_N,
+                rows,
+                Clip(*self.section.clip, self.section.dual_clip),
+                weights_N=weights_N,
+                behaviour_N=microbatch.behaviour_N,
+                seed=microbatch.step,
+            )
         )
-        loss = aggregate(
+        policy_loss = self._aggregate(tokens, weights_N, mask_N, microbatch)
+        metrics = _mean_metrics(tokens, mask_N, microbatch) | {"actor/pg_loss": policy_loss.detach()}
+        loss, terms = self._regularise(logprobs_N, entropy_N, mask_N, microbatch)
+        return policy_loss + loss, metrics | terms
+
+    def value_loss(self, values_N: torch.Tensor, microbatch: PackedBatch) -> tuple[torch.Tensor, Tensors]:
+        """Return this microbatch's share of the critic's loss, and metrics that sum to the minibatch's."""
+        assert microbatch.values_N is not None and microbatch.returns_N is not None, "prepare comes first"
+        mask_N = microbatch.loss_mask_N
+        tokens = value_loss(values_N, microbatch.values_N, microbatch.returns_N, self.section.value_clip)
+        loss = self._aggregate(tokens, None, mask_N, microbatch)
+        seen = TokenLoss(values_N, tokens.metrics | {"critic/vpred_mean": values_N.detach()})
+        return loss, _mean_metrics(seen, mask_N, microbatch) | {"critic/vf_loss": loss.detach()}
+
+    def update_controllers(self, metrics: Mapping[str, float], num_rows: float) -> None:
+        """Let the KL controller see the step that has just been trained: its metrics over all ranks."""
+        if self.kl is None:
+            return
+        kl = metrics.get("actor/reward_kl_penalty" if self.kl.is_in_reward else "actor/kl_loss")
+        if kl is not None:
+            self.kl.controller.update(kl, num_rows)
+
+    def fall_back_kl(self) -> bool:
+        """Use coefficient 0 from now on, which no controller leaves; return False without a KL term."""
+        if self.kl is None:
+            return False
+        self.kl.controller.restore(0.0)
+        return True
+
+    def read_controllers(self) -> dict[str, float]:
+        """Return what a checkpoint must keep."""
+        return {} if self.kl is None else {"kl_coef": self.kl.controller.value}
+
+    def restore_controllers(self, state: Mapping[str, float]) -> None:
+        """Take what `read_controllers` gave."""
+        if self.kl is not None and "kl_coef" in state:
+            self.kl.controller.restore(state["kl_coef"])
+
+    def _check_fields(self, batch: PackedBatch) -> None:
+        if self.needs_values and batch.values_N is None:
+            raise ConfigError(
+                f"algorithm.advantage: {self.section.advantage} needs the values of a critic",
+                hint="Choose an advantage without a critic, such as grpo",
+            )
+        if self.needs_reference and batch.reference_N is None:
+            raise ConfigError(
+                "algorithm.kl needs the log-probs of a reference policy", hint="Set algorithm.kl.coef: 0"
+            )
+
+    def _set_advantages(
+        self, batch: PackedBatch, rows: Rows, over_ranks: Sum
+    ) -> tuple[PackedBatch, dict[str, float]]:
+        metrics: dict[str, float] = {}
+        # What is masked for its age still belongs to the trajectory: returns run through it.
+        counted_N = batch.counted_N
+        scores_R = batch.rewards_R
+        is_last_N = (rows.remaining(counted_N) == 1) & (counted_N != 0)
+        rewards_N = torch.where(is_last_N, rows.spread(scores_R), 0.0)
+        if self.kl is not None and self.kl.is_in_reward:
+            assert batch.reference_N is not None, "checked on entry"
+            policy_N = batch.behaviour_N if batch.prox_N is None else batch.prox_N
+            penalty = measure_penalty(policy_N, batch.reference_N, counted_N, rows, self.kl.estimator)
+            coefficient = self.kl.controller.value
+            rewards_N = rewards_N - coefficient * penalty.kl_N
+            scores_R = scores_R - coefficient * rows.sum(penalty.kl_N, counted_N)
+            metrics["actor/reward_kl_penalty"] = penalty.mean
+            metrics["actor/reward_kl_penalty_coeff"] = coefficient
+        found = self.advantage(
+            AdvantageInput(
+                rewards_N,
+                scores_R,
+                counted_N,
+                rows,
+                batch.group_R,
+                gamma=self.section.gamma,
+                lam=self.section.lam,
+                values_N=batch.values_N,
+                prox_N=batch.prox_N,
+                behaviour_N=batch.behaviour_N,
+                verl_compat=self.section.verl_compat,
+                over_ranks=over_ranks,
+            )
+        )
+        returns_N = found.returns_N if self.needs_values else None
+        return dataclasses.replace(batch, advantages_N=found.advantages_N, returns_N=returns_N), metrics
+
+    def _correct(
+        self, batch: PackedBatch, rows: Rows, over_ranks: Sum
+    ) -> tuple[PackedBatch, dict[str, float]]:
+        assert batch.prox_N is not None, "set before"
+        before_N, delta_N = batch.loss_mask_N, batch.prox_N - batch.behaviour_N
+        metrics = _measure_correction(batch.prox_N, batch.behaviour_N, before_N, rows, self.correction)
+        kept_N = veto_rows(delta_N, before_N, rows, self.veto)
+        vetoed = before_N.sum() - kept_N.sum()
+        metrics["rollout_corr/vetoed_share"] = float(vetoed / before_N.sum().clamp(min=1))
+        batch = batch.with_mask(kept_N * reject(delta_N, before_N, rows, self.correction.rejection).ne(0))
+        if self.correction.level is not None:
+            weights_N = importance_weights(delta_N, batch.loss_mask_N, rows, self.correction, over_ranks)
+            batch = dataclasses.replace(batch, weights_N=weights_N)
+        return batch, metrics
+
+    def _find_centre(
+        self, logprobs_N: torch.Tensor, microbatch: PackedBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return old log-probs, mask and weights; without a forward pass they are made here."""
+        mask_N, behaviour_N = microbatch.loss_mask_N, microbatch.behaviour_N
+        if self.needs_prox or self.section.prox == "behaviour":
+            assert microbatch.prox_N is not None, "prepare must run before the loss"
+            return microbatch.prox_N, mask_N, microbatch.weights_N
+        if self.correction.is_bypass:
+            old_N, target_N = behaviour_N, logprobs_N.detach()
+        else:
+            old_N = target_N = interpolate_prox(logprobs_N, behaviour_N, microbatch.lag_N)
+        rows, delta_N = rows_of(microbatch), target_N - behaviour_N
+        kept_N = veto_rows(delta_N, mask_N, rows, self.veto)
+        mask_N = kept_N * reject(delta_N, mask_N, rows, self.correction.rejection).ne(0)
+        weights_N = None
+        if self.correction.level is not None:
+            weights_N = importance_weights(delta_N, mask_N, rows, self.correction)
+        return old_N, mask_N, weights_N
+
+    def _aggregate(
+        self,
+        tokens: TokenLoss,
+        weights_N: torch.Tensor | None,
+        mask_N: torch.Tensor,
+        microbatch: PackedBatch,
+    ) -> torch.Tensor:
+        totals = microbatch.totals
+        if tokens.loss_R is not None:
+            return aggregate_rows(tokens.loss_R, totals.num_rows)
+        is_compat = self.section.verl_compat
+        return aggregate(
             tokens.loss_N if weights_N is None else tokens.loss_N * weights_N,
             mask_N,
-            rows,
-            self.aggregation,
-            num_tokens=totals.num_tokens,
+            rows_of(microbatch),
+            tokens.aggregation or self.section.aggregation,
+            num_tokens=totals.num_trained if is_compat else totals.num_tokens,
             num_rows=totals.num_rows,
-            counted_N=microbatch.counted_N,
+            counted_N=mask_N if is_compat else microbatch.counted_N,
             loss_scale=self.loss_scale,
         )
-        num_trained = max(totals.num_trained, 1.0)
-        metrics = {
-            name: masked(value_N, mask_N).sum() / num_trained for name, value_N in tokens.metrics.items()
-        }
-        return loss, metrics | {"actor/pg_loss": loss.detach()}
+
+    def _regularise(
+        self,
+        logprobs_N: torch.Tensor,
+        entropy_N: torch.Tensor,
+        mask_N: torch.Tensor,
+        microbatch: PackedBatch,
+    ) -> tuple[torch.Tensor, Tensors]:
+        """Return the entropy bonus and the KL loss, and their metrics."""
+        loss, metrics = logprobs_N.new_zeros(()), {}
+        if self.section.entropy_coeff:
+            entropy = self._aggregate(TokenLoss(entropy_N), None, mask_N, microbatch)
+            loss = loss - self.section.entropy_coeff * entropy
+            metrics["actor/entropy_loss"] = entropy.detach()
+        if self.kl is not None and not self.kl.is_in_reward:
+            assert microbatch.reference_N is not None, "checked in prepare"
+            kl_N = kl_penalty(logprobs_N, microbatch.reference_N, self.kl.estimator)
+            kl = self._aggregate(TokenLoss(kl_N), None, mask_N, microbatch)
+            loss = loss + self.kl.controller.value * kl
+            metrics["actor/kl_loss"] = kl.detach()
+        return loss, metrics
 
 
 def make_objective(section: AlgorithmSection, *, max_lag: int, max_response_tokens: int) -> Objective:
@@ -120,22 +317,52 @@ def make_objective(section: AlgorithmSection, *, max_lag: int, max_response_toke
         max_response_tokens: The constant length by which seq-mean-token-sum-norm divides.
 
     Raises:
-        ConfigError: An advantage, loss or correction is not known.
+        ConfigError: An advantage, loss or correction is not known, or two settings do not go together.
     """
-    correction = resolve(section.correction, make_corrections(section.is_threshold), "algorithm.correction")
-    weighs_current_policy = correction.is_bypass and correction.level is not None
+    correction = find_correction(section)
     policy_loss = resolve(section.loss, POLICY_LOSSES, "algorithm.loss")
-    return Objective(
-        advantage=resolve(section.advantage, ADVANTAGES, "algorithm.advantage"),
+    advantage = resolve(section.advantage, ADVANTAGES, "algorithm.advantage")
+    check_section(section, correction)
+    if is_policy_gradient(section.correction, correction):
         # Weights from the current policy already hold the ratio: a clipped one would count it twice.
-        policy_loss=reinforce if weighs_current_policy else policy_loss,
+        policy_loss = POLICY_LOSSES["reinforce"]
+    return Objective(
+        section=section,
+        advantage=advantage,
+        policy_loss=policy_loss,
         correction=correction,
-        clip=Clip(section.clip[0], section.clip[1], section.dual_clip),
-        aggregation=section.aggregation,
+        kl=_make_kl(section.kl),
         loss_scale=float(max_response_tokens),
-        veto=section.veto,
         max_lag=max_lag,
     )
+
+
+def describe(section: AlgorithmSection) -> str:
+    """Return in words which correction is active and what is minimised. Raises ConfigError."""
+    return describe_section(section, find_correction(section))
+
+
+def find_correction(section: AlgorithmSection) -> Correction:
+    """Return the preset with the section's own rejection and normalization. Raises ConfigError."""
+    correction = resolve(section.correction, make_corrections(section.is_threshold), "algorithm.correction")
+    if not isinstance(correction, Correction):
+        raise ConfigError(f"algorithm.correction: '{section.correction}' is no Correction")
+    if section.normalize_weights:
+        correction = dataclasses.replace(correction, is_batch_normalized=True)
+    if not section.rejection:
+        return correction
+    if correction.rejection:
+        raise ConfigError(
+            f"algorithm.rejection: {section.correction} rejects already, both would count twice",
+            hint="Choose the correction without _rs, or leave rejection out",
+        )
+    try:
+        rejections = parse_rejections(section.rejection, section.rejection_threshold)
+    except ValueError as error:
+        raise ConfigError(
+            f"algorithm.rejection: {error}", hint="For example seq_mean_k1, 0.8_1.25"
+        ) from error
+    return dataclasses.replace(correction, rejection=rejections)
 
 
 def constant_tickets(batch: PackedBatch) -> tuple[int, ...]:
@@ -147,6 +374,20 @@ def constant_tickets(batch: PackedBatch) -> tuple[int, ...]:
 def rows_of(batch: PackedBatch) -> Rows:
     """Return the rows of a packed batch."""
     return Rows(batch.row_N, batch.num_rows)
+
+
+def _make_kl(section: KlSection) -> KlTerm | None:
+    if not section.coef:
+        return None
+    controller: KlController = FixedKl(section.coef)
+    if section.controller == "adaptive":
+        controller = AdaptiveKl(section.coef, section.target, section.horizon)
+    return KlTerm(section.estimator, section.where == "reward", controller)
+
+
+def _mean_metrics(tokens: TokenLoss, mask_N: torch.Tensor, microbatch: PackedBatch) -> Tensors:
+    num_trained = max(microbatch.totals.num_trained, 1.0)
+    return {name: masked(value_N, mask_N).sum() / num_trained for name, value_N in tokens.metrics.items()}
 
 
 def _lag_metrics(batch: PackedBatch) -> dict[str, float]:
@@ -168,11 +409,12 @@ def _measure_correction(
     if is_empty:  # the same names on every rank, values without weight
         prox_N, behaviour_N, mask_N = torch.zeros(1), torch.zeros(1), torch.ones(1)
         rows = Rows(torch.zeros(1, dtype=torch.long), 1)
-    metrics = diagnostics.off_policy_metrics(prox_N, behaviour_N, mask_N, rows)
+    metrics = divergence.off_policy_metrics(prox_N, behaviour_N, mask_N, rows)
     # Without weights of its own a run still logs what truncated token weights would look like.
     measured = correction if correction.level is not None else Correction(level="token")
-    metrics |= diagnostics.importance_metrics(prox_N - behaviour_N, mask_N, rows, measured)
+    metrics |= divergence.importance_metrics(prox_N - behaviour_N, mask_N, rows, measured)
+    metrics |= rejection_metrics(prox_N - behaviour_N, mask_N, rows, correction.rejection)
     prefixed = {f"rollout_corr/{name}": value for name, value in metrics.items()}
     prefixed["rollout_corr/empty_batch"] = float(is_empty)
-    probabilities = diagnostics.probability_metrics(prox_N, behaviour_N, mask_N)
+    probabilities = divergence.probability_metrics(prox_N, behaviour_N, mask_N)
     return prefixed | {f"training/{name}": value for name, value in probabilities.items()}

@@ -1,7 +1,8 @@
 """Hugging Face checkpoints to Megatron-core parameters and back.
 
 Owns the two name maps and the layout of fused weights. It must never hold more than one layer's
-tensors besides the model. Invariant: export of an imported model is bit-identical.
+tensors besides the model. Invariant: export of an imported model is bit-identical. Names are global:
+layers are counted over all pipeline stages.
 
 A fused weight is cut for tensor parallelism part by part: rank r of fc1 holds its share of `gate`,
 then its share of `up`; qkv interleaves by key/value group: q of the group, its k, its v.
@@ -10,6 +11,7 @@ then its share of `up`; qkv interleaves by key/value group: q of the group, its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,7 @@ _DIRECT = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
+    "value_head.weight": "score.weight",
 }
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _CUT_DIMENSION = {
@@ -50,7 +53,7 @@ def load_parameters(
     model: torch.nn.Module, config: TransformerConfig, read: ReadTensor, group: dist.ProcessGroup
 ) -> None:
     """Fill `model` with this rank's part of the Hugging Face tensors that `read(name)` returns."""
-    for name, parameter in model.named_parameters():
+    for name, _, parameter in global_names(model):
         full = _from_hugging_face(name, config, read)
         if name in _VOCABULARY:
             full = _pad_rows(full, parameter.shape[0] * group.size())
@@ -61,20 +64,56 @@ def load_parameters(
         parameter.copy_(part)
 
 
+def global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, bool, torch.nn.Parameter]]:
+    """Yield (name with the layer counted over all pipeline stages, is a copy, parameter).
+
+    The output projection of a tied model on the last of several stages is a copy of the first's embedding.
+    """
+    is_tied = getattr(chunk, "share_embeddings_and_output_weights", False)
+    for name, parameter in chunk.named_parameters():
+        if name.startswith(_LAYER_PREFIX):
+            index, _, inner = name.removeprefix(_LAYER_PREFIX).partition(".")
+            layer: Any = chunk.get_submodule(f"{_LAYER_PREFIX}{index}")
+            yield f"{_LAYER_PREFIX}{layer.layer_number - 1}.{inner}", False, parameter
+        elif name == "output_layer.weight" and is_tied:
+            yield _VOCABULARY[0], True, parameter
+        else:
+            yield name, False, parameter
+
+
 @torch.no_grad()
-def export_parameters(
-    model: torch.nn.Module, config: TransformerConfig, vocab_size: int, group: dist.ProcessGroup
+def export_chunk(
+    chunk: torch.nn.Module, config: TransformerConfig, vocab_size: int, group: dist.ProcessGroup
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (Hugging Face name, full tensor) one at a time, on every rank of `group` in the same order.
 
     Each step is a collective over `group`. With one rank a tensor may be a view of a live parameter:
-    it is valid until the next update.
+    it is valid until the next update. Copies of tied weights are left out.
     """
-    for name, parameter in model.named_parameters():
+    for name, is_copy, parameter in global_names(chunk):
+        if is_copy:
+            continue
         full = _gather(name, parameter.detach(), group)
         if name in _VOCABULARY:
             full = full[:vocab_size]
         yield from _to_hugging_face(name, full, config)
+
+
+def export_shapes(
+    chunk: torch.nn.Module, config: TransformerConfig, vocab_size: int, num_ranks: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (Hugging Face name, shape) of what `export_chunk` yields; no collective."""
+    for name, is_copy, parameter in global_names(chunk):
+        if is_copy:
+            continue
+        shape = list(parameter.shape)
+        dimension = cut_dimension(name)
+        if dimension is not None:
+            shape[dimension] *= num_ranks
+        if name in _VOCABULARY:
+            shape[0] = vocab_size
+        for hugging_face, tensor in _to_hugging_face(name, torch.empty(shape, device="meta"), config):
+            yield hugging_face, tuple(tensor.shape)
 
 
 def cut(name: str, full: torch.Tensor, num_ranks: int) -> list[torch.Tensor]:

@@ -39,6 +39,7 @@ _MODULES = (
     "megatron.core.models.gpt",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
     "megatron.core.tensor_parallel.random",
 )
 _RNG_LOGGER = "megatron.core.tensor_parallel.random"
@@ -55,6 +56,10 @@ def install() -> None:
             importlib.import_module(name)
     if torch.cuda.is_available():
         return
+    fused = importlib.import_module("megatron.core.fusions.fused_bias_dropout").bias_dropout_add_fused_train
+    assert not hasattr(fused, "_torchdynamo_orig_callable"), (
+        "Megatron was imported before TORCHDYNAMO_DISABLE=1 was set: it would compile on the CPU"
+    )
     modules = [m for n, m in list(sys.modules.items()) if n.startswith("megatron.core") and m is not None]
     unadapted = [module for module in modules if module.__dict__.get("torch") is torch]
     if unadapted:

@@ -1,12 +1,15 @@
 """The process groups of one learner rank.
 
 Owns the process-wide state of torch.distributed and of Megatron's `parallel_state`: one learner rank
-per process at a time. Every collective has a deadline: the group's timeout.
+per process. Further backends of the same rank (a critic, a reference) join its groups; the one that
+started them also ends them, last. Every collective has a deadline: the group's timeout.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,16 +17,103 @@ from megatron.core import parallel_state, tensor_parallel
 
 from asyncrl.errors import ConfigError
 from learner.backend import Placement
+from learner.megatron.model.architecture import Parallelism
 
 
-def start_groups(placement: Placement, tp: int, seed: int) -> None:
-    """Join the ranks of the learner and cut them into tensor- and data-parallel groups.
+@dataclass(frozen=True)
+class RankGroups:
+    """The groups that this rank is in.
+
+    Attributes:
+        tp: Ranks that share the matrices of a stage.
+        pp: The stages of one copy of the model.
+        cp: Ranks that share the tokens of each row.
+        dp: Ranks that hold the same part of the model and train different rows.
+        device: Where this rank computes.
+        is_owner: This object started the groups, and so ends them.
+    """
+
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    cp: dist.ProcessGroup
+    dp: dist.ProcessGroup
+    device: torch.device
+    is_owner: bool
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp.rank() == self.pp.size() - 1
+
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        """Return `values` reduced over the data-parallel ranks, on the device."""
+        values = values.to(self.device)
+        if self.dp.size() > 1:
+            dist.all_reduce(values, op, group=self.dp)
+        return values
+
+    def share_from(self, stage: int, values: torch.Tensor) -> torch.Tensor:
+        """Return `values` of pipeline stage `stage`; the other stages hand in the space for it."""
+        if self.pp.size() > 1:
+            dist.broadcast(values, dist.get_global_rank(self.pp, stage), group=self.pp)
+        return values
+
+    def share_table_from(self, stage: int, table: object) -> object:
+        """Return what stage `stage` hands in: numbers, strings, lists and dicts of them."""
+        if self.pp.size() == 1:
+            return table
+        data = json.dumps(table).encode()
+        length = self.share_from(stage, torch.tensor([len(data)], device=self.device))
+        buffer = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+        if self.pp.rank() == stage:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return json.loads(self.share_from(stage, buffer).cpu().numpy().tobytes())
+
+    def stop(self) -> None:
+        """Leave all groups, if this object started them; another learner rank may then start here."""
+        if self.is_owner:
+            stop_groups()
+
+
+def join_groups(placement: Placement, parallelism: Parallelism, seed: int) -> RankGroups:
+    """Join the ranks of the learner; the first time in a process this starts the groups.
 
     Raises:
-        ConfigError: The ranks do not divide by `tp`, or several ranks have no rendezvous.
+        ConfigError: The ranks do not divide, several ranks have no rendezvous, or the groups that there
+            are were cut another way.
     """
-    if placement.world_size % tp:
-        raise ConfigError(f"{placement.world_size} learner ranks do not divide by learner.tp: {tp}")
+    is_owner = not parallel_state.is_initialized()
+    if is_owner:
+        _start(placement, parallelism, seed)
+    groups = RankGroups(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(),
+        device=rank_device(),
+        is_owner=is_owner,
+    )
+    found = (
+        groups.tp.size(),
+        groups.pp.size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        groups.cp.size(),
+        dist.get_world_size(),
+    )
+    wanted = (parallelism.tp, parallelism.pp, parallelism.vpp, parallelism.cp, placement.world_size)
+    if found != wanted:
+        raise ConfigError(
+            f"a model with tp, pp, vpp, cp, ranks = {wanted} cannot join groups of {found}",
+            hint="All models of the learner are cut alike",
+        )
+    return groups
+
+
+def _start(placement: Placement, parallelism: Parallelism, seed: int) -> None:
+    if placement.world_size % parallelism.num_copies:
+        raise ConfigError(
+            f"{placement.world_size} learner ranks do not divide by learner.tp x pp x cp: "
+            f"{parallelism.tp} x {parallelism.pp} x {parallelism.cp}"
+        )
     if placement.world_size > 1 and not placement.rendezvous:
         raise ConfigError(
             f"{placement.world_size} learner ranks need a rendezvous", hint='Give it as "host:port"'
@@ -41,7 +131,10 @@ def start_groups(placement: Placement, tp: int, seed: int) -> None:
         timeout=datetime.timedelta(seconds=placement.timeout_s),
     )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
+        tensor_model_parallel_size=parallelism.tp,
+        pipeline_model_parallel_size=parallelism.pp,
+        virtual_pipeline_model_parallel_size=parallelism.vpp if parallelism.vpp > 1 else None,
+        context_parallel_size=parallelism.cp,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(placement.timeout_s / 60)),
     )
@@ -63,15 +156,3 @@ def rank_device() -> torch.device:
         if torch.cuda.is_available()
         else torch.device("cpu")
     )
-
-
-def tensor_group() -> dist.ProcessGroup:
-    """Return the group that shares one copy of the model."""
-    group: dist.ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-    return group
-
-
-def data_group() -> dist.ProcessGroup:
-    """Return the group whose ranks hold the same part of the model and train different rows."""
-    group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
-    return group

@@ -1,107 +1,218 @@
-"""Exact state of one rank on disk: its share of the optimizer, and generators, as safetensors and JSON.
+"""What this rank's distributed optimizer holds, as pieces of the whole model.
 
-Written instead of Megatron's `dist_checkpointing`, which spawns a process and needs seconds for a
-model of any size. The optimizer's float32 parameters are the model: the rest of it is gathered from
-the other ranks after loading. Files are per rank: a resume needs the same layout. Invariant: after
-loading, training goes on bit by bit as if it had not stopped. Must never use pickle.
+Megatron's distributed optimizer cuts the tensor-parallel parameters of a rank's layers into flat
+ranges, one per data-parallel rank. Owns the way from there to Hugging Face names, rows and columns and
+back. Written instead of `dist_checkpointing` (docs/adr/0004). The optimizer's float32 parameters are
+the model: the rest is gathered after loading. Invariants: every element of the model is written by
+exactly one rank; at the same layout training goes on bit by bit as if it had not stopped.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer import TransformerConfig
 
-from asyncrl.errors import CheckpointError
+from learner.checkpoint.pieces import Piece, RowRun, pieces_of_range
+from learner.checkpoint.reader import StateReader
+from learner.checkpoint.snapshot import KINDS, HostCopies, PieceState, Snapshot
+from learner.megatron import convert
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def write_state(folder: Path, rank: int, tensors: dict[str, torch.Tensor], record: dict[str, Any]) -> None:
-    """Write the tensors and the record of `rank` into `folder`, which is made if need be."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-        _tensor_file(folder, rank),
-    )
-    (folder / f"rank-{rank:05d}.json").write_text(json.dumps(record, sort_keys=True))
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def read_record(folder: Path, rank: int, layout: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of `rank`, written at the same `layout`.
+@dataclass(frozen=True)
+class Shard:
+    """What this rank's optimizer holds of one parameter: elements [start, end) of the local matrix.
 
-    Raises:
-        CheckpointError: It is missing or unreadable, or was written at another layout.
+    Attributes:
+        values: The flat tensor of each kind, as the optimizer uses it.
+        step: AdamW's counter, a tensor of its own.
+        is_written: This rank, and no other, writes it.
     """
-    path = folder / f"rank-{rank:05d}.json"
-    try:
-        record: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}", hint="The checkpoint is incomplete") from error
-    if record.get("layout") != layout:
-        raise CheckpointError(
-            f"{folder} was written at layout {record.get('layout')}, this learner has {layout}",
-            hint="Resume with the same model, tp, dp and dtype, or start anew from its Hugging Face export",
-        )
-    return record
+
+    runs: tuple[RowRun, ...]
+    num_columns: int
+    start: int
+    end: int
+    values: Mapping[str, torch.Tensor]
+    step: torch.Tensor
+    is_written: bool
+
+    def pieces(self) -> Iterator[tuple[int, Piece]]:
+        """Yield (first element of the shard, piece)."""
+        return pieces_of_range(self.runs, self.num_columns, self.start, self.end)
 
 
-def read_tensors(folder: Path, rank: int, into: dict[str, torch.Tensor]) -> None:
-    """Copy the tensors of `rank` into those of the same names.
+class TrainingState:
+    """Model, optimizer and generators of one rank.
 
-    Raises:
-        CheckpointError: Names, shapes or dtypes do not match.
+    Args:
+        chunks: The rank's parts of the model, without wrappers, one per virtual pipeline stage.
+        vocab_size: Rows of the vocabulary that mean something; the padding below them stays zero.
     """
-    try:
-        found = load_file(_tensor_file(folder, rank))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: {error}", hint="The checkpoint is incomplete or damaged") from error
-    described = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
-    if described != {name: (tensor.shape, tensor.dtype) for name, tensor in into.items()}:
-        raise CheckpointError(f"{folder}: the tensors of rank {rank} are not those of this model")
-    with torch.no_grad():
-        for name, tensor in found.items():
-            into[name].copy_(tensor)
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: DistributedOptimizer,
+        config: TransformerConfig,
+        vocab_size: int,
+    ) -> None:
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._config = config
+        self._vocab_size = vocab_size
+        self._copies = HostCopies()
+
+    def snapshot(self, extra: Mapping[str, Any]) -> Snapshot:
+        """Copy this rank's state to the host. The next snapshot overwrites it."""
+        shards = [shard for shard in self.shards() if shard.is_written]
+        copies = iter(self._copies.take(shard.values[kind] for shard in shards for kind in KINDS))
+        pieces = [
+            PieceState(piece, {kind: values[kind][at : at + piece.num_elements] for kind in KINDS}, step)
+            for shard in shards
+            for values, step in [({kind: next(copies) for kind in KINDS}, float(shard.step))]
+            for at, piece in shard.pieces()
+        ]
+        rank = torch.distributed.get_rank()
+        return Snapshot(rank, self.layout(), tuple(pieces), generator_states(), dict(extra))
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Restore what any layout of ranks wrote; return its plain values.
+
+        Generators are exact at the same layout; at another one each rank gets some rank's.
+
+        Raises:
+            CheckpointError: The state is of another model or incomplete; part of it may be loaded.
+        """
+        with StateReader(folder) as reader, torch.no_grad():
+            for shard in self.shards():
+                for at, piece in shard.pieces():
+                    for kind in KINDS:
+                        reader.read(piece, kind, shard.values[kind][at : at + piece.num_elements])
+                    shard.step.fill_(reader.step(piece))
+            restore_generators(reader.generators(torch.distributed.get_rank()))
+            return reader.extra
+
+    def layout(self) -> dict[str, Any]:
+        """Return how the ranks cut the model."""
+        return {
+            "world_size": torch.distributed.get_world_size(),
+            "tp": parallel_state.get_tensor_model_parallel_world_size(),
+            "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+            "cp": parallel_state.get_context_parallel_world_size(),
+        }
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield what this rank's optimizer holds, parameter by parameter, always in the same order."""
+        names = {
+            parameter: (name, is_copy)
+            for chunk in self._chunks
+            for name, is_copy, parameter in convert.global_names(chunk)
+        }
+        optimizer = self._optimizer
+        groups = [
+            *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True),
+            *zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True),
+        ]
+        for model_group, main_group in groups:
+            for parameter, main in zip(model_group, main_group, strict=True):
+                name, is_copy = names[parameter]
+                owned = optimizer._get_model_param_range_map(parameter)["param"]
+                yield Shard(
+                    runs=self._row_runs(name, parameter),
+                    num_columns=parameter[0].numel(),
+                    start=owned.start,
+                    end=owned.end,
+                    is_written=not is_copy and self._is_owner(name),
+                    **self._values(main),
+                )
+
+    def _values(self, main: torch.Tensor) -> dict[str, Any]:
+        """Return the optimizer's tensors of one main parameter.
+
+        One that was never stepped gets what AdamW would give it, its own `step` included. (Megatron's
+        load_state_dict makes all parameters share one, which breaks bias correction.)
+        """
+        state = self._optimizer.optimizer.state[main]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state.update({moment: torch.zeros_like(main) for moment in KINDS[1:]})
+        values = {"main": main.detach(), **{moment: state[moment] for moment in KINDS[1:]}}
+        assert all(tensor.is_contiguous() for tensor in values.values())
+        return {"values": {kind: tensor.view(-1) for kind, tensor in values.items()}, "step": state["step"]}
+
+    def _is_owner(self, name: str) -> bool:
+        """Whether this tensor-parallel rank writes `name`: each its part, rank 0 what all have alike."""
+        return convert.cut_dimension(name) is not None or _tensor_rank()[0] == 0
+
+    def _row_runs(self, name: str, parameter: torch.Tensor) -> tuple[RowRun, ...]:
+        """Return where the rows of this rank's part of `name` are in the Hugging Face tensors."""
+        rank, size = _tensor_rank()
+        dimension = convert.cut_dimension(name)
+        shape = list(parameter.shape)
+        if dimension is not None:
+            shape[dimension] *= size
+        if name in _VOCABULARY and shape[0] > self._vocab_size:
+            shape[0] = self._vocab_size
+        full = torch.empty(shape, device="meta")
+        targets = [(hf, tuple(x.shape)) for hf, x in convert._to_hugging_face(name, full, self._config)]
+        num_rows = len(parameter)
+        if "linear_qkv" in name:
+            return tuple(self._qkv_runs(targets, rank, size))
+        if len(targets) == 2:  # gate above up, each this rank's share
+            half = num_rows // 2
+            return tuple(RowRun(i * half, half, *target, rank * half) for i, target in enumerate(targets))
+        ((hf, hf_shape),) = targets
+        if dimension == 1:
+            return (RowRun(0, num_rows, hf, hf_shape, 0, rank * parameter.shape[1]),)
+        first = rank * num_rows if dimension == 0 else 0
+        return (RowRun(0, max(0, min(num_rows, hf_shape[0] - first)), hf, hf_shape, first),)
+
+    def _qkv_runs(
+        self, targets: Sequence[tuple[str, tuple[int, ...]]], rank: int, size: int
+    ) -> Iterator[RowRun]:
+        """Yield the runs of q, k and v, which are interleaved by key/value group."""
+        num_groups = self._config.num_query_groups
+        assert num_groups is not None
+        local_row = 0
+        for group in range(rank * num_groups // size, (rank + 1) * num_groups // size):
+            for name, shape in targets:
+                count = shape[0] // num_groups
+                yield RowRun(local_row, count, name, shape, group * count)
+                local_row += count
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of everything an AdamW holds for this rank: parameters, moments, step.
-
-    A parameter that was never stepped gets the state that AdamW would give it: each its own `step`
-    tensor. (Megatron's load_state_dict makes all parameters share one, which breaks bias correction.)
-    """
-    for group_index, group in enumerate(optimizer.param_groups):
-        for index, parameter in enumerate(group["params"]):
-            state = optimizer.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state.update({moment: torch.zeros_like(parameter) for moment in _MOMENTS})
-            prefix = f"optimizer.{group_index}.{index}"
-            yield f"{prefix}.main", parameter
-            yield f"{prefix}.step", state["step"]
-            for moment in _MOMENTS:
-                yield f"{prefix}.{moment}", state[moment]
-
-
-def generator_tensors() -> dict[str, torch.Tensor]:
-    """Return the states of torch's random generators."""
-    states = {"generator.cpu": torch.get_rng_state()}
+def generator_states() -> dict[str, torch.Tensor]:
+    """Return the states of the random generators of torch and of Megatron's tensor parallelism."""
+    states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        states["generator.cuda"] = torch.cuda.get_rng_state()
-    return states
+        states["cuda"] = torch.cuda.get_rng_state()
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return states | {f"tracker.{name}": state for name, state in tracked.items()}
 
 
-def restore_generators(states: dict[str, torch.Tensor]) -> None:
-    """Set torch's random generators to `states`."""
-    torch.set_rng_state(states["generator.cpu"])
-    if "generator.cuda" in states:
-        torch.cuda.set_rng_state(states["generator.cuda"])
+def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
+    """Set the generators to what `generator_states` returned."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    prefix = "tracker."
+    tracked = {name.removeprefix(prefix): states[name] for name in states if name.startswith(prefix)}
+    if tracked:  # another backend has none
+        tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
 
 
-def _tensor_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.safetensors"
+def _tensor_rank() -> tuple[int, int]:
+    """Return this rank's place among those that share one copy of the model, and how many there are."""
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )

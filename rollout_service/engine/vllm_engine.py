@@ -58,7 +58,7 @@ class VllmSettings:
 
     Attributes:
         model: A folder with a Hugging Face checkpoint in safetensors.
-        dtype: `float32` or `bfloat16`.
+        dtype: `float32`, `bfloat16` or `float16`.
         max_model_tokens: Longest prompt and response together.
         max_sequences: Most requests in a batch.
         kv_cache_bytes: Size of the KV cache on CPU; a GPU's is sized by its free memory.

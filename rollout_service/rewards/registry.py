@@ -20,6 +20,8 @@ from typing import Any
 
 from asyncrl.errors import AsyncrlError, ConfigError
 from rollout_service.prompts import Prompt
+from rollout_service.rewards.competition_math import score_math
+from rollout_service.rewards.dapo_math import score_math_dapo
 from rollout_service.rewards.gsm8k import score_flexible, score_strict
 from rollout_service.rewards.matching import score_digit_sort, score_exact_match
 
@@ -28,6 +30,8 @@ Score = Callable[..., Any]
 BUILT_IN: Mapping[str, Score] = {
     "gsm8k": score_strict,
     "gsm8k_flexible": score_flexible,
+    "math": score_math,
+    "math_dapo": score_math_dapo,
     "exact_match": score_exact_match,
     "digit_sort": score_digit_sort,
 }

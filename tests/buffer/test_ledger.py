@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.buffer.ledger.census import take_census
+from asyncrl.buffer.ledger.events import pack, unpack
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import MAX_DROPPED_TICKETS
 from asyncrl.buffer.ledger.tickets import GIVEN_UP_LOST_LEASES, State
@@ -416,6 +417,61 @@ def test_a_replay_that_drops_another_group_forks_there() -> None:
     run.reopen(0)
     run.train(dropped=((1, "stale"),))
     assert run.ledger.counted_versions([run.state.tickets[grant.ticket]]) == [(3, -2)]
+
+
+def test_a_rollback_with_a_change_forks_where_it_goes_back_to_and_its_note_is_told_ever_after() -> None:
+    run = Run()
+    run.train(), run.train()
+    (grant,) = run.lease()
+    run.store(grant)  # sampled with the weights of step 2
+    run.ledger.resume(run.token, 0, is_fork=True, note={"lr_scale": 0.5})
+    assert run.ledger.counted_versions([run.state.tickets[grant.ticket]]) == [(3, -2)]
+    run.reopen(0)
+    again = Ledger.replay(run.ledger.settings, [unpack(pack(one)) for one in run.ledger.drain_events()])
+    assert again.state.note == {"lr_scale": 0.5}
+
+
+def test_a_rollback_without_the_offenders_replays_exactly_up_to_them() -> None:
+    run = Run()
+    first = run.train()
+    bad = run.fill(2)
+    run.ledger.reserve(run.token, 1)
+    (grant,) = run.lease()
+    run.store(grant)  # sampled with the weights of step 1
+    run.ledger.resume(run.token, 0, refused=bad[:1])
+    assert run.ledger.counted_versions([run.state.tickets[grant.ticket]]) == [(2, 1)]
+    assert run.train() == first
+    assert run.train() == [bad[1], grant.ticket]
+    number, _ = run.version, run.reopen(0)
+    assert run.state.versions.counted_step(number) == 2, "the step is whole: it can be replayed"
+    census = take_census(run.state)
+    assert (census.dropped, census.given_up, census.residue) == ({"guard": 1}, 1, 0)
+    with pytest.raises(LedgerError, match="not of step 1 or later"):
+        run.ledger.resume(run.token, 1, refused=first)
+
+
+def test_a_rollback_whose_answer_was_lost_can_be_repeated() -> None:
+    run = Run()
+    bad = run.fill(2)
+    run.ledger.reserve(run.token, 0)
+    for _ in range(2):
+        run.ledger.resume(run.token, 0, refused=bad[:1])
+    census = take_census(run.state)
+    assert (census.dropped, census.residue) == ({"guard": 1}, 0)
+
+
+@pytest.mark.parametrize("num_refused", [1, 2])
+def test_a_step_whose_update_the_guard_refused_forks_when_it_is_replayed(num_refused: int) -> None:
+    run = Run()
+    first = run.train(dropped=((1, "guard"), (2, "guard"))[:num_refused])
+    run.train()
+    (grant,) = run.lease()
+    run.store(grant)  # sampled with the weights of step 2
+    run.reopen(0)
+    assert run.ledger.counted_versions([run.state.tickets[grant.ticket]]) == [(3, -2)]
+    if num_refused == 1:
+        assert run.train() == first[1:]
+    assert run.residue == 0
 
 
 def test_leases_that_the_restored_weights_could_not_get_are_revoked() -> None:

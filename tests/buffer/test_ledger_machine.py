@@ -117,8 +117,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # Learner
 
-    @rule(is_trained=st.booleans(), num_stale=st.sampled_from([0, 0, 0, 1, 3]))
-    def step(self, is_trained: bool, num_stale: int) -> None:
+    @rule(
+        is_trained=st.booleans(),
+        num_dropped=st.sampled_from([0, 0, 0, 1, 3]),
+        reason=st.sampled_from(["stale", "guard"]),
+    )
+    def step(self, is_trained: bool, num_dropped: int, reason: str) -> None:
         step = self.state.steps_trained
         batch = self.ledger.reserve(self.token, step)
         if batch is None:
@@ -130,12 +134,12 @@ class LedgerMachine(RuleBasedStateMachine):
             assert tickets == self.abandoned[step], "a replay trains the same groups at the same step"
         if not is_trained:
             return
-        stale = tickets[:num_stale]
-        self.ledger.trained(self.token, step, [(ticket, "stale") for ticket in stale])
+        dropped = tickets[:num_dropped]
+        self.ledger.trained(self.token, step, [(ticket, reason) for ticket in dropped])
         self.ledger.trained(self.token, step, [])
-        if stale and step in self.abandoned:
+        if dropped and step in self.abandoned:
             self.abandoned = {}
-        self.trunk.append(tickets[num_stale:])
+        self.trunk.append(tickets[num_dropped:])
         self.version = self.ledger.register_version(self.token, step + 1)
 
     @rule()
@@ -160,6 +164,30 @@ class LedgerMachine(RuleBasedStateMachine):
             self.abandoned = {}
         self.kept = [kept for kept in self.kept if kept <= step]
         self.trunk = self.trunk[:step]
+        self.version = self.ledger.register_version(self.token, step)
+
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        """The guard goes back: with another learning rate, or without some groups of the batch at hand."""
+        failed = self.state.steps_trained
+        batch = self.ledger.reserve(self.token, failed)
+        choices = [*self.kept, *([0] if self.state.floor_step == 0 else [])]
+        if batch is None or not choices:
+            return
+        step = data.draw(st.sampled_from(choices))
+        refused = [ticket.id for ticket in batch][: data.draw(st.sampled_from([0, 1, 3]))]
+        cut = {at: list(tickets) for at, tickets in enumerate(self.trunk) if at >= step and tickets}
+        note = {"num_rollbacks": float(failed)}
+        for _ in range(2):  # the answer to the first call may be lost
+            self.ledger.resume(self.token, step, is_fork=not refused, note=note, refused=refused)
+        assert self.state.note == note
+        self.abandoned = {} if failed in self.abandoned and refused else self.abandoned
+        still_exact = {at: tickets for at, tickets in self.abandoned.items() if at >= step}
+        self.abandoned = still_exact | cut
+        self.kept = [kept for kept in self.kept if kept <= step]
+        self.trunk = self.trunk[:step]
+        for number in range(1, self.version + 1) if not refused else ():
+            assert self.state.versions.counted_step(number) <= step, "it shares no step beyond the fork"
         self.version = self.ledger.register_version(self.token, step)
 
     @rule(data=st.data())

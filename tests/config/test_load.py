@@ -147,7 +147,7 @@ eval: {every_steps: 5}
     assert [line.split(". ")[0] for line in problems_of(write(text))] == [
         "a.yaml:1:1: model.path is missing",
         "a.yaml:1:1: the section 'reward' is missing",
-        "a.yaml:1:16: model.dtype is 'float33', but must be one of 'float32' or 'bfloat16'",
+        "a.yaml:1:16: model.dtype is 'float33', but must be one of 'float32', 'bfloat16' or 'float16'",
         "a.yaml:2:1: data.train is missing",
         "a.yaml:4:7: learner.lr is 'fast', but must be a number",
         "a.yaml:5:16: learner.groups_per_step (16) must be a multiple of learner.minibatches (3)",

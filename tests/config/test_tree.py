@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -28,3 +30,28 @@ def test_a_configuration_cannot_be_changed():
     config = Config(**REQUIRED)
     with pytest.raises(ValidationError, match="frozen"):
         config.learner.lr = 1.0
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "evaluation", "is_right"),
+    [
+        ({"keep_best": 1}, {"every_steps": 5}, True),
+        ({"keep_best": 1}, {"every_steps": 6}, False),
+        ({"keep_best": 1}, {"every_steps": 0}, False),
+        ({"keep_best": 1, "best_metric": "critic/rewards/mean"}, {"every_steps": 0}, True),
+        ({"keep_best": 0}, {"every_steps": 6}, True),
+    ],
+)
+def test_checkpoints_kept_by_accuracy_must_each_be_evaluated(checkpoint, evaluation, is_right):
+    data = REQUIRED["data"] | {"eval": "e"}
+    sections = REQUIRED | {"data": data, "checkpoint": {"every_steps": 10} | checkpoint, "eval": evaluation}
+    expected = contextlib.nullcontext() if is_right else pytest.raises(ValidationError, match="by accuracy")
+    with expected:
+        Config(**sections)
+
+
+def test_the_metric_that_checkpoints_are_kept_by_must_exist():
+    for name in ("accuracy", "actor/entropy", "val-core/gsm8k/acc/mean@1"):
+        assert Config(**REQUIRED, checkpoint={"best_metric": name}).checkpoint.best_metric == name
+    with pytest.raises(ValidationError, match=r"did you mean critic/rewards/mean"):
+        Config(**REQUIRED, checkpoint={"best_metric": "critic/reward/mean"})

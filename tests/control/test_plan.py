@@ -56,6 +56,35 @@ def test_a_model_of_an_unsupported_architecture_is_named(good: dict[str, Any]) -
     assert "'mixtral'" in line and "qwen2, qwen3, llama" in line
 
 
+def test_fsdp2_takes_any_architecture(good: dict[str, Any]) -> None:
+    Path(good["model"]["path"], "config.json").write_text('{"model_type": "gpt2"}')
+    assert plan.check(Config(**good, learner={"backend": "fsdp2"})).num_processes > 0
+
+
+@pytest.mark.parametrize(
+    ("learner", "said"),
+    [
+        ({"tp": 2}, []),
+        ({"pp": 2, "vpp": 2, "cpus": 0}, []),
+        ({"tp": 4}, ["learner.tp: 4 does not divide the model's 2 key/value heads"]),
+        ({"pp": 3}, ["learner.pp x vpp: 3 does not divide the model's 4 layers"]),
+        ({"vpp": 2}, ["learner.vpp: 2 cuts pipeline stages, but learner.pp is 1"]),
+        ({"tp": 2, "pp": 8}, ["learner.pp x vpp: 8 does not divide the model's 4 layers"]),
+    ],
+)
+def test_a_model_that_cannot_be_cut_evenly_is_refused_before_anything_starts(
+    good: dict[str, Any], learner: dict[str, int], said: list[str]
+) -> None:
+    sizes = {"num_hidden_layers": 4, "intermediate_size": 128, "vocab_size": 130, "num_key_value_heads": 2}
+    table = {"model_type": "qwen3", "num_attention_heads": 4} | sizes
+    Path(good["model"]["path"], "config.json").write_text(json.dumps(table))
+    good["learner"] = {"cpus": 0} | learner
+    if not said:
+        plan.check(Config(**good))
+        return
+    assert [line.split(";")[0] for line in problems_of(good)] == said
+
+
 @pytest.mark.parametrize("content", ["{not json", "[1, 2]"])
 def test_a_damaged_model_folder_is_told_and_is_no_traceback(good: dict[str, Any], content: str) -> None:
     Path(good["model"]["path"], "config.json").write_text(content)

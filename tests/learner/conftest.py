@@ -1,6 +1,10 @@
 """One learner rank per process at a time: no test may leave its groups to the next."""
 
+import os
+
 import pytest
+
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before torch: Megatron would compile on the CPU
 
 
 @pytest.fixture(autouse=True)

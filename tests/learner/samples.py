@@ -17,15 +17,17 @@ from asyncrl.versions import Span
 KINDS = ("qwen2", "qwen2_tied", "qwen3", "llama", "llama_stretched")
 
 
-def save_model(folder: Path, kind: str = "qwen3", vocab_size: int = 131, seed: int = 0) -> Path:
-    """Write a randomly initialised two-layer model of `kind`; nothing in it is zero or one."""
+def save_model(
+    folder: Path, kind: str = "qwen3", vocab_size: int = 131, seed: int = 0, num_layers: int = 2
+) -> Path:
+    """Write a small randomly initialised model of `kind`; nothing in it is zero or one."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
     sizes = {
         "vocab_size": vocab_size,
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,

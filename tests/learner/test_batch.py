@@ -9,7 +9,7 @@ import torch
 from asyncrl.errors import DataError, LedgerError
 from asyncrl.experience import Group, Trajectory
 from asyncrl.versions import Span
-from learner.batch import assign_shards, build_batch, plan_minibatches
+from learner.batching.batch import assign_shards, build_batch, plan_minibatches, restore_order
 from tests.learner.samples import make_groups
 
 
@@ -114,19 +114,47 @@ def test_minibatches_are_whole_groups_in_ticket_order_and_their_totals_sum():
 
 
 @pytest.mark.parametrize("max_tokens", [31, 40, 100, 10_000])
-def test_microbatches_hold_every_row_once_within_the_budget_under_the_totals_of_the_whole(max_tokens):
+def test_balanced_microbatches_hold_every_row_once_and_give_their_order_back(max_tokens):
     batch = build_batch(make_groups(5), 0, {1: 0})
-    parts = batch.split_microbatches(max_tokens)
+    parts = batch.balance_microbatches(max_tokens)
+    assert len(parts) <= 2 * -(-batch.num_tokens // max_tokens)
     assert all(part.num_tokens <= max_tokens and part.totals == batch.totals for part in parts)
-    for name in ("tokens_N", "labels_N", "loss_mask_N", "lag_N", "rewards_R", "group_R"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
+    for name in ("tokens_N", "labels_N", "loss_mask_N", "lag_N", "behaviour_N", "position_ids_N"):
+        values = [getattr(part, name) for part in parts]
+        assert torch.equal(restore_order(parts, values), getattr(batch, name))
+    columns = [torch.stack([part.rewards_R[part.row_N], part.behaviour_N]) for part in parts]
+    expected = torch.stack([batch.rewards_R[batch.row_N], batch.behaviour_N])
+    assert torch.equal(restore_order(parts, columns), expected)
     assert all(torch.equal(part.row_N.unique(), torch.arange(part.num_rows)) for part in parts)
+
+
+def test_a_rank_with_too_few_rows_fills_up_with_positions_that_train_nothing():
+    batch = build_batch(make_groups(1, group_size=2), 0, {1: 0})
+    batch = dataclasses.replace(batch, prox_N=batch.behaviour_N)
+    parts = batch.balance_microbatches(100, min_parts=3, multiple_of=4)
+    assert [part.num_rows for part in parts] == [1, 1, 1, 1]
+    assert [part.num_tokens for part in parts[2:]] == [1, 1]
+    for filler in parts[2:]:
+        assert (filler.totals, filler.loss_mask_N.tolist()) == (batch.totals, [0.0])
+        assert filler.prox_N is not None and filler.weights_N is None
+    assert torch.equal(restore_order(parts, [part.tokens_N for part in parts]), batch.tokens_N)
+    empty = batch.select_groups([])
+    assert empty.balance_microbatches(100) == []
+    parts = empty.balance_microbatches(100, min_parts=2)
+    assert [part.num_tokens for part in parts] == [1, 1]
+    assert restore_order(parts, [part.tokens_N for part in parts]).shape == (0,)
+
+
+def test_a_row_over_the_budget_is_named_by_its_ticket():
+    batch = build_batch([make_small_group(ticket=9)], 5, {1: 3, 2: 4})
+    with pytest.raises(DataError, match="ticket 9: a row of 5 tokens"):
+        batch.balance_microbatches(4)
 
 
 def test_groups_that_are_not_here_select_to_an_empty_batch():
     empty = build_batch(make_groups(2), 0, {1: 0}).select_groups([99])
     assert (empty.num_rows, empty.num_tokens, empty.tickets_G) == (0, 0, ())
-    assert empty.split_microbatches(10) == []
+    assert empty.balance_microbatches(10) == []
 
 
 def test_shards_hold_every_ticket_once_and_are_balanced_within_each_minibatch():
@@ -137,3 +165,13 @@ def test_shards_hold_every_ticket_once_and_are_balanced_within_each_minibatch():
     for tickets in plan:
         loads = [sum(num_tokens_of[t] for t in shard if t in tickets) for shard in shards]
         assert max(loads) - min(loads) <= max(num_tokens_of.values())
+
+
+def test_a_minibatch_of_fewer_groups_than_shards_leaves_some_without():
+    assert assign_shards({1: 9, 2: 4}, [(1,), (2,)], 3) == [[1], [2], []]
+    assert assign_shards({1: 9}, [(), (1,)], 2) == [[1], []]
+
+
+def test_the_heaviest_part_of_a_minibatch_goes_to_the_shard_with_the_fewest_tokens():
+    num_tokens_of = {1: 90, 2: 10, 3: 90, 4: 10}
+    assert assign_shards(num_tokens_of, [(1, 2), (3, 4)], 2) == [[1, 4], [2, 3]]

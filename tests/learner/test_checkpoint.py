@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from asyncrl.errors import CheckpointError
-from learner.checkpoint import CheckpointStore, Commit
+from learner.checkpoint import CheckpointStore, Commit, Cut
+from learner.checkpoint.pieces import whole
+from learner.checkpoint.snapshot import KINDS, PieceState, Snapshot
+from learner.checkpoint.store import FORMAT, MANIFEST, ForeignFormatError
+
+PAGE_BYTES = 4096
+FILES = ("rank-00000.safetensors", "rank-00000.json", "critic/rank-00000.safetensors", MANIFEST)
 
 
 @pytest.fixture
@@ -16,10 +24,23 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", keep=2)
 
 
-def write(store: CheckpointStore, step: int) -> Commit:
+def snapshot(fill: float, rank: int = 0, num_rows: int = 16) -> Snapshot:
+    pieces = tuple(
+        PieceState(
+            whole(f"layer.{i}.weight", (num_rows, 8)),
+            {kind: torch.full((num_rows * 8,), fill) for kind in KINDS},
+            fill,
+        )
+        for i in range(9)
+    )
+    return Snapshot(rank, {"world_size": 1}, pieces, {"cpu": torch.get_rng_state()}, {"lr": 0.1})
+
+
+def write(store: CheckpointStore, step: int, cut: Cut | None = None) -> Commit:
     folder = store.prepare(step)
-    (folder / "rank0.bin").write_bytes(bytes([step]) * 5000)
-    return Commit(token=1, step=step, digest=store.seal(step, token=1))
+    for part in (folder, folder / "critic"):
+        snapshot(float(step)).write(part)
+    return Commit(token=1, step=step, digest=store.seal(step, 1, cut))
 
 
 def test_a_committed_checkpoint_is_valid(store: CheckpointStore) -> None:
@@ -31,46 +52,65 @@ def test_the_newest_valid_one_is_chosen(store: CheckpointStore) -> None:
     assert store.newest_valid(commits, print) == commits[1]
 
 
-def flip_a_byte(folder: Path) -> None:
-    data = bytearray((folder / "rank0.bin").read_bytes())
-    data[4321] ^= 1
-    (folder / "rank0.bin").write_bytes(data)
+def refuses(store: CheckpointStore, commits: list[Commit]) -> bool:
+    """Whether the newest is refused, for its commit and by itself, and the one before is chosen."""
+    warnings: list[str] = []
+    chosen = store.newest_valid(commits, warnings.append)
+    with pytest.raises(CheckpointError):
+        store.verify_whole(commits[-1].step)
+    return chosen == commits[-2] and len(warnings) == 1 and "step-00000006" in warnings[0]
 
 
-def tear(folder: Path) -> None:
-    (folder / "rank0.bin").write_bytes((folder / "rank0.bin").read_bytes()[:4000])
+@pytest.mark.parametrize("name", FILES)
+def test_one_torn_at_any_page_is_never_loaded_and_the_one_before_is(
+    store: CheckpointStore, name: str
+) -> None:
+    commits = [write(store, 3), write(store, 6)]
+    path = store.folder(6) / name
+    data = path.read_bytes()
+    for end in range(0, len(data), PAGE_BYTES):
+        path.write_bytes(data[:end])
+        assert refuses(store, commits), f"{name} of {len(data)} bytes torn at {end}"
+    path.write_bytes(data)
+    assert store.newest_valid(commits, print) == commits[1]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_with_a_flipped_bit_is_never_loaded_and_the_one_before_is(
+    store: CheckpointStore, name: str
+) -> None:
+    commits = [write(store, 3), write(store, 6)]
+    path = store.folder(6) / name
+    data = path.read_bytes()
+    for at in {*range(0, len(data), max(1, len(data) // 60)), len(data) - 1}:
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        assert refuses(store, commits), f"bit {at % 8} of byte {at} of {name}"
 
 
 def add_a_file(folder: Path) -> None:
-    (folder / "rank1.bin").write_bytes(b"x")
+    (folder / "rank-00001.json").write_bytes(b"x")
 
 
 def remove_a_file(folder: Path) -> None:
-    (folder / "rank0.bin").unlink()
+    (folder / "rank-00000.json").unlink()
 
 
-def change_the_manifest(folder: Path) -> None:
-    manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 6', '"step": 7'))
+def add_to_a_file(folder: Path) -> None:
+    with (folder / "rank-00000.safetensors").open("ab") as file:
+        file.write(b"\0")
 
 
 def remove_the_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
+    (folder / MANIFEST).unlink()
 
 
-@pytest.mark.parametrize(
-    "harm", [flip_a_byte, tear, add_a_file, remove_a_file, change_the_manifest, remove_the_manifest]
-)
-def test_a_torn_or_altered_one_is_never_loaded_and_the_one_before_is(
+@pytest.mark.parametrize("harm", [add_a_file, remove_a_file, add_to_a_file, remove_the_manifest])
+def test_one_with_more_or_less_than_was_committed_is_never_loaded(
     store: CheckpointStore, harm: Callable[[Path], None]
 ) -> None:
-    older, newer = write(store, 3), write(store, 6)
+    commits = [write(store, 3), write(store, 6)]
     harm(store.folder(6))
-    warnings: list[str] = []
-    assert store.newest_valid([older, newer], warnings.append) == older
-    assert len(warnings) == 1 and "step-00000006" in warnings[0]
-    with pytest.raises(CheckpointError):
-        store.verify(newer)
+    assert refuses(store, commits)
 
 
 def test_one_that_the_journal_does_not_know_is_not_used(store: CheckpointStore) -> None:
@@ -79,12 +119,78 @@ def test_one_that_the_journal_does_not_know_is_not_used(store: CheckpointStore) 
     assert store.newest_valid([known], print) == known
 
 
+def test_one_of_another_write_than_the_committed_is_not_used(store: CheckpointStore) -> None:
+    commits = [write(store, 3), write(store, 6)]
+    write(store, 6, Cut(version=8))
+    store.verify_whole(6)
+    assert store.newest_valid(commits, lambda text: None) == commits[0]
+
+
+@pytest.mark.parametrize(("found", "advice"), [(FORMAT + 1, "A newer asyncrl"), (1, "An older asyncrl")])
+def test_another_format_is_refused_and_no_older_checkpoint_stands_in(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, found: int, advice: str
+) -> None:
+    older = write(store, 3)
+    monkeypatch.setattr("learner.checkpoint.store.FORMAT", found)
+    newer = write(store, 6)
+    monkeypatch.undo()
+    with pytest.raises(
+        ForeignFormatError, match=f"format {found}, this asyncrl reads format {FORMAT}. {advice}"
+    ):
+        store.newest_valid([older, newer], print)
+
+
+def test_the_manifest_of_the_first_format_is_known_as_such(store: CheckpointStore) -> None:
+    write(store, 3)
+    (store.folder(3) / MANIFEST).write_text(json.dumps({"step": 3, "token": 1, "files": {}}))
+    with pytest.raises(ForeignFormatError, match="format 1"):
+        store.verify_whole(3)
+
+
+def test_version_and_controllers_belong_to_the_cut(store: CheckpointStore) -> None:
+    cut = Cut(version=7, controllers={"kl": {"coefficient": 0.001}})
+    write(store, 3, cut)
+    assert store.cut(3) == cut
+
+
 def test_the_newest_are_kept_and_a_later_abandoned_branch_is_not(store: CheckpointStore) -> None:
     for step in (3, 6, 9):
         write(store, step)
     assert store.kept_after(6) == [3, 6]
     store.remove_all_but(store.kept_after(6))
     assert store.steps() == [3, 6]
+
+
+def test_the_best_are_kept_besides_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1, keep_best=2)
+    for step, score in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.7), (5, float("nan"))):
+        write(store, step)
+        store.note_score(step, score)
+        store.remove_all_but(store.kept_after(step))
+    assert store.best() == [2, 4]
+    assert store.steps() == [2, 4, 5]
+    assert store.kept_after(5) == [5], "the journal needs the groups after the newest only"
+
+
+def test_a_better_one_of_an_abandoned_branch_is_not_kept_nor_is_its_score(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1, keep_best=1)
+    for step, score in ((2, 0.3), (4, 0.9)):
+        write(store, step)
+        store.note_score(step, score)
+    write(store, 3)
+    store.remove_all_but(store.kept_after(3))
+    assert store.steps() == [2, 3]
+    write(store, 4)
+    assert store.best() == [2]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "nonsense", '{"a": 1}', '{"3": null}'])
+def test_damaged_scores_are_no_scores(store: CheckpointStore, tmp_path: Path, text: str) -> None:
+    write(store, 3)
+    (tmp_path / "checkpoints" / "scores.json").write_text(text)
+    assert store.scores() == {}
+    store.note_score(3, 0.5)
+    assert store.scores() == {3: 0.5}
 
 
 def test_what_an_interrupted_write_left_is_removed(store: CheckpointStore, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The Megatron model against Hugging Face's, and conversion between them."""
 
+import importlib
+import itertools
 import json
 
 import pytest
@@ -8,8 +10,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
-from learner.batch import build_batch
-from learner.megatron.packing import bucket_length, describe_rows
+from learner.backend import Placement
+from learner.batching.batch import build_batch
+from learner.megatron import cpu_adaptor
+from learner.megatron.groups import join_groups
+from learner.megatron.model.architecture import Parallelism, make_transformer_config, read_architecture
+from learner.megatron.model.packing import bucket_length, describe_rows
+from learner.megatron.schedule import Schedule
 from tests.learner.samples import KINDS, make_groups, save_model
 from tests.learner.training import open_backend
 
@@ -84,7 +91,7 @@ def test_a_model_in_several_files_is_read_like_one(tmp_path):
 def test_rows_of_the_padded_vocabulary_get_no_probability_and_no_gradient(tmp_path):
     folder = save_model(tmp_path / "model", vocab_size=131)
     backend = open_backend(folder)
-    (weight,) = (p for name, p in backend._model.named_parameters() if name == "output_layer.weight")
+    (weight,) = (p for name, p in backend._chunks[0].named_parameters() if name == "output_layer.weight")
     batch = build_batch(make_groups(), 0, {1: 0})
     before, _ = backend.logprobs(batch)
     with torch.no_grad():
@@ -128,6 +135,55 @@ def test_a_missing_folder_and_a_missing_tensor_are_config_errors(tmp_path):
     assert backend is None
 
 
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_a_mixture_of_experts_is_refused_in_words(tmp_path, key):
+    folder = save_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_moe", key: 8}))
+    with pytest.raises(ConfigError, match="mixture-of-experts models are not supported"):
+        open_backend(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"pp": 3}, "pp x vpp: 3 does not divide the model's 2 layers"),
+        ({"pp": 2, "vpp": 2}, "pp x vpp: 4"),
+        ({"vpp": 2}, "learner.pp is 1"),
+        ({"cp": 2}, "1 learner ranks do not divide by learner.tp x pp x cp: 1 x 1 x 2"),
+    ],
+)
+def test_a_cut_that_does_not_fit_is_refused_by_name(tmp_path, changes, said):
+    folder = save_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=said):
+        open_backend(folder, **changes)
+
+
+def test_interleaved_stages_without_overlapped_sends_are_never_run(tmp_path):
+    groups = join_groups(Placement(), Parallelism(), seed=0)
+    parallelism = Parallelism(pp=2, vpp=2)
+    config = make_transformer_config(
+        read_architecture(save_model(tmp_path, num_layers=4)), parallelism, torch.float32
+    )
+    chunks = [torch.nn.Identity(), torch.nn.Identity()]
+    Schedule(chunks, config, groups)
+    config.overlap_p2p_comm = False
+    with pytest.raises(AssertionError, match="wrong gradients"):
+        Schedule(chunks, config, groups)
+    groups.stop()
+
+
+def test_megatron_never_compiles_on_a_cpu(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("about machines without CUDA")
+    cpu_adaptor.install()
+    fused = importlib.import_module("megatron.core.fusions.fused_bias_dropout").bias_dropout_add_fused_train
+    # What torch.compile leaves on a function; `jit_fuser` is bound when Megatron is imported.
+    monkeypatch.setattr(fused, "_torchdynamo_orig_callable", fused, raising=False)
+    with pytest.raises(AssertionError, match="TORCHDYNAMO_DISABLE"):
+        cpu_adaptor.install()
+
+
 def test_more_tensor_ranks_than_key_value_heads_are_refused(tmp_path):
     folder = save_model(tmp_path / "model")
     with pytest.raises(ConfigError, match="key/value heads"):
@@ -160,6 +216,34 @@ def test_buckets_waste_less_than_half_when_short_and_a_quarter_when_long():
 
 def test_padding_and_packing_are_inverse():
     rows = describe_rows([0, 3, 40, 41, 60], torch.device("cpu"))
-    assert rows.buckets == ((2, 16), (1, 32), (1, 64))
-    assert torch.equal(rows.padded_from_M[rows.packed_from_N], torch.arange(60))
+    assert [(bucket.num_rows, bucket.num_keys) for bucket in rows.buckets] == [(2, 16), (1, 32), (1, 64)]
+    assert torch.equal(rows.query_from_M[rows.output_from_N], torch.arange(60))
     assert rows.positions_N.tolist() == [*range(3), *range(37), 0, *range(19)]
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0], [0, 1], [0, 3, 40, 41, 60], [0, 500, 501, 640]])
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+def test_context_parallel_ranks_share_every_row_and_all_hold_as_many_tokens(cu_seqlens, cp_size):
+    num_tokens = cu_seqlens[-1]
+    shares = [
+        describe_rows(cu_seqlens, torch.device("cpu"), cp_rank=rank, cp_size=cp_size, multiple_of=2)
+        for rank in range(cp_size)
+    ]
+    held = torch.cat([rows.share.own_N for rows in shares])
+    assert torch.equal(held[shares[0].share.gathered_from_T], torch.arange(len(held)))
+    assert len({len(rows.share.own_N) for rows in shares}) == 1
+    assert len(shares[0].share.own_N) % 2 == 0
+    position_T = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise([0, *cu_seqlens])])
+    for rows in shares:
+        own_N = rows.share.own_N
+        is_real_N = own_N < num_tokens
+        assert torch.equal(rows.positions_N[is_real_N], position_T[own_N[is_real_N]])
+        assert torch.equal(rows.query_from_M[rows.output_from_N], torch.arange(len(own_N)))
+
+
+def test_the_causal_work_of_a_long_row_is_shared_evenly():
+    work = [
+        int(describe_rows([0, 1000], torch.device("cpu"), cp_rank=rank, cp_size=4).positions_N.sum())
+        for rank in range(4)
+    ]
+    assert max(work) < 1.01 * min(work)

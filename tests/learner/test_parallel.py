@@ -1,98 +1,106 @@
-"""Learner ranks in processes of their own, over gloo, against one process."""
+"""Learner ranks in processes of their own, over gloo, against one process: each kind of parallelism."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from tests.learner.rank_process import LAYOUTS
+from tests.learner.launching import assert_trained_alike, run_alone, run_ranks
 from tests.learner.samples import save_model
-from tests.learner.training import open_backend, train
 
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 240.0
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+OF_TWO = {
+    "tp": {"tp": 2, "sequence_parallel": False},
+    "tp_sequence_parallel": {"tp": 2, "recompute": "full"},
+    "dp": {"dp": 2},
+    "dp_overlap": {"dp": 2, "overlap": True, "max_tokens_per_microbatch": 64},
+    "pp": {"pp": 2, "max_tokens_per_microbatch": 64},
+    "vpp": {"pp": 2, "vpp": 2, "max_tokens_per_microbatch": 64},
+    "cp": {"cp": 2, "max_tokens_per_microbatch": 200, "recompute": "selective"},
+}
+OF_FOUR = {
+    "tp_pp": {"tp": 2, "pp": 2},
+    "pp_dp": {"pp": 2, "dp": 2, "vpp": 2, "overlap": True, "max_tokens_per_microbatch": 64},
+    "tp_cp": {"tp": 2, "cp": 2},
+}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), "qwen3")
+    return save_model(tmp_path_factory.mktemp("model"), "qwen3", num_layers=4)
 
 
 @pytest.fixture(scope="module")
-def ranks(model, tmp_path_factory):
+def tied(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("tied"), "qwen2_tied", num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model, tied, tmp_path_factory):
     """Train in two processes, all layouts, and return the folder of results."""
-    out = tmp_path_factory.mktemp("ranks")
-    ports = ",".join(str(port) for port in free_ports(len(LAYOUTS) + 1))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.learner.rank_process", str(rank), "2", ports, str(model), str(out)],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
+    jobs = [{"name": name, "model": model, "changes": changes} for name, changes in OF_TWO.items()]
+    jobs += [
+        {"name": "tied", "model": tied, "changes": {"pp": 2}},
+        {"name": "resume", "kind": "resume", "model": model, "changes": OF_TWO["dp_overlap"]},
+        {"name": "resume_stages", "kind": "resume", "model": tied, "changes": OF_TWO["vpp"]},
     ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=DEADLINE_S)
-            assert process.returncode == 0, errors[-4000:]
-    finally:
-        for process in processes:
-            process.kill()
-    return out
+    return run_ranks(2, jobs, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(model, tied, tmp_path_factory):
+    jobs = [{"name": name, "model": model, "changes": changes} for name, changes in OF_FOUR.items()]
+    jobs += [{"name": "critic", "kind": "critic", "model": tied, "changes": OF_FOUR["tp_pp"]}]
+    return run_ranks(4, jobs, tmp_path_factory.mktemp("four"))
 
 
 @pytest.fixture(scope="module")
 def alone(model, tmp_path_factory):
-    out = tmp_path_factory.mktemp("alone")
-    backend = open_backend(model)
-    metrics = train(backend, range(3))
-    backend.save_hf(out)
-    backend.close()
-    return metrics, load_file(out / "model.safetensors")
+    folder = tmp_path_factory.mktemp("alone")
+    return run_alone(model, folder), folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_train_as_one_process_does(layout, ranks, alone):
-    metrics, weights = alone
-    for rank in range(2):
-        found = json.loads((ranks / f"{layout}.{rank}.json").read_text())
-        assert len(found) == len(metrics) == 6
-        for ours, reference in zip(found, metrics, strict=True):
-            assert ours == pytest.approx(reference, abs=1e-5)
-    exported = load_file(ranks / layout / "model.safetensors")
-    assert exported.keys() == weights.keys()
-    for name, tensor in exported.items():
-        torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-4)
+@pytest.mark.parametrize("layout", OF_TWO)
+def test_two_ranks_train_as_one_process_does(layout, two_ranks, alone):
+    assert_trained_alike(two_ranks, layout, 2, *alone)
+
+
+def test_tied_embeddings_stay_one_over_two_stages(tied, two_ranks, tmp_path):
+    assert_trained_alike(two_ranks, "tied", 2, run_alone(tied, tmp_path), tmp_path)
+
+
+def test_a_critic_and_a_reference_share_the_policys_groups(tied, four_ranks, tmp_path):
+    alone = run_alone(tied, tmp_path, "critic")
+    assert_trained_alike(four_ranks, "critic", 4, alone, tmp_path)
+    assert alone["is_reference_still"]
+    assert alone["has_policy_moved"]
+    assert max(map(abs, alone["values"])) > 1e-2
+    assert "score.weight" in load_file(four_ranks / "critic/model.safetensors")
+
+
+@pytest.mark.parametrize("layout", OF_FOUR)
+def test_four_ranks_train_as_one_process_does(layout, four_ranks, alone):
+    assert_trained_alike(four_ranks, layout, 4, *alone)
 
 
 def test_training_moves_the_weights_far_beyond_the_tolerance(model, alone):
     start = load_file(model / "model.safetensors")
-    moved = max((tensor - start[name]).abs().max().item() for name, tensor in alone[1].items())
+    trained = load_file(alone[1] / "alone/model.safetensors")
+    moved = max((tensor - start[name]).abs().max().item() for name, tensor in trained.items())
     assert moved > 2e-3
 
 
-def test_a_resume_of_two_ranks_is_bit_exact_and_empty_shares_are_fine(ranks):
-    results = [json.loads((ranks / f"resume.{rank}.json").read_text()) for rank in range(2)]
+def test_ranks_of_one_copy_say_how_many_count_each_token(two_ranks):
+    copies = {name: json.loads((two_ranks / f"{name}.0.json").read_text())["num_copies"] for name in OF_TWO}
+    assert copies == {name: 1 if name.startswith("dp") else 2 for name in OF_TWO}
+
+
+@pytest.mark.parametrize(
+    ("name", "reduced"),
+    [("resume", {"a": 1.75, "a_max": 1.0}), ("resume_stages", {"a": 1.0, "a_max": 0.0})],
+)
+def test_a_resume_of_two_ranks_is_bit_exact_and_empty_shares_are_fine(two_ranks, name, reduced):
+    results = [json.loads((two_ranks / f"{name}.{rank}.json").read_text()) for rank in range(2)]
     assert all(result["is_equal"] for result in results)
     assert results[0]["few"] == results[1]["few"]
     assert all(update["actor/skipped_updates"] == 0 for update in results[0]["few"])
-    assert results[0]["reduced"] == pytest.approx({"a": 1.75, "a_max": 1.0})
+    assert results[0]["reduced"] == pytest.approx(reduced)

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
-from rollout_service.engine import core_nursery
+ROOT = Path(__file__).parents[2]
 
 
-def answer(queue) -> None:
-    queue.put(
-        (os.environ.get("SET_LATE"), "vllm.v1.engine.core" in sys.modules, os.environ["OMP_NUM_THREADS"])
+def test_a_child_has_vllm_imported_and_its_starter_s_environment() -> None:
+    # In a process of its own: a process has one fork server, and other tests may have begun it.
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.rollout.nursery_process"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=True,
     )
-
-
-def test_a_child_has_vllm_imported_and_its_starter_s_environment(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    core_nursery.open_nursery()
-    monkeypatch.setenv("SET_LATE", "after the fork server had begun")
-    context = core_nursery.NurseryContext()
-    queue = context.Queue()
-    child = context.Process(target=answer, args=(queue,))
-    child.start()
-    late, has_vllm, num_threads = queue.get(timeout=120)
-    child.join(30)
-    assert child.exitcode == 0
-    assert late == "after the fork server had begun"
-    assert has_vllm
-    assert num_threads == "1"
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "late": "after the fork server had begun",
+        "has_vllm": True,
+        "num_threads": "1",
+        "exitcode": 0,
+    }

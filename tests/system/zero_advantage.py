@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from learner.algorithms.advantage import Advantage, AdvantageInput
 
-def zero(rewards_R: torch.Tensor, group_R: torch.Tensor) -> torch.Tensor:
-    """Return 0 for every row."""
-    return torch.zeros_like(rewards_R)
+
+def zero(x: AdvantageInput) -> Advantage:
+    """Return 0 for every token."""
+    zeros_N = torch.zeros_like(x.rewards_N)
+    return Advantage(zeros_N, zeros_N)

@@ -22,8 +22,12 @@ class Opened(NamedTuple):
 
 
 class Resumed(NamedTuple):
+    """`is_fork`: what follows is trained otherwise than before. `note`: what the learner must not forget."""
+
     token: int
     step: int
+    is_fork: bool = False
+    note: tuple[tuple[str, float], ...] = ()
 
 
 class VersionRegistered(NamedTuple):

@@ -28,7 +28,7 @@ largest groups, at most one of them reserved, so (d) holds.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.evaluations import EvaluationOrders
@@ -326,24 +326,42 @@ class Ledger:
         """Return the tickets that a resume at `step` would replay."""
         return [ticket for at, batch in self.state.by_step.items() if at >= step for ticket in batch]
 
-    def resume(self, token: int, step: int, missing: Collection[int] = ()) -> None:
+    def resume(
+        self,
+        token: int,
+        step: int,
+        missing: Collection[int] = (),
+        *,
+        is_fork: bool = False,
+        note: Mapping[str, float] | None = None,
+        refused: Collection[int] = (),
+    ) -> None:
         """Go back to before step `step`: later batches are reserved again, in order.
 
         Args:
             missing: Tickets of `tickets_from(step)` without a payload; they are generated again.
+            is_fork: They are trained otherwise than before, so that no later weights come out the same.
+            note: What `open` is to tell the next learner; without one, the last note stays.
+            refused: Tickets of `tickets_from(step)` to drop as `guard`.
 
         Raises:
-            LedgerError: No committed checkpoint has this step, or its later groups are gone.
+            LedgerError: No committed checkpoint has this step, or a refused ticket is not of it or later.
         """
         self.check_token(token)
         state = self.state
+        later = {ticket.id for ticket in self.tickets_from(step)}
+        gone = {ticket.id for ticket in state.dropped if ticket.reason is DropReason.GUARD}
+        if not (later | gone).issuperset(refused):  # gone: the answer to an earlier call was lost
+            raise LedgerError(f"some of the refused tickets {list(refused)} are not of step {step} or later")
         if step not in state.checkpoints and (step != 0 or state.floor_step > 0):
             raise LedgerError(
                 f"no committed checkpoint of step {step}; there are {sorted(state.checkpoints)}",
                 hint="Resume from one that `open` lists",
             )
-        self._emit(ev.Resumed(token, step))
-        for ticket in missing:
+        self._emit(ev.Resumed(token, step, is_fork, tuple((note or {}).items())))
+        for ticket in sorted(later.intersection(refused)):
+            self._emit(ev.Dropped(ticket, DropReason.GUARD.value, True))
+        for ticket in sorted(set(missing).difference(refused)):
             self.lose_payload(ticket)
         self._revoke_early_leases(step)
 

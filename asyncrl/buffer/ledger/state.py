@@ -40,6 +40,8 @@ class LedgerState:
         by_step: Tickets reserved or trained, by step.
         replay_sizes: How many groups a step that a resume rewound had.
         floor_step: Steps below it are folded; no resume goes there.
+        refused_steps: Trained steps some of whose groups the guard dropped: a replay makes other weights.
+        note: What the last resume with a note said.
         freed, released: Tickets whose payload left memory, or is not needed any more at all; the
             store drains both.
     """
@@ -65,6 +67,8 @@ class LedgerState:
         self.steps_trained = 0
         self.acked_steps = 0
         self.floor_step = 0
+        self.refused_steps: set[int] = set()
+        self.note: dict[str, float] = {}
         self.checkpoints: dict[int, Checkpoint] = {}
         self.held_bytes = 0
         self.held_tokens = 0
@@ -132,6 +136,11 @@ class LedgerState:
     def _resume(self, event: ev.Resumed) -> None:
         self.is_resumed = True
         self.versions.begin_lineage()
+        self.note = dict(event.note) or self.note
+        changed = {step for step in self.refused_steps if step >= event.step}
+        self.refused_steps -= changed
+        if event.is_fork or changed:
+            self.versions.fork(event.step if event.is_fork else min(changed))
         for step, tickets in self.by_step.items():
             if step < event.step:
                 continue
@@ -210,6 +219,8 @@ class LedgerState:
 
     def _drop(self, event: ev.Dropped) -> None:
         ticket = self.tickets[event.ticket]
+        if event.reason == DropReason.GUARD.value:
+            self.refused_steps.add(ticket.step)
         self._leave(ticket)
         ticket.reason, ticket.is_given_up = DropReason(event.reason), event.is_given_up
         self._move(ticket, State.DROPPED)
@@ -258,6 +269,7 @@ class LedgerState:
 
     def _reserve(self, event: ev.Reserved) -> None:
         batch = self.by_step.setdefault(event.step, [])
+        self.refused_steps.discard(event.step)  # it is whole again
         for number in event.tickets:
             assert heapq.heappop(self.stored_heap) == number, "the oldest stored groups are reserved"
             ticket = self.tickets[number]
@@ -283,6 +295,7 @@ class LedgerState:
             for ticket in self.by_step.pop(step, ()):
                 self._fold_trained(ticket)
         self.floor_step = max(self.floor_step, min(self.checkpoints))
+        self.refused_steps = {step for step in self.refused_steps if step >= self.floor_step}
 
     def _fold_trained(self, ticket: Ticket) -> None:
         assert ticket.state in TRAINED_STATES

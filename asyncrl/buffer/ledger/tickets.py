@@ -29,11 +29,12 @@ PAYLOAD_STATES = (State.STORED, State.RESERVED, State.TRAINED, State.ACKED)
 
 
 class DropReason(enum.Enum):
-    """Why a ticket never enters a loss."""
+    """Why a ticket never changes the weights. GUARD: its update was refused, or it spoilt one."""
 
     STALE = "stale"
     ZERO_STD = "zero_std"
     POISON = "poison"
+    GUARD = "guard"
 
 
 class Reissue(enum.Enum):

@@ -45,9 +45,15 @@ class Meter:
             "perf/rollout_tokens_per_s": gain["tokens"] / (now - then) if now > then else 0.0,
             "perf/rollout_idle_share": gain["idle_s"] / wall if wall else 0.0,
             "perf/rollout_replicas": float(len(replicas)),
+            "training/epoch": epoch_of(buffer.get("prompts_drawn", 0), buffer.get("num_prompts", 0)),
             "buffer/depth": float(buffer.get("stored_groups", 0)),
             "buffer/residue": float(buffer.get("residue", 0)),
         }
+
+
+def epoch_of(num_drawn: int, num_prompts: int) -> float:
+    """Return the traversal of the data, from 0, that the last drawn prompt belongs to."""
+    return float(max(0, num_drawn - 1) // max(1, num_prompts))
 
 
 def rollout_totals(replicas: dict[str, dict[str, Any]]) -> dict[str, float]:

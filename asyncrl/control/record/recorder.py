@@ -6,13 +6,17 @@ A row that is written again for the same step (after a resume) replaces the olde
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from asyncrl.metrics import unknown_names
+
 Row = dict[str, Any]
+log = logging.getLogger(__name__)
 FIRST_OF_LIFE = "training/is_first_of_life"
 """1 on the first row after a start or a resume: its time also holds that start."""
 
@@ -32,16 +36,26 @@ class Recorder:
         _cut_torn_line(path)
         self._file = path.open("a", buffering=1)
         self._writer = _open_writer(tensorboard) if tensorboard is not None else None
+        self._warned: set[str] = set()
 
     def record(self, row: Row) -> None:
         """Write one row; `training/global_step` says which step it belongs to."""
         self._file.write(json.dumps({"time": time.time(), **row}) + "\n")
+        self._warn_unknown(row)
         if self._writer is None:
             return
         step = int(row["training/global_step"])
         for name, value in row.items():
             if isinstance(value, int | float) and "/" in name:
                 self._writer.add_scalar(name, float(value), step)
+
+    def _warn_unknown(self, row: Row) -> None:
+        for name, similar in unknown_names(row.keys() - self._warned).items():
+            self._warned.add(name)
+            hint = f" (similar: {similar})" if similar else ""
+            log.warning(
+                "the metric %s is not in the table of metrics%s; it is recorded all the same", name, hint
+            )
 
     def close(self) -> None:
         self._file.close()

@@ -62,7 +62,14 @@ def summarise(
         "learner_idle_share": _ratio(waited_s, train_s),
         "rollout_tokens_per_s": _weighted(steps_after_start, "perf/rollout_tokens_per_s", "timing_s/step"),
         "rollout_idle_share": _weighted(steps_after_start, "perf/rollout_idle_share", "timing_s/step"),
+        "guard": _guard_counters(steps),
     }
+
+
+def _guard_counters(rows: list[Row]) -> dict[str, float]:
+    """Return the last row's `guard/*` by their names without `guard/`; empty if there are none."""
+    last = rows[-1] if rows else {}
+    return {name.removeprefix("guard/"): last[name] for name in last if name.startswith("guard/")}
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -1,0 +1,8 @@
+"""Every metric of a run: name, unit, meaning, how it is reduced, who makes it.
+
+`python -m asyncrl.metrics` prints `docs/metrics.md`.
+"""
+
+from asyncrl.metrics.registry import METRICS, Metric, extreme_of, find, unknown_names
+
+__all__ = ["METRICS", "Metric", "extreme_of", "find", "unknown_names"]

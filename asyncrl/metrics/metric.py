@@ -1,0 +1,55 @@
+"""What is said of one metric, and the forms in which metrics come together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Reduction = Literal["mean", "max", "min", "sum", "leader"]
+"""How one step's value comes out of its microbatches, updates and data-parallel ranks. `leader`: rank 0
+or the supervisor alone knows the value."""
+
+Over = Literal["counted tokens", "trained tokens", "rows", "answered rows", "ranks", "updates", "-"]
+"""What a mean is taken over. Counted tokens are sampled ones before any was masked for its age or
+rejected; trained ones entered the loss. A row is a trajectory; it is answered if its response has at
+least one token (verl: not aborted)."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One name. `<word>` in it stands for a variable part, see `registry.PLACEHOLDERS`.
+
+    Attributes:
+        name: verl's name where verl has the metric.
+        unit: `1` for a pure number.
+        meaning: What it is, and when it is there if not always.
+        reduction: See `Reduction`.
+        over: See `Over`; "-" unless the reduction is a mean.
+        source: Who makes it: `step` (every learner rank), `leader`, `supervisor`, `evaluation`, `guard`.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    reduction: Reduction = "mean"
+    over: Over = "-"
+    source: str = "step"
+
+
+def spread(name: str, unit: str, meaning: str, over: Over) -> list[Metric]:
+    """Return `name`/mean, /max and /min."""
+    return [
+        Metric(f"{name}/mean", unit, f"Mean {meaning}", "mean", over),
+        Metric(f"{name}/max", unit, f"Largest {meaning}", "max"),
+        Metric(f"{name}/min", unit, f"Smallest {meaning}", "min"),
+    ]
+
+
+def means(over: Over, *rows: tuple[str, str, str]) -> list[Metric]:
+    """Return metrics of every rank, averaged `over`: (name, unit, meaning) each."""
+    return [Metric(name, unit, meaning, "mean", over) for name, unit, meaning in rows]
+
+
+def singles(source: str, *rows: tuple[str, str, str]) -> list[Metric]:
+    """Return metrics that one process makes for the whole run."""
+    return [Metric(name, unit, meaning, "leader", "-", source) for name, unit, meaning in rows]

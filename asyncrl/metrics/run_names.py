@@ -1,0 +1,133 @@
+"""Names of what rank 0, the supervisor, evaluations and the guard add to the rows."""
+
+from __future__ import annotations
+
+from asyncrl.metrics.metric import Metric, means, singles
+
+_PROGRESS = singles(
+    "leader",
+    ("training/global_step", "steps", "Learner steps done; from 1"),
+)
+_PASSES = singles(
+    "supervisor",
+    ("training/epoch", "passes", "Traversals of the data begun before this one, by prompts drawn"),
+    (
+        "training/is_first_of_life",
+        "1",
+        "1 on the first row after a start or resume: its time holds the start",
+    ),
+)
+
+_TIME = singles(
+    "leader",
+    ("timing_s/step", "s", "From the end of the step before to the end of this one"),
+    ("timing_s/wait", "s", "Waiting for a complete batch"),
+    ("timing_s/other", "s", "Of `timing_s/step`, what no stage has timed"),
+    (
+        "timing_s/<stage>",
+        "s",
+        "Seconds of a stage on rank 0, as fetch, old_log_prob, ref, values, update_critic, update_actor",
+    ),
+    (
+        "timing_per_token_ms/<stage>",
+        "ms/token",
+        "1000 x `timing_s/<stage>` / (prompt and response tokens of the step); stages that compute on tokens",
+    ),
+)
+
+_PERFORMANCE = [
+    *singles(
+        "leader",
+        ("perf/time_per_step", "s", "As `timing_s/step`"),
+        ("perf/throughput", "tokens/s", "Tokens per second and learner rank"),
+        ("perf/learner_tokens_per_s", "tokens/s", "Tokens per second of all learner ranks"),
+        ("perf/learner_idle_share", "share", "Of `timing_s/step`, waiting for a batch"),
+        (
+            "perf/mfu/actor",
+            "share",
+            "FLOPs of forward and backward / (update_actor time x peak of the devices)",
+        ),
+        (
+            "perf/mfu/actor_infer",
+            "share",
+            "FLOPs of one forward pass / (old_log_prob time x peak of the devices)",
+        ),
+        ("perf/mfu/critic", "share", "As `perf/mfu/actor` for update_critic (with a critic)"),
+        ("perf/peak_tflops", "TFLOP/s", "The peak of one rank's device that MFU divides by"),
+    ),
+    Metric("perf/total_num_tokens", "tokens", "Prompt (once per trajectory) and response tokens", "sum"),
+    Metric("perf/attention_pairs", "pairs", "(Query, key) pairs that causal attention computes", "sum"),
+    Metric("perf/max_memory_allocated_gb", "GiB", "Most GPU memory that tensors held since the start", "max"),
+    Metric(
+        "perf/max_memory_reserved_gb",
+        "GiB",
+        "Most GPU memory reserved by the allocator since the start",
+        "max",
+    ),
+    *means(
+        "ranks",
+        ("perf/cpu_memory_used_gb", "GiB", "Memory in use on the node, all processes"),
+        ("perf/process_memory_gb", "GiB", "Resident memory of a learner rank"),
+    ),
+]
+
+_BALANCE = singles(
+    "leader",
+    (
+        "global_seqlen/min",
+        "tokens",
+        "Fewest tokens of a data-parallel share, were the batch cut in ticket order",
+    ),
+    ("global_seqlen/max", "tokens", "Most tokens of such a share"),
+    ("global_seqlen/minmax_diff", "tokens", "Their difference"),
+    ("global_seqlen/balanced_min", "tokens", "Fewest tokens of a share after balancing"),
+    ("global_seqlen/balanced_max", "tokens", "Most tokens of a share after balancing"),
+    ("global_seqlen/mean", "tokens", "Mean tokens of a share"),
+)
+
+_ROLLOUT = singles(
+    "supervisor",
+    ("perf/rollout_tokens_per_s", "tokens/s", "Sampled tokens per second of all replicas, over the last 2 s"),
+    (
+        "perf/rollout_idle_share",
+        "share",
+        "Of the replicas' time, without a request in flight, over the last 2 s",
+    ),
+    ("perf/rollout_replicas", "replicas", "Rollout replicas of the run"),
+    ("buffer/depth", "groups", "Complete groups that wait for the learner"),
+    ("buffer/residue", "tickets", "What the laws of the ledger leave unexplained; anything but 0 is a bug"),
+)
+
+_EVALUATION = singles(
+    "evaluation",
+    ("val/id", "1", "Number of the evaluation"),
+    ("val/version", "1", "Policy version that was evaluated"),
+    (
+        "val-core/<source>/<variable>/<metric>",
+        "1",
+        "Held-out result, verl's names: `acc/mean@1` is the accuracy",
+    ),
+    ("val-aux/<source>/<variable>/<metric>", "1", "Further held-out results: `response_length/mean`"),
+    ("val-aux/held_out/clip_ratio", "share", "Held-out answers cut at the token limit"),
+    ("val-aux/num_prompts", "prompts", "Held-out prompts that were answered"),
+    ("val-aux/num_failed", "prompts", "Held-out prompts that failed"),
+)
+
+_CHECKPOINT = singles(
+    "leader",
+    ("checkpoint/wait_s", "s", "Waiting for the checkpoint before to be written, since the row before"),
+    ("checkpoint/skipped", "count", "Checkpoints that were due and left out: the one before still ran"),
+    ("checkpoint/write_s", "s", "Writing a checkpoint beside training, where one ended since the row before"),
+    ("checkpoint/bytes", "bytes", "Size of that checkpoint"),
+)
+
+_GUARD = singles(
+    "guard",
+    ("guard/<signal>", "count", "Findings of that kind since the learner's start: kl_spike, not_finite, ..."),
+    ("guard/rollbacks", "count", "Times that the guard went back to a checkpoint"),
+    ("guard/lr_scale", "1", "What the guard multiplies the learning rate by"),
+    ("guard/is_kl_off", "1", "1 once the guard has set the KL coefficient to 0"),
+    ("guard/out_of_memory", "count", "Times that a rank ran out of memory and made its microbatches smaller"),
+)
+
+RUN = (*_PROGRESS, *_PASSES, *_TIME, *_PERFORMANCE, *_BALANCE, *_ROLLOUT, *_EVALUATION, *_CHECKPOINT, *_GUARD)

@@ -1,0 +1,1 @@
+"""Numbers that say how training goes, in verl's definitions."""

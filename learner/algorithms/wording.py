@@ -1,0 +1,191 @@
+"""What an algorithm section means, in words, and which sections mean nothing.
+
+Owns the rules on combinations: what counts twice or does nothing is a ConfigError, never a silent
+choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from asyncrl.config.tree import AlgorithmSection
+from asyncrl.errors import ConfigError
+from learner.algorithms.correction import Correction, is_policy_gradient
+from learner.algorithms.losses import POLICY_LOSSES
+
+DISCOUNTED = ("gae", "vtrace", "reinforce_plus_plus")
+TRACED = ("gae", "vtrace")
+UNAVAILABLE = {
+    "remax": "the score of a greedy answer per prompt",
+    "optimal_token_baseline": "the sum of squared probabilities",
+    "tir_optimal_token_baseline": "the sum of squared probabilities",
+}
+ONE_AGGREGATION = {"sapo": "seq-mean-token-mean", "geo_mean": "the mean over rows"}
+_LEVELS = {"token": "per token", "sequence": "per sequence", "geometric": "per sequence, geometric mean"}
+_DEFAULTS = AlgorithmSection()
+
+Problem = tuple[str, str]
+"""What is wrong, and what to do."""
+
+
+def check_section(section: AlgorithmSection, correction: Correction) -> None:
+    """Raise ConfigError, with all problems at once, if something counts twice or does nothing."""
+    problems = [
+        *_check_advantage(section),
+        *_check_loss(section, correction),
+        *_check_correction(section, correction),
+        *_check_prox(section, correction),
+        *_check_kl(section),
+    ]
+    if problems:
+        what, hints = zip(*problems, strict=True)
+        raise ConfigError("; ".join(what), hint="; ".join(dict.fromkeys(hints)))
+
+
+def describe_section(section: AlgorithmSection, correction: Correction) -> str:
+    """Return in words which correction is active and what is minimised, for the log at start."""
+    aggregation = ONE_AGGREGATION.get(section.loss, section.aggregation)
+    loss = _loss_name(section, correction)
+    parts = [
+        f"advantage {section.advantage}, loss {loss}, aggregation {aggregation}",
+        _describe_prox(section, correction),
+        _describe_weights(correction),
+    ]
+    if correction.rejection:
+        options = ", ".join(
+            f"{r.option} outside [{r.lower:.4g}, {r.upper:.4g}]" for r in correction.rejection
+        )
+        parts.append(f"tokens or rows are rejected by {options}; {_describe_denominator(section)}")
+    if section.veto:
+        parts.append(f"a row with a token whose ratio is below {section.veto:g} is left out")
+    if section.entropy_coeff:
+        parts.append(f"entropy bonus {section.entropy_coeff:g}")
+    kl = section.kl
+    if kl.coef:
+        control = f"adaptive towards {kl.target:g}" if kl.controller == "adaptive" else "fixed"
+        where = "in the loss" if kl.where == "loss" else "off the reward"
+        parts.append(f"KL to the reference {where}: {kl.estimator}, coefficient {kl.coef:g}, {control}")
+    return "; ".join(parts)
+
+
+def _loss_name(section: AlgorithmSection, correction: Correction) -> str:
+    if is_policy_gradient(section.correction, correction):
+        return "reinforce (the weights hold the ratio)"
+    return section.loss
+
+
+def _describe_prox(section: AlgorithmSection, correction: Correction) -> str:
+    if correction.is_bypass or section.prox == "behaviour":
+        return "the clip is centred on the sampler's log-probs (bypass, no extra forward pass)"
+    if section.prox == "loglinear":
+        return "the clip is centred on prox log-probs interpolated by age (loglinear, no extra forward pass)"
+    return "the clip is centred on prox log-probs recomputed at the start of the step (decoupled)"
+
+
+def _describe_weights(correction: Correction) -> str:
+    if correction.level is None:
+        return "no importance weights"
+    target = "current" if correction.is_bypass else "prox"
+    bound = (
+        f"cut at {correction.upper:g}"
+        if correction.lower is None
+        else f"0 outside [{correction.lower:g}, {correction.upper:g}]"
+    )
+    normalized = ", divided by their mean" if correction.is_batch_normalized else ""
+    return f"importance weights {target} / behaviour {_LEVELS[correction.level]}, {bound}{normalized}"
+
+
+def _describe_denominator(section: AlgorithmSection) -> str:
+    if section.verl_compat:
+        return "the loss divides by the tokens that are left"
+    return "the loss still divides by all tokens"
+
+
+def _check_advantage(section: AlgorithmSection) -> Iterator[Problem]:
+    name = section.advantage
+    if name in UNAVAILABLE:
+        yield (
+            f"algorithm.advantage: {name} needs {UNAVAILABLE[name]}, which no batch carries yet",
+            "Choose another advantage",
+        )
+    if ":" in name:
+        return
+    if section.gamma != _DEFAULTS.gamma and name not in DISCOUNTED:
+        yield f"algorithm.gamma does nothing with {name}", f"It belongs to {', '.join(DISCOUNTED)}"
+    if section.lam != _DEFAULTS.lam and name not in TRACED:
+        yield f"algorithm.lam does nothing with {name}", f"It belongs to {', '.join(TRACED)}"
+    if section.value_clip != _DEFAULTS.value_clip and name not in TRACED:
+        yield f"algorithm.value_clip does nothing with {name}", "It belongs to a critic"
+
+
+def _check_loss(section: AlgorithmSection, correction: Correction) -> Iterator[Problem]:
+    loss = section.loss
+    if is_policy_gradient(section.correction, correction) and loss not in ("vanilla", "reinforce", "gpg"):
+        yield (
+            f"algorithm.loss: {loss} does nothing with {section.correction}, which is the policy gradient",
+            "Use correction: bypass_ppo_clip to keep the loss",
+        )
+    default = _DEFAULTS.aggregation
+    if loss in ONE_AGGREGATION and section.aggregation not in (default, ONE_AGGREGATION[loss]):
+        yield (
+            f"algorithm.aggregation does nothing with {loss}, which takes {ONE_AGGREGATION[loss]}",
+            "Leave it out",
+        )
+    is_without_dual = loss in POLICY_LOSSES and loss not in ("vanilla", "dppo_tv", "dppo_kl")
+    if is_without_dual and section.dual_clip != _DEFAULTS.dual_clip:
+        yield f"algorithm.dual_clip does nothing with {loss}", "It belongs to vanilla and dppo"
+    is_behaviour = correction.is_bypass or section.prox == "behaviour"
+    if loss == "m2po" and is_behaviour:
+        yield (
+            "algorithm.loss: m2po measures prox against behaviour, which are the same here",
+            "Use prox: recompute with a decoupled correction",
+        )
+
+
+def _check_correction(section: AlgorithmSection, correction: Correction) -> Iterator[Problem]:
+    name, has_weights = section.correction, correction.level is not None
+    uses_threshold = has_weights and correction.lower is None
+    if section.is_threshold != _DEFAULTS.is_threshold and ":" not in name and not uses_threshold:
+        yield f"algorithm.is_threshold does nothing with {name}", "Choose a truncating correction"
+    if section.normalize_weights and not has_weights:
+        yield f"algorithm.normalize_weights does nothing with {name}", "Choose a correction with weights"
+    if section.advantage == "vtrace" and has_weights:
+        yield (
+            f"vtrace has importance weights of its own: {name} would count them twice",
+            "Use correction: disabled",
+        )
+    if section.rejection_threshold != "" and not section.rejection:
+        yield "algorithm.rejection_threshold does nothing without algorithm.rejection", "Set both"
+
+
+def _check_prox(section: AlgorithmSection, correction: Correction) -> Iterator[Problem]:
+    if section.prox != "recompute" and correction.is_bypass:
+        yield (
+            f"algorithm.prox: {section.prox} does nothing with {section.correction}, which has no prox",
+            "Leave prox out, or choose a decoupled correction",
+        )
+    elif section.prox == "behaviour" and (correction.level is not None or correction.rejection):
+        yield (
+            f"algorithm.correction: {section.correction} compares prox and behaviour, which are the same",
+            "Use correction: disabled, or prox: recompute",
+        )
+    if section.prox == "loglinear" and correction.is_batch_normalized:
+        yield (
+            "algorithm.normalize_weights needs the weights of the whole batch, which prox: loglinear has not",
+            "Use prox: recompute",
+        )
+    if correction.is_bypass and correction.is_batch_normalized:
+        yield (
+            "algorithm.normalize_weights needs the weights of the whole batch, which a bypass has not",
+            "Choose a decoupled correction",
+        )
+    if section.advantage == "vtrace" and (section.prox != "recompute" or correction.is_bypass):
+        yield "vtrace needs recomputed prox log-probs", "Use prox: recompute and correction: disabled"
+
+
+def _check_kl(section: AlgorithmSection) -> Iterator[Problem]:
+    kl, default = section.kl, _DEFAULTS.kl
+    if not kl.coef and kl != default:
+        yield "algorithm.kl does nothing: its coefficient is 0", "Set algorithm.kl.coef"
+    if kl.controller == "fixed" and (kl.target, kl.horizon) != (default.target, default.horizon):
+        yield "algorithm.kl.target and horizon do nothing with a fixed controller", "controller: adaptive"

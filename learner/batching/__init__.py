@@ -1,0 +1,1 @@
+"""Reserved groups to packed batches: alignment, minibatches, microbatches, shares of equal work."""

@@ -1,0 +1,106 @@
+"""`asyncrl export`: a checkpoint of a run as a Hugging Face folder, without starting anything.
+
+Reads the format, not the layout: whichever backend and ranks wrote the state. Must never touch the
+run. Invariant: the folder appears whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from asyncrl.config.load import load_config
+from asyncrl.errors import ConfigError
+from learner.checkpoint.pretrained import write_folder
+from learner.checkpoint.reader import StateReader
+from learner.checkpoint.store import CheckpointStore
+from learner.precision import DTYPES
+
+NEWEST, BEST = "newest", "best"
+
+
+def export_run(run: str, runs_dir: str, step: str, to: Path | None = None) -> Path:
+    """Write the weights of a checkpoint, in the run's dtype, and return their folder.
+
+    Args:
+        run: Name below `runs_dir`, or a path.
+        step: A step, `newest`, or `best`.
+        to: Must not exist, or be empty; by default `export/step-<n>` in the run's folder.
+
+    Raises:
+        ConfigError: There is no such run, checkpoint, or model; or `to` is in use.
+        CheckpointError: The checkpoint is torn, altered, or of a format that is not read.
+    """
+    folder = find_run_folder(run, runs_dir)
+    config = load_config(folder / "resolved.yaml")
+    source = Path(config.model.path)
+    if not (source / "config.json").is_file():
+        raise ConfigError(
+            f"{source}, the model that run '{folder.name}' began with, is gone",
+            hint="Its config and tokenizer go into the export: bring it back, or correct model.path in "
+            f"{folder / 'resolved.yaml'}",
+        )
+    store = CheckpointStore(
+        folder / "checkpoints", config.checkpoint.keep, max(1, config.checkpoint.keep_best)
+    )
+    number = find_step(store, step, folder)
+    target = to or folder / "export" / f"step-{number:08d}"
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists", hint="Name a folder that is not there yet with --to")
+    store.verify_whole(number)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        export_state(store.folder(number), source, partial, DTYPES[config.model.dtype])
+        partial.replace(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def export_state(state: Path, source: Path, target: Path, dtype: torch.dtype) -> None:
+    """Write the model of the `state` folder as a Hugging Face folder with the side files of `source`."""
+    with StateReader(state) as reader:
+        write_folder(source, target, _tensors(reader, dtype), dtype)
+
+
+def find_run_folder(run: str, runs_dir: str) -> Path:
+    """Return the folder of a run by name or path. Raises ConfigError if there is none."""
+    for folder in (Path(runs_dir) / run, Path(run)):
+        if (folder / "resolved.yaml").is_file():
+            return folder
+    names = sorted(path.parent.name for path in Path(runs_dir).glob("*/resolved.yaml"))
+    hint = f"There are: {', '.join(names)}" if names else "Say where the runs are with --dir"
+    raise ConfigError(f"there is no run '{run}' in {runs_dir}", hint=hint)
+
+
+def find_step(store: CheckpointStore, step: str, folder: Path) -> int:
+    """Return the step that `step` means. Raises ConfigError if it has no checkpoint."""
+    steps = store.steps()
+    if not steps:
+        raise ConfigError(
+            f"run '{folder.name}' has no checkpoint yet",
+            hint="It writes one every checkpoint.every_steps, and when it ends",
+        )
+    if step == NEWEST:
+        return steps[-1]
+    if step == BEST:
+        if not (best := store.best()):
+            raise ConfigError(
+                f"no checkpoint of run '{folder.name}' has a score", hint="Set checkpoint.keep_best"
+            )
+        return best[0]
+    if not step.isascii() or not step.isdigit() or int(step) not in steps:
+        raise ConfigError(
+            f"run '{folder.name}' has no checkpoint of step '{step}'",
+            hint=f"There are: {', '.join(map(str, steps))}",
+        )
+    return int(step)
+
+
+def _tensors(reader: StateReader, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in reader.shapes:
+        yield name, reader.read_whole(name).to(dtype)

@@ -1,0 +1,129 @@
+"""One rank's state, copied to the host and written in the layout-independent format.
+
+`rank-<r>.safetensors` holds the rank's pieces, `rank-<r>.json` says what each is: its parameter, its
+rectangle, its optimizer step. A snapshot is taken between two steps and may be written by a thread
+while training goes on: it owns its bytes. Must never use pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from learner.checkpoint.pieces import Piece
+
+KINDS = ("main", "exp_avg", "exp_avg_sq")
+"""What a piece holds, each in float32: the parameter as the optimizer keeps it, and AdamW's two moments."""
+
+
+@dataclass(frozen=True)
+class PieceState:
+    """A piece and its values.
+
+    Attributes:
+        values: For each kind a contiguous vector of `piece.num_elements` float32, row by row.
+        step: Updates that AdamW has made to it.
+    """
+
+    piece: Piece
+    values: Mapping[str, torch.Tensor]
+    step: float
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of one rank on the host.
+
+    Attributes:
+        layout: How the ranks cut the model; equal layouts resume bit by bit, generators included.
+        pieces: What this rank alone writes.
+        generators: States of this rank's random generators.
+        extra: Plain values that are the same on every rank: the schedule's position, for example.
+    """
+
+    rank: int
+    layout: dict[str, Any]
+    pieces: tuple[PieceState, ...]
+    generators: dict[str, torch.Tensor]
+    extra: dict[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(12 * state.piece.num_elements for state in self.pieces)
+
+    def write(self, folder: Path) -> None:
+        """Write into `folder`, which is made if need be, and sync. The record comes last."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {f"generator.{name}": state for name, state in self.generators.items()}
+        for index, state in enumerate(self.pieces):
+            shape = (state.piece.num_rows, state.piece.num_columns)
+            tensors |= {piece_key(index, kind): state.values[kind].view(shape) for kind in KINDS}
+        path = tensor_file(folder, self.rank)
+        save_file(tensors, path)
+        sync_file(path)
+        record = {
+            "layout": self.layout,
+            "extra": self.extra,
+            "pieces": [asdict(state.piece) | {"step": state.step} for state in self.pieces],
+        }
+        path = record_file(folder, self.rank)
+        path.write_text(json.dumps(record, sort_keys=True))
+        sync_file(path)
+
+
+class HostCopies:
+    """Copies of a rank's tensors in host memory that is used again for the next checkpoint.
+
+    The memory is pinned if the tensors live on a GPU. A second `take` overwrites the first's copies.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+
+    def take(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return a float32 copy of each, flat; the same tensors must come in the same order each time."""
+        copies: list[torch.Tensor] = []
+        is_cuda = False
+        for index, tensor in enumerate(tensors):
+            is_cuda |= tensor.is_cuda
+            if index == len(self._buffers):
+                self._buffers.append(
+                    torch.empty(tensor.numel(), dtype=torch.float32, pin_memory=tensor.is_cuda)
+                )
+            buffer = self._buffers[index]
+            assert buffer.numel() == tensor.numel(), "the state of a rank does not change its shape"
+            copies.append(buffer.copy_(tensor.detach().reshape(-1), non_blocking=True))
+        if is_cuda:
+            torch.cuda.synchronize()
+        return copies
+
+
+def piece_key(index: int, kind: str) -> str:
+    """Return the key of a piece's values in the rank's safetensors file."""
+    return f"{index:06d}.{kind}"
+
+
+def tensor_file(folder: Path, rank: int) -> Path:
+    """Return where `rank` keeps its tensors."""
+    return folder / f"rank-{rank:05d}.safetensors"
+
+
+def record_file(folder: Path, rank: int) -> Path:
+    """Return where `rank` says what its tensors are."""
+    return folder / f"rank-{rank:05d}.json"
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

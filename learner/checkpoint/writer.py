@@ -1,0 +1,213 @@
+"""Writing checkpoints beside training: a thread on every rank, and rank 0's keeper of the cut.
+
+  consumes: snapshots on the host     waits for: every rank's mark (in a thread)
+  unblocked by: the last mark         produces: a sealed folder, then its commit in the journal
+Training waits for a copy to the host, and for the checkpoint before if it is still being written: at
+most `max_stall_s`, after which the new one is skipped and counted. Ranks tell rank 0 by a file that
+they are done: a thread must not call a collective. Invariant: one checkpoint is being written at a
+time, and the commit is made by the caller's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.clock import Clock, SystemClock
+from asyncrl.errors import CheckpointError
+from asyncrl.faults import fault_point
+from learner.checkpoint.snapshot import Snapshot
+from learner.checkpoint.store import CheckpointStore, Cut
+
+WRITE_DEADLINE_S = 1800.0
+POLL_S = 0.01
+MARK = "written-"
+
+CommitCall = Callable[[int, str, Sequence[int]], None]
+"""(step, digest, kept steps): the journal's commit."""
+
+
+class BackgroundWriter:
+    """Writes one rank's snapshots, one checkpoint at a time."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._thread: threading.Thread | None = None
+
+    def begin(self, folder: Path, take: Mapping[str, Callable[[], Snapshot]]) -> None:
+        """Take snapshots and begin to write them; returns when they are taken.
+
+        Args:
+            folder: Where `prepare` said.
+            take: By subfolder ("" for the policy), what copies the state to the host.
+        """
+        self.join()
+        snapshots = {name: call() for name, call in take.items()}
+        self._thread = threading.Thread(
+            target=self._write, args=(folder, snapshots), name="checkpoint-writer", daemon=True
+        )
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, folder: Path, snapshots: Mapping[str, Snapshot]) -> None:
+        problem = ""
+        try:
+            for name, snapshot in snapshots.items():
+                snapshot.write(folder / name)
+        except Exception as error:  # the end of a thread: rank 0 must hear of it, whatever it was
+            problem = f"rank {self._rank}: {error}"
+        mark = folder / f"{MARK}{self._rank:05d}"
+        partial = mark.with_name(f".{mark.name}")
+        partial.write_text(problem)
+        partial.replace(mark)
+
+
+@dataclass(frozen=True)
+class _Sealed:
+    digest: str = ""
+    error: Exception | None = None
+    write_s: float = 0.0
+    num_bytes: int = 0
+
+
+class CheckpointKeeper:
+    """Rank 0's side: seals when every rank has written, commits, removes what is not kept.
+
+    Example:
+        if keeper.has_room():
+            keeper.begin(step)
+            yield Checkpoint(step)          # every rank: writer.begin(store.temporary(step), ...)
+            keeper.seal_in_background(step, token)
+        ...
+        keeper.commit_finished()            # now and then
+        keeper.commit_finished(wait_s=600)  # at the end
+
+    Args:
+        commit: Makes the checkpoint known to the journal.
+        best_metric: What the store's best checkpoints are chosen by.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        commit: CommitCall,
+        world_size: int,
+        *,
+        max_stall_s: float,
+        best_metric: str = "",
+        clock: Clock | None = None,
+    ) -> None:
+        self._store = store
+        self._commit = commit
+        self._world_size = world_size
+        self._max_stall_s = max_stall_s
+        self._best_metric = best_metric
+        self._clock = clock or SystemClock()
+        self._thread: threading.Thread | None = None
+        self._sealed = _Sealed()
+        self._step = 0
+        self._metrics: dict[str, float] = {}
+
+    def has_room(self) -> bool:
+        """Wait for the checkpoint that is being written, at most `max_stall_s`; say whether it is done.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        began = self._clock.now()
+        has_room = self.commit_finished(self._max_stall_s)
+        self._add("checkpoint/wait_s", self._clock.now() - began)
+        self._add("checkpoint/skipped", float(not has_room))
+        return has_room
+
+    def begin(self, step: int) -> Path:
+        """Return the empty folder that every rank is to write into."""
+        assert self._thread is None, "one checkpoint is written at a time"
+        fault_point("checkpoint.begun", step)
+        return self._store.prepare(step)
+
+    def seal_in_background(self, step: int, token: int, cut: Cut | None = None) -> None:
+        """Seal the checkpoint of `step` as soon as all ranks have written theirs."""
+        assert self._thread is None, "one checkpoint is written at a time"
+        self._step = step
+        self._thread = threading.Thread(
+            target=self._seal, args=(step, token, cut), name="checkpoint-sealer", daemon=True
+        )
+        self._thread.start()
+
+    def commit_finished(self, wait_s: float = 0.0) -> bool:
+        """Commit what was sealed meanwhile; return whether nothing is being written any more.
+
+        Raises:
+            CheckpointError: A rank could not write, or not in time.
+        """
+        if self._thread is None:
+            return True
+        self._thread.join(wait_s)
+        if self._thread.is_alive():
+            return False
+        self._thread = None
+        if self._sealed.error is not None:
+            raise CheckpointError(
+                f"the checkpoint of step {self._step} could not be written: {self._sealed.error}",
+                hint="Make room on the disk that holds the run, and start it again",
+            ) from self._sealed.error
+        kept = self._store.kept_after(self._step)
+        self._commit(self._step, self._sealed.digest, kept)
+        fault_point("checkpoint.committed", self._step)
+        self._store.remove_all_but(kept)
+        self._add("checkpoint/write_s", self._sealed.write_s)
+        self._add("checkpoint/bytes", float(self._sealed.num_bytes))
+        return True
+
+    def note_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the score of the weights of `step` from `metrics`, if it is among them."""
+        if self._best_metric in metrics:
+            self._store.note_score(step, metrics[self._best_metric])
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what happened since the last call, by metric name; empty if nothing did."""
+        taken, self._metrics = self._metrics, {}
+        return taken
+
+    def _seal(self, step: int, token: int, cut: Cut | None) -> None:
+        began = time.perf_counter()
+        folder = self._store.temporary(step)
+        try:
+            await_marks(folder, self._world_size, WRITE_DEADLINE_S)
+            num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            digest = self._store.seal(step, token, cut)
+        except Exception as error:  # the end of a thread: `commit_finished` raises it, whatever it was
+            self._sealed = _Sealed(error=error)
+        else:
+            self._sealed = _Sealed(digest, None, time.perf_counter() - began, num_bytes)
+
+    def _add(self, name: str, value: float) -> None:
+        self._metrics[name] = self._metrics.get(name, 0.0) + value
+
+
+def await_marks(folder: Path, world_size: int, deadline_s: float) -> None:
+    """Wait until every rank has written, and remove the marks.
+
+    Raises:
+        CheckpointError: A rank could not write, or the deadline has passed.
+    """
+    end = time.monotonic() + deadline_s
+    while len(marks := sorted(folder.glob(f"{MARK}*"))) < world_size:
+        if time.monotonic() >= end:
+            missing = world_size - len(marks)
+            raise CheckpointError(f"{missing} of {world_size} ranks have not written in {deadline_s:g} s")
+        time.sleep(POLL_S)
+    problems = [problem for mark in marks if (problem := mark.read_text())]
+    if problems:
+        raise CheckpointError("; ".join(problems))
+    for mark in marks:
+        mark.unlink()

@@ -1,0 +1,195 @@
+"""Forward passes, updates and the optimizer of one sharded module; the policy and the critic each own one.
+
+Ranks gather parameters together, layer by layer: invariant: every rank runs the same number of forward
+and of backward passes. One that has fewer microbatches than another runs empty ones, which add zero.
+The loss is each token's share of the minibatch, so any cut into microbatches and shares gives the
+gradient of the whole. Must never read a clock or draw from an unseeded generator.
+
+Shapes: N packed positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from asyncrl.config.tree import LearnerSection
+from learner.algorithms.learning_rate import schedule_lr
+from learner.batching.batch import PackedBatch, Totals, restore_order
+from learner.checkpoint.snapshot import Snapshot
+from learner.fsdp2 import sharding
+from learner.fsdp2.groups import RankGroup
+from learner.fsdp2.model.rows import lay_out_rows
+from learner.fsdp2.reduction import reduce_metrics
+from learner.fsdp2.sharding import ShardedParameter
+from learner.fsdp2.state import TrainingState
+from learner.guard.seams import StepGate
+from learner.precision import LossScale
+
+EngineLoss = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+"""(*outputs of the module, microbatch) -> (loss, metrics)."""
+
+
+@dataclass
+class Progress:
+    """What changes from update to update, besides weights and optimizer. `lr` is the schedule's peak."""
+
+    lr: float
+    num_updates: int = 0
+
+
+class Engine:
+    """Runs `module`; a frozen one has no optimizer."""
+
+    def __init__(
+        self,
+        module: FSDPModule,
+        parameters: Sequence[ShardedParameter],
+        group: RankGroup,
+        config: LearnerSection,
+        *,
+        dtype: torch.dtype,
+        is_packed: bool,
+        is_frozen: bool = False,
+    ) -> None:
+        self.parameters, self.progress = parameters, Progress(config.lr)
+        self._module: Any = module
+        self._group, self._config, self._is_packed = group, config, is_packed
+        self.max_tokens_per_microbatch = config.max_tokens_per_microbatch
+        self.step_gate: StepGate | None = None
+        self._loss_scale = LossScale(dtype)
+        for parameter in parameters:
+            parameter.tensor.requires_grad_(not is_frozen)
+        self._optimizer = None if is_frozen else make_optimizer(parameters, config)
+        self._state = TrainingState(parameters, self._optimizer, group) if self._optimizer else None
+
+    @torch.no_grad()
+    def infer(self, batch: PackedBatch) -> list[torch.Tensor]:
+        """Return each output of the module for the whole batch, on the CPU; collective."""
+        microbatches: list[PackedBatch] = []
+        parts: list[Sequence[torch.Tensor]] = []
+        for microbatch in self._microbatches(batch):
+            outputs = self._forward(microbatch)
+            if microbatch is not None:
+                microbatches.append(microbatch)
+                parts.append([output.cpu() for output in outputs])
+        # The root stays gathered for a backward pass, which does not come.
+        self._module.reshard()
+        return [restore_order(microbatches, column) for column in zip(*parts, strict=True)]
+
+    def update(self, minibatch: PackedBatch, loss_fn: EngineLoss, num_outputs: int) -> dict[str, float]:
+        """Do one update on this rank's share; return metrics of the whole and `grad_norm`, `lr`,
+        `skipped_updates`; collective."""
+        assert self._optimizer is not None, "a frozen model is never updated"
+        minibatch = dataclasses.replace(minibatch, totals=self._sum_totals(minibatch.totals))
+        metrics: dict[str, float] = {}
+        for scale in self._loss_scale.attempts():
+            reduced = self._add_gradients(minibatch, loss_fn, num_outputs, scale)
+            metrics = reduced | self._step_optimizer(reduced, scale)
+            if math.isfinite(metrics["grad_norm"]):
+                self._loss_scale.accept(scale)
+                break
+        self.progress.num_updates += 1
+        return metrics
+
+    def snapshot_state(self) -> Snapshot:
+        """Copy this rank's state to the host; see `LearnerBackend.snapshot_state`."""
+        assert self._state is not None, "a frozen model has no state"
+        return self._state.snapshot(dataclasses.asdict(self.progress) | self._loss_scale.state())
+
+    def load_state(self, folder: Path) -> None:
+        """Restore what any layout wrote; see `LearnerBackend.load_state`."""
+        assert self._state is not None, "a frozen model has no state"
+        extra = self._state.load(folder)
+        self.progress = Progress(lr=extra["lr"], num_updates=extra["num_updates"])
+        self._loss_scale.restore(extra)
+
+    def _add_gradients(
+        self, minibatch: PackedBatch, loss_fn: EngineLoss, num_outputs: int, scale: float
+    ) -> dict[str, float]:
+        """Make the gradient of `scale` times the loss; return the metrics of the whole minibatch."""
+        assert self._optimizer is not None, "a frozen model is never updated"
+        self._optimizer.zero_grad()
+        collected: list[Mapping[str, torch.Tensor]] = []
+        for microbatch in self._microbatches(minibatch):
+            outputs = self._forward(microbatch)
+            if microbatch is None:
+                loss = torch.stack([output.sum() * 0.0 for output in outputs]).sum()
+            else:
+                loss, metrics = loss_fn(*outputs, microbatch)
+                collected.append(metrics)
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
+        if not collected:  # an empty share: the names must be there for the reduction
+            nothing = [torch.zeros(0, device=self._group.device)] * num_outputs
+            collected.append(loss_fn(*nothing, minibatch.to(self._group.device))[1])
+        return reduce_metrics(
+            {name: [metrics[name] for metrics in collected] for name in collected[0]}, self._group
+        )
+
+    def _forward(self, microbatch: PackedBatch | None) -> Sequence[torch.Tensor]:
+        """Run one microbatch, or one token whose outputs nobody reads."""
+        device = self._group.device
+        if microbatch is None:
+            token = torch.zeros(1, dtype=torch.long, device=device)
+            cu_seqlens: tuple[int, ...] = (0, 1)
+            tokens_N, labels_N = token, token
+        else:
+            tokens_N, labels_N, cu_seqlens = microbatch.tokens_N, microbatch.labels_N, microbatch.cu_seqlens
+        rows = lay_out_rows(cu_seqlens, device, one_rectangle=not self._is_packed)
+        outputs: Sequence[torch.Tensor] = self._module(tokens_N, labels_N, rows)
+        return outputs
+
+    def _microbatches(self, batch: PackedBatch) -> Iterator[PackedBatch | None]:
+        """Yield this rank's microbatches on the device, then None as often as other ranks have more."""
+        microbatches = batch.balance_microbatches(self.max_tokens_per_microbatch)
+        count = self._group.all_reduce(torch.tensor([len(microbatches)]), dist.ReduceOp.MAX)
+        for microbatch in microbatches:
+            yield microbatch if self._group.device.type == "cpu" else microbatch.to(self._group.device)
+        yield from [None] * (int(count) - len(microbatches))
+
+    def _step_optimizer(self, metrics: Mapping[str, float], scale: float) -> dict[str, float]:
+        assert self._optimizer is not None, "a frozen model is never updated"
+        step = self.progress.num_updates // self._config.minibatches
+        lr = schedule_lr(self.progress.lr, step, self._config)
+        for options in self._optimizer.param_groups:
+            options["lr"] = lr
+        if scale != 1.0:
+            sharding.scale_gradient(self.parameters, 1.0 / scale)
+        grad_norm = sharding.measure_gradient(self.parameters, self._group)
+        may_step = math.isfinite(grad_norm) and (self.step_gate is None or self.step_gate(grad_norm, metrics))
+        if may_step:
+            sharding.clip_gradient(self.parameters, grad_norm, self._config.grad_clip)
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not may_step)}
+
+    def _sum_totals(self, totals: Totals) -> Totals:
+        counts = torch.tensor(dataclasses.astuple(totals), dtype=torch.float64)
+        return Totals(*self._group.all_reduce(counts).tolist())
+
+
+def make_optimizer(parameters: Sequence[ShardedParameter], config: LearnerSection) -> torch.optim.AdamW:
+    """Return AdamW over the shards, its state made already; all decays, as in verl and our Megatron."""
+    optimizer = torch.optim.AdamW(
+        [parameter.tensor for parameter in parameters],
+        lr=config.lr,
+        betas=config.betas,
+        eps=1e-8,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+    for parameter in parameters:  # what AdamW makes at its first step, so that it can be saved before
+        optimizer.state[parameter.tensor] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.tensor.device),
+            "exp_avg": torch.zeros_like(parameter.tensor),
+            "exp_avg_sq": torch.zeros_like(parameter.tensor),
+        }
+    return optimizer

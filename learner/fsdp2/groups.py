@@ -1,0 +1,99 @@
+"""The process group of one fsdp2 learner rank.
+
+Owns the start and the end of torch.distributed: one learner rank per process. Further backends of
+the same rank (a critic, a reference) join its group; the one that started it also ends it, last.
+Every collective has a deadline: the group's timeout.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from asyncrl.errors import ConfigError
+from learner.backend import Placement
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """All ranks, seen from this one.
+
+    Attributes:
+        device: Where this rank computes.
+        is_owner: This object started the group, and so ends it.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    is_owner: bool
+
+    def all_reduce(
+        self, values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
+        """Return `values` reduced over all ranks, on the device."""
+        values = values.to(self.device)
+        if self.size > 1:
+            dist.all_reduce(values, op)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks; raises at the group's timeout."""
+        self.all_reduce(torch.zeros(1)).item()
+
+    def stop(self) -> None:
+        """Leave the group, if this object started it."""
+        if self.is_owner and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join_group(placement: Placement, seed: int) -> RankGroup:
+    """Join the ranks of the learner; the first time in a process this starts the group.
+
+    Raises:
+        ConfigError: Several ranks have no rendezvous, or the process is another rank already.
+    """
+    is_owner = not dist.is_initialized()
+    has_cuda = torch.cuda.is_available()
+    if is_owner:
+        _start(placement, has_cuda)
+        torch.manual_seed(seed)
+    elif (dist.get_rank(), dist.get_world_size()) != (placement.rank, placement.world_size):
+        raise ConfigError(
+            f"this process is learner rank {dist.get_rank()} of {dist.get_world_size()} already, "
+            f"and cannot also be {placement.rank} of {placement.world_size}",
+            hint="One learner rank per process",
+        )
+    world = dist.group.WORLD
+    assert world is not None, "the group has just been started"
+    return RankGroup(
+        rank=placement.rank,
+        size=placement.world_size,
+        device=torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu"),
+        # From the group itself: a mesh of its own would make groups that have PyTorch's timeout.
+        mesh=DeviceMesh.from_group(world, "cuda" if has_cuda else "cpu"),
+        is_owner=is_owner,
+    )
+
+
+def _start(placement: Placement, has_cuda: bool) -> None:
+    alone = placement.world_size == 1
+    if not alone and not placement.rendezvous:
+        raise ConfigError(
+            f"{placement.world_size} learner ranks need a rendezvous", hint='Give it as "host:port"'
+        )
+    if has_cuda:
+        torch.cuda.set_device(placement.rank % torch.cuda.device_count())
+    dist.init_process_group(
+        "nccl" if has_cuda else "gloo",
+        store=dist.HashStore() if alone else None,
+        init_method=None if alone else f"tcp://{placement.rendezvous}",
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=datetime.timedelta(seconds=placement.timeout_s),
+    )

@@ -1,0 +1,1 @@
+"""A Hugging Face causal language model, and how packed rows go through it."""

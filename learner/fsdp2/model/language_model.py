@@ -1,0 +1,186 @@
+"""A Hugging Face causal language model, whole and in float32, and the ways packed rows go through it.
+
+Owns the choice of the way, by experiment and not by the model's name: packed tokens if the model's
+attention lets itself be replaced, else padded rows; hidden states times the output embedding if that
+is all its head does, else its own logits. A way is taken only if it gives what the model itself gives
+for each row alone. Must never guess: a model whose tensors have other names on disk is refused.
+
+Shapes: N packed positions, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from asyncrl.errors import ConfigError
+from learner.checkpoint.pretrained import PretrainedTensors
+from learner.fsdp2.model import attention
+from learner.fsdp2.model.rows import Rows, Unpad, lay_out_rows
+
+log = logging.getLogger(__name__)
+
+PROBE_LENGTHS = (5, 3, 7)
+PROBE_TOLERANCE = 1e-4
+"""Of the largest logit; float32 noise is below 1e-5 of it, another mask or a forgotten cap far above."""
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How rows go through a model.
+
+    Attributes:
+        is_packed: Packed tokens [1, N]; else padded rows [R, L].
+        is_plain_head: The logits are hidden states times the output embedding, and nothing else.
+    """
+
+    is_packed: bool
+    is_plain_head: bool
+
+
+def load_model(folder: Path, *, with_output: bool = True) -> PreTrainedModel:
+    """Return the model of `folder` on the CPU in float32, in evaluation mode (no dropout).
+
+    Args:
+        folder: A Hugging Face model folder.
+        with_output: Whether the output embedding is wanted; a critic's folder has none.
+
+    Raises:
+        ConfigError: There is no such model, transformers does not know it, or its files hold other
+            tensors than transformers' module has.
+    """
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder / 'config.json'} does not exist", hint="model.path must be a Hugging Face model folder"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"{folder}: {error}", hint="fsdp2 runs what AutoModelForCausalLM of transformers can build"
+        ) from error
+    model.tie_weights()
+    _fill(model, PretrainedTensors(folder), model if with_output else model.base_model)
+    model.eval()
+    return model
+
+
+def find_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the blocks of the model that are gathered one at a time, first to last."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+@torch.no_grad()
+def choose_ways(model: PreTrainedModel) -> Ways:
+    """Run three short rows through the model in every way and return the fastest that is right."""
+    generator = torch.Generator().manual_seed(0)
+    num_entries = model.get_input_embeddings().weight.shape[0]
+    tokens_N = torch.randint(0, num_entries, (sum(PROBE_LENGTHS),), generator=generator)
+    parts = tokens_N.split(PROBE_LENGTHS)
+    alone_NV = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in parts])
+    alone_NH = torch.cat([_hidden(model, input_ids=part[None])[0] for part in parts])
+    head = model.get_output_embeddings()
+    plain_NV = alone_NH @ head.weight.T if head is not None else torch.zeros(())
+    ways = Ways(_try_packed(model, tokens_N, alone_NH), _is_close(plain_NV, alone_NV))
+    if not ways.is_packed:
+        log.warning("%s cannot run packed rows: they are padded to the longest", type(model).__name__)
+        found_NH = run_body(model, tokens_N, _probe_rows(ways.is_packed), is_packed=False)
+        if not _is_close(found_NH, alone_NH):
+            raise ConfigError(
+                f"{type(model).__name__} gives a row other values beside padding: is it causal?"
+            )
+    if not ways.is_plain_head:
+        log.warning("%s has a head of its own: full logits are made", type(model).__name__)
+    return ways
+
+
+def run_body(model: PreTrainedModel, tokens_N: torch.Tensor, rows: Rows, *, is_packed: bool) -> torch.Tensor:
+    """Return the hidden states [N, H] that enter the head."""
+    return _run(_hidden, model, tokens_N, rows, is_packed)
+
+
+def run_logits(
+    model: PreTrainedModel, tokens_N: torch.Tensor, rows: Rows, *, is_packed: bool
+) -> torch.Tensor:
+    """Return the model's own logits [N, V]."""
+    return _run(_logits, model, tokens_N, rows, is_packed)
+
+
+def _run(
+    part: Callable[..., torch.Tensor],
+    model: PreTrainedModel,
+    tokens_N: torch.Tensor,
+    rows: Rows,
+    is_packed: bool,
+) -> torch.Tensor:
+    if is_packed:
+        positions = rows.positions_N[None]
+        return part(model, input_ids=tokens_N[None], position_ids=positions, **{attention.NAME: rows})[0]
+    ((num_lines, length),) = rows.rectangles
+    padded = part(model, input_ids=tokens_N[rows.padded_from_M].view(num_lines, length))
+    unpadded: torch.Tensor = Unpad.apply(padded.flatten(0, 1), rows)
+    return unpadded
+
+
+def _hidden(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
+    hidden: torch.Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
+    return hidden
+
+
+def _logits(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
+    logits: torch.Tensor = model(**inputs, use_cache=False).logits
+    return logits
+
+
+def _try_packed(model: PreTrainedModel, tokens_N: torch.Tensor, wanted_NH: torch.Tensor) -> bool:
+    before = model.config._attn_implementation
+    attention.register()
+    try:
+        model.set_attn_implementation(attention.NAME)
+        if _is_close(run_body(model, tokens_N, _probe_rows(True), is_packed=True), wanted_NH):
+            return True
+        reason = "other values"
+    except (NotImplementedError, TypeError, ValueError) as error:
+        reason = str(error)
+    log.info("packed rows in %s: %s", type(model).__name__, reason)
+    model.set_attn_implementation(before)
+    return False
+
+
+def _probe_rows(is_packed: bool) -> Rows:
+    ends = torch.tensor((0, *PROBE_LENGTHS)).cumsum(0).tolist()
+    return lay_out_rows(ends, torch.device("cpu"), one_rectangle=not is_packed)
+
+
+def _is_close(ours: torch.Tensor, wanted: torch.Tensor) -> bool:
+    if ours.shape != wanted.shape:
+        return False
+    return bool((ours - wanted).abs().max() <= PROBE_TOLERANCE * wanted.abs().max())
+
+
+def _fill(model: PreTrainedModel, tensors: PretrainedTensors, wanted: torch.nn.Module) -> None:
+    """Copy the stored tensors, one at a time, into the parameters and kept buffers of `wanted`."""
+    inside = {id(tensor) for tensor in (*wanted.parameters(), *wanted.buffers())}
+    kept = model.state_dict(keep_vars=True)
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in kept]
+    for name, target in (*model.named_parameters(), *buffers):  # tied parameters come once
+        if id(target) not in inside:
+            continue
+        stored = tensors.read(name)
+        if stored.shape != target.shape:
+            raise ConfigError(
+                f"'{name}' is stored as {tuple(stored.shape)}, the model has {tuple(target.shape)}",
+                hint="Its config.json describes another model",
+            )
+        target.data.copy_(stored)

@@ -1,0 +1,74 @@
+"""The root modules that are sharded: a language model with its log-probs, or with a value head.
+
+Everything that reads the output embedding happens inside the root's `forward`, where its parameters
+are whole; outside they are shards.
+
+Shapes: N packed positions, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from learner.fsdp2.model.language_model import Ways, run_body, run_logits
+from learner.fsdp2.model.rows import Rows
+from learner.fused_logprob import fused_logprobs
+
+
+class PolicyModule(torch.nn.Module):
+    """tokens -> (log-prob of each label, entropy)."""
+
+    def __init__(self, model: PreTrainedModel, ways: Ways, temperature: float) -> None:
+        super().__init__()
+        self.model, self.ways, self.temperature = model, ways, temperature
+
+    def named_hf_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Return (Hugging Face name, parameter): tied ones once, the same order on every rank."""
+        return list(self.model.named_parameters())
+
+    def forward(
+        self, tokens_N: torch.Tensor, labels_N: torch.Tensor, rows: Rows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ([N], [N]) in float32."""
+        if not self.ways.is_plain_head:
+            logits_NV = run_logits(self.model, tokens_N, rows, is_packed=self.ways.is_packed)
+            return dense_logprobs(logits_NV, labels_N, self.temperature)
+        hidden_NH = run_body(self.model, tokens_N, rows, is_packed=self.ways.is_packed)
+        weight_VH = self.model.get_output_embeddings().weight
+        num_entries, temperature = weight_VH.shape[0], self.temperature
+        return fused_logprobs(
+            hidden_NH, weight_VH, labels_N, vocab_size=num_entries, temperature=temperature, group=None
+        )
+
+
+class ValueModule(torch.nn.Module):
+    """tokens -> (value of the state before each label,): the body of a language model and one output."""
+
+    def __init__(self, model: PreTrainedModel, ways: Ways, weight_1H: torch.Tensor) -> None:
+        super().__init__()
+        self.model, self.ways = model.base_model, ways
+        self.score = torch.nn.Linear(weight_1H.shape[1], 1, bias=False)
+        self.score.weight.data.copy_(weight_1H)
+        is_whole = self.model is model  # a model without a base of its own
+        self._prefix = "" if is_whole else f"{model.base_model_prefix}."
+
+    def named_hf_parameters(self) -> list[tuple[str, torch.Tensor]]:
+        """Return (Hugging Face name, parameter), the head last, the same order on every rank."""
+        body = [(f"{self._prefix}{name}", parameter) for name, parameter in self.model.named_parameters()]
+        return [*body, ("score.weight", self.score.weight)]
+
+    def forward(self, tokens_N: torch.Tensor, labels_N: torch.Tensor, rows: Rows) -> tuple[torch.Tensor]:
+        """Return ([N],) in float32; the labels are not read."""
+        hidden_NH = run_body(self.model, tokens_N, rows, is_packed=self.ways.is_packed)
+        # A copy: FSDP2 warns about outputs that are views.
+        return (self.score(hidden_NH)[:, 0].float().clone(),)
+
+
+def dense_logprobs(
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (log-prob of each label [N], entropy [N]) in float32, from logits that are all there."""
+    table_NV = (logits_NV.float() / temperature).log_softmax(-1)
+    entropy_N = -(table_NV.exp() * table_NV).sum(-1)
+    return table_NV.gather(-1, labels_N[:, None])[:, 0].clone(), entropy_N  # FSDP2 warns about views

@@ -1,0 +1,132 @@
+"""One sharded model of a learner rank: what a policy and a value model have in common.
+
+Owns loading, the export, and the state; `engine.py` computes. Invariant: every method is collective,
+and a process whose model could not be loaded is in no group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from asyncrl.config.tree import LearnerSection
+from learner.backend import Placement
+from learner.checkpoint.pretrained import write_folder
+from learner.checkpoint.snapshot import Snapshot
+from learner.fsdp2.engine import Engine
+from learner.fsdp2.groups import RankGroup, join_group
+from learner.fsdp2.model.modules import PolicyModule, ValueModule
+from learner.fsdp2.reduction import average_metrics
+from learner.fsdp2.sharding import Sharding, describe_parameters, gather_whole, shard_module
+from learner.guard.seams import StepGate
+from learner.precision import DTYPES
+
+RootModule = PolicyModule | ValueModule
+
+
+class RankedModel:
+    """Base of the two backends; see `ModelBackend` for what its methods promise."""
+
+    def __init__(
+        self,
+        source: Path,
+        config: LearnerSection,
+        placement: Placement,
+        *,
+        dtype: str,
+        seed: int,
+        is_frozen: bool,
+    ) -> None:
+        self._source, self._dtype = source, DTYPES[dtype]
+        self._group: RankGroup = join_group(placement, seed)
+        try:
+            root, layers = self._load(source)
+            sharded = shard_module(root, layers, self._group, _make_sharding(config, self._dtype))
+            parameters = describe_parameters(root.named_hf_parameters(), self._group)
+            self._engine = Engine(
+                sharded,
+                parameters,
+                self._group,
+                config,
+                dtype=self._dtype,
+                is_packed=root.ways.is_packed,
+                is_frozen=is_frozen,
+            )
+        except BaseException:  # a process without a learner must not stay in the group
+            self._group.stop()
+            raise
+
+    @property
+    def dp_rank(self) -> int:
+        return self._group.rank
+
+    @property
+    def dp_size(self) -> int:
+        return self._group.size
+
+    @property
+    def num_copies(self) -> int:
+        return 1
+
+    @property
+    def num_updates(self) -> int:
+        return self._engine.progress.num_updates
+
+    def reduce(self, metrics: Mapping[str, float], weight: float) -> dict[str, float]:
+        return average_metrics(metrics, weight, self._group)
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for parameter in self._engine.parameters:
+            yield parameter.name, gather_whole(parameter, self._group, self._dtype)
+
+    def snapshot_state(self) -> Snapshot:
+        return self._engine.snapshot_state()
+
+    def save_state(self, folder: Path) -> None:
+        self._engine.snapshot_state().write(folder)
+        self._group.barrier()
+
+    def load_state(self, folder: Path) -> None:
+        self._engine.load_state(folder)
+
+    def set_lr(self, lr: float) -> None:
+        self._engine.progress.lr = lr
+
+    @property
+    def max_tokens_per_microbatch(self) -> int:
+        """The token budget in use; see `learner.guard.seams.TunableBackend`."""
+        return self._engine.max_tokens_per_microbatch
+
+    def set_max_tokens_per_microbatch(self, num_tokens: int) -> None:
+        """Use another budget from the next call on; the gradient stays the same."""
+        self._engine.max_tokens_per_microbatch = num_tokens
+
+    def set_step_gate(self, gate: StepGate | None) -> None:
+        """Ask `gate` before every optimizer step; a refused one counts as skipped."""
+        self._engine.step_gate = gate
+
+    def save_hf(self, folder: Path) -> None:
+        if self._group.rank == 0:
+            write_folder(self._source, folder, self.named_tensors(), self._dtype)
+        else:
+            for _ in self.named_tensors():  # the export is collective
+                pass
+        self._group.barrier()
+
+    def close(self) -> None:
+        self._group.stop()
+
+    def _load(self, source: Path) -> tuple[RootModule, Sequence[torch.nn.Module]]:
+        """Return the root module, on the CPU, and the layers that are cut one by one."""
+        raise NotImplementedError
+
+
+def _make_sharding(config: LearnerSection, dtype: torch.dtype) -> Sharding:
+    return Sharding(
+        dtype=dtype,
+        is_offloaded=config.offload,
+        is_recomputed=config.recompute == "full",
+        is_compiled=config.compile,
+    )

@@ -1,0 +1,189 @@
+"""What the guard watches, and when a value is beyond its limit or far from the run's usual ones (pure).
+
+Owns the detectors. Must never act. A value beyond its limit is a finding; it is severe if it is also
+`z_score` robust deviations (median and MAD of the last steps) from the usual, or `FAR` times beyond.
+Invariant: until `warmup_steps` values are known only the fixed limits count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from asyncrl.config.tree import GuardSection
+
+FAR = 10.0
+WINDOW_STEPS = 50
+MAD_TO_DEVIATION = 1.4826
+"""Standard deviation over MAD of a normal distribution."""
+SMALLEST_RISE, SMALLEST_FALL = 0.2, 0.05
+"""Least deviation, as a share of the median, for values that may grow without bound or fall to 0.
+
+A run of nearly equal values makes no finding out of noise.
+"""
+UNUSUAL = 3.0
+FINITE_PREFIXES = ("actor/", "critic/", "rollout_corr/")
+MAY_BE_NAN = ("critic/score", "critic/rewards")
+"""verl's names that are not a number where a batch has no row to average."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A metric with a limit.
+
+    Attributes:
+        limit: In the metric's unit, or a share of its first values if `is_relative`.
+        is_upper: Values above the limit are findings; else those below.
+        is_spike: A value in the run's usual range is no finding, even beyond the limit.
+        can_act: A severe finding may change the training.
+    """
+
+    kind: str
+    metric: str
+    limit: float
+    is_upper: bool = True
+    is_relative: bool = False
+    is_spike: bool = False
+    can_act: bool = True
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was seen at one step.
+
+    Attributes:
+        limit: The limit that it is beyond, NaN where there is none.
+        z: Robust z-score, None before the warm-up is over.
+    """
+
+    kind: str
+    metric: str
+    value: float
+    limit: float = math.nan
+    z: float | None = None
+    is_severe: bool = False
+
+
+def make_signals(section: GuardSection) -> tuple[Signal, ...]:
+    """Return what is watched, apart from values that are not finite."""
+    return (
+        Signal("kl_spike", "actor/ppo_kl", section.max_kl, is_spike=True),
+        Signal("kl_spike", "rollout_corr/kl", section.max_kl, is_spike=True),
+        Signal("grad_norm_spike", "actor/grad_norm", section.max_grad_norm, is_spike=True),
+        Signal("grad_norm_spike", "critic/grad_norm", section.max_grad_norm, is_spike=True),
+        Signal("clip_fraction", "actor/pg_clipfrac", section.max_clipfrac),
+        Signal("value_clip_fraction", "critic/vf_clipfrac", section.max_vf_clipfrac),
+        Signal("entropy_collapse", "actor/entropy", section.min_entropy, is_upper=False, is_relative=True),
+        Signal("low_ess", "rollout_corr/rollout_is_eff_sample_size", section.min_ess, is_upper=False),
+        Signal(
+            "low_throughput",
+            "perf/throughput",
+            section.min_throughput,
+            is_upper=False,
+            is_relative=True,
+            can_act=False,
+        ),
+    )
+
+
+class Past:
+    """The values of one metric, by step: the newest of them and what they were at first."""
+
+    def __init__(self, warmup_steps: int, smallest_deviation: float) -> None:
+        self._warmup_steps = warmup_steps
+        self._smallest_deviation = smallest_deviation
+        self._values: list[tuple[int, float]] = []
+        self._first: list[tuple[int, float]] = []
+
+    @classmethod
+    def of(cls, signal: Signal, warmup_steps: int) -> Past:
+        """Return the empty past of a signal."""
+        return cls(warmup_steps, SMALLEST_RISE if signal.is_upper else SMALLEST_FALL)
+
+    def add(self, step: int, value: float) -> None:
+        if len(self._first) < self._warmup_steps:
+            self._first.append((step, value))
+        self._values = [*self._values, (step, value)][-max(WINDOW_STEPS, self._warmup_steps) :]
+
+    def forget_from(self, step: int) -> None:
+        """Forget the values of `step` and later ones: a rollback abandons them."""
+        self._first = [pair for pair in self._first if pair[0] < step]
+        self._values = [pair for pair in self._values if pair[0] < step]
+
+    @property
+    def is_warm(self) -> bool:
+        return len(self._values) >= self._warmup_steps
+
+    @property
+    def first(self) -> float | None:
+        """Median of the first values; None before the warm-up is over."""
+        is_known = len(self._first) >= self._warmup_steps
+        return median(value for _, value in self._first) if is_known else None
+
+    @property
+    def usual(self) -> float:
+        return median(value for _, value in self._values)
+
+    @property
+    def deviation(self) -> float:
+        """Robust standard deviation."""
+        usual = self.usual
+        spread = MAD_TO_DEVIATION * median(abs(value - usual) for _, value in self._values)
+        return max(spread, self._smallest_deviation * abs(usual), 1e-9)
+
+    def z(self, value: float) -> float | None:
+        return (value - self.usual) / self.deviation if self.is_warm else None
+
+
+def read_value(signal: Signal, metrics: Mapping[str, float]) -> float | None:
+    """Return the signal's value, or None if it is not there or not finite. A KL estimate may be negative."""
+    value = metrics.get(signal.metric)
+    if value is None or not math.isfinite(value):
+        return None
+    return abs(value) if signal.kind == "kl_spike" else value
+
+
+def limit_of(signal: Signal, past: Past) -> float | None:
+    """Return the limit in the metric's unit; None while a relative one has nothing to relate to."""
+    if not signal.is_relative:
+        return signal.limit
+    return None if past.first is None else signal.limit * past.first
+
+
+def severe_limit(signal: Signal, past: Past, z_score: float) -> float | None:
+    """Return the value beyond which a finding is severe; None where none is."""
+    limit = limit_of(signal, past)
+    if limit is None or not signal.can_act:
+        return None
+    if signal.is_upper:
+        far = FAR * (max(limit, past.usual) if past.is_warm else limit)
+        return max(limit, min(far, past.usual + z_score * past.deviation)) if past.is_warm else far
+    far = (min(limit, past.usual) if past.is_warm else limit) / FAR
+    return min(limit, max(far, past.usual - z_score * past.deviation)) if past.is_warm else far
+
+
+def judge_value(signal: Signal, value: float, past: Past, z_score: float) -> Finding | None:
+    """Return what is to be said about one value, if anything."""
+    limit = limit_of(signal, past)
+    if limit is None or not _is_beyond(signal, value, limit):
+        return None
+    z = past.z(value)
+    if signal.is_spike and z is not None and abs(z) < UNUSUAL:
+        return None
+    bound = severe_limit(signal, past, z_score)
+    is_severe = bound is not None and _is_beyond(signal, value, bound)
+    return Finding(signal.kind, signal.metric, value, limit, z, is_severe)
+
+
+def _is_beyond(signal: Signal, value: float, limit: float) -> bool:
+    return value > limit if signal.is_upper else value < limit
+
+
+def find_not_finite(metrics: Mapping[str, float]) -> Iterator[Finding]:
+    """Yield the metrics of training that are NaN or infinite."""
+    for name, value in metrics.items():
+        is_watched = name.startswith(FINITE_PREFIXES) and not name.startswith(MAY_BE_NAN)
+        if is_watched and isinstance(value, float) and not math.isfinite(value):
+            yield Finding("not_finite", name, value, is_severe=True)

@@ -1,0 +1,294 @@
+"""One model of a learner rank on Megatron-core: what a policy and a value model have in common.
+
+Runs over gloo on the CPU and NCCL on GPUs. The loss is already each token's share of the minibatch,
+so gradients are summed over microbatches and ranks and never divided. Invariant: any cut into
+microbatches, data-parallel shares, stages or pieces of rows gives the gradient of the whole. Must never
+read a clock or draw from an unseeded generator: two runs from one seed are bit-equal on the CPU.
+
+Shapes: N packed positions, C columns of the head's output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.config.tree import LearnerSection
+from asyncrl.metrics import extreme_of
+from learner.algorithms.learning_rate import schedule_lr
+from learner.backend import Placement
+from learner.batching.batch import PackedBatch, Totals, restore_order
+from learner.checkpoint import pretrained
+from learner.checkpoint.snapshot import Snapshot
+from learner.guard.seams import StepGate
+from learner.megatron import cpu_adaptor
+from learner.precision import DTYPES, LossScale
+
+cpu_adaptor.install()  # before anything of Megatron is bound below
+
+from learner.megatron import convert, groups  # noqa: E402
+from learner.megatron.model import architecture, heads  # noqa: E402
+from learner.megatron.optimizer import Updates  # noqa: E402
+from learner.megatron.schedule import ColumnsLoss, Schedule  # noqa: E402
+from learner.megatron.state import TrainingState  # noqa: E402
+
+
+class Engine:
+    """A model in process groups, trained or frozen; base of the two backends."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        config: LearnerSection,
+        placement: Placement,
+        *,
+        kind: Literal["policy", "value"],
+        dtype: str,
+        seed: int,
+        temperature: float,
+        is_frozen: bool,
+    ) -> None:
+        """Join the other ranks and load the model. Raises ConfigError as the backends do."""
+        self._source, self._config, self._kind = model_path, config, kind
+        self._dtype, self._temperature = DTYPES[dtype], temperature
+        self._architecture = architecture.read_architecture(model_path)
+        self._parallelism = architecture.Parallelism.of(config)
+        architecture.check_parallelism(self._architecture, self._parallelism)
+        self._groups = groups.join_groups(placement, self._parallelism, seed)
+        self._lr, self._num_updates, self._loss_scale = config.lr, 0, LossScale(self._dtype)
+        self._max_tokens = config.max_tokens_per_microbatch
+        self._gate: StepGate | None = None
+        try:
+            self._transformer = architecture.make_transformer_config(
+                self._architecture, self._parallelism, self._dtype
+            )
+            self._chunks = self._load_chunks()
+            self._updates: Updates | None = None
+            self._state: TrainingState | None = None
+            if is_frozen:
+                wrapped = [chunk.requires_grad_(False) for chunk in self._chunks]
+            else:
+                wrapped = self._prepare_updates()
+            self._schedule = Schedule(wrapped, self._transformer, self._groups)
+        except BaseException:  # a process without a learner must not stay in the groups
+            self._groups.stop()
+            raise
+
+    @property
+    def dp_rank(self) -> int:
+        return self._groups.dp.rank()
+
+    @property
+    def dp_size(self) -> int:
+        return self._groups.dp.size()
+
+    @property
+    def num_copies(self) -> int:
+        return self._parallelism.num_copies
+
+    @property
+    def num_updates(self) -> int:
+        return self._num_updates
+
+    def set_lr(self, lr: float) -> None:
+        self._lr = lr
+
+    @property
+    def max_tokens_per_microbatch(self) -> int:
+        return self._max_tokens
+
+    def set_max_tokens_per_microbatch(self, num_tokens: int) -> None:
+        self._max_tokens = num_tokens
+
+    def set_step_gate(self, gate: StepGate | None) -> None:
+        self._gate = gate
+
+    def raise_offload(self) -> str:
+        return self._training.raise_offload()
+
+    def reduce(self, metrics: Mapping[str, float], weight: float) -> dict[str, float]:
+        weights = torch.tensor([weight], dtype=torch.float64)
+        total = float(self._groups.all_reduce(weights, dist.ReduceOp.SUM)[0])
+        share = weight / total if total else 1.0 / self.dp_size
+        # A rank without weight adds nothing to a mean, even if its value is not a number.
+        shares = {name: value * share if share else 0.0 for name, value in metrics.items()}
+        shares |= {name: value for name, value in metrics.items() if extreme_of(name)}
+        tensors = {name: [torch.tensor(value, dtype=torch.float64)] for name, value in shares.items()}
+        return self._reduce(tensors)
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._sync_parameters()
+        return self._export()
+
+    def save_hf(self, folder: Path) -> None:
+        self._sync_parameters()
+        if dist.get_rank() == 0:
+            pretrained.write_folder(self._source, folder, self._export(), self._dtype)
+        elif self.dp_rank == 0 and self._groups.cp.rank() == 0:
+            for _ in self._export():
+                pass
+        dist.barrier()
+
+    def snapshot_state(self) -> Snapshot:
+        assert self._state is not None, "a frozen model has no state of its own"
+        progress = {"num_updates": self._num_updates, "lr": self._lr}
+        return self._state.snapshot(progress | self._loss_scale.state())
+
+    def save_state(self, folder: Path) -> None:
+        self.snapshot_state().write(folder)
+        dist.barrier()
+
+    def load_state(self, folder: Path) -> None:
+        assert self._state is not None, "a frozen model has no state of its own"
+        extra = self._state.load(folder)
+        self._training.restore_parameters()
+        self._num_updates, self._lr = extra["num_updates"], extra["lr"]
+        self._loss_scale.restore(extra)
+
+    def close(self) -> None:
+        self._groups.stop()
+
+    def _forward(self, batch: PackedBatch) -> torch.Tensor:
+        """Return the head's output [C, N] on the CPU, on every rank."""
+        self._sync_parameters()
+        num_columns = 2 if self._kind == "policy" else 1
+        parts = self._split(batch)
+        if not batch.num_rows:
+            return torch.zeros(num_columns, 0)
+        outputs = self._schedule.forward(parts)
+        output_CN = (
+            restore_order(parts, outputs)
+            if self._groups.is_last_stage
+            else torch.empty(num_columns, batch.num_tokens, device=self._groups.device)
+        )
+        return self._groups.share_from(self._groups.pp.size() - 1, output_CN).cpu()
+
+    def _train(self, minibatch: PackedBatch, loss_fn: ColumnsLoss) -> dict[str, float]:
+        """Do one update; return the loss's metrics over the whole minibatch, and the optimizer's."""
+        minibatch = dataclasses.replace(minibatch, totals=self._sum_totals(minibatch.totals))
+        microbatches, metrics = self._split(minibatch), dict[str, float]()
+        for scale in self._loss_scale.attempts():
+            self._training.zero_gradients()
+            collected = self._schedule.train(microbatches, loss_fn, scale)
+            reduced: dict[str, float] = {}
+            if self._groups.is_last_stage:
+                reduced = self._reduce({name: [found[name] for found in collected] for name in collected[0]})
+            shared = self._groups.share_table_from(self._groups.pp.size() - 1, reduced)
+            assert isinstance(shared, dict)
+            metrics = shared | self._step_optimizer(shared, scale)
+            if math.isfinite(metrics["actor/grad_norm"]):
+                self._loss_scale.accept(scale)
+                break
+        self._num_updates += 1
+        return metrics
+
+    @property
+    def _training(self) -> Updates:
+        assert self._updates is not None, "a frozen model is never updated"
+        return self._updates
+
+    def _load_chunks(self) -> list[torch.nn.Module]:
+        read = pretrained.PretrainedTensors(self._source, zeros=self._missing_tensors()).read
+        chunks: list[torch.nn.Module] = []
+        for index in range(self._parallelism.vpp):
+            stage = index if self._parallelism.vpp > 1 else None
+            place = (self._architecture, self._transformer, stage, self._groups.device)
+            chunk = (
+                heads.make_policy(*place, self._temperature)
+                if self._kind == "policy"
+                else heads.make_value_model(*place)
+            )
+            convert.load_parameters(chunk, self._transformer, read, self._groups.tp)
+            chunks.append(chunk)
+        return chunks
+
+    def _missing_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return what a model folder may lack: a policy has no value head, and a new one starts at zero."""
+        return {"score.weight": (1, self._architecture.hidden_size)} if self._kind == "value" else {}
+
+    def _prepare_updates(self) -> list[torch.nn.Module]:
+        """Make gradient buffers and optimizer; return the chunks wrapped in them."""
+        self._updates = Updates(self._chunks, self._transformer, self._config, self._dtype)
+        self._state = TrainingState(
+            self._chunks, self._updates.optimizer, self._transformer, self._architecture.vocab_size
+        )
+        return list(self._updates.chunks)
+
+    def _split(self, batch: PackedBatch) -> Sequence[PackedBatch]:
+        """Return the microbatches: enough for every stage to have work, if there are rows enough.
+
+        One that is empty stands for an empty share: there is a pass to take part in.
+        """
+        budget, pp = self._max_tokens, self._parallelism.pp
+        parts = batch.balance_microbatches(budget)
+        multiple = pp if self._parallelism.vpp > 1 else 1
+        wanted = min(max(pp, -(-len(parts) // multiple) * multiple), batch.num_rows)
+        if len(parts) < wanted:
+            parts = batch.balance_microbatches(budget, min_parts=wanted)
+        return parts or [batch]
+
+    def _sync_parameters(self) -> None:
+        if self._updates is not None:
+            self._updates.sync_parameters()
+
+    def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all tensors of the model, stage by stage. Collective over stages and their tensor ranks."""
+        for index in range(self._parallelism.vpp):
+            for stage in range(self._parallelism.pp):
+                mine = convert.export_chunk(
+                    self._chunks[index], self._transformer, self._architecture.vocab_size, self._groups.tp
+                )
+                yield from mine if self._parallelism.pp == 1 else self._share_chunk(index, stage, mine)
+
+    def _share_chunk(
+        self, index: int, stage: int, mine: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of chunk `index` of a stage on all stages."""
+        is_owner = self._groups.pp.rank() == stage
+        shapes = convert.export_shapes(
+            self._chunks[index], self._transformer, self._architecture.vocab_size, self._groups.tp.size()
+        )
+        table = self._groups.share_table_from(stage, list(shapes) if is_owner else None)
+        assert isinstance(table, list)
+        for name, shape in table:
+            tensor = (
+                next(mine)[1]
+                if is_owner
+                else torch.empty(shape, dtype=self._dtype, device=self._groups.device)
+            )
+            yield name, self._groups.share_from(stage, tensor.contiguous())
+
+    def _step_optimizer(self, metrics: Mapping[str, float], scale: float) -> dict[str, float]:
+        lr = schedule_lr(self._lr, self._num_updates // self._config.minibatches, self._config)
+
+        def may_step(norm: float) -> bool:
+            return self._gate is None or self._gate(norm, metrics)
+
+        grad_norm, has_stepped = self._training.step(lr, self._config.grad_clip, may_step, scale)
+        return {"actor/grad_norm": grad_norm, "actor/lr": lr, "actor/skipped_updates": float(not has_stepped)}
+
+    def _sum_totals(self, totals: Totals) -> Totals:
+        if self.dp_size == 1:
+            return totals
+        counts = torch.tensor(dataclasses.astuple(totals), dtype=torch.float64)
+        return Totals(*self._groups.all_reduce(counts, dist.ReduceOp.SUM).tolist())
+
+    def _reduce(self, metrics: Mapping[str, list[torch.Tensor]]) -> dict[str, float]:
+        """Reduce values of microbatches, then of data-parallel ranks, each by its name's rule."""
+        reduced: dict[str, float] = {}
+        for op, combine in ((None, torch.sum), ("max", torch.amax), ("min", torch.amin)):
+            names = sorted(name for name in metrics if extreme_of(name) == op)
+            if names:
+                values = torch.stack(
+                    [combine(torch.stack([v.detach() for v in metrics[name]])) for name in names]
+                )
+                reduce_op = {None: dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
+                totals = self._groups.all_reduce(values, reduce_op).tolist()
+                reduced.update(zip(names, totals, strict=True))
+        return reduced

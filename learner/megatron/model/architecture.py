@@ -1,0 +1,229 @@
+"""What a Hugging Face `config.json` says about a model, and what Megatron-core has to be told of it.
+
+Owns the list of supported architectures. It must never guess: what it does not know it refuses
+with a ConfigError, because a model that is slightly wrong trains without any sign of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch.nn import functional
+
+from asyncrl.config.cuts import find_uneven_cuts, pad_vocabulary
+from asyncrl.config.tree import LearnerSection
+from asyncrl.errors import ConfigError
+
+SUPPORTED = ("llama", "qwen2", "qwen3")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+"""Selective recomputes attention alone: Megatron's other modules need Transformer Engine."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of a supported model. Sizes are counts; `rope` is the table of rotary parameters."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    intermediate_size: int
+    vocab_size: int
+    norm_eps: float
+    is_tied: bool
+    rope: dict[str, Any]
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return pad_vocabulary(self.vocab_size)
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How the model is cut: sizes of the process groups, and what is computed twice to save memory."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+    overlap: bool = False
+    recompute: str = "none"
+
+    @property
+    def num_copies(self) -> int:
+        """Ranks that hold parts of one copy of the model and train the same rows."""
+        return self.tp * self.pp * self.cp
+
+    @classmethod
+    def of(cls, config: LearnerSection) -> Parallelism:
+        return cls(
+            tp=config.tp,
+            pp=config.pp,
+            vpp=config.vpp,
+            cp=config.cp,
+            sequence_parallel=config.sequence_parallel and config.tp > 1,
+            overlap=config.overlap,
+            recompute=config.recompute,
+        )
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Return what `folder`/config.json describes.
+
+    Raises:
+        ConfigError: The file is missing, or the model is not one of `SUPPORTED` in its plain form.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} does not exist", hint="model.path must be a Hugging Face model folder")
+    table = json.loads(path.read_text())
+    model_type = table.get("model_type")
+    num_experts = [key for key in _EXPERT_KEYS if table.get(key)]
+    if num_experts:
+        raise ConfigError(
+            f"{path}: {num_experts[0]}: {table[num_experts[0]]}: mixture-of-experts models are not supported",
+            hint=f"Choose a dense model: {', '.join(SUPPORTED)}",
+        )
+    if model_type not in SUPPORTED:
+        raise ConfigError(
+            f"{path}: model_type '{model_type}' is not supported", hint=f"Supported: {', '.join(SUPPORTED)}"
+        )
+    for key, wanted in (
+        ("hidden_act", "silu"),
+        ("use_sliding_window", False),
+        ("mlp_bias", False),
+        ("attention_bias", False),
+    ):
+        if table.get(key, wanted) != wanted:
+            raise ConfigError(
+                f"{path}: {key}: {table[key]} is not supported", hint=f"Only {key}: {wanted} is"
+            )
+    num_heads = table["num_attention_heads"]
+    return Architecture(
+        model_type=model_type,
+        num_layers=table["num_hidden_layers"],
+        hidden_size=table["hidden_size"],
+        num_heads=num_heads,
+        num_key_value_heads=table.get("num_key_value_heads") or num_heads,
+        head_size=table.get("head_dim") or table["hidden_size"] // num_heads,
+        intermediate_size=table["intermediate_size"],
+        vocab_size=table["vocab_size"],
+        norm_eps=table["rms_norm_eps"],
+        is_tied=table.get("tie_word_embeddings", False),
+        rope=_read_rope(table, path),
+    )
+
+
+def check_parallelism(architecture: Architecture, parallelism: Parallelism) -> None:
+    """Raise ConfigError unless the model can be cut that way."""
+    uneven = find_uneven_cuts(
+        tp=parallelism.tp,
+        pp=parallelism.pp,
+        vpp=parallelism.vpp,
+        num_layers=architecture.num_layers,
+        num_key_value_heads=architecture.num_key_value_heads,
+        intermediate_size=architecture.intermediate_size,
+        vocab_size=architecture.vocab_size,
+    )
+    for problem, hint in uneven:
+        raise ConfigError(problem, hint=hint)
+
+
+def make_transformer_config(
+    architecture: Architecture, parallelism: Parallelism, dtype: torch.dtype
+) -> TransformerConfig:
+    """Return Megatron's configuration of the model."""
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_key_value_heads,
+        kv_channels=architecture.head_size,
+        ffn_hidden_size=architecture.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.model_type == "qwen2",
+        qk_layernorm=architecture.model_type == "qwen3",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        tensor_model_parallel_size=parallelism.tp,
+        sequence_parallel=parallelism.sequence_parallel,
+        context_parallel_size=parallelism.cp,
+        pipeline_model_parallel_size=parallelism.pp,
+        virtual_pipeline_model_parallel_size=parallelism.vpp if parallelism.vpp > 1 else None,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, without experts too
+        # Interleaved stages that do not overlap are silently wrong at pp: 2; `Schedule` asserts it.
+        overlap_p2p_comm=parallelism.vpp > 1,
+        batch_p2p_comm=parallelism.vpp == 1,
+        **_RECOMPUTE[parallelism.recompute],
+        # Gradients are summed over data-parallel ranks: the loss is already a share of the whole.
+        calculate_per_token_loss=True,
+    )
+
+
+def make_inverse_frequencies(architecture: Architecture) -> torch.Tensor:
+    """Return the rotary inverse frequencies [head_size / 2], float32, as Hugging Face computes them."""
+    exponents = torch.arange(0, architecture.head_size, 2, dtype=torch.int64).float() / architecture.head_size
+    inverse = 1.0 / (architecture.rope["rope_theta"] ** exponents)
+    if architecture.rope["rope_type"] == "llama3":
+        return _stretch_low_frequencies(inverse, architecture.rope)
+    return inverse
+
+
+def _read_rope(table: dict[str, Any], path: Path) -> dict[str, Any]:
+    rope = dict(table.get("rope_scaling") or {}) | dict(table.get("rope_parameters") or {})
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "llama3"):
+        raise ConfigError(
+            f"{path}: rope_type '{rope_type}' is not supported", hint="Supported: default, llama3"
+        )
+    theta = rope.get("rope_theta", table.get("rope_theta"))
+    if theta is None:
+        raise ConfigError(f"{path}: no rope_theta", hint="It belongs in rope_parameters or at the top level")
+    return rope | {"rope_type": rope_type, "rope_theta": float(theta)}
+
+
+def _stretch_low_frequencies(inverse: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Llama 3.1's rule: long wavelengths are divided by `factor`, medium ones interpolated."""
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    context = rope["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inverse
+    stretched = torch.where(wavelength > context / low, inverse / factor, inverse)
+    smooth = (context / wavelength - low) / (high - low)
+    medium = (1 - smooth) * stretched / factor + smooth * stretched
+    is_medium = (wavelength >= context / high) & (wavelength <= context / low)
+    return torch.where(is_medium, medium, stretched)

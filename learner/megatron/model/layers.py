@@ -1,0 +1,160 @@
+"""The parts of the model that Megatron-core has no CPU form of: RMSNorm, rotary positions, core attention.
+
+Owns the layer specification. It must never loop over rows in Python: thousands of short sequences
+are normal. Invariant: on every row the result is that of the row alone, whatever else is packed.
+
+Shapes: N packed positions, H hidden, D head size, h query heads and g key/value heads of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from torch.nn import functional
+
+from learner.megatron.model.movement import GatherKeys, Pad, Unpad
+from learner.megatron.model.packing import PackedRows
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm, whose weight gradient is reduced under sequence parallelism.
+
+    Normalises in float32, casts, then multiplies: the order of Hugging Face and vLLM.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.eps = eps
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is torch.float32:  # one kernel, bit-equal to the lines below
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        normal = x.float()
+        normal = normal * torch.rsqrt(normal.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normal.to(x.dtype)
+
+
+class RowRotary(torch.nn.Module):
+    """Rotary angles by position within the row; takes the place of Megatron's `rotary_pos_emb`."""
+
+    def __init__(self, inverse_frequencies: torch.Tensor) -> None:
+        super().__init__()
+        self.inverse_frequencies = inverse_frequencies
+
+    def get_rotary_seq_len(
+        self, _context: Any, _block: Any, _input: Any, _config: Any, rows: PackedRows
+    ) -> PackedRows:
+        """Megatron asks here for a length and hands the answer to `forward`: the rows are passed on."""
+        return rows
+
+    def forward(self, rows: PackedRows, **_: Any) -> torch.Tensor:
+        """Return the angles [N, 1, 1, D] in float32."""
+        assert rows.positions_N is not None, "the rows were not made by describe_rows"
+        angles = torch.outer(rows.positions_N.float(), self.inverse_frequencies)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class RowAttention(MegatronModule):
+    """Causal attention within each row: one call per bucket of rows of similar length.
+
+    Under context parallelism each rank has the queries of its share of a row and gathers the row's keys
+    and values from the others.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        assert config.attention_dropout == 0.0, "log-probs must not be random"
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+        self.cp_group = parallel_state.get_context_parallel_group()
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {}
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedRows | None = None,
+    ) -> torch.Tensor:
+        """Take query [N, 1, h, D], key and value [N, 1, g, D]; return [N, 1, h * D]."""
+        assert packed_seq_params is not None, "this attention needs the rows of the microbatch"
+        assert attention_mask is None, "rows are causal and nothing else"
+        assert attention_bias is None, "rows are causal and nothing else"
+        rows, head_size = packed_seq_params, query.shape[-1]
+        queries_MD = Pad.apply(query.flatten(1), rows)
+        keys_MD, values_MD = self._pad_keys(key.flatten(1), value.flatten(1), rows)
+        outputs, query_start, key_start = [], 0, 0
+        for bucket in rows.buckets:
+            query_end = query_start + bucket.num_rows * bucket.num_queries
+            key_end = key_start + bucket.num_rows * bucket.num_keys
+            q = queries_MD[query_start:query_end].view(bucket.num_rows, bucket.num_queries, -1, head_size)
+            k, v = (
+                x[key_start:key_end].view(bucket.num_rows, bucket.num_keys, -1, head_size).transpose(1, 2)
+                for x in (keys_MD, values_MD)
+            )
+            output = functional.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k,
+                v,
+                attn_mask=bucket.mask,
+                is_causal=bucket.mask is None,
+                scale=self.scale,
+                enable_gqa=True,
+            )
+            outputs.append(output.transpose(1, 2).reshape(query_end - query_start, -1))
+            query_start, key_start = query_end, key_end
+        output_MD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return Unpad.apply(output_MD, rows).unsqueeze(1)
+
+    def _pad_keys(
+        self, key_ND: torch.Tensor, value_ND: torch.Tensor, rows: PackedRows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of all rows that have queries here, in their buckets [M, D]."""
+        if self.cp_group.size() == 1:
+            return Pad.apply(key_ND, rows), Pad.apply(value_ND, rows)
+        assert rows.key_from_M is not None
+        gathered_TD = GatherKeys.apply(torch.cat([key_ND, value_ND], 1), self.cp_group)
+        # Queries see no padded key, so what these read gets gradient zero.
+        keys_MD, values_MD = gathered_TD.index_select(0, rows.key_from_M).chunk(2, 1)
+        return keys_MD, values_MD
+
+
+def make_layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return the specification of this stage's layers: Megatron's own, with the parts of this module."""
+    layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    parts: Any = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.sharded_state_dict_keys_map = {}
+    attention = parts.self_attention.submodules
+    attention.core_attention = RowAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    num_layers = get_num_layers_to_build(
+        config, vp_stage=vp_stage, pp_rank=parallel_state.get_pipeline_model_parallel_rank()
+    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,153 @@
+"""Gradient buffers and the distributed optimizer of one rank's parts of the model.
+
+Owns when reduced gradients become new weights. An update whose gradient is not finite must never reach
+the weights. Invariant: after `sync_parameters` every rank has the weights of the last update, also
+under `overlap_param_gather`, where they are otherwise fetched by the next forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer import TransformerConfig
+
+from asyncrl.config.tree import LearnerSection
+from learner.megatron import cpu_adaptor
+
+OVERLAP_BUCKET_ELEMENTS: int | None = None
+"""Gradients sent at once under overlap; None leaves it to Megatron (40 M, or 1 M per rank)."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Updates:
+    """Wraps chunks for training: `chunks` are what the schedule runs."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        transformer: TransformerConfig,
+        config: LearnerSection,
+        dtype: torch.dtype,
+    ) -> None:
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=config.overlap,
+            overlap_param_gather=config.overlap,
+            bucket_size=OVERLAP_BUCKET_ELEMENTS,
+        )
+        self.chunks = [
+            DistributedDataParallel(transformer, ddp_config, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+        self.optimizer = _make_optimizer(self.chunks, config, dtype)
+        self._overlaps, self._is_behind = config.overlap, False
+        self._device, self._offloads = next(chunks[0].parameters()).device, config.offload
+        self._rest()
+        if config.overlap:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def zero_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        # What the last update left to fetch the forward pass fetches now, part by part.
+        self._is_behind = False
+
+    def raise_offload(self) -> str:
+        """Keep AdamW's state on the host from now on; return what was moved, "" if that is so already."""
+        if self._offloads or self._device.type == "cpu":
+            return ""
+        self._offloads = True
+        self._rest()
+        return "the optimizer's state"
+
+    def step(
+        self, lr: float, grad_clip: float, may_step: Callable[[float], bool], scale: float
+    ) -> tuple[float, bool]:
+        """Update the weights from the reduced gradients; return (gradient norm, whether they were updated).
+
+        Args:
+            may_step: Asked with the norm before clipping, if that is finite.
+            scale: What the loss was multiplied by.
+        """
+        for group in self.optimizer.optimizer.param_groups:
+            group["lr"] = lr
+        if self._offloads:
+            self._move_state(self._device)
+        if scale != 1.0:
+            for chunk in self.chunks:
+                chunk.scale_gradients(1.0 / scale)
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.clip_grad_norm(grad_clip))
+        has_stepped = math.isfinite(grad_norm) and may_step(grad_norm)
+        if has_stepped:
+            self.optimizer.step_with_ready_grads()
+            self._is_behind = self._overlaps
+        self._rest()
+        return grad_norm, has_stepped
+
+    def sync_parameters(self) -> None:
+        """Fetch what other ranks updated, if a forward pass has not done so yet. Collective."""
+        if self._is_behind:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+            self._is_behind = False
+
+    def restore_parameters(self) -> None:
+        """Take the weights from the optimizer, as after an update. Collective."""
+        self.optimizer._copy_main_params_to_model_params()
+        for chunk in self.chunks:
+            chunk.start_param_sync(force_sync=True)
+        self._is_behind = False
+
+    def _rest(self) -> None:
+        """Leave the device's memory to activations until the next step, if that is wanted."""
+        if self._offloads:
+            self.optimizer.zero_grad()  # gradients of the float32 parameters live where these do
+            self._move_state(torch.device("cpu"))
+
+    def _move_state(self, device: torch.device) -> None:
+        """Move AdamW's moments, and the float32 parameters of a 16-bit model, between device and host."""
+        for state in self.optimizer.optimizer.state.values():
+            state.update({moment: state[moment].to(device) for moment in MOMENTS if moment in state})
+        for main_group in self.optimizer.shard_fp32_from_float16_groups:
+            for main in main_group:
+                main.data = main.data.to(device)
+
+
+def _make_optimizer(
+    chunks: list[DistributedDataParallel], config: LearnerSection, dtype: torch.dtype
+) -> DistributedOptimizer:
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=0.0,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=1e-8,
+        clip_grad=config.grad_clip,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+        overlap_param_gather=config.overlap,
+    )
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    with cpu_adaptor.cuda_type_names(parameters):
+        chain = get_megatron_optimizer(optimizer_config, chunks, use_gloo_process_groups=False)
+    (optimizer,) = chain.chained_optimizers
+    inner = optimizer.optimizer
+    assert isinstance(inner, torch.optim.AdamW), (
+        f"{type(inner)} keeps its step elsewhere: state.py does not know it"
+    )
+    for group in inner.param_groups:
+        group["fused"] = True  # one call for all parameters instead of a dozen each
+    return optimizer

@@ -1,0 +1,141 @@
+"""Runs microbatches through the stages of the model: Megatron's schedules, plain, 1F1B and interleaved.
+
+Owns the inputs of the model and where its outputs go. It must never divide a loss: losses are shares of
+the minibatch, gradients are summed. Invariant: all ranks of one copy of the model run the same number
+of microbatches. Data-parallel ranks may run different numbers: they meet only when gradients are
+reduced, after the last.
+
+Shapes: N positions of a microbatch, C columns of the head's output.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+
+from learner.batching.batch import PackedBatch
+from learner.megatron.groups import RankGroups
+from learner.megatron.model.movement import GatherOutputs
+from learner.megatron.model.packing import PackedRows, describe_rows
+
+ColumnsLoss = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+"""(output_CN, microbatch) -> (loss, metrics)."""
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """A microbatch as every stage reads it. `tokens_1N` are this rank's share, padded."""
+
+    microbatch: PackedBatch
+    tokens_1N: torch.Tensor
+    rows: PackedRows
+
+
+class Schedule:
+    """Runs the chunks of this rank: one per virtual stage, wrapped for training or plain."""
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, groups: RankGroups
+    ) -> None:
+        is_interleaved = len(chunks) > 1
+        assert not is_interleaved or (config.overlap_p2p_comm and not config.batch_p2p_comm), (
+            "interleaved stages without overlap_p2p_comm give wrong gradients without any sign of it"
+        )
+        self._chunks, self._config, self._groups = list(chunks), config, groups
+        self._num_multiple = groups.pp.size() if is_interleaved else 1
+        config.finalize_model_grads_func = _finalize_gradients
+
+    def train(
+        self, microbatches: Sequence[PackedBatch], loss_fn: ColumnsLoss, scale: float
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """Add the gradients of all microbatches and reduce them; return each one's metrics (last stage).
+
+        Gradients are `scale` times those of the loss.
+        """
+        results: list[Mapping[str, torch.Tensor]] = self._run(
+            microbatches, functools.partial(self._compute_loss, loss_fn, scale), forward_only=False
+        )
+        return results
+
+    @torch.no_grad()
+    def forward(self, microbatches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+        """Return the head's output [C, N] of each microbatch (on the last stage)."""
+        results: list[torch.Tensor] = self._run(microbatches, self._keep_output, forward_only=True)
+        return results
+
+    def _run(
+        self, microbatches: Sequence[PackedBatch], finish: Callable[..., Any], *, forward_only: bool
+    ) -> list[Any]:
+        inputs = [self._prepare(microbatch) for microbatch in microbatches]
+        num_padding = -len(inputs) % self._num_multiple
+        inputs += [self._prepare(microbatches[0].select_groups(()))] * num_padding if num_padding else []
+        run = get_forward_backward_func()
+        iterators = [iter(inputs) for _ in self._chunks]
+        results = run(
+            forward_step_func=functools.partial(_step_forward, finish),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._chunks if len(self._chunks) > 1 else self._chunks[0],
+            num_microbatches=len(inputs),
+            seq_length=1,  # the shapes of variable sequences are sent along
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return list(results)[: len(microbatches)]
+
+    def _prepare(self, microbatch: PackedBatch) -> _Inputs:
+        groups, config = self._groups, self._config
+        rows = describe_rows(
+            microbatch.cu_seqlens,
+            groups.device,
+            cp_rank=groups.cp.rank(),
+            cp_size=groups.cp.size(),
+            multiple_of=groups.tp.size() if config.sequence_parallel else 1,
+        )
+        if groups.device.type != "cpu":
+            microbatch = microbatch.to(groups.device)
+        assert rows.share is not None
+        rows.labels_N = rows.share.take(microbatch.labels_N)
+        return _Inputs(microbatch, rows.share.take(microbatch.tokens_N)[None], rows)
+
+    def _gather(self, output_CN: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+        """Return the output of whole rows, without padding."""
+        assert rows.share is not None
+        if self._groups.cp.size() == 1:
+            return output_CN[:, : rows.share.num_tokens]
+        gathered: torch.Tensor = GatherOutputs.apply(output_CN, rows.share, self._groups.cp)
+        return gathered
+
+    def _compute_loss(
+        self, loss_fn: ColumnsLoss, scale: float, inputs: _Inputs, output_CN: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
+        loss, metrics = loss_fn(self._gather(output_CN, inputs.rows), inputs.microbatch)
+        if not inputs.microbatch.num_rows:
+            # No loss, but a backward pass: other stages wait for its gradient, and overlapped
+            # reductions for every parameter.
+            loss = loss.detach() + output_CN.sum() * 0.0
+        return loss * scale, torch.zeros((), dtype=torch.int, device=loss.device), metrics
+
+    def _keep_output(
+        self, inputs: _Inputs, output_CN: torch.Tensor, non_loss_data: bool = True
+    ) -> torch.Tensor:
+        assert non_loss_data
+        return self._gather(output_CN, inputs.rows)
+
+
+def _step_forward(finish: Callable[..., Any], iterator: Any, chunk: torch.nn.Module) -> tuple[Any, Any]:
+    inputs = next(iterator)
+    output = chunk(inputs.tokens_1N, None, None, packed_seq_params=inputs.rows)
+    return output, functools.partial(finish, inputs)
+
+
+def _finalize_gradients(chunks: list[torch.nn.Module], _num_tokens: Any, **options: Any) -> None:
+    """Reduce gradients over all groups; Megatron would divide by the number of tokens here."""
+    finalize_model_grads(chunks, None, **options)

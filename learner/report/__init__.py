@@ -1,0 +1,20 @@
+"""What a learner step says of itself: metrics under verl's names, times, the profiler's window."""
+
+from learner.report.description import describe_batch, describe_targets
+from learner.report.efficiency import Efficiency, make_efficiency
+from learner.report.memory import measure_memory
+from learner.report.profiler import ProfilerWindow
+from learner.report.reduction import merge_updates, reduce_over_ranks
+from learner.report.stopwatch import Stopwatch
+
+__all__ = [
+    "Efficiency",
+    "ProfilerWindow",
+    "Stopwatch",
+    "describe_batch",
+    "describe_targets",
+    "make_efficiency",
+    "measure_memory",
+    "merge_updates",
+    "reduce_over_ranks",
+]

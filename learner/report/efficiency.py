@@ -1,0 +1,173 @@
+"""Model FLOPs utilisation and time per token: how well a step used its devices.
+
+A matrix product over t tokens with P weights takes 2 P t FLOPs forward and twice that backward.
+Attention is counted causally: 4 x heads x head size FLOPs forward per (query, key) pair and layer. The
+embedding look-up, norms and recomputation are not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A10": 125.0,
+}
+"""Dense bfloat16 peaks by device name, from the makers' data sheets; the first name found counts."""
+
+_TOKEN_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+_MEASURED_SIZE, _MEASURED_TIMES = 1024, 5
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What of a dense decoder decides its FLOPs."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    intermediate_size: int
+    vocab_size: int
+
+    @property
+    def num_weights(self) -> int:
+        """Weights that every token is multiplied with: the output projection is, the embedding is not."""
+        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_key_value_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
+
+    def forward_flops(self, num_tokens: float, num_pairs: float) -> float:
+        """Return the FLOPs of one forward pass over rows with `num_pairs` causal (query, key) pairs."""
+        attention = 4 * self.num_layers * self.num_heads * self.head_size * num_pairs
+        return 2 * self.num_weights * num_tokens + attention
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Turns the stages of a step into shares of the peak. Make it with `make_efficiency`.
+
+    Attributes:
+        size: None where the model's shape is not known; there is no MFU then.
+        peak_flops: Of one rank's device, per second.
+        num_devices: Learner ranks.
+        has_inference: Whether the stage `old_log_prob` holds a forward pass.
+    """
+
+    size: ModelSize | None
+    peak_flops: float
+    num_devices: int
+    has_inference: bool = True
+
+    def describe(
+        self, metrics: Mapping[str, float], stages: Mapping[str, float], num_tokens: float
+    ) -> dict[str, float]:
+        """Return `timing_per_token_ms/*` and `perf/mfu/*`.
+
+        Args:
+            metrics: The step's, reduced; `perf/attention_pairs` is read.
+            stages: `timing_s/<stage>` of the step.
+            num_tokens: Prompt and response tokens of the whole step.
+        """
+        times = {
+            stage: stages[f"timing_s/{stage}"] for stage in _TOKEN_STAGES if f"timing_s/{stage}" in stages
+        }
+        found = {
+            f"timing_per_token_ms/{stage}": 1000 * seconds / num_tokens if num_tokens else 0.0
+            for stage, seconds in times.items()
+        }
+        num_pairs = metrics.get("perf/attention_pairs")
+        if self.size is None or num_pairs is None:
+            return found
+        forward = self.size.forward_flops(num_tokens, num_pairs)
+        work = {"actor": ("update_actor", 3 * forward), "critic": ("update_critic", 3 * forward)}
+        if self.has_inference:
+            work["actor_infer"] = ("old_log_prob", forward)
+        peak = self.peak_flops * self.num_devices
+        found |= {
+            f"perf/mfu/{part}": flops / (times[stage] * peak)
+            for part, (stage, flops) in work.items()
+            if times.get(stage)
+        }
+        return found | {"perf/peak_tflops": self.peak_flops / 1e12}
+
+
+def make_efficiency(
+    model_path: Path,
+    *,
+    num_devices: int,
+    dtype: str,
+    peak_tflops: float | None = None,
+    has_inference: bool = True,
+) -> Efficiency:
+    """Return the efficiency of a model on this rank's device.
+
+    Args:
+        model_path: A Hugging Face folder.
+        num_devices: Learner ranks.
+        dtype: `bfloat16`, `float16` or `float32`.
+        peak_tflops: The device's peak; None takes the data sheet's of a known GPU in 16 bits, and
+            otherwise measures a product of two 1024 x 1024 matrices, on as many threads as the rank has.
+        has_inference: Whether every step does a forward pass for prox.
+    """
+    peak = peak_tflops * 1e12 if peak_tflops is not None else find_peak_flops(dtype)
+    return Efficiency(read_model_size(model_path), peak, num_devices, has_inference)
+
+
+def read_model_size(folder: Path) -> ModelSize | None:
+    """Return the shape of the dense decoder in `folder`, None if its config.json does not say it."""
+    try:
+        table = json.loads((folder / "config.json").read_text())
+        num_heads = int(table["num_attention_heads"])
+        return ModelSize(
+            num_layers=int(table["num_hidden_layers"]),
+            hidden_size=int(table["hidden_size"]),
+            num_heads=num_heads,
+            num_key_value_heads=int(table.get("num_key_value_heads") or num_heads),
+            head_size=int(table.get("head_dim") or table["hidden_size"] // num_heads),
+            intermediate_size=int(table["intermediate_size"]),
+            vocab_size=int(table["vocab_size"]),
+        )
+    except (FileNotFoundError, KeyError):
+        return None
+
+
+def find_peak_flops(dtype: str) -> float:
+    """Return the peak of this process's device per second: from the table, or measured."""
+    if torch.cuda.is_available() and dtype != "float32":
+        name = torch.cuda.get_device_name()
+        known = next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+        if known is not None:
+            return known * 1e12
+    return measure_peak_flops(getattr(torch, dtype), "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def measure_peak_flops(dtype: torch.dtype, device: str) -> float:
+    """Return the best rate at which this process multiplies two square matrices, in FLOPs per second."""
+    matrix = torch.ones(_MEASURED_SIZE, _MEASURED_SIZE, dtype=dtype, device=device)
+    best_s = min(_time_product(matrix) for _ in range(_MEASURED_TIMES))
+    return 2.0 * _MEASURED_SIZE**3 / best_s
+
+
+def _time_product(matrix: torch.Tensor) -> float:
+    start = time.perf_counter()
+    product = matrix @ matrix
+    if product.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

@@ -1,0 +1,114 @@
+"""The benchmarks of the learner, at sizes that take no time."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+
+from benchmarks import learner, verl_loss
+from benchmarks.gpu import learner as gpu_learner
+
+SHAPE = learner.Shape("tiny", 128, 1, 64, 1)
+SIZES = learner.Sizes((SHAPE,), num_rows=4, num_tokens=32)
+
+STEP = {"model": "10M", "lengths": "equal", "ratio": 0.9, "error": 1e-6}
+FASTER = {"advantage + loss": 3.0, "advantage + weights + loss": 3.0}
+LOSS = {"speed_up": {"padded": FASTER, "packed": FASTER}, "error": 0.0}
+
+
+def test_both_sides_of_a_step_find_the_same_loss_and_gradient():
+    for result in learner.measure_steps(SHAPE, SIZES):
+        assert result["error"] < 1e-5, result["lengths"]
+        is_ragged = result["num_padded_tokens"] > result["num_tokens"]
+        assert is_ragged == (result["lengths"] == "ragged")
+
+
+def test_a_side_that_finds_another_loss_is_seen():
+    assert learner.compare({"loss": 1.1, "norm": 2.0}, {"loss": 1.0, "norm": 2.0}) == pytest.approx(0.1)
+
+
+def test_padding_the_batch_keeps_every_weight_at_its_label():
+    batch = learner.make_batch(SHAPE, SIZES, "ragged")
+    tokens_BT, labels_BT, weight_BT, is_real_BT = learner.pad_batch(batch)
+    assert is_real_BT.sum(1).tolist() == batch.row_lengths
+    assert torch.equal(tokens_BT[is_real_BT], batch.tokens_N)
+    assert torch.equal(labels_BT[is_real_BT], batch.labels_N)
+    assert not weight_BT[~is_real_BT].any()
+    assert (weight_BT != 0).sum() == batch.loss_mask_N.sum()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, "1.00"),
+        ({"ratio": 0.45}, "0.50 (10M equal, target 0.9)"),
+        ({"lengths": "ragged", "ratio": 0.9}, "0.90 (10M ragged, target 1)"),
+        ({"error": 2e-4}, "0.50 (10M equal loss and norm"),
+    ],
+)
+def test_the_worst_ratio_of_the_steps_is_the_last_word(changed, said):
+    is_met, verdict = learner.check({"steps": [STEP | changed], "loss": LOSS})
+    assert is_met == (not changed)
+    assert f"worst ratio to a target: {said}" in verdict
+
+
+def test_slower_than_verl_is_a_miss():
+    slower = {"padded": FASTER, "packed": {"advantage + loss": 1.0}}
+    is_met, verdict = learner.check({"steps": [STEP], "loss": LOSS | {"speed_up": slower}})
+    assert not is_met
+    assert "0.50 (packed advantage + loss, target 2)" in verdict
+
+
+def test_without_verl_the_benchmark_says_how_to_get_it_and_the_check_fails(tmp_path):
+    assert verl_loss.load_verl(tmp_path) is None
+    is_met, verdict = learner.check({"steps": [STEP], "loss": None})
+    assert not is_met
+    assert verl_loss.HOW_TO_GET in verdict
+    assert learner.table({"steps": [], "loss": None}).endswith(verl_loss.HOW_TO_GET)
+
+
+def test_packed_and_padded_give_the_same_loss_and_gradient():
+    batch = verl_loss.make_loss_batch(16, 64)
+    outcomes = []
+    for is_packed in (False, True):
+        stages, out = verl_loss.our_stages(batch, is_packed=is_packed)
+        for run in stages.values():
+            run()
+        outcomes.append(out)
+    padded, packed = outcomes
+    assert packed.gradient is not None and padded.gradient is not None
+    assert packed.gradient.abs().max() > 0
+    reference = dataclasses.replace(padded, gradient=padded.gradient.view(16, 64))
+    assert verl_loss.compare(reference, packed, batch) < 1e-5
+    packed.gradient = packed.gradient * 1.5
+    assert verl_loss.compare(reference, packed, batch) == pytest.approx(0.5)
+
+
+def test_verl_itself_gives_the_same_loss_and_gradient_and_leaves_no_stand_ins():
+    functions = verl_loss.load_verl(None)
+    if functions is None:
+        pytest.skip(verl_loss.HOW_TO_GET)
+    assert not {name for name in sys.modules if name.partition(".")[0] in ("verl", "tensordict")}
+    results = verl_loss.measure(functions, 16, 64, 1)
+    assert results["error"] < verl_loss.TARGET_ERROR
+
+
+def test_the_gpu_benchmark_counts_causal_attention_within_rows_only():
+    batch = gpu_learner.make_batch(gpu_learner.TINY)
+    assert set(batch.row_lengths) == {64}
+    assert gpu_learner.count_pairs(batch) == batch.num_rows * 64 * 65 / 2
+
+
+def test_the_gpu_benchmark_trains_full_microbatches():
+    results = gpu_learner.measure(gpu_learner.TINY)
+    assert results["num_tokens"] == 256
+    assert results["mfu"] == pytest.approx(results["tflops"] / results["peak_tflops"])
+    assert gpu_learner.table(results).endswith(f"MFU {results['mfu']:.1%}")
+
+
+@pytest.mark.parametrize(("mfu", "said"), [(0.5, "1.11"), (0.3, "0.67")])
+def test_a_low_utilisation_is_a_miss(mfu, said):
+    is_met, verdict = gpu_learner.check({"mfu": mfu})
+    assert is_met == (mfu > 0.45)
+    assert f"worst ratio to a target: {said}" in verdict

@@ -1,0 +1,30 @@
+"""What the record of a run says about its data and its guard."""
+
+from __future__ import annotations
+
+from asyncrl.config.tree import Config
+from asyncrl.control.record.metering import Meter
+from asyncrl.control.record.summary import summarise
+
+REQUIRED = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}}
+
+
+def make_row(step: int, **values: float) -> dict[str, float]:
+    names = ("staleness/trained_tokens", "staleness/masked_tokens", "staleness/lag_mean", "timing_s/step")
+    names += ("staleness/lag_max_trained", "perf/total_num_tokens", "timing_s/wait")
+    names += ("perf/rollout_tokens_per_s", "perf/rollout_idle_share")
+    return dict.fromkeys(names, 1.0) | {"training/global_step": step} | values
+
+
+def test_the_summary_holds_what_the_guard_counted_last() -> None:
+    rows = [make_row(1, **{"guard/rollbacks": 0.0}), make_row(2, **{"guard/rollbacks": 1.0})]
+    assert summarise(rows, Config(**REQUIRED), {})["guard"] == {"rollbacks": 1.0}
+    assert summarise([], Config(**REQUIRED), {})["guard"] == {}
+
+
+def test_the_pass_is_that_of_the_last_prompt_drawn() -> None:
+    drawn = (0, 1, 10, 11, 20, 21)
+    statuses = [{"buffer.0": {"prompts_drawn": number, "num_prompts": 10}} for number in drawn]
+    found = [Meter().update(1.0, status)["training/epoch"] for status in statuses]
+    assert found == [0, 0, 0, 1, 1, 2]
+    assert Meter().update(1.0, {})["training/epoch"] == 0, "nobody has described the data yet"

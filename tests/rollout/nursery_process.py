@@ -1,0 +1,31 @@
+"""Forks a child from a nursery and prints what the child sees: `python -m tests.rollout.nursery_process`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from rollout_service.engine import core_nursery
+
+
+def answer(queue: Any) -> None:
+    late, has_vllm = os.environ.get("SET_LATE"), "vllm.v1.engine.core" in sys.modules
+    queue.put({"late": late, "has_vllm": has_vllm, "num_threads": os.environ["OMP_NUM_THREADS"]})
+
+
+def main() -> None:
+    core_nursery.open_nursery()
+    os.environ["SET_LATE"] = "after the fork server had begun"
+    context = core_nursery.NurseryContext()
+    queue = context.Queue()
+    child = context.Process(target=answer, args=(queue,))
+    child.start()
+    found = queue.get(timeout=120)
+    child.join(30)
+    print(json.dumps(found | {"exitcode": child.exitcode}))
+
+
+if __name__ == "__main__":
+    main()
