@@ -8,8 +8,6 @@ randomly initialised model, AdamW state in float32, the best of three of each.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import threading
@@ -18,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from asyncrl.config.tree import LearnerSection
+from benchmarks.inputs import save_qwen3
+from benchmarks.options import Verdict, judge, make_parser, report
 from learner.backend import Placement
 from learner.checkpoint import CheckpointStore
 
@@ -37,27 +35,24 @@ MAX_STALL_SHARE = 0.5
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = argparse.ArgumentParser(prog="asyncrl bench checkpoints", description=__doc__)
+    parser = make_parser("asyncrl bench checkpoints", __doc__, quick="two layers: under a minute")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--quick", action="store_true", help="two layers: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON")
-    parser.add_argument("--check", action="store_true", help="print the worst ratio last; exit 1 on a miss")
-    options = parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
-        figures = measure(Path(name), 2 if options.quick else options.layers, options.hidden)
-    for title, value in figures.items():
-        print(f"{title:<44} {value:10.3f}")
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    if not options.check:
-        return 0
+        figures = measure(Path(name), 2 if given.quick else given.layers, given.hidden)
+    return report(given, figures, table, check)
+
+
+def table(figures: dict[str, float]) -> str:
+    """Return the figures as text, one a line."""
+    return "\n".join(f"{title:<44} {value:10.3f}" for title, value in figures.items())
+
+
+def check(figures: dict[str, float]) -> Verdict:
+    """Return whether the stall is a small enough part of a checkpoint, and the ratio as a sentence."""
     share = figures[STALL] / (figures[STALL] + figures[WRITE] + figures[SEAL])
-    ratio = MAX_STALL_SHARE / share
-    print(
-        f"worst ratio to a target: {ratio:.2f} (stall {share:.2f} of a checkpoint, target {MAX_STALL_SHARE})"
-    )
-    return 0 if ratio >= 1 else 1
+    return judge({f"stall {share:.2f} of a checkpoint, target {MAX_STALL_SHARE}": MAX_STALL_SHARE / share})
 
 
 def measure(folder: Path, num_layers: int, hidden_size: int) -> dict[str, float]:
@@ -88,19 +83,18 @@ def measure(folder: Path, num_layers: int, hidden_size: int) -> dict[str, float]
 
 def save_model(folder: Path, num_layers: int, hidden_size: int) -> Path:
     """Write a randomly initialised Qwen3 and return its folder."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    config = Qwen3Config(
+    num_heads = hidden_size // 64
+    save_qwen3(
+        folder,
         vocab_size=8192,
         hidden_size=hidden_size,
         intermediate_size=4 * hidden_size,
         num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // 64,
-        num_key_value_heads=hidden_size // 64,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
         head_dim=64,
         tie_word_embeddings=True,
     )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
 
 

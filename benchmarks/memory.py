@@ -8,7 +8,6 @@ Must never start more than one measuring process at a time.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import resource
@@ -22,6 +21,7 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.options import Verdict, judge, make_parser, report
 from learner.fused_logprob import fused_logprobs
 
 VOCAB, TEMPERATURE = 151_936, 0.8
@@ -36,20 +36,9 @@ Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, t
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = argparse.ArgumentParser(prog="asyncrl bench memory", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smaller hidden size: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a figure misses its target")
+    parser = make_parser("asyncrl bench memory", __doc__, quick="a smaller hidden size: under a minute")
     given = parser.parse_args(arguments)
-    results = measure(quick=given.quick)
-    print(table(results))
-    if given.json is not None:
-        given.json.write_text(json.dumps(results, indent=2) + "\n")
-    if not given.check:
-        return 0
-    is_met, verdict = check(results)
-    print(verdict)
-    return 0 if is_met else 1
+    return report(given, measure(quick=given.quick), table, check)
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
@@ -177,14 +166,13 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def check(results: dict[str, Any]) -> tuple[bool, str]:
+def check(results: dict[str, Any]) -> Verdict:
     """Return whether every target is met, and the worst ratio to a target as a sentence."""
     ratios = {
         f"share of the full-logits way, target {TARGET_SHARE:.0%}": TARGET_SHARE / results["share_of_plain"],
         f"largest error, target {TARGET_ERROR:g}": TARGET_ERROR / max(1e-12, *results["errors"].values()),
     }
-    name, worst = min(ratios.items(), key=lambda item: item[1])
-    return worst >= 1, f"worst ratio to a target: {worst:.2f} ({name})"
+    return judge(ratios)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ change nothing but the time.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import os
 import platform
 import statistics
@@ -28,6 +26,8 @@ import torch
 from asyncrl.config.tree import LearnerSection
 from asyncrl.experience import Group, Trajectory
 from asyncrl.versions import Span
+from benchmarks.inputs import save_qwen3
+from benchmarks.options import Verdict, judge, make_parser, report
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, build_batch
 from learner.megatron.backend import MegatronBackend
@@ -57,20 +57,10 @@ QUICK = Sizes(group_size=4, hidden_size=64, num_layers=2, vocab_size=512, num_up
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = argparse.ArgumentParser(prog="asyncrl bench packing", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a smaller model and batch: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a figure misses its target")
+    parser = make_parser("asyncrl bench packing", __doc__, quick="a smaller model and batch: under a minute")
     given = parser.parse_args(arguments)
     results = measure(QUICK if given.quick else Sizes()) | {"quick": given.quick}
-    print(table(results))
-    if given.json is not None:
-        given.json.write_text(json.dumps(results, indent=2) + "\n")
-    if not given.check:
-        return 0
-    is_met, verdict = check(results)
-    print(verdict)
-    return 0 if is_met else 1
+    return report(given, results, table, check)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
@@ -188,9 +178,8 @@ def _open_backend(folder: Path, sizes: Sizes) -> MegatronBackend:
 
 
 def _save_model(folder: Path, sizes: Sizes) -> None:
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    config = Qwen3Config(
+    save_qwen3(
+        folder,
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         intermediate_size=3 * sizes.hidden_size,
@@ -200,8 +189,6 @@ def _save_model(folder: Path, sizes: Sizes) -> None:
         head_dim=sizes.hidden_size // 4,
         max_position_embeddings=2048,
     )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
 def table(results: dict[str, Any]) -> str:
@@ -218,11 +205,10 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def check(results: dict[str, Any]) -> tuple[bool, str]:
+def check(results: dict[str, Any]) -> Verdict:
     """Return whether every target is met, and the worst ratio to a target as a sentence."""
     ratios = {
         f"speed-up, target {TARGET_SPEED_UP:g}": results["speed_up"] / TARGET_SPEED_UP,
         f"gradients, target {TARGET_ERROR:g}": TARGET_ERROR / max(1e-12, results["gradient_error"]),
     }
-    name, worst = min(ratios.items(), key=lambda item: item[1])
-    return worst >= 1, f"worst ratio to a target: {worst:.2f} ({name})"
+    return judge(ratios)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import make_parser
 from benchmarks.staleness.cell import LAGS, METHODS, SEEDS, Cell, Recipe, run_cell
 from benchmarks.staleness.report import check, draw, table
 
@@ -146,14 +147,12 @@ def _say(sentence: str) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="asyncrl bench staleness_study",
-        description="Measure what lag does to learning under each correction.",
+    parser = make_parser(
+        "asyncrl bench staleness_study",
+        "Measure what lag does to learning under each correction. --json FILE keeps the cells, and goes on.",
+        quick="two cells, fewer steps: within a minute",
     )
-    parser.add_argument("--quick", action="store_true", help="two cells, fewer steps: within a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the cells there, and go on from it")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a target is missed")
     parser.add_argument("--cells", default="", metavar="NAMES", help="such as decoupled/64,none/64/0")
     parser.add_argument("--steps", type=int, metavar="N", help=f"steps of every cell (default {NUM_STEPS})")
     parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="start no cell after that")

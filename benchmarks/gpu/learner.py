@@ -3,14 +3,12 @@
 Run: `python -m benchmarks.gpu.learner --check`. It makes the model with random weights, does whole
 updates (forward, loss, backward, optimizer) of `MegatronBackend` and divides the FLOPs that the model
 asks for by the time and by the GPU's peak. Nothing is counted that a better program would not have to
-compute: no recomputation, no padding. `--tiny` checks the logic on a CPU; its figures say nothing.
+compute: no recomputation, no padding. `--quick` checks the logic on a CPU; its figures say nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -28,8 +26,9 @@ if not torch.cuda.is_available():
 import numpy as np
 
 from asyncrl.config.tree import LearnerSection
-from asyncrl.experience import Group, Trajectory
-from asyncrl.versions import Span
+from asyncrl.experience import Group
+from benchmarks.inputs import make_trajectory, save_qwen3
+from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.packing import loss
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, build_batch
@@ -76,24 +75,14 @@ TINY = Sizes(
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.learner", description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, on any machine")
+    parser = make_parser("python -m benchmarks.gpu.learner", __doc__, quick="a tiny model, on any machine")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if the MFU misses its target")
     given = parser.parse_args(arguments)
-    if not given.tiny and not torch.cuda.is_available():
-        print("no GPU here; --tiny checks this benchmark's logic on a CPU", file=sys.stderr)
+    if not given.quick and not torch.cuda.is_available():
+        print("no GPU here; --quick checks this benchmark's logic on a CPU", file=sys.stderr)
         return 1
-    results = measure(dataclasses.replace(TINY if given.tiny else Sizes(), recompute=given.recompute))
-    print(table(results))
-    if given.json is not None:
-        given.json.write_text(json.dumps(results, indent=2) + "\n")
-    if not given.check:
-        return 0
-    is_met, verdict = check(results)
-    print(verdict)
-    return 0 if is_met else 1
+    results = measure(dataclasses.replace(TINY if given.quick else Sizes(), recompute=given.recompute))
+    return report(given, results, table, check)
 
 
 def measure(sizes: Sizes) -> dict[str, Any]:
@@ -149,7 +138,8 @@ def make_batch(sizes: Sizes, seed: int = 0) -> PackedBatch:
             attempt=0,
             prompt_ids=generator.integers(0, sizes.vocab_size, NUM_PROMPT_TOKENS).astype(np.int32),
             trajectories=tuple(
-                _make_trajectory(generator, num_response, sizes) for _ in range(sizes.rows_per_microbatch)
+                make_trajectory(generator, num_response, sizes.vocab_size)
+                for _ in range(sizes.rows_per_microbatch)
             ),
         )
         for ticket in range(sizes.num_microbatches)
@@ -157,22 +147,12 @@ def make_batch(sizes: Sizes, seed: int = 0) -> PackedBatch:
     return build_batch(groups, 0, {1: 0})
 
 
-def _make_trajectory(generator: np.random.Generator, num_tokens: int, sizes: Sizes) -> Trajectory:
-    return Trajectory(
-        response_ids=generator.integers(0, sizes.vocab_size, num_tokens).astype(np.int32),
-        loss_mask=np.ones(num_tokens, np.uint8),
-        logprobs=np.zeros(num_tokens, np.float32),
-        spans=(Span(1, 0, num_tokens),),
-        reward=float(generator.standard_normal()),
-        finish_reason="stop",
-    )
-
-
 def save_model(folder: Path, sizes: Sizes) -> int:
     """Write a Qwen3 with random weights and tied embeddings; return the number of its parameters."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    config = Qwen3Config(
+    num_parameters = save_qwen3(
+        folder,
+        dtype=getattr(torch, sizes.dtype),
+        device="cuda" if torch.cuda.is_available() else "cpu",
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         intermediate_size=sizes.intermediate_size,
@@ -183,14 +163,6 @@ def save_model(folder: Path, sizes: Sizes) -> int:
         max_position_embeddings=sizes.num_tokens,
         tie_word_embeddings=True,
     )
-    torch.manual_seed(0)
-    with torch.device(
-        "cuda" if torch.cuda.is_available() else "cpu"
-    ):  # billions of draws take minutes on a CPU
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, sizes.dtype))
-    model.save_pretrained(folder)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    del model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -213,10 +185,9 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def check(results: dict[str, Any]) -> tuple[bool, str]:
+def check(results: dict[str, Any]) -> Verdict:
     """Return whether the target is met, and the ratio to it as a sentence."""
-    worst = results["mfu"] / TARGET_MFU
-    return worst >= 1, f"worst ratio to a target: {worst:.2f} (MFU, target {TARGET_MFU:.0%})"
+    return judge({f"MFU, target {TARGET_MFU:.0%}": results["mfu"] / TARGET_MFU})
 
 
 if __name__ == "__main__":
