@@ -10,6 +10,7 @@ G trajectories, S spans.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from asyncrl.errors import WireError
 from asyncrl.versions import Span, check_spans
 
 FINISH_REASONS = ("stop", "length")
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,15 @@ class Group:
         attempt: Which try at the ticket made it.
         prompt_ids: int32 [P].
         trajectories: G of them, in sample order.
+        baseline_reward: Reward of a greedy answer to the same prompt, which is not among the trajectories;
+            None if nobody asked for one.
     """
 
     ticket: int
     attempt: int
     prompt_ids: npt.NDArray[np.int32]
     trajectories: tuple[Trajectory, ...]
+    baseline_reward: float | None = None
 
     @property
     def num_response_tokens(self) -> int:
@@ -77,6 +82,12 @@ class Group:
     @property
     def rewards(self) -> list[float]:
         return [trajectory.reward for trajectory in self.trajectories]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all rewards are equal, that of a greedy answer too: nothing is learned from the group."""
+        baseline = [] if self.baseline_reward is None else [self.baseline_reward]
+        return len({*self.rewards, *baseline}) == 1
 
 
 def encode_group(group: Group) -> list[bytes]:
@@ -94,6 +105,8 @@ def encode_group(group: Group) -> list[bytes]:
         "num_spans": len(spans),
         "finish": [FINISH_REASONS.index(trajectory.finish_reason) for trajectory in trajectories],
     }
+    if group.baseline_reward is not None:
+        header["baseline_reward"] = group.baseline_reward
     return [
         wire.pack_header(header),
         group.prompt_ids.astype("<i4").tobytes(),
@@ -142,7 +155,23 @@ def decode_group(frames: Sequence[wire.Frame]) -> Group:
         for sample, (start, end) in enumerate(itertools.pairwise(offsets))
     )
     ticket, attempt = wire.field(header, "ticket", int), wire.field(header, "attempt", int)
-    return Group(ticket=ticket, attempt=attempt, prompt_ids=prompt_ids, trajectories=trajectories)
+    return Group(
+        ticket=ticket,
+        attempt=attempt,
+        prompt_ids=prompt_ids,
+        trajectories=trajectories,
+        baseline_reward=_baseline_reward(header),
+    )
+
+
+def _baseline_reward(header: dict[str, Any]) -> float | None:
+    """Return the reward of the greedy answer, if there is one, as float32 holds it: so are the others."""
+    if "baseline_reward" not in header:
+        return None
+    value = wire.field(header, "baseline_reward", float)
+    if not math.isfinite(value) or abs(value) > _FLOAT32_MAX:
+        raise WireError("the reward of the greedy answer is not finite")
+    return float(np.float32(value))
 
 
 def _non_negative_ints(header: dict[str, Any], name: str) -> list[int]:

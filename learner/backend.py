@@ -103,6 +103,9 @@ class LearnerBackend(ModelBackend, Protocol):
             DataError: A row does not fit a microbatch.
         """
 
+    def logprobs_and_squares(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `logprobs`, and third the sum over the vocabulary of squared probabilities [N]."""
+
     def update(self, minibatch: PackedBatch, loss_fn: LossFn) -> dict[str, float]:
         """Do one optimizer update on this rank's share of a minibatch; return metrics of the whole.
 

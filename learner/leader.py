@@ -56,6 +56,7 @@ class Leader:
             world_size,
             max_stall_s=config.checkpoint.max_stall_s,
             best_metric=config.checkpoint.best_metric,
+            committed=lambda: [commit.step for commit in self._commits],
         )
         self._watch = Watch(config.guard)
         self._commits: list[Commit] = []
@@ -130,6 +131,8 @@ class Leader:
     def _stand_at(self, commit: Commit | None) -> Iterator[Order]:
         """Take up the weights of `commit`, which the ledger has gone back to."""
         step = commit.step if commit else 0
+        # What is later belongs to a branch that ends here, or cannot be loaded.
+        self._commits = [known for known in self._commits if known.step <= step]
         self.step, self._published_step, self._evaluated_step = step, -1, step - 1
         self._checkpointed_step = step if commit else -1
         controllers = self._store.cut(step).controllers.get("objective", {}) if commit else {}
@@ -196,6 +199,7 @@ class Leader:
 
     def _roll_back(self, order: Train) -> Iterator[Order]:
         """Go back the way a resume does. The batch at hand was not booked: it is reserved again."""
+        # Committed later, the checkpoint that is being written would be one of an abandoned branch.
         self._finish_checkpoint()
         commit = self._store.newest_valid(self._commits_to_go_back_to(), log.warning)
         if commit is None:
@@ -206,7 +210,6 @@ class Leader:
         note = self._watch.state()
         self._client.resume(commit.step, is_fork=not offenders, note=note, refused=offenders)
         fault_point("learner.rolled_back", commit.step)
-        self._commits = [known for known in self._commits if known.step <= commit.step]
         yield from self._stand_at(commit)
 
     def _commits_to_go_back_to(self) -> list[Commit]:

@@ -6,25 +6,25 @@ unblocked by: the leader            produces: updated weights, versions, checkpo
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.faults import fault_point
 from asyncrl.versions import PolicyVersion
+from learner.algorithms.diagnostics.summary import throughput_metrics
 from learner.algorithms.objective import Objective
-from learner.backend import LearnerBackend, Models
+from learner.backend import Models
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
 from learner.checkpoint.writer import BackgroundWriter
-from learner.guard.memory import GuardedBackend
+from learner.guard.models import GuardedModels
 from learner.guard.seams import KlFallback
 from learner.intake import Intake
 from learner.leader import Leader
@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 CRITIC = "critic"
 """The critic's folder in a checkpoint."""
+KL_IS_OFF = "the KL controller is fixed and its coefficient 0 from here on: nothing holds the policy back"
 
 
 class LearnerService:
@@ -64,7 +65,7 @@ class LearnerService:
         self._ranks = ranks
         self._models = models
         self._policy, self._critic = models.policy, models.critic
-        self._guarded = GuardedBackend(models.policy, can_retry=ranks.world_size == 1)
+        self._guarded = GuardedModels(models)
         self._objective = objective
         self._intake = intake
         self._store = store
@@ -161,25 +162,35 @@ class LearnerService:
         if not order.is_kl_off:
             return
         has_kl = isinstance(self._objective, KlFallback) and self._objective.fall_back_kl()
-        if not has_kl and self._ranks.is_leader:
-            log.warning("guard: the objective has no KL term, nothing was turned off")
+        if self._ranks.is_leader:
+            log.warning(
+                "guard: %s", KL_IS_OFF if has_kl else "the objective has no KL term, nothing was turned off"
+            )
 
     def _train(self, order: Train) -> None:
-        minibatches = self._config.learner.minibatches
         self._guarded.begin_step(order.limits)
-        # The guarded policy passes on what it does not guard.
-        models = dataclasses.replace(self._models, policy=cast(LearnerBackend, self._guarded))
-        result = train_step(order, self._intake, models, self._objective, minibatches, self._watch)
+        result = train_step(
+            order,
+            self._intake,
+            self._guarded.models,
+            self._objective,
+            self._config.learner.minibatches,
+            self._watch,
+            self._config.data.max_prompt_tokens,
+        )
         fault_point("learner.trained", order.step)
         metrics = reduce_over_ranks(self._policy, result.metrics | measure_memory(), result.weight)
         num_rows = len(order.tickets) * self._config.rollout.group_size
         self._objective.update_controllers(metrics, num_rows)
         stale = self._ranks.gather(result.stale_tickets)
         refused = self._ranks.gather(self._guarded.refused_tickets)
-        num_trained, num_masked = self._ranks.add([result.num_trained, result.num_masked])
+        num_trained, num_masked, num_out_of_memory = self._ranks.add(
+            [result.num_trained, result.num_masked, self._guarded.num_out_of_memory]
+        )
         # The ranks that train one share together each count all of it.
         metrics["staleness/trained_tokens"] = num_trained / self._policy.num_copies
         metrics["staleness/masked_tokens"] = num_masked / self._policy.num_copies
+        metrics["guard/out_of_memory"] = float(num_out_of_memory)
         self._step = order.step + 1
         if self._leader is None:
             return
@@ -202,16 +213,14 @@ class LearnerService:
             **self._efficiency.describe(metrics, stages, num_tokens),
             "timing_s/other": total_s - sum(stages.values()),
             "timing_s/step": total_s,
-            "perf/total_num_tokens": num_tokens,
-            "perf/time_per_step": total_s,
-            "perf/throughput": num_tokens / (total_s * self._ranks.world_size),
+            **throughput_metrics(order.num_tokens, total_s, self._ranks.world_size),
             "perf/learner_tokens_per_s": num_tokens / total_s,
+            "weights/publish_s": stages.get("timing_s/update_weights", 0.0),
             "perf/learner_idle_share": waited_s / total_s,
-            "guard/out_of_memory": float(self._guarded.num_out_of_memory),
         }
         row |= self._leader.keeper.take_metrics()
         self._leader.keeper.note_metrics(self._step, row)
-        self._rows.append(row | self._leader.judge(order.step, row, self._guarded.gate.num_refused))
+        self._rows.append(row | self._leader.judge(order.step, row, self._guarded.num_refused))
 
     def _publish(self, order: Publish) -> None:
         with self._watch.time("update_weights"):

@@ -21,7 +21,14 @@ from learner.batching.balance import measure_balance
 from learner.batching.batch import PackedBatch, assign_shards, build_batch, plan_minibatches
 from learner.intake import Intake
 from learner.orders import Train
-from learner.report import Stopwatch, describe_batch, describe_targets, merge_updates
+from learner.report import (
+    Stopwatch,
+    describe_batch,
+    describe_probabilities,
+    describe_rewards,
+    describe_targets,
+    merge_updates,
+)
 
 
 @dataclass(frozen=True)
@@ -49,24 +56,27 @@ def train_step(
     objective: Objective,
     num_minibatches: int,
     watch: Stopwatch,
+    max_prompt_tokens: int,
 ) -> StepResult:
-    """Train this rank's share of one reserved batch."""
+    """Train this rank's share of one reserved batch; `max_prompt_tokens` is the limit on prompts."""
     plan = plan_minibatches(order.tickets, num_minibatches)
     num_tokens_of = dict(zip(order.tickets, order.num_tokens, strict=True))
     shards = assign_shards(num_tokens_of, plan, models.policy.dp_size)
     mine = shards[models.policy.dp_rank]
     with watch.time("fetch"):
         groups = intake.fetch(order.token, mine)
-        batch = build_batch(groups, order.step, dict(order.versions))
-    metrics = describe_batch(groups, batch) | _measure_shards(order, shards)
-    num_sampled = int(batch.loss_mask_N.sum())
-    batch = batch.mask_over_age(objective.max_lag)
+        whole = build_batch(groups, order.step, dict(order.versions))
+    metrics = describe_batch(groups, whole, max_prompt_tokens) | _measure_shards(order, shards)
+    num_sampled = int(whole.loss_mask_N.sum())
+    batch = whole.mask_over_age(objective.max_lag)
     num_trained = int(batch.loss_mask_N.sum())
     counts = zip(batch.tickets_G, batch.trainable_tokens_G(), strict=True)
     stale = [ticket for ticket, num_trainable in counts if num_trainable == 0]
     batch = batch.select_groups(set(mine) - set(stale))
+    in_bound_N = batch.loss_mask_N
     batch, prepared = _prepare(batch, models, objective, watch)
-    metrics |= describe_targets(batch) | prepared | _update(batch, plan, models, objective, watch)
+    metrics |= describe_rewards(whole, batch) | describe_probabilities(batch, in_bound_N) | prepared
+    metrics |= describe_targets(batch) | _update(batch, plan, models, objective, watch)
     return StepResult(metrics, batch.totals.num_tokens, num_trained, num_sampled - num_trained, stale)
 
 
@@ -77,7 +87,7 @@ def _prepare(
     prox_N = entropy_N = None
     if objective.needs_prox:
         with watch.time("old_log_prob"):
-            prox_N, entropy_N = models.policy.logprobs(batch)
+            batch, prox_N, entropy_N = _look_back(batch, models.policy, objective)
     if models.reference is not None:
         with watch.time("ref"):
             batch = dataclasses.replace(batch, reference_N=models.reference.logprobs(batch)[0])
@@ -86,6 +96,16 @@ def _prepare(
             batch = dataclasses.replace(batch, values_N=models.critic.values(batch))
     with watch.time("adv"):
         return objective.prepare(batch, prox_N, entropy_N, _sum_over_shares(models.policy))
+
+
+def _look_back(
+    batch: PackedBatch, policy: LearnerBackend, objective: Objective
+) -> tuple[PackedBatch, torch.Tensor, torch.Tensor]:
+    """Return the batch, prox log-probs and entropies under the weights at the start of the step."""
+    if not objective.needs_sum_pi_squared:
+        return batch, *policy.logprobs(batch)
+    prox_N, entropy_N, squares_N = policy.logprobs_and_squares(batch)
+    return dataclasses.replace(batch, sum_pi_squared_N=squares_N), prox_N, entropy_N
 
 
 def _update(

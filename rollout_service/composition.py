@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from asyncrl.buffer.client import ReplicaClient
 from asyncrl.clock import SystemClock
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import WITH_GREEDY, Config
 from asyncrl.errors import ConfigError
 from asyncrl.service import ServiceContext
 from rollout_service.engine.core_nursery import open_nursery
@@ -24,6 +24,7 @@ from rollout_service.lengths import parse_lengths
 from rollout_service.prompts import PromptSet, load_prompts
 from rollout_service.replica import Replica, ReplicaParts, ReplicaSettings
 from rollout_service.rewards.registry import load_reward
+from rollout_service.rewards.shaping import Overlong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +60,8 @@ def build(context: ServiceContext) -> Replica:
 
         tokenizer, prompts, held_out = await asyncio.to_thread(_load_data, config)
         engine = MeteredEngine(_build_engine(config, tokenizer), SystemClock())
-        environment = SingleTurn(engine, tokenizer, reward)
+        overlong = _build_overlong(config)
+        environment = SingleTurn(engine, tokenizer, reward, overlong)
         return ReplicaParts(
             engine=engine,
             buffer=ReplicaClient(context.addresses["buffer.0"], context.name, CALL_DEADLINE_S),
@@ -67,6 +69,7 @@ def build(context: ServiceContext) -> Replica:
             runner=GroupRunner(environment, prompts, _group_settings(config)),
             evaluator=_build_evaluator(config, engine, tokenizer, held_out),
             prompts=prompts,
+            overlong=overlong,
         )
 
     return Replica(context.name, _replica_settings(config), build_parts)
@@ -74,12 +77,20 @@ def build(context: ServiceContext) -> Replica:
 
 def _replica_settings(config: Config) -> ReplicaSettings:
     rollout = config.rollout
-    full = max(1, rollout.max_sequences // rollout.group_size)
+    full = max(1, rollout.max_sequences // _group_settings(config).num_samples)
     return ReplicaSettings(
         max_groups=full + max(1, full // 4),  # a few wait inside the engine, so that its batch stays full
         lease_s=config.buffer.lease_s,
         start_deadline_s=config.launcher.start_deadline_s,
     )
+
+
+def _build_overlong(config: Config) -> Overlong | None:
+    """Training alone is shaped: an evaluation counts right answers, however long."""
+    reward = config.reward
+    if not reward.overlong_buffer_tokens:
+        return None
+    return Overlong(config.rollout.max_tokens, reward.overlong_buffer_tokens, reward.overlong_penalty)
 
 
 def _group_settings(config: Config) -> GroupSettings:
@@ -90,6 +101,7 @@ def _group_settings(config: Config) -> GroupSettings:
         rollout.temperature,
         rollout.max_tokens,
         parse_lengths(rollout.response_tokens),
+        has_greedy=config.algorithm.advantage in WITH_GREEDY,
     )
 
 

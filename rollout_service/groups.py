@@ -1,7 +1,8 @@
 """Generates groups: all samples of one grant at once, whole or not at all.
 
 Invariant: a group is made of exactly `group_size` trajectories, sample `i` with the seed that
-belongs to (run, ticket, i), whatever the attempt or the replica.
+belongs to (run, ticket, i), whatever the attempt or the replica. Where the advantage wants one, sample
+`group_size` is greedy: only its reward joins the group, as the baseline (ReMax, arXiv 2310.10505).
 """
 
 from __future__ import annotations
@@ -21,13 +22,19 @@ from rollout_service.prompts import PromptSet, TokenizedPrompt
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """How a group is sampled; `lengths` forces response lengths."""
+    """How a group is sampled; `lengths` forces response lengths, `has_greedy` adds a greedy sample."""
 
     run_seed: int
     group_size: int
     temperature: float
     max_tokens: int
     lengths: Lengths | None = None
+    has_greedy: bool = False
+
+    @property
+    def num_samples(self) -> int:
+        """Requests that a group makes of the engine."""
+        return self.group_size + self.has_greedy
 
 
 class GroupRunner:
@@ -46,18 +53,21 @@ class GroupRunner:
             async with asyncio.TaskGroup() as episodes:
                 tasks = [
                     episodes.create_task(self._run_sample(grant, prompt, sample))
-                    for sample in range(self._settings.group_size)
+                    for sample in range(self._settings.num_samples)
                 ]
         except* AsyncrlError as group:
             failures.extend(error for error in group.exceptions if isinstance(error, AsyncrlError))
         if failures:
             raise failures[0]
-        return Group(grant.ticket, grant.attempt, prompt.token_ids, tuple(task.result() for task in tasks))
+        trajectories = [task.result() for task in tasks]
+        baseline_reward = trajectories.pop().reward if self._settings.has_greedy else None
+        return Group(grant.ticket, grant.attempt, prompt.token_ids, tuple(trajectories), baseline_reward)
 
     async def _run_sample(self, grant: LeaseGrant, prompt: TokenizedPrompt, sample: int) -> Trajectory:
         seed = sample_seed(self._settings.run_seed, grant.ticket, sample)
         max_tokens, lengths = self._settings.max_tokens, self._settings.lengths
         if lengths is not None:
             max_tokens = lengths.draw_tokens(seed, max_tokens)
-        sampling = Sampling(self._settings.temperature, max_tokens, seed, ignores_eos=lengths is not None)
+        temperature = self._settings.temperature if sample < self._settings.group_size else 0.0
+        sampling = Sampling(temperature, max_tokens, seed, ignores_eos=lengths is not None)
         return await self._environment.run(prompt, sampling, f"{grant.ticket}.{grant.attempt}.{sample}")

@@ -34,6 +34,7 @@ from rollout_service.engine.protocol import EngineDied
 from rollout_service.evaluation import Evaluator
 from rollout_service.groups import GroupRunner
 from rollout_service.prompts import PromptSet
+from rollout_service.rewards.shaping import Overlong
 from weight_sync.memory.staging import Staged
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class ReplicaParts:
     runner: GroupRunner
     evaluator: Evaluator | None
     prompts: PromptSet
+    overlong: Overlong | None = None
 
 
 class Replica:
@@ -150,6 +152,7 @@ class Replica:
             "swaps": engine.num_swaps,
             "last_swap_s": engine.last_swap_s,
             "child_pids": engine.child_pids(),
+            **({} if self._parts.overlong is None else self._parts.overlong.counts()),
         }
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:

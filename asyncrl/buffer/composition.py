@@ -7,7 +7,7 @@ from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import Clock, SystemClock
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import WITH_GREEDY, Config
 from asyncrl.service import ServiceContext
 
 _MAX_SPANS = 256
@@ -56,5 +56,6 @@ def build(context: ServiceContext, clock: Clock | None = None) -> BufferService:
         group_size=config.rollout.group_size,
         drops_constant_groups=config.algorithm.drop_constant_groups,
         now=clock.now(),
+        needs_baseline=config.algorithm.advantage in WITH_GREEDY,
     )
     return BufferService(store, clock, context.bind)

@@ -25,6 +25,7 @@ class ExperienceStore:
     Args:
         group_size: Trajectories that a group must have.
         drops_constant_groups: A group whose rewards are all equal is dropped as `zero_std`.
+        needs_baseline: A group must bring the reward of a greedy answer.
 
     `counters` counts what was refused: `duplicates`, `late`, `malformed`, `failed/<reason>`, and so on.
     `num_turns` counts turns that changed something, since this process began.
@@ -37,12 +38,14 @@ class ExperienceStore:
         group_size: int,
         drops_constant_groups: bool,
         now: float,
+        needs_baseline: bool = False,
     ) -> None:
         self.journal = journal
         self.counters: Counter[str] = Counter()
         self.num_turns = 0
         self._group_size = group_size
         self._drops_constant_groups = drops_constant_groups
+        self._needs_baseline = needs_baseline
         self._payloads: dict[int, list[bytes]] = {}
         self.ledger = Ledger.replay(settings, journal.recover())
         if self.ledger.has_begun:
@@ -76,7 +79,7 @@ class ExperienceStore:
             self.counters["malformed"] += 1
             self.ledger.fail(replica, ticket, attempt)
             raise
-        if self._drops_constant_groups and len(set(group.rewards)) == 1:
+        if self._drops_constant_groups and group.is_constant:
             self.ledger.drop_constant(ticket)
             return "dropped"
         self._store(group, frames)
@@ -105,6 +108,8 @@ class ExperienceStore:
             )
         if not len(group.prompt_ids):
             raise WireError(f"ticket {ticket}: the prompt is empty")
+        if self._needs_baseline and group.baseline_reward is None:
+            raise WireError(f"ticket {ticket}: the group lacks the reward of a greedy answer")
         for sample, trajectory in enumerate(group.trajectories):
             self._check_trajectory(trajectory, f"ticket {ticket}, sample {sample}")
         return group

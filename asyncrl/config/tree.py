@@ -24,6 +24,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 WITH_VALUES = ("gae", "vtrace")
 """Advantages that need a critic."""
+WITH_GREEDY = ("remax",)
+"""Advantages that need the reward of a greedy answer per group."""
 EVALUATION_METRICS = ("accuracy", "reward_mean")
 """What an evaluation says, the higher the better."""
 CONFLICT = "conflict"
@@ -75,9 +77,15 @@ class DataSection(Section):
 
 
 class RewardSection(Section):
-    """`fn` is a registered name or `file.py:function`."""
+    """`fn` is a registered name or `file.py:function`.
+
+    An answer that reaches into the last `overlong_buffer_tokens` before `rollout.max_tokens` loses up to
+    `overlong_penalty`, in proportion (DAPO, arXiv 2503.14476); 0 tokens turn it off.
+    """
 
     fn: Text
+    overlong_buffer_tokens: NonNegative = 0
+    overlong_penalty: Annotated[float, Field(gt=0)] = 1.0
 
 
 class RolloutSection(Section):
@@ -394,6 +402,7 @@ def find_conflicts(config: Config) -> list[Conflict]:
         *_find_backend_conflicts(learner),
         *_find_schedule_conflicts(learner),
         *_find_critic_conflicts(config),
+        *_find_reward_conflicts(config),
     ]
 
 
@@ -408,6 +417,19 @@ def _find_critic_conflicts(config: Config) -> list[Conflict]:
             f"Choose {' or '.join(WITH_VALUES)}, or leave critic out",
         )
     ]
+
+
+def _find_reward_conflicts(config: Config) -> list[Conflict]:
+    reward, max_tokens = config.reward, config.rollout.max_tokens
+    if reward.overlong_buffer_tokens >= max_tokens:
+        what = f"reward.overlong_buffer_tokens ({reward.overlong_buffer_tokens}) leaves no answer unpunished"
+        hint = f"Keep it below rollout.max_tokens ({max_tokens})"
+        return [Conflict(("reward.overlong_buffer_tokens", "rollout.max_tokens"), what, hint)]
+    default = RewardSection.model_fields["overlong_penalty"].default
+    if reward.overlong_buffer_tokens or reward.overlong_penalty == default:
+        return []
+    what = "reward.overlong_penalty does nothing: reward.overlong_buffer_tokens is 0"
+    return [Conflict(("reward.overlong_penalty", "reward.overlong_buffer_tokens"), what, "Set both")]
 
 
 def _find_checkpoint_conflicts(config: Config) -> list[Conflict]:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.architectures import find_unsupported
 from asyncrl.config.cuts import find_uneven_cuts
 from asyncrl.config.tree import Config, LearnerSection
 from asyncrl.control.prepare import is_builtin, is_hub_id
 from asyncrl.errors import ConfigError
-
-ARCHITECTURES = ("qwen2", "qwen3", "llama")
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,8 @@ def check(config: Config) -> Plan:
         ConfigError: With every problem found, a line each.
     """
     checks: tuple[Callable[[Config], Iterator[str]], ...] = (
-        _check_model,
+        _check_models,
+        _check_lengths,
         _check_data,
         _check_reward,
         _check_machine,
@@ -73,28 +73,63 @@ def check_replicas(config: Config, replicas: int) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _check_model(config: Config) -> Iterator[str]:
-    path = config.model.path
+def _check_models(config: Config) -> Iterator[str]:
+    """Say what is wrong with the policy's model, and with the critic's if it has one of its own."""
+    yield from _check_model("model.path", config.model.path, config)
+    if config.critic.path is None:
+        return
+    yield from _check_model("critic.path", config.critic.path, config)
+    policy, critic = _vocabulary(config.model.path), _vocabulary(config.critic.path)
+    if policy is not None and critic is not None and critic < policy:
+        yield (
+            f"critic.path: '{config.critic.path}' knows {critic} tokens and the policy {policy}; "
+            "choose a model of the same family"
+        )
+
+
+def _check_model(key: str, path: str, config: Config) -> Iterator[str]:
     if is_builtin(path) or is_hub_id(path):
         return
     config_file = Path(path) / "config.json"
     if not config_file.exists():
-        yield f"model.path: '{path}' holds no Hugging Face model (no config.json); name a folder or a hub id"
+        yield f"{key}: '{path}' holds no Hugging Face model (no config.json); name a folder or a hub id"
         return
     try:
-        table = dict(json.loads(config_file.read_text()))
+        table = _read_table(config_file)
     except (OSError, ValueError, TypeError) as error:
-        yield f"model.path: '{config_file}' cannot be read: {error}"
+        yield f"{key}: '{config_file}' cannot be read: {error}"
         return
     if config.learner.backend != "megatron":
         return
-    if table.get("model_type") not in ARCHITECTURES:
+    for problem, hint in find_unsupported(table):
+        other = ", or any other model with learner.backend: fsdp2"
+        yield f"{key}: '{path}': {problem}; {hint[0].lower()}{hint[1:]}{other}"
+        return
+    yield from _find_uneven_cuts(table, config.learner)
+
+
+def _read_table(config_file: Path) -> dict[str, Any]:
+    return dict(json.loads(config_file.read_text()))
+
+
+def _vocabulary(path: str) -> int | None:
+    """Return how many tokens the model in the folder `path` knows, if that can be told."""
+    try:
+        size = _read_table(Path(path) / "config.json").get("vocab_size")
+    except (OSError, ValueError, TypeError):
+        return None
+    return size if isinstance(size, int) else None
+
+
+def _check_lengths(config: Config) -> Iterator[str]:
+    """A row is trained whole, on all the ranks of its copy together: cp does not make it shorter."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if longest > config.learner.max_tokens_per_microbatch:
         yield (
-            f"model.path: '{path}' is a '{table.get('model_type')}' model; supported are "
-            f"{', '.join(ARCHITECTURES)}, and any other with learner.backend: fsdp2"
+            f"learner.max_tokens_per_microbatch: {config.learner.max_tokens_per_microbatch} is less than a "
+            f"row may have: data.max_prompt_tokens + rollout.max_tokens = {longest}; raise it to that, and "
+            "learner.cp if memory does not suffice"
         )
-    else:
-        yield from _find_uneven_cuts(table, config.learner)
 
 
 def _find_uneven_cuts(table: dict[str, Any], learner: LearnerSection) -> Iterator[str]:

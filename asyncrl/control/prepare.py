@@ -46,12 +46,10 @@ def prepare(config: Config, say: Callable[[str], None]) -> Config:
         ConfigError: An unknown builtin, or a hub id that cannot be fetched.
     """
     root = Path(config.run.dir).absolute() / "builtin"
-    model, revision = config.model.path, config.model.revision
-    if is_builtin(model):
-        model = str(make_builtin(model, root, say))
-    elif is_hub_id(model):
-        say(f"fetching {model}")
-        model, revision = fetch(model, revision)
+    model, revision = _resolve_model("model.path", config.model.path, config.model.revision, root, say)
+    critic = config.critic.path
+    if critic is not None:
+        critic, _ = _resolve_model("critic.path", critic, None, root, say)
     data = {
         name: None if path is None else _resolve_data(name, path, root, say)
         for name, path in (("train", config.data.train), ("eval", config.data.eval))
@@ -59,10 +57,8 @@ def prepare(config: Config, say: Callable[[str], None]) -> Config:
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())}),
-            "model": config.model.model_copy(
-                update={"path": str(Path(model).absolute()), "revision": revision}
-            ),
-            "critic": config.critic.model_copy(update={"path": _absolute(config.critic.path)}),
+            "model": config.model.model_copy(update={"path": model, "revision": revision}),
+            "critic": config.critic.model_copy(update={"path": critic}),
             "data": config.data.model_copy(update=data),
             "reward": config.reward.model_copy(update={"fn": _resolve_reward(config.reward.fn)}),
         }
@@ -89,8 +85,16 @@ def make_builtin(path: str, root: Path, say: Callable[[str], None]) -> Path:
     return folder
 
 
-def _absolute(path: str | None) -> str | None:
-    return None if path is None else str(Path(path).absolute())
+def _resolve_model(
+    key: str, path: str, revision: str | None, root: Path, say: Callable[[str], None]
+) -> tuple[str, str | None]:
+    """Return the folder of a model and its revision: the one found, if it was fetched."""
+    if is_builtin(path):
+        return str(make_builtin(path, root, say).absolute()), revision
+    if is_hub_id(path):
+        say(f"fetching {path}")
+        return fetch(path, revision, key)
+    return str(Path(path).absolute()), revision
 
 
 def _resolve_data(name: str, path: str, root: Path, say: Callable[[str], None]) -> str:
@@ -104,15 +108,19 @@ def _resolve_reward(fn: str) -> str:
     return f"{Path(file).absolute()}:{function}" if separator else fn
 
 
-def fetch(hub_id: str, revision: str | None) -> tuple[str, str]:
-    """Fetch a model from the hub once; return its folder and the revision that was found."""
+def fetch(hub_id: str, revision: str | None, key: str = "model.path") -> tuple[str, str]:
+    """Fetch a model from the hub once; return its folder and the revision that was found.
+
+    Raises:
+        ConfigError: It cannot be fetched; `key` is what names it.
+    """
     from huggingface_hub import snapshot_download
 
     try:
         folder = snapshot_download(hub_id, revision=revision)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path: '{hub_id}' is no folder here and could not be fetched from the hub: {error}",
+            f"{key}: '{hub_id}' is no folder here and could not be fetched from the hub: {error}",
             hint="Name a folder, or check the network",
         ) from error
     return folder, Path(folder).name

@@ -91,7 +91,7 @@ _PROBABILITIES = [
         "training/rollout_probs_diff_max", "1", "Largest |prox - behaviour| probability of a token", "max"
     ),
     *means(
-        "trained tokens",
+        "tokens in bound",
         ("training/rollout_probs_diff_mean", "1", "Mean |prox - behaviour| probability of a token"),
         ("training/rollout_probs_diff_std", "1", "Its unbiased standard deviation"),
         ("training/rollout_actor_probs_pearson_corr", "1", "Correlation of prox and behaviour probabilities"),

@@ -39,6 +39,10 @@ _DATA = [
 ]
 
 _TARGETS = [
+    *means(
+        "rows",
+        ("critic/greedy_score/mean", "reward", "Mean reward of the greedy answers (with `remax`)"),
+    ),
     *spread("critic/advantages", "reward", "advantage of a trained token", "trained tokens"),
     *spread(
         "critic/returns",
@@ -72,7 +76,7 @@ _ACTOR = [
         ("actor/kl_coef", "1", "Coefficient of that KL"),
         ("actor/grad_norm", "1", "Norm of the gradient before clipping"),
         ("actor/lr", "1", "Learning rate of the update"),
-        ("actor/skipped_updates", "share", "Updates that were left out: the gradient was not finite"),
+        ("actor/skipped_updates", "share", "Updates left out: not finite, or refused by the guard"),
     ),
     *means(
         "counted tokens",
@@ -90,14 +94,18 @@ _CRITIC = means(
     ("critic/vpred_mean", "reward", "Mean predicted value during the update"),
     ("critic/grad_norm", "1", "Norm of the critic's gradient before clipping"),
     ("critic/lr", "1", "Learning rate of the critic"),
-    ("critic/loss", "1", "Value loss times its coefficient"),
-    ("critic/skipped_updates", "share", "Critic updates left out: the gradient was not finite"),
+    ("critic/loss", "1", "The critic's whole loss: `critic/vf_loss`"),
+    ("critic/skipped_updates", "share", "Critic updates left out: not finite, or refused by the guard"),
 )
 
 _ADVANTAGE = [
     *means(
         "rows",
-        ("variance_proxy/proxy1_signal_strength", "1", "Squared norm of the mean gradient"),
+        (
+            "variance_proxy/proxy1_signal_strength",
+            "1",
+            "Squared norm of the mean gradient; all of these with an optimal token baseline",
+        ),
         ("variance_proxy/proxy2_total_power", "1", "Mean of squared advantage times token weight"),
         ("variance_proxy/proxy3_pure_noise", "1", "Larger of 0 and (proxy2 - proxy1) / (rows - 1)"),
         ("variance_proxy/expected_a_squared", "1", "Mean of the squared advantage"),

@@ -9,10 +9,12 @@ Reduction = Literal["mean", "max", "min", "sum", "leader"]
 """How one step's value comes out of its microbatches, updates and data-parallel ranks. `leader`: rank 0
 or the supervisor alone knows the value."""
 
-Over = Literal["counted tokens", "trained tokens", "rows", "answered rows", "ranks", "updates", "-"]
+Over = Literal[
+    "counted tokens", "tokens in bound", "trained tokens", "rows", "answered rows", "ranks", "updates", "-"
+]
 """What a mean is taken over. Counted tokens are sampled ones before any was masked for its age or
-rejected; trained ones entered the loss. A row is a trajectory; it is answered if its response has at
-least one token (verl: not aborted)."""
+rejected; those in bound are left once age has masked some; trained ones entered the loss. A row is a
+trajectory; it is answered if its response has at least one token (verl: not aborted)."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ of the row, where verl writes NaN. `<word>` stands for a variable part.
 
 *Reduced*: how a step's value comes out of its microbatches, updates and data-parallel ranks. A mean says
 what it is taken over: *counted tokens* are the sampled ones before any was masked for its age or rejected,
-*trained tokens* entered the loss, a *row* is a trajectory, and an *answered row* has a response token.
-*leader*: one process knows the value.
+those *in bound* are within `max_lag`, *trained tokens* entered the loss, a *row* is a trajectory, and an
+*answered row* has a response token. *leader*: one process knows the value.
 
 *Source*: `step` is every learner rank, `leader` rank 0, `supervisor` the watching process, `evaluation` a
 pinned replica, `guard` the stability guard.

@@ -42,6 +42,7 @@ _PERFORMANCE = [
         ("perf/throughput", "tokens/s", "Tokens per second and learner rank"),
         ("perf/learner_tokens_per_s", "tokens/s", "Tokens per second of all learner ranks"),
         ("perf/learner_idle_share", "share", "Of `timing_s/step`, waiting for a batch"),
+        ("weights/publish_s", "s", "Handing new weights to the publisher, since the row before"),
         (
             "perf/mfu/actor",
             "share",
@@ -94,6 +95,14 @@ _ROLLOUT = singles(
         "Of the replicas' time, without a request in flight, over the last 2 s",
     ),
     ("perf/rollout_replicas", "replicas", "Rollout replicas of the run"),
+    (
+        "rollout/overlong_share",
+        "share",
+        "Of the answers scored in the last 2 s, those inside `reward.overlong_buffer_tokens`, if it is set",
+    ),
+    ("rollout/overlong_penalty", "reward", "What these answers lost, as a mean over all of them"),
+    ("weights/version", "1", "Policy version that all replicas serve: the oldest of theirs"),
+    ("weights/apply_s", "s", "Longest of the replicas' last swaps: generation paused, weights loaded"),
     ("buffer/depth", "groups", "Complete groups that wait for the learner"),
     ("buffer/residue", "tickets", "What the laws of the ledger leave unexplained; anything but 0 is a bug"),
 )

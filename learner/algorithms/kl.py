@@ -5,6 +5,7 @@ Shapes: N packed positions, R rows; the estimators take any.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -94,7 +95,9 @@ class AdaptiveKl:
         self._horizon = horizon
 
     def update(self, kl: float, num_rows: float) -> None:
-        """Move the coefficient by at most 20 % times rows / horizon."""
+        """Move the coefficient by at most 20 % times rows / horizon; one that is 0 stays 0."""
+        if not math.isfinite(kl):  # a coefficient that is not a number would stay so
+            return
         error = min(max(kl / self._target - 1, -0.2), 0.2)
         self.value *= 1 + error * num_rows / self._horizon
 

@@ -10,13 +10,14 @@ Shapes: N packed positions, R rows.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from asyncrl.config.tree import AlgorithmSection, KlSection
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DataError
 from learner.algorithms.advantage import ADVANTAGES, NEEDS, AdvantageFn, AdvantageInput, is_constant
 from learner.algorithms.advantage.terms import on_one_rank
 from learner.algorithms.aggregation import aggregate, aggregate_rows
@@ -82,7 +83,15 @@ class Objective:
     @property
     def needs_values(self) -> bool:
         """Whether `prepare` wants a critic's `values_N` on the batch, and sets `returns_N`."""
-        return "values" in NEEDS.get(self.section.advantage, frozenset())
+        return self._needs("values")
+
+    @property
+    def needs_sum_pi_squared(self) -> bool:
+        """Whether `prepare` wants `sum_pi_squared_N` on the batch, of the pass that gives prox."""
+        return self._needs("sum_pi_squared")
+
+    def _needs(self, what: str) -> bool:
+        return what in NEEDS.get(self.section.advantage, frozenset())
 
     def prepare(
         self,
@@ -94,10 +103,14 @@ class Objective:
         """Return the batch with advantages, prox, weights and rejections, and metrics of this rank's share.
 
         Args:
-            batch: Already masked for age; with `values_N` and `reference_N` as needed.
+            batch: Already masked for age; with `values_N`, `reference_N`, `sum_pi_squared_N` as needed.
             prox_N: Log-probs at the start of the step; None if `needs_prox` is false.
             entropy_N: Entropies of the same pass, for the log.
             over_ranks: Sums totals over data-parallel ranks, where something is whitened or normalized.
+
+        Raises:
+            ConfigError: The batch lacks what the objective needs of a model.
+            DataError: A group came without the greedy answer that the advantage compares with.
         """
         self._check_fields(batch)
         rows = rows_of(batch)
@@ -109,14 +122,14 @@ class Objective:
             batch = dataclasses.replace(batch, prox_N=batch.behaviour_N)
         if self.kl is not None:
             metrics["actor/kl_coef"] = self.kl.controller.value
+        if self.needs_prox:
+            if entropy_N is not None:
+                metrics["actor/entropy"] = float(masked_mean(entropy_N, batch.loss_mask_N))
+            batch, corrected = self._correct(batch, rows, over_ranks)
+            metrics |= corrected
+        # After the correction: an optimal baseline weighs tokens as the loss will.
         batch, penalised = self._set_advantages(batch, rows, over_ranks)
-        metrics |= penalised
-        if not self.needs_prox:
-            return batch, metrics
-        if entropy_N is not None:
-            metrics["actor/entropy"] = float(masked_mean(entropy_N, batch.loss_mask_N))
-        batch, corrected = self._correct(batch, rows, over_ranks)
-        return batch, metrics | corrected
+        return batch, metrics | penalised
 
     def loss(
         self, logprobs_N: torch.Tensor, entropy_N: torch.Tensor, microbatch: PackedBatch
@@ -145,8 +158,9 @@ class Objective:
         )
         policy_loss = self._aggregate(tokens, weights_N, mask_N, microbatch)
         metrics = _mean_metrics(tokens, mask_N, microbatch) | {"actor/pg_loss": policy_loss.detach()}
-        loss, terms = self._regularise(logprobs_N, entropy_N, mask_N, microbatch)
-        return policy_loss + loss, metrics | terms
+        terms_loss, terms = self._regularise(logprobs_N, entropy_N, mask_N, microbatch)
+        loss = policy_loss + terms_loss
+        return loss, metrics | terms | {"actor/loss": loss.detach()}
 
     def value_loss(self, values_N: torch.Tensor, microbatch: PackedBatch) -> tuple[torch.Tensor, Tensors]:
         """Return this microbatch's share of the critic's loss, and metrics that sum to the minibatch's."""
@@ -155,7 +169,8 @@ class Objective:
         tokens = value_loss(values_N, microbatch.values_N, microbatch.returns_N, self.section.value_clip)
         loss = self._aggregate(tokens, None, mask_N, microbatch)
         seen = TokenLoss(values_N, tokens.metrics | {"critic/vpred_mean": values_N.detach()})
-        return loss, _mean_metrics(seen, mask_N, microbatch) | {"critic/vf_loss": loss.detach()}
+        found = loss.detach()
+        return loss, _mean_metrics(seen, mask_N, microbatch) | {"critic/vf_loss": found, "critic/loss": found}
 
     def update_controllers(self, metrics: Mapping[str, float], num_rows: float) -> None:
         """Let the KL controller see the step that has just been trained: its metrics over all ranks."""
@@ -191,6 +206,8 @@ class Objective:
             raise ConfigError(
                 "algorithm.kl needs the log-probs of a reference policy", hint="Set algorithm.kl.coef: 0"
             )
+        if self._needs("greedy"):
+            _check_baselines(batch)
 
     def _set_advantages(
         self, batch: PackedBatch, rows: Rows, over_ranks: Sum
@@ -206,10 +223,13 @@ class Objective:
             policy_N = batch.behaviour_N if batch.prox_N is None else batch.prox_N
             penalty = measure_penalty(policy_N, batch.reference_N, counted_N, rows, self.kl.estimator)
             coefficient = self.kl.controller.value
-            rewards_N = rewards_N - coefficient * penalty.kl_N
-            scores_R = scores_R - coefficient * rows.sum(penalty.kl_N, counted_N)
+            if coefficient:  # 0 turns it off whatever the KL is
+                rewards_N = rewards_N - coefficient * penalty.kl_N
+                scores_R = scores_R - coefficient * rows.sum(penalty.kl_N, counted_N)
             metrics["actor/reward_kl_penalty"] = penalty.mean
             metrics["actor/reward_kl_penalty_coeff"] = coefficient
+        if self._needs("greedy") and batch.baseline_R is not None:
+            metrics["critic/greedy_score/mean"] = float(batch.baseline_R.mean())
         found = self.advantage(
             AdvantageInput(
                 rewards_N,
@@ -222,12 +242,16 @@ class Objective:
                 values_N=batch.values_N,
                 prox_N=batch.prox_N,
                 behaviour_N=batch.behaviour_N,
+                weights_N=batch.weights_N,
+                sum_pi_squared_N=batch.sum_pi_squared_N,
+                greedy_R=batch.baseline_R,
                 verl_compat=self.section.verl_compat,
                 over_ranks=over_ranks,
             )
         )
         returns_N = found.returns_N if self.needs_values else None
-        return dataclasses.replace(batch, advantages_N=found.advantages_N, returns_N=returns_N), metrics
+        batch = dataclasses.replace(batch, rewards_R=scores_R, advantages_N=found.advantages_N)
+        return dataclasses.replace(batch, returns_N=returns_N), metrics
 
     def _correct(
         self, batch: PackedBatch, rows: Rows, over_ranks: Sum
@@ -303,7 +327,8 @@ class Objective:
             assert microbatch.reference_N is not None, "checked in prepare"
             kl_N = kl_penalty(logprobs_N, microbatch.reference_N, self.kl.estimator)
             kl = self._aggregate(TokenLoss(kl_N), None, mask_N, microbatch)
-            loss = loss + self.kl.controller.value * kl
+            if self.kl.controller.value:  # 0 turns it off whatever the KL is
+                loss = loss + self.kl.controller.value * kl
             metrics["actor/kl_loss"] = kl.detach()
         return loss, metrics
 
@@ -376,6 +401,19 @@ def rows_of(batch: PackedBatch) -> Rows:
     return Rows(batch.row_N, batch.num_rows)
 
 
+def _check_baselines(batch: PackedBatch) -> None:
+    none_R = torch.full_like(batch.rewards_R, math.nan)
+    baseline_R = none_R if batch.baseline_R is None else batch.baseline_R
+    groups = sorted(set(batch.group_R[baseline_R.isnan()].tolist()))
+    lacking = [batch.tickets_G[group] for group in groups]
+    if lacking:
+        raise DataError(
+            f"step {batch.step}: {len(lacking)} groups, the first of them ticket {lacking[0]}, "
+            "lack the reward of a greedy answer",
+            hint="They were made under another algorithm.advantage: give this run a name of its own",
+        )
+
+
 def _make_kl(section: KlSection) -> KlTerm | None:
     if not section.coef:
         return None
@@ -416,5 +454,4 @@ def _measure_correction(
     metrics |= rejection_metrics(prox_N - behaviour_N, mask_N, rows, correction.rejection)
     prefixed = {f"rollout_corr/{name}": value for name, value in metrics.items()}
     prefixed["rollout_corr/empty_batch"] = float(is_empty)
-    probabilities = divergence.probability_metrics(prox_N, behaviour_N, mask_N)
-    return prefixed | {f"training/{name}": value for name, value in probabilities.items()}
+    return prefixed

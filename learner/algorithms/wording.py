@@ -15,11 +15,8 @@ from learner.algorithms.losses import POLICY_LOSSES
 
 DISCOUNTED = ("gae", "vtrace", "reinforce_plus_plus")
 TRACED = ("gae", "vtrace")
-UNAVAILABLE = {
-    "remax": "the score of a greedy answer per prompt",
-    "optimal_token_baseline": "the sum of squared probabilities",
-    "tir_optimal_token_baseline": "the sum of squared probabilities",
-}
+OF_THE_PASS = ("vtrace", "optimal_token_baseline", "tir_optimal_token_baseline")
+"""Advantages that read what the pass over the batch at the start of a step gives."""
 ONE_AGGREGATION = {"sapo": "seq-mean-token-mean", "geo_mean": "the mean over rows"}
 _LEVELS = {"token": "per token", "sequence": "per sequence", "geometric": "per sequence, geometric mean"}
 _DEFAULTS = AlgorithmSection()
@@ -103,11 +100,6 @@ def _describe_denominator(section: AlgorithmSection) -> str:
 
 def _check_advantage(section: AlgorithmSection) -> Iterator[Problem]:
     name = section.advantage
-    if name in UNAVAILABLE:
-        yield (
-            f"algorithm.advantage: {name} needs {UNAVAILABLE[name]}, which no batch carries yet",
-            "Choose another advantage",
-        )
     if ":" in name:
         return
     if section.gamma != _DEFAULTS.gamma and name not in DISCOUNTED:
@@ -179,8 +171,10 @@ def _check_prox(section: AlgorithmSection, correction: Correction) -> Iterator[P
             "algorithm.normalize_weights needs the weights of the whole batch, which a bypass has not",
             "Choose a decoupled correction",
         )
-    if section.advantage == "vtrace" and (section.prox != "recompute" or correction.is_bypass):
-        yield "vtrace needs recomputed prox log-probs", "Use prox: recompute and correction: disabled"
+    name = section.advantage
+    if name in OF_THE_PASS and (section.prox != "recompute" or correction.is_bypass):
+        corrected = "correction: disabled" if name == "vtrace" else "a decoupled correction"
+        yield f"{name} needs recomputed prox log-probs", f"Use prox: recompute and {corrected}"
 
 
 def _check_kl(section: AlgorithmSection) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +61,15 @@ class PackedBatch:
         row_N: Row of each position.
         cu_seqlens: R + 1 positions at which rows start and end.
         group_R: Group of each row, 0..G-1.
-        rewards_R: float32.
+        rewards_R: float32; once the objective has prepared the batch, less the KL that it takes off them.
+        baseline_R: Reward of a greedy answer to the row's prompt, NaN where its group brought none; None if
+            no group did.
         tickets_G: Ascending.
         totals: Of the minibatch that this batch is, or is a microbatch of.
         prox_N: Log-probs under the weights at the start of the step, once computed.
         advantages_N, weights_N: Per token, once computed.
+        sum_pi_squared_N: Sum of squared probabilities over the vocabulary, of the same pass as `prox_N`,
+            where the advantage asks for it.
         reference_N: Log-probs under the reference policy, where the objective has one.
         values_N, returns_N: A critic's value before each label at the start of the step, and its target.
         origin_N: Of a microbatch: where each position lies in the batch that was cut; -1 in a filler.
@@ -84,7 +89,9 @@ class PackedBatch:
     rewards_R: torch.Tensor
     tickets_G: tuple[int, ...]
     totals: Totals
+    baseline_R: torch.Tensor | None = None
     prox_N: torch.Tensor | None = None
+    sum_pi_squared_N: torch.Tensor | None = None
     advantages_N: torch.Tensor | None = None
     weights_N: torch.Tensor | None = None
     reference_N: torch.Tensor | None = None
@@ -214,6 +221,7 @@ class PackedBatch:
             cu_seqlens=_cumulate(lengths),
             group_R=self.group_R[rows_R],
             rewards_R=self.rewards_R[rows_R],
+            baseline_R=None if self.baseline_R is None else self.baseline_R[rows_R],
         )
 
     def _make_filler(self) -> PackedBatch:
@@ -229,6 +237,7 @@ class PackedBatch:
             cu_seqlens=(0, 1),
             group_R=self.group_R.new_zeros(1),
             rewards_R=self.rewards_R.new_zeros(1),
+            baseline_R=None if self.baseline_R is None else self.baseline_R.new_zeros(1),
         )
 
 
@@ -288,6 +297,7 @@ def build_batch(groups: Sequence[Group], step: int, step_of_version: Mapping[int
         ),
         tickets_G=tuple(group.ticket for group in ordered),
         totals=Totals(0.0, 0.0, 0.0),
+        baseline_R=_spread_baselines(ordered),
     )
     return dataclasses.replace(batch, totals=count_totals(batch))
 
@@ -320,6 +330,15 @@ def _spread_versions(
                 steps.append(_step_of(span.version, step, step_of_version))
                 run_lengths.append(span.end - span.start)
     return np.repeat(versions, run_lengths), np.repeat(steps, run_lengths)
+
+
+def _spread_baselines(ordered: Sequence[Group]) -> torch.Tensor | None:
+    """Return the reward of each row's greedy answer [R], NaN where there is none; None if nowhere."""
+    if all(group.baseline_reward is None for group in ordered):
+        return None
+    per_group = [math.nan if (found := group.baseline_reward) is None else found for group in ordered]
+    sizes = [len(group.trajectories) for group in ordered]
+    return torch.from_numpy(np.repeat(np.asarray(per_group, np.float32), sizes))
 
 
 def plan_minibatches(tickets: Sequence[int], num_minibatches: int) -> list[tuple[int, ...]]:

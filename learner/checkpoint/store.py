@@ -114,12 +114,16 @@ class CheckpointStore:
         fault_point("checkpoint.renamed", step)
         return xxhash.xxh3_128_hexdigest(manifest.encode())
 
-    def kept_after(self, step: int) -> list[int]:
+    def kept_after(self, step: int, committed: Iterable[int]) -> list[int]:
         """Return the steps to resume from that stay once `step` is committed, ascending.
 
-        Later ones belong to a branch that a resume has abandoned.
+        Args:
+            step: The newest. Later ones belong to a branch that a resume has abandoned.
+            committed: Steps whose checkpoints the journal knows. A folder that it does not know, of an
+                abandoned branch or an interrupted write, is none to resume from.
         """
-        older = [found for found in self.steps() if found < step]
+        known = set(committed)
+        older = [found for found in self.steps() if found < step and found in known]
         return [*older, step][-self._keep :]
 
     def best(self, newest: int | None = None) -> list[int]:

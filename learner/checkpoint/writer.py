@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,6 +93,7 @@ class CheckpointKeeper:
     Args:
         commit: Makes the checkpoint known to the journal.
         best_metric: What the store's best checkpoints are chosen by.
+        committed: Returns the steps whose checkpoints the journal knows; by default all that are there.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class CheckpointKeeper:
         *,
         max_stall_s: float,
         best_metric: str = "",
+        committed: Callable[[], Iterable[int]] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._store = store
@@ -110,6 +112,7 @@ class CheckpointKeeper:
         self._world_size = world_size
         self._max_stall_s = max_stall_s
         self._best_metric = best_metric
+        self._committed = committed or store.steps
         self._clock = clock or SystemClock()
         self._thread: threading.Thread | None = None
         self._sealed = _Sealed()
@@ -160,7 +163,7 @@ class CheckpointKeeper:
                 f"the checkpoint of step {self._step} could not be written: {self._sealed.error}",
                 hint="Make room on the disk that holds the run, and start it again",
             ) from self._sealed.error
-        kept = self._store.kept_after(self._step)
+        kept = self._store.kept_after(self._step, self._committed())
         self._commit(self._step, self._sealed.digest, kept)
         fault_point("checkpoint.committed", self._step)
         self._store.remove_all_but(kept)

@@ -58,6 +58,10 @@ class Fsdp2Backend(RankedModel):
         outputs = self._engine.infer(batch)
         return (outputs[0], outputs[1]) if outputs else (torch.zeros(0), torch.zeros(0))
 
+    def logprobs_and_squares(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        outputs = self._engine.infer(batch, has_squares=True) or [torch.zeros(0)] * 3
+        return outputs[0], outputs[1], outputs[2]
+
     def update(self, minibatch: PackedBatch, loss_fn: LossFn) -> dict[str, float]:
         return _prefix("actor", self._engine.update(minibatch, loss_fn, num_outputs=2))
 

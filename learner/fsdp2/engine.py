@@ -11,11 +11,12 @@ Shapes: N packed positions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,13 @@ from learner.fsdp2.model.rows import lay_out_rows
 from learner.fsdp2.reduction import reduce_metrics
 from learner.fsdp2.sharding import ShardedParameter
 from learner.fsdp2.state import TrainingState
-from learner.guard.seams import StepGate
+from learner.guard.seams import MakeRoom, StepGate
 from learner.precision import LossScale
 
 EngineLoss = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 """(*outputs of the module, microbatch) -> (loss, metrics)."""
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -65,6 +68,7 @@ class Engine:
         self._group, self._config, self._is_packed = group, config, is_packed
         self.max_tokens_per_microbatch = config.max_tokens_per_microbatch
         self.step_gate: StepGate | None = None
+        self.make_room: MakeRoom | None = None
         self._loss_scale = LossScale(dtype)
         for parameter in parameters:
             parameter.tensor.requires_grad_(not is_frozen)
@@ -72,12 +76,15 @@ class Engine:
         self._state = TrainingState(parameters, self._optimizer, group) if self._optimizer else None
 
     @torch.no_grad()
-    def infer(self, batch: PackedBatch) -> list[torch.Tensor]:
-        """Return each output of the module for the whole batch, on the CPU; collective."""
+    def infer(self, batch: PackedBatch, **options: bool) -> list[torch.Tensor]:
+        """Return each output of the module, called with `options`, for the whole batch; collective."""
+        return self._run_again(batch, lambda: self._infer(batch, **options))
+
+    def _infer(self, batch: PackedBatch, **options: bool) -> list[torch.Tensor]:
         microbatches: list[PackedBatch] = []
         parts: list[Sequence[torch.Tensor]] = []
         for microbatch in self._microbatches(batch):
-            outputs = self._forward(microbatch)
+            outputs = self._forward(microbatch, **options)
             if microbatch is not None:
                 microbatches.append(microbatch)
                 parts.append([output.cpu() for output in outputs])
@@ -92,7 +99,8 @@ class Engine:
         minibatch = dataclasses.replace(minibatch, totals=self._sum_totals(minibatch.totals))
         metrics: dict[str, float] = {}
         for scale in self._loss_scale.attempts():
-            reduced = self._add_gradients(minibatch, loss_fn, num_outputs, scale)
+            attempt = functools.partial(self._add_gradients, minibatch, loss_fn, num_outputs, scale)
+            reduced = self._run_again(minibatch, attempt)
             metrics = reduced | self._step_optimizer(reduced, scale)
             if math.isfinite(metrics["grad_norm"]):
                 self._loss_scale.accept(scale)
@@ -134,7 +142,20 @@ class Engine:
             {name: [metrics[name] for metrics in collected] for name in collected[0]}, self._group
         )
 
-    def _forward(self, microbatch: PackedBatch | None) -> Sequence[torch.Tensor]:
+    def _run_again(self, batch: PackedBatch, run: Callable[[], T]) -> T:
+        """Return what the pass `run` does; where memory runs out do it again, if this is the only rank.
+
+        Ranks gather each layer together: one cannot repeat what the others have behind them.
+        """
+        while True:
+            try:
+                return run()
+            except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+                if self.make_room is None:
+                    raise
+                self.make_room(batch.row_lengths, error, self._group.size == 1)
+
+    def _forward(self, microbatch: PackedBatch | None, **options: bool) -> Sequence[torch.Tensor]:
         """Run one microbatch, or one token whose outputs nobody reads."""
         device = self._group.device
         if microbatch is None:
@@ -144,7 +165,7 @@ class Engine:
         else:
             tokens_N, labels_N, cu_seqlens = microbatch.tokens_N, microbatch.labels_N, microbatch.cu_seqlens
         rows = lay_out_rows(cu_seqlens, device, one_rectangle=not self._is_packed)
-        outputs: Sequence[torch.Tensor] = self._module(tokens_N, labels_N, rows)
+        outputs: Sequence[torch.Tensor] = self._module(tokens_N, labels_N, rows, **options)
         return outputs
 
     def _microbatches(self, batch: PackedBatch) -> Iterator[PackedBatch | None]:

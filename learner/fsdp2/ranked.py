@@ -20,7 +20,7 @@ from learner.fsdp2.groups import RankGroup, join_group
 from learner.fsdp2.model.modules import PolicyModule, ValueModule
 from learner.fsdp2.reduction import average_metrics
 from learner.fsdp2.sharding import Sharding, describe_parameters, gather_whole, shard_module
-from learner.guard.seams import StepGate
+from learner.guard.seams import MakeRoom, StepGate
 from learner.precision import DTYPES
 
 RootModule = PolicyModule | ValueModule
@@ -106,6 +106,10 @@ class RankedModel:
     def set_step_gate(self, gate: StepGate | None) -> None:
         """Ask `gate` before every optimizer step; a refused one counts as skipped."""
         self._engine.step_gate = gate
+
+    def set_memory_guard(self, make_room: MakeRoom | None) -> None:
+        """Ask `make_room` when a pass runs out of memory."""
+        self._engine.make_room = make_room
 
     def save_hf(self, folder: Path) -> None:
         if self._group.rank == 0:

@@ -30,7 +30,13 @@ LR_FACTOR = 0.5
 SMALLEST_LR_SCALE = 2.0**-10
 COOLDOWN_STEPS = 5
 """Steps that a change gets to show its effect before the next one."""
-KNOWN_BEFORE_UPDATE = ("actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac")
+KNOWN_BEFORE_UPDATE = (
+    "actor/grad_norm",
+    "actor/ppo_kl",
+    "actor/pg_clipfrac",
+    "critic/grad_norm",
+    "critic/vf_clipfrac",
+)
 Limits = list[tuple[str, float]]
 
 

@@ -1,22 +1,20 @@
-"""A backend that survives running out of memory, and that can refuse an update.
+"""A model that survives running out of memory, and that can refuse an update.
 
 Owns the retry: microbatches of half the tokens, then more offload, and it says so. The gradients are
-zeroed at the start of every update, so a retry is exact. Invariant: an update is tried again only if
-its optimizer step had not begun. With several ranks nothing is retried: the others would wait in a
-collective that this rank does not enter.
+zeroed at the start of every try, so a retry is exact. Invariant: a pass is tried again only if no other
+rank waits inside it and its optimizer step has not begun; whether that is so the backend knows.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-import torch
+from torch import OutOfMemoryError
 
-from learner.backend import LearnerBackend, LossFn
+from learner.backend import LearnerBackend, ValueBackend
 from learner.batching.batch import PackedBatch
 from learner.guard.explanations import explain
 from learner.guard.guard import Limits, UnstableTraining
@@ -25,45 +23,47 @@ from learner.guard.signals import Finding
 
 log = logging.getLogger(__name__)
 
+Part = Literal["actor", "critic"]
+"""What the metrics of the model's updates begin with."""
+
 HOST_MESSAGES = ("not enough memory", "out of memory", "can't allocate memory")
 """What a plain RuntimeError says where the host's memory ends."""
-T = TypeVar("T")
 
 
 class Gate:
     """Decides before each optimizer step; every rank has the same limits and so decides alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: Part = "actor") -> None:
         self.limits: Limits = []
         self.num_refused = 0
-        self.has_stepped = False
+        self._part = part
 
     def __call__(self, grad_norm: float, metrics: Mapping[str, float]) -> bool:
-        values = {**metrics, "actor/grad_norm": grad_norm}
+        values = {**metrics, f"{self._part}/grad_norm": grad_norm}
         is_beyond = any(abs(values.get(name, 0.0)) > limit for name, limit in self.limits)
         if is_beyond and math.isfinite(grad_norm):  # a backend refuses the others by itself
             self.num_refused += 1
             return False
-        self.has_stepped = True
         return True
 
 
-class GuardedBackend:
-    """A `LearnerBackend` with retries; what is not guarded goes to `inner`.
+class GuardedModel:
+    """A policy, a critic or a reference with retries; what is not guarded goes to `inner`.
 
     Args:
-        can_retry: This is the only rank.
+        part: Says whose limits hold; a reference is never updated.
     """
 
-    def __init__(self, inner: LearnerBackend, can_retry: bool) -> None:
-        self._inner = inner
-        self._can_retry = can_retry
-        self.gate = Gate()
+    def __init__(self, inner: LearnerBackend | ValueBackend, part: Part = "actor") -> None:
+        self._inner: Any = inner
+        self._part = part
+        self.gate = Gate(part)
         self.num_out_of_memory = 0
         self._refused: set[int] = set()
         self._applied: set[int] = set()
         if isinstance(inner, TunableBackend):
             inner.set_step_gate(self.gate)
+            inner.set_memory_guard(self._make_room)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -75,59 +75,56 @@ class GuardedBackend:
         self._applied.clear()
 
     @property
-    def refused_tickets(self) -> list[int]:
-        """This rank's groups of the step that were in updates, none of which was applied; ascending."""
-        return sorted(self._refused - self._applied)
+    def refused_tickets(self) -> set[int]:
+        """This rank's groups of the step that were in updates, none of which was applied."""
+        return self._refused - self._applied
 
-    def logprobs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `LearnerBackend.logprobs`."""
-        return self._retry(batch, lambda: self._inner.logprobs(batch))
+    def update(self, minibatch: PackedBatch, loss_fn: Any) -> dict[str, float]:
+        """See `LearnerBackend.update` and `ValueBackend.update`.
 
-    def update(self, minibatch: PackedBatch, loss_fn: LossFn) -> dict[str, float]:
-        """See `LearnerBackend.update`."""
-        metrics = self._retry(minibatch, lambda: self._inner.update(minibatch, loss_fn))
-        is_refused = bool(metrics.get("actor/skipped_updates"))
+        Raises:
+            UnstableTraining: There is no memory left, and making the microbatches smaller does not help.
+        """
+        try:
+            metrics: dict[str, float] = self._inner.update(minibatch, loss_fn)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            # What a pass raised came to `_make_room`: this is what comes after it.
+            raise UnstableTraining(
+                f"no memory left in the optimizer step: {error}", hint=self._hint()
+            ) from error
+        is_refused = bool(metrics.get(f"{self._part}/skipped_updates"))
         (self._refused if is_refused else self._applied).update(minibatch.tickets_G)
         return metrics
 
-    def _retry(self, batch: PackedBatch, attempt: Callable[[], T]) -> T:
-        while True:
-            self.gate.has_stepped = False
-            try:
-                return attempt()
-            except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-                if not is_out_of_memory(error):
-                    raise
-                self.num_out_of_memory += 1
-                self._make_room(batch, error)
-
-    def _make_room(self, batch: PackedBatch, error: BaseException) -> None:
-        """Use less memory from now on, or give up with the reason."""
-        if not isinstance(self._inner, TunableBackend):
+    def _make_room(self, row_lengths: Sequence[int], error: BaseException, may_run_again: bool) -> None:
+        """Use less memory from now on, or give up with the reason; raise `error` if it is another one."""
+        if not is_out_of_memory(error):
             raise error
+        self.num_out_of_memory += 1
         tokens = self._inner.max_tokens_per_microbatch
-        finding = Finding("out_of_memory", "learner.max_tokens_per_microbatch", float(tokens))
-        hint = f"Set learner.max_tokens_per_microbatch to {max(1, tokens // 2)}"
-        if not self._can_retry:
+        if not may_run_again:
             raise UnstableTraining(
-                f"a microbatch of {tokens} tokens did not fit: {error}", hint=hint
+                f"a microbatch of {tokens} tokens did not fit while other ranks wait in the pass: {error}",
+                hint=self._hint(),
             ) from error
-        if self.gate.has_stepped:
-            raise UnstableTraining(f"no memory left in the optimizer step: {error}", hint=hint) from error
-        log.warning("%s", explain(finding))
-        done = self._halve(batch, tokens) or self._offload()
+        log.warning("%s", explain(Finding("out_of_memory", "learner.max_tokens_per_microbatch", tokens)))
+        done = self._halve(row_lengths, tokens) or self._offload()
         if not done:
             raise UnstableTraining(
                 f"microbatches of {tokens} tokens, as long as the longest row, do not fit: {error}",
                 hint="Lower rollout.max_tokens, raise learner.tp or cp, or turn on recompute",
             ) from error
-        log.warning("out of memory: %s; the update is tried again", done)
+        log.warning("out of memory (%s): %s; the pass is tried again", self._part, done)
 
-    def _halve(self, batch: PackedBatch, tokens: int) -> str:
-        assert isinstance(self._inner, TunableBackend), "checked by the caller"
-        longest = max((end - start for start, end in itertools.pairwise(batch.cu_seqlens)), default=1)
-        in_use = min(tokens, batch.num_tokens)
-        fewer = max(in_use // 2, longest)
+    def _hint(self) -> str:
+        tokens = self._inner.max_tokens_per_microbatch
+        return f"Set learner.max_tokens_per_microbatch to {max(1, tokens // 2)}"
+
+    def _halve(self, row_lengths: Sequence[int], tokens: int) -> str:
+        in_use = min(tokens, sum(row_lengths))
+        fewer = max(in_use // 2, max(row_lengths, default=1))
         if fewer >= in_use:
             return ""
         self._inner.set_max_tokens_per_microbatch(fewer)
@@ -140,6 +137,6 @@ class GuardedBackend:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether memory ran out, of the device or of the host."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError | OutOfMemoryError):
         return True
     return any(message in str(error).lower() for message in HOST_MESSAGES)

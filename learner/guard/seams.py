@@ -5,7 +5,7 @@ Each is optional: without it the guard warns where it would have acted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 StepGate = Callable[[float, Mapping[str, float]], bool]
@@ -13,6 +13,13 @@ StepGate = Callable[[float, Mapping[str, float]], bool]
 
 Called on every rank, with equal values, after the gradients are reduced and before anything of the
 optimizer changes.
+"""
+
+MakeRoom = Callable[[Sequence[int], BaseException, bool], None]
+"""(tokens of each row of the pass, what it raised, whether it may be run again).
+
+Returns if the pass is to be run again, with less memory; raises otherwise. It may not be run again where
+another rank waits inside the pass: that rank would wait for a collective that does not come.
 """
 
 
@@ -29,6 +36,10 @@ class TunableBackend(Protocol):
 
     def set_step_gate(self, gate: StepGate | None) -> None:
         """Ask `gate` before every optimizer step; a refused one counts in `actor/skipped_updates`."""
+
+    def set_memory_guard(self, make_room: MakeRoom | None) -> None:
+        """Ask `make_room` when a forward pass, or the gradient of an update, raises RuntimeError or
+        MemoryError."""
 
 
 @runtime_checkable

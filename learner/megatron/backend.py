@@ -63,6 +63,10 @@ class MegatronBackend(Engine):
         logprobs_N, entropy_N = self._forward(batch)
         return logprobs_N, entropy_N
 
+    def logprobs_and_squares(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logprobs_N, entropy_N, squares_N = self._forward(batch, has_squares=True)
+        return logprobs_N, entropy_N, squares_N
+
     def update(self, minibatch: PackedBatch, loss_fn: LossFn) -> dict[str, float]:
         def loss(
             output_2N: torch.Tensor, microbatch: PackedBatch

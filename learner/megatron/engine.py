@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from learner.backend import Placement
 from learner.batching.batch import PackedBatch, Totals, restore_order
 from learner.checkpoint import pretrained
 from learner.checkpoint.snapshot import Snapshot
-from learner.guard.seams import StepGate
+from learner.guard.seams import MakeRoom, StepGate
 from learner.megatron import cpu_adaptor
 from learner.precision import DTYPES, LossScale
 
@@ -37,6 +37,8 @@ from learner.megatron.model import architecture, heads  # noqa: E402
 from learner.megatron.optimizer import Updates  # noqa: E402
 from learner.megatron.schedule import ColumnsLoss, Schedule  # noqa: E402
 from learner.megatron.state import TrainingState  # noqa: E402
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -64,6 +66,7 @@ class Engine:
         self._lr, self._num_updates, self._loss_scale = config.lr, 0, LossScale(self._dtype)
         self._max_tokens = config.max_tokens_per_microbatch
         self._gate: StepGate | None = None
+        self._make_room: MakeRoom | None = None
         try:
             self._transformer = architecture.make_transformer_config(
                 self._architecture, self._parallelism, self._dtype
@@ -109,8 +112,11 @@ class Engine:
     def set_step_gate(self, gate: StepGate | None) -> None:
         self._gate = gate
 
+    def set_memory_guard(self, make_room: MakeRoom | None) -> None:
+        self._make_room = make_room
+
     def raise_offload(self) -> str:
-        return self._training.raise_offload()
+        return "" if self._updates is None else self._updates.raise_offload()
 
     def reduce(self, metrics: Mapping[str, float], weight: float) -> dict[str, float]:
         weights = torch.tensor([weight], dtype=torch.float64)
@@ -154,14 +160,18 @@ class Engine:
     def close(self) -> None:
         self._groups.stop()
 
-    def _forward(self, batch: PackedBatch) -> torch.Tensor:
+    def _forward(self, batch: PackedBatch, *, has_squares: bool = False) -> torch.Tensor:
         """Return the head's output [C, N] on the CPU, on every rank."""
         self._sync_parameters()
-        num_columns = 2 if self._kind == "policy" else 1
-        parts = self._split(batch)
+        num_columns = 2 + has_squares if self._kind == "policy" else 1
         if not batch.num_rows:
             return torch.zeros(num_columns, 0)
-        outputs = self._schedule.forward(parts)
+
+        def run() -> tuple[Sequence[PackedBatch], list[torch.Tensor]]:
+            parts = self._split(batch)
+            return parts, self._schedule.forward(parts, has_squares=has_squares)
+
+        parts, outputs = self._run_again(batch, run)
         output_CN = (
             restore_order(parts, outputs)
             if self._groups.is_last_stage
@@ -172,10 +182,9 @@ class Engine:
     def _train(self, minibatch: PackedBatch, loss_fn: ColumnsLoss) -> dict[str, float]:
         """Do one update; return the loss's metrics over the whole minibatch, and the optimizer's."""
         minibatch = dataclasses.replace(minibatch, totals=self._sum_totals(minibatch.totals))
-        microbatches, metrics = self._split(minibatch), dict[str, float]()
+        metrics: dict[str, float] = {}
         for scale in self._loss_scale.attempts():
-            self._training.zero_gradients()
-            collected = self._schedule.train(microbatches, loss_fn, scale)
+            collected = self._add_gradients(minibatch, loss_fn, scale)
             reduced: dict[str, float] = {}
             if self._groups.is_last_stage:
                 reduced = self._reduce({name: [found[name] for found in collected] for name in collected[0]})
@@ -187,6 +196,34 @@ class Engine:
                 break
         self._num_updates += 1
         return metrics
+
+    def _add_gradients(
+        self, minibatch: PackedBatch, loss_fn: ColumnsLoss, scale: float
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """Make the gradient of the minibatch over all ranks; return each microbatch's metrics."""
+
+        def run() -> list[Mapping[str, torch.Tensor]]:
+            self._training.zero_gradients()
+            return self._schedule.train(self._split(minibatch), loss_fn, scale)
+
+        return self._run_again(minibatch, run)
+
+    def _run_again(self, batch: PackedBatch, run: Callable[[], T]) -> T:
+        """Return what the pass `run` does; where memory runs out and no other rank waits, do it again.
+
+        Data-parallel ranks meet only when gradients are reduced, unless that is overlapped: until then
+        one may take longer than the others, and they wait for it.
+        """
+        is_alone = dist.get_world_size() == 1
+        is_apart = self._parallelism.num_copies == 1 and not self._parallelism.overlap
+        while True:
+            try:
+                return run()
+            except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+                if self._make_room is None:
+                    raise
+                may_run_again = is_alone or (is_apart and not self._schedule.is_reducing)
+                self._make_room(batch.row_lengths, error, may_run_again)
 
     @property
     def _training(self) -> Updates:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -46,6 +47,9 @@ class Updates:
             DistributedDataParallel(transformer, ddp_config, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
+        if not config.overlap:
+            for group in (group for chunk in self.chunks for group in chunk.bucket_groups):
+                _spare_lone_rank(group)
         self.optimizer = _make_optimizer(self.chunks, config, dtype)
         self._overlaps, self._is_behind = config.overlap, False
         self._device, self._offloads = next(chunks[0].parameters()).device, config.offload
@@ -121,6 +125,17 @@ class Updates:
         for main_group in self.optimizer.shard_fp32_from_float16_groups:
             for main in main_group:
                 main.data = main.data.to(device)
+
+
+def _spare_lone_rank(group: Any) -> None:
+    """Leave out the collectives of one rank, which copy all its gradients and weights onto themselves."""
+    if group.intra_distributed_optimizer_instance_size == 1:
+        assert all(bucket.gradient_scaling_factor == 1.0 for bucket in group.buckets), "gradients are summed"
+        group.start_grad_sync = group.start_param_sync = _do_nothing
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    return None
 
 
 def _make_optimizer(

@@ -50,32 +50,46 @@ class Schedule:
         )
         self._chunks, self._config, self._groups = list(chunks), config, groups
         self._num_multiple = groups.pp.size() if is_interleaved else 1
-        config.finalize_model_grads_func = _finalize_gradients
+        self.is_reducing = False
+        config.finalize_model_grads_func = self._finalize_gradients
 
     def train(
         self, microbatches: Sequence[PackedBatch], loss_fn: ColumnsLoss, scale: float
     ) -> list[Mapping[str, torch.Tensor]]:
         """Add the gradients of all microbatches and reduce them; return each one's metrics (last stage).
 
-        Gradients are `scale` times those of the loss.
+        Gradients are `scale` times those of the loss. `is_reducing` says, also after an error, whether the
+        other data-parallel ranks have been met.
         """
+        self.is_reducing = False
         results: list[Mapping[str, torch.Tensor]] = self._run(
             microbatches, functools.partial(self._compute_loss, loss_fn, scale), forward_only=False
         )
         return results
 
     @torch.no_grad()
-    def forward(self, microbatches: Sequence[PackedBatch]) -> list[torch.Tensor]:
+    def forward(
+        self, microbatches: Sequence[PackedBatch], *, has_squares: bool = False
+    ) -> list[torch.Tensor]:
         """Return the head's output [C, N] of each microbatch (on the last stage)."""
-        results: list[torch.Tensor] = self._run(microbatches, self._keep_output, forward_only=True)
+        results: list[torch.Tensor] = self._run(
+            microbatches, self._keep_output, forward_only=True, has_squares=has_squares
+        )
         return results
 
     def _run(
-        self, microbatches: Sequence[PackedBatch], finish: Callable[..., Any], *, forward_only: bool
+        self,
+        microbatches: Sequence[PackedBatch],
+        finish: Callable[..., Any],
+        *,
+        forward_only: bool,
+        has_squares: bool = False,
     ) -> list[Any]:
         inputs = [self._prepare(microbatch) for microbatch in microbatches]
         num_padding = -len(inputs) % self._num_multiple
         inputs += [self._prepare(microbatches[0].select_groups(()))] * num_padding if num_padding else []
+        for one in inputs:
+            one.rows.has_squares = has_squares
         run = get_forward_backward_func()
         iterators = [iter(inputs) for _ in self._chunks]
         results = run(
@@ -123,6 +137,11 @@ class Schedule:
             loss = loss.detach() + output_CN.sum() * 0.0
         return loss * scale, torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
+    def _finalize_gradients(self, chunks: list[torch.nn.Module], _num_tokens: Any, **options: Any) -> None:
+        """Reduce gradients over all groups; Megatron would divide by the number of tokens here."""
+        self.is_reducing = True
+        finalize_model_grads(chunks, None, **options)
+
     def _keep_output(
         self, inputs: _Inputs, output_CN: torch.Tensor, non_loss_data: bool = True
     ) -> torch.Tensor:
@@ -134,8 +153,3 @@ def _step_forward(finish: Callable[..., Any], iterator: Any, chunk: torch.nn.Mod
     inputs = next(iterator)
     output = chunk(inputs.tokens_1N, None, None, packed_seq_params=inputs.rows)
     return output, functools.partial(finish, inputs)
-
-
-def _finalize_gradients(chunks: list[torch.nn.Module], _num_tokens: Any, **options: Any) -> None:
-    """Reduce gradients over all groups; Megatron would divide by the number of tokens here."""
-    finalize_model_grads(chunks, None, **options)

@@ -1,6 +1,11 @@
 """What a learner step says of itself: metrics under verl's names, times, the profiler's window."""
 
-from learner.report.description import describe_batch, describe_targets
+from learner.report.description import (
+    describe_batch,
+    describe_probabilities,
+    describe_rewards,
+    describe_targets,
+)
 from learner.report.efficiency import Efficiency, make_efficiency
 from learner.report.memory import measure_memory
 from learner.report.profiler import ProfilerWindow
@@ -12,6 +17,8 @@ __all__ = [
     "ProfilerWindow",
     "Stopwatch",
     "describe_batch",
+    "describe_probabilities",
+    "describe_rewards",
     "describe_targets",
     "make_efficiency",
     "measure_memory",

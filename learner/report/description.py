@@ -1,9 +1,10 @@
 """What a rank's share of a batch looks like: lengths, rewards, spans, targets.
 
 Owns the values of this rank alone, and beside them what `reduction.reduce_over_ranks` needs to make
-those of the whole batch: `weight/<over>` (how much this share weighs in a mean) and `moment/<name>`
-(means from which a variance or correlation is made). Neither reaches the metrics row. Invariant: every
-rank gives the same names, whatever its share holds; a mean of nothing is NaN, a maximum of nothing -inf.
+those of the whole batch: `weight/<over>` (how much this share weighs in a mean) and
+`moment/<over>/<name>` (means from which a variance or correlation is made). Neither reaches the metrics
+row. The definitions are those of `algorithms.diagnostics`, which the oracle checks. Invariant: every rank
+gives the same names, whatever its share holds; a mean of nothing is NaN, a maximum of nothing -inf.
 
 Shapes: N packed positions, R rows (trajectories).
 """
@@ -18,94 +19,120 @@ import torch
 
 from asyncrl.experience import Group, Trajectory
 from asyncrl.versions import UNLOADED
+from learner.algorithms.diagnostics.moments import probability_moments, value_moments
+from learner.algorithms.diagnostics.summary import (
+    length_metrics,
+    power_moments,
+    score_metrics,
+    spread,
+    target_spreads,
+)
+from learner.algorithms.rows import Rows
 from learner.batching.batch import PackedBatch
 
 Metrics = dict[str, float]
 
 
-def describe_batch(groups: Sequence[Group], batch: PackedBatch, max_prompt_tokens: int = 0) -> Metrics:
-    """Return rewards, lengths, turns and version spans of a share.
+def describe_batch(groups: Sequence[Group], batch: PackedBatch, max_prompt_tokens: int) -> Metrics:
+    """Return lengths, turns and version spans of a share.
 
     Args:
         groups: Of this share.
         batch: The same groups packed, before any token was masked.
-        max_prompt_tokens: The limit on prompts, for `prompt_length/clip_ratio`; 0 leaves that out.
+        max_prompt_tokens: The limit on prompts: those that reach it count in `prompt_length/clip_ratio`.
 
     `response_length/clip_ratio` is the share cut at the token limit, as the sampler says; verl takes the
     responses as long as its padded width for it.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     answered = [trajectory for trajectory in trajectories if trajectory.num_tokens]
-    rewards = [trajectory.reward for trajectory in answered]
-    prompt_lengths = [len(group.prompt_ids) for group in groups for _ in group.trajectories]
-    is_cut = [trajectory.finish_reason == "length" for trajectory in trajectories]
-    is_cut_answered = [trajectory.finish_reason == "length" for trajectory in answered]
+    prompt_R = torch.tensor([len(group.prompt_ids) for group in groups for _ in group.trajectories])
+    answer_R = torch.tensor([trajectory.num_tokens for trajectory in trajectories])
+    is_cut_R = torch.tensor([trajectory.finish_reason == "length" for trajectory in trajectories])
+    turns_R = torch.tensor([_count_turns(trajectory) for trajectory in trajectories])
     metrics = {
-        **_spread("critic/score", rewards),
-        **_spread("critic/rewards", rewards),
-        **_spread("response_length", [trajectory.num_tokens for trajectory in trajectories]),
-        **_spread("response_length_non_aborted", [trajectory.num_tokens for trajectory in answered]),
-        **_spread("prompt_length", prompt_lengths),
-        **_spread("num_turns", [_count_turns(trajectory) for trajectory in trajectories]),
-        "response_length/clip_ratio": _mean(is_cut),
-        "response_length_non_aborted/clip_ratio": _mean(is_cut_answered),
-        "response/aborted_ratio": _mean([not trajectory.num_tokens for trajectory in trajectories]),
+        **length_metrics(prompt_R, answer_R, prompt_R == max_prompt_tokens, is_cut_R),
+        **spread("num_turns", turns_R),
         **_describe_staleness(answered, batch),
         "perf/total_num_tokens": float(batch.num_tokens),
         "perf/attention_pairs": _count_pairs(batch),
         "weight/rows": float(len(trajectories)),
         "weight/answered rows": float(len(answered)),
     }
-    if max_prompt_tokens:
-        metrics["prompt_length/clip_ratio"] = _mean([n >= max_prompt_tokens for n in prompt_lengths])
-    return metrics
+    return _without_nothing(metrics)
+
+
+def describe_rewards(batch: PackedBatch, prepared: PackedBatch) -> Metrics:
+    """Return rewards before and after the KL penalty, of the share's answered rows.
+
+    Args:
+        batch: The share as it came.
+        prepared: Of its groups those that are trained, as the objective prepared them. The others were never
+            shown to the reference: nothing is taken off their rewards.
+    """
+    kept = torch.tensor(prepared.tickets_G, dtype=torch.long)
+    is_kept_R = torch.isin(torch.tensor(batch.tickets_G)[batch.group_R], kept)
+    rewards_R = batch.rewards_R.clone()
+    rewards_R[is_kept_R] = prepared.rewards_R
+    length_R = torch.bincount(batch.row_N[batch.version_N > UNLOADED], minlength=batch.num_rows)
+    return _without_nothing(score_metrics(batch.rewards_R, rewards_R, length_R))
 
 
 def describe_targets(batch: PackedBatch) -> Metrics:
-    """Return advantages, returns, values, and how far prox is from the sampler, over trained tokens.
+    """Return advantages, returns and values over trained tokens.
 
     Args:
-        batch: As the loss gets it: with advantages, and with prox, values and returns if the objective has
-            them. The advantages stand for returns that are not there: the estimator has no others.
+        batch: As the loss gets it: with advantages, and with values and returns if the objective has them.
+            The advantages stand for returns that are not there: the estimator has no others.
     """
     assert batch.advantages_N is not None, "the targets are there once the objective has prepared them"
     is_trained_N = batch.loss_mask_N > 0
-    advantages = batch.advantages_N[is_trained_N].double()
-    returns = advantages if batch.returns_N is None else batch.returns_N[is_trained_N].double()
-    metrics = {
-        **_spread("critic/advantages", advantages),
-        **_spread("critic/returns", returns),
-        "weight/trained tokens": float(len(advantages)),
-    }
+    returns_N = batch.advantages_N if batch.returns_N is None else batch.returns_N
+    metrics = target_spreads(batch.advantages_N, returns_N, batch.loss_mask_N, batch.values_N)
+    metrics["weight/trained tokens"] = float(is_trained_N.sum())
     if batch.values_N is not None:
-        values = batch.values_N[is_trained_N].double()
-        metrics |= _spread("critic/values", values)
-        metrics |= _moments({"returns": returns, "value_errors": returns - values})
-    if batch.prox_N is not None:
-        trainer, sampler = batch.prox_N[is_trained_N].exp(), batch.behaviour_N[is_trained_N].exp()
-        metrics |= _compare_probabilities(trainer.double(), sampler.double())
-    return metrics
+        moments = value_moments(returns_N[is_trained_N], batch.values_N[is_trained_N])
+        metrics |= {f"moment/trained tokens/{name}": value for name, value in moments.items()}
+    return _without_nothing(metrics | _describe_power(batch))
 
 
-def _compare_probabilities(trainer: torch.Tensor, sampler: torch.Tensor) -> Metrics:
-    difference = (trainer - sampler).abs()
-    return {
-        "training/rollout_probs_diff_valid": float(len(difference) > 0),
-        "training/rollout_probs_diff_max": float(difference.max()) if len(difference) else -math.inf,
-        "training/rollout_probs_diff_mean": float(difference.mean()),
-        **_moments({"probs_diff": difference, "trainer": trainer, "sampler": sampler}),
-        "moment/trainer_sampler": float((trainer * sampler).mean()),
+def _describe_power(batch: PackedBatch) -> Metrics:
+    """Return what `variance_proxy/*` are made from, if the advantage asks for what they need."""
+    if batch.sum_pi_squared_N is None or batch.prox_N is None or batch.advantages_N is None:
+        return {}
+    moments = power_moments(
+        batch.advantages_N,
+        batch.prox_N,
+        batch.sum_pi_squared_N,
+        batch.loss_mask_N,
+        Rows(batch.row_N, batch.num_rows),
+        batch.weights_N,
+    )
+    named = {f"moment/trained rows/{name}": value for name, value in moments.items()}
+    return named | {"weight/trained rows": float(batch.num_rows)}
+
+
+def describe_probabilities(batch: PackedBatch, valid_N: torch.Tensor) -> Metrics:
+    """Return how far the trainer's probabilities are from the sampler's; nothing without prox log-probs.
+
+    Args:
+        batch: With prox log-probs, if the objective has them.
+        valid_N: 1 at tokens within the bound on lag, also those that a correction rejects later.
+    """
+    if batch.prox_N is None:
+        return {}
+    is_valid_N = valid_N > 0
+    trainer, sampler = batch.prox_N[is_valid_N].exp(), batch.behaviour_N[is_valid_N].exp()
+    moments = probability_moments(trainer, sampler)
+    found = {
+        "rollout_probs_diff_valid": float(len(trainer) > 0),
+        "rollout_probs_diff_max": float((trainer - sampler).abs().max()) if len(trainer) else -math.inf,
+        "rollout_probs_diff_mean": moments["probs_diff"],
     }
-
-
-def _moments(columns: dict[str, torch.Tensor]) -> Metrics:
     return {
-        name: value
-        for column, values in columns.items()
-        for name, value in (
-            (f"moment/{column}", float(values.mean())),
-            (f"moment/{column}_squared", float(values.square().mean())),
-        )
+        **{f"training/{name}": value for name, value in found.items()},
+        **{f"moment/tokens in bound/{name}": value for name, value in moments.items()},
+        "weight/tokens in bound": float(len(trainer)),
     }
 
 
@@ -118,12 +145,12 @@ def _describe_staleness(answered: Sequence[Trajectory], batch: PackedBatch) -> M
         torch.zeros(batch.num_rows, dtype=lags.dtype).scatter_reduce(0, rows, lags, edge, include_self=False)
         for edge in ("amin", "amax")
     ]
-    newest, oldest = (edge_R[has_response_R].double() for edge_R in edges)
-    spans = [max(found) - min(found) + 1 for found in versions]
+    newest, oldest = (edge_R[has_response_R] for edge_R in edges)
+    spans = torch.tensor([max(found) - min(found) + 1 for found in versions])
     return {
-        **_spread("training/off_policy/trajectory_spans", spans),
-        **_spread("training/off_policy/trajectory_staleness", newest),
-        **_spread("training/off_policy/trajectory_staleness_worst", oldest),
+        **spread("training/off_policy/trajectory_spans", spans),
+        **spread("training/off_policy/trajectory_staleness", newest),
+        **spread("training/off_policy/trajectory_staleness_worst", oldest),
     }
 
 
@@ -139,15 +166,10 @@ def _count_pairs(batch: PackedBatch) -> float:
     return float((lengths * (lengths + 1) / 2).sum())
 
 
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if len(values) else math.nan
-
-
-def _spread(name: str, values: Sequence[float] | torch.Tensor) -> Metrics:
-    found = np.asarray(values, dtype=np.float64)
-    has_any = len(found) > 0
+def _without_nothing(metrics: Metrics) -> Metrics:
+    """Return `metrics` with what a maximum and a minimum of nothing are: other ranks have values."""
+    nothing = {"max": -math.inf, "min": math.inf}
     return {
-        f"{name}/mean": float(found.mean()) if has_any else math.nan,
-        f"{name}/max": float(found.max()) if has_any else -math.inf,
-        f"{name}/min": float(found.min()) if has_any else math.inf,
+        name: nothing.get(name.rpartition("/")[2], value) if math.isnan(value) else value
+        for name, value in metrics.items()
     }

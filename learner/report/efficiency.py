@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from learner.algorithms.diagnostics.summary import PER_TOKEN, per_token_metrics
+
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -30,7 +32,7 @@ PEAK_TFLOPS = {
 }
 """Dense bfloat16 peaks by device name, from the makers' data sheets; the first name found counts."""
 
-_TOKEN_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+_TOKEN_STAGES = ("old_log_prob", *PER_TOKEN)
 _MEASURED_SIZE, _MEASURED_TIMES = 1024, 5
 
 
@@ -85,13 +87,8 @@ class Efficiency:
             stages: `timing_s/<stage>` of the step.
             num_tokens: Prompt and response tokens of the whole step.
         """
-        times = {
-            stage: stages[f"timing_s/{stage}"] for stage in _TOKEN_STAGES if f"timing_s/{stage}" in stages
-        }
-        found = {
-            f"timing_per_token_ms/{stage}": 1000 * seconds / num_tokens if num_tokens else 0.0
-            for stage, seconds in times.items()
-        }
+        times = {name.removeprefix("timing_s/"): seconds for name, seconds in stages.items()}
+        found = per_token_metrics(times, dict.fromkeys(_TOKEN_STAGES, num_tokens))
         num_pairs = metrics.get("perf/attention_pairs")
         if self.size is None or num_pairs is None:
             return found

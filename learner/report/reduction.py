@@ -14,9 +14,11 @@ from typing import Protocol
 import numpy as np
 
 from asyncrl import metrics as names
+from learner.algorithms.diagnostics.moments import explained_variance, probability_spread
+from learner.algorithms.diagnostics.summary import signal_and_noise
 
 _COUNTED = "counted tokens"
-_EXPLAINED_EPSILON = 1e-5
+_MAY_BE_NOTHING = ("rows", "answered rows", "trained tokens", "tokens in bound")
 
 
 class Reducer(Protocol):
@@ -54,13 +56,12 @@ def reduce_over_ranks(backend: Reducer, metrics: Mapping[str, float], weight: fl
     reduced: dict[str, float] = {}
     for over, found in sorted(by_over.items()):
         reduced |= _reduce(backend, found, weights.get(over, 1.0 if over == "ranks" else weight))
-    totals = _reduce(backend, weights, 1.0)
-    num_trained = totals.get("trained tokens", 0.0) * backend.dp_size
+    totals = {over: mean * backend.dp_size for over, mean in _reduce(backend, weights, 1.0).items()}
     for name in reduced:
         metric = names.find(name)
         if metric is not None and metric.reduction == "sum":
             reduced[name] *= backend.dp_size
-    return _finish(reduced, num_trained)
+    return _finish(reduced, totals)
 
 
 def _combine(name: str, values: Sequence[float]) -> float:
@@ -76,7 +77,7 @@ def _combine(name: str, values: Sequence[float]) -> float:
 def _over(name: str, weights: Mapping[str, float]) -> str:
     """Return what `name` is averaged over, as far as the step says how much its share weighs there."""
     if name.startswith("moment/"):
-        return "trained tokens"
+        return name.split("/")[1]
     metric = names.find(name)
     if metric is None:
         return _COUNTED
@@ -89,39 +90,22 @@ def _reduce(backend: Reducer, metrics: Mapping[str, float], weight: float) -> di
     return dict(metrics) if backend.dp_size == 1 else backend.reduce(metrics, weight)
 
 
-def _finish(reduced: dict[str, float], num_trained: float) -> dict[str, float]:
-    moments = {name: value for name, value in reduced.items() if name.startswith("moment/")}
-    found = {name: value for name, value in reduced.items() if name not in moments}
-    found |= _combine_moments({name.partition("/")[2]: value for name, value in moments.items()}, num_trained)
+def _finish(reduced: dict[str, float], totals: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics row: moments become what they are for, values over nothing are left out."""
+    found = {name: value for name, value in reduced.items() if not name.startswith("moment/")}
+    for over, num_values in totals.items():
+        prefix = f"moment/{over}/"
+        moments = {
+            name.removeprefix(prefix): value for name, value in reduced.items() if name.startswith(prefix)
+        }
+        if "value_errors" in moments:
+            found["critic/vf_explained_var"] = explained_variance(moments, num_values)
+        if "probs_diff" in moments:
+            spread = probability_spread(moments, num_values)
+            found |= {f"training/{name}": value for name, value in spread.items()}
+        if "power" in moments:
+            found |= signal_and_noise(moments, reduced["actor/grad_norm"], num_values)
     return {name: value for name, value in found.items() if math.isfinite(value) or not _may_be_absent(name)}
-
-
-def _combine_moments(moments: Mapping[str, float], num_values: float) -> dict[str, float]:
-    def variance(column: str) -> float:
-        return _variance(moments[column], moments[f"{column}_squared"], num_values)
-
-    found: dict[str, float] = {}
-    if "value_errors" in moments:
-        unexplained = variance("value_errors") / (variance("returns") + _EXPLAINED_EPSILON)
-        found["critic/vf_explained_var"] = 1.0 - unexplained
-    if "probs_diff" in moments:
-        covariance = moments["trainer_sampler"] - moments["trainer"] * moments["sampler"]
-        covariance *= _unbiased(num_values)
-        scale = math.sqrt(variance("trainer") * variance("sampler"))
-        found["training/rollout_probs_diff_std"] = math.sqrt(variance("probs_diff"))
-        found["training/rollout_actor_probs_pearson_corr"] = covariance / scale if scale > 0 else math.nan
-    return found
-
-
-def _variance(mean: float, mean_squared: float, num_values: float) -> float:
-    """Return the unbiased variance; NaN of fewer than two values."""
-    if num_values < 2:
-        return math.nan
-    return max(0.0, mean_squared - mean**2) * _unbiased(num_values)
-
-
-def _unbiased(num_values: float) -> float:
-    return num_values / (num_values - 1) if num_values > 1 else math.nan
 
 
 def _may_be_absent(name: str) -> bool:
@@ -129,4 +113,4 @@ def _may_be_absent(name: str) -> bool:
     metric = names.find(name)
     if metric is None:
         return False
-    return metric.reduction in ("max", "min") or metric.over in ("rows", "answered rows", "trained tokens")
+    return metric.reduction in ("max", "min") or metric.over in _MAY_BE_NOTHING

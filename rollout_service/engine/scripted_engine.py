@@ -1,7 +1,8 @@
 """A scripted engine: no model, only plausible traffic. For simulation and unit tests.
 
 Tokens are random digits and an end of sequence, drawn from the request's seed; a token's log-prob
-is a fixed function of the token and the version. Time passes by a token rate.
+is a fixed function of the token and the version, so a greedy answer is zeros up to the limit. Time
+passes by a token rate.
 """
 
 from __future__ import annotations
@@ -61,8 +62,7 @@ class ScriptedEngine:
         versions: list[int] = []
         while len(token_ids) < sampling.max_tokens and (not token_ids or token_ids[-1] != self._eos_id):
             await self._wait_one_token()
-            stops = token_ids and not sampling.ignores_eos and source.random() < STOP_PROBABILITY
-            token_ids.append(self._eos_id if stops else source.randrange(NUM_DIGITS))
+            token_ids.append(self._next_token(token_ids, sampling, source))
             versions.append(self._serving.number)
         logprobs = [
             scripted_logprob(token, version) for token, version in zip(token_ids, versions, strict=True)
@@ -73,6 +73,12 @@ class ScriptedEngine:
             spans=_spans(versions),
             finish_reason="stop" if token_ids[-1] == self._eos_id else "length",
         )
+
+    def _next_token(self, before: list[int], sampling: Sampling, source: random.Random) -> int:
+        if not sampling.temperature:
+            return 0
+        stops = before and not sampling.ignores_eos and source.random() < STOP_PROBABILITY
+        return self._eos_id if stops else source.randrange(NUM_DIGITS)
 
     async def _wait_one_token(self) -> None:
         await self._is_running.wait()

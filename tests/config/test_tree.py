@@ -55,3 +55,19 @@ def test_the_metric_that_checkpoints_are_kept_by_must_exist():
         assert Config(**REQUIRED, checkpoint={"best_metric": name}).checkpoint.best_metric == name
     with pytest.raises(ValidationError, match=r"did you mean critic/rewards/mean"):
         Config(**REQUIRED, checkpoint={"best_metric": "critic/reward/mean"})
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ({"overlong_buffer_tokens": 16}, "leaves no answer unpunished"),
+        ({"overlong_penalty": 2.0}, "does nothing"),
+        ({"overlong_buffer_tokens": 8, "overlong_penalty": 0.0}, "greater than 0"),
+        ({"overlong_buffer_tokens": 15, "overlong_penalty": 2.0}, ""),
+    ],
+)
+def test_the_overlong_buffer_lies_below_the_limit_of_an_answer(reward, said):
+    sections = REQUIRED | {"reward": {"fn": "f"} | reward, "rollout": {"max_tokens": 16}}
+    expected = pytest.raises(ValidationError, match=said) if said else contextlib.nullcontext()
+    with expected:
+        Config(**sections)

@@ -53,7 +53,7 @@ def test_all_problems_are_told_at_once(good: dict[str, Any]) -> None:
 def test_a_model_of_an_unsupported_architecture_is_named(good: dict[str, Any]) -> None:
     Path(good["model"]["path"], "config.json").write_text('{"model_type": "mixtral"}')
     (line,) = problems_of(good)
-    assert "'mixtral'" in line and "qwen2, qwen3, llama" in line
+    assert "'mixtral'" in line and "llama, qwen2, qwen3, or any other model with" in line
 
 
 def test_fsdp2_takes_any_architecture(good: dict[str, Any]) -> None:
@@ -83,6 +83,82 @@ def test_a_model_that_cannot_be_cut_evenly_is_refused_before_anything_starts(
         plan.check(Config(**good))
         return
     assert [line.split(";")[0] for line in problems_of(good)] == said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 8}, "num_experts: 8: mixture-of-experts"),
+        ({"hidden_act": "gelu"}, "hidden_act: gelu is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window: True is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+    ],
+)
+def test_what_the_learner_would_refuse_of_a_model_is_refused_before_anything_starts(
+    good: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
+    Path(good["model"]["path"], "config.json").write_text(json.dumps({"model_type": "qwen3"} | changes))
+    (line,) = problems_of(good)
+    assert line.startswith("model.path") and said in line
+
+
+@pytest.fixture
+def with_critic(good: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """A configuration of PPO whose critic is a model of its own."""
+    critic = tmp_path / "critic"
+    critic.mkdir()
+    (critic / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 100}))
+    return good | {"critic": {"path": str(critic)}, "algorithm": {"advantage": "gae"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "holds no Hugging Face model"),
+        ("{not json", "cannot be read"),
+        ('{"model_type": "mixtral"}', "'mixtral' is not supported"),
+        ('{"model_type": "qwen3", "vocab_size": 50}', "knows 50 tokens and the policy 100"),
+    ],
+)
+def test_the_critics_model_is_checked_as_the_policys_is(
+    with_critic: dict[str, Any], text: str | None, said: str
+) -> None:
+    Path(with_critic["model"]["path"], "config.json").write_text('{"model_type": "qwen3", "vocab_size": 100}')
+    plan.check(Config(**with_critic))
+    file = Path(with_critic["critic"]["path"], "config.json")
+    file.unlink() if text is None else file.write_text(text)
+    (line,) = problems_of(with_critic)
+    assert line.startswith("critic.path") and said in line
+
+
+def test_a_critic_that_cannot_be_cut_as_the_policy_is_refused(with_critic: dict[str, Any]) -> None:
+    sizes = {"num_hidden_layers": 3, "intermediate_size": 128, "vocab_size": 128, "num_key_value_heads": 2}
+    Path(with_critic["critic"]["path"], "config.json").write_text(json.dumps({"model_type": "qwen3"} | sizes))
+    (line,) = problems_of(with_critic | {"learner": {"pp": 2, "cpus": 0}})
+    assert "2 does not divide the model's 3 layers" in line
+
+
+def test_the_critics_model_is_prepared_as_the_policys_is(
+    with_critic: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with_critic["critic"]["path"] = "critic"
+    prepared = prepare.prepare(Config(**with_critic), print)
+    assert prepared.critic.path == str(tmp_path / "critic")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with_critic["critic"]["path"] = "nobody-at-all/no-such-model"
+    with pytest.raises(ConfigError, match=r"critic.path: .*could not be fetched from the hub"):
+        prepare.prepare(Config(**with_critic), print)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_row_must_fit_a_microbatch_however_many_ranks_share_it(good: dict[str, Any], cp: int) -> None:
+    good["data"]["max_prompt_tokens"], good["rollout"]["max_tokens"] = 100, 200
+    good["learner"] = {"cp": cp, "cpus": 0, "max_tokens_per_microbatch": 300}
+    plan.check(Config(**good))
+    good["learner"]["max_tokens_per_microbatch"] = 299
+    (line,) = problems_of(good)
+    assert line.startswith("learner.max_tokens_per_microbatch: 299") and "= 300" in line
 
 
 @pytest.mark.parametrize("content", ["{not json", "[1, 2]"])

@@ -1,5 +1,7 @@
 """Groups on the wire."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -62,6 +64,30 @@ def test_a_group_with_a_frame_missing_is_refused() -> None:
 def test_a_reward_that_is_not_finite_is_refused(reward: float) -> None:
     with pytest.raises(WireError, match="finite"):
         decode_group(encode_group(make_group([3], reward=reward)))
+
+
+@pytest.mark.parametrize("baseline", [None, 0.0, -1.5, 0.1])
+def test_the_reward_of_the_greedy_answer_travels_along_and_is_no_trajectory(baseline: float | None) -> None:
+    group = dataclasses.replace(make_group([3, 4]), baseline_reward=baseline)
+    found = decode_group(encode_group(group))
+    assert found.baseline_reward == (None if baseline is None else np.float32(baseline))
+    assert found.num_tokens == make_group([3, 4]).num_tokens
+
+
+@pytest.mark.parametrize("baseline", [float("nan"), float("inf"), 1e39, True, "1", None, 1])
+def test_a_greedy_reward_that_is_no_finite_number_is_refused(baseline: object) -> None:
+    frames = encode_group(make_group([3]))
+    header = wire.unpack_header(frames[0]) | {"baseline_reward": baseline}
+    with pytest.raises(WireError):
+        decode_group([wire.pack_header(header), *frames[1:]])
+
+
+def test_a_group_is_constant_only_if_the_greedy_answer_scored_the_same() -> None:
+    group = make_group([3, 4], reward=0.1)
+    assert group.is_constant
+    told = decode_group(encode_group(dataclasses.replace(group, baseline_reward=0.1)))
+    assert told.is_constant
+    assert not dataclasses.replace(group, baseline_reward=1.0).is_constant
 
 
 def test_a_span_of_an_unknown_sample_is_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.control.launch.ports import HeldPort
 from learner.backend import Placement
 from tests.learner.rank_process import RUNS
 
@@ -21,19 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 def run_ranks(world_size: int, jobs: list[dict[str, Any]], out: Path) -> Path:
     """Run `jobs` one after another in `world_size` processes; return `out`, where the results are."""
-    jobs = [job | {"port": port} for job, port in zip(jobs, free_ports(len(jobs)), strict=True)]
+    ports = [HeldPort() for _ in jobs]
+    jobs = [job | {"port": port.number} for job, port in zip(jobs, ports, strict=True)]
     table = out / "jobs.json"
     table.write_text(json.dumps(jobs, default=str))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -56,8 +47,8 @@ def run_ranks(world_size: int, jobs: list[dict[str, Any]], out: Path) -> Path:
         for process in processes:
             process.kill()
             process.wait()
-        for log in logs:
-            log.close()
+        for held in (*logs, *ports):
+            held.close()
     return out
 
 
@@ -73,7 +64,7 @@ def assert_trained_alike(out: Path, name: str, world_size: int, alone: dict[str,
         assert len(found["metrics"]) == len(alone["metrics"]) == 6
         for ours, reference in zip(found["metrics"], alone["metrics"], strict=True):
             assert ours == pytest.approx(reference, abs=1e-5)
-        for column in ("logprobs", "entropy", "values"):
+        for column in ("logprobs", "entropy", "squares", "values"):
             if column in alone:
                 torch.testing.assert_close(
                     torch.tensor(found[column]), torch.tensor(alone[column]), rtol=0, atol=1e-4

@@ -18,6 +18,7 @@ from learner.backend import Placement
 from learner.batching.batch import build_batch
 from learner.megatron import optimizer
 from learner.megatron.value import MegatronValueBackend
+from tests.learner.guarding import run_guard, run_plain_step, run_stuck
 from tests.learner.samples import make_groups
 from tests.learner.training import open_backend, train, train_values
 
@@ -31,11 +32,13 @@ def run_plain(placement: Placement, job: dict[str, Any], out: Path) -> dict[str,
     # Right after an update, as a publish does: overlapped weights are not fetched yet.
     exported = [[name, float(tensor.double().sum())] for name, tensor in backend.named_tensors()]
     backend.save_hf(out / job["name"])
-    logprobs_N, entropy_N = backend.logprobs(build_batch(make_groups(seed=9), 0, {1: 0}))
+    batch = build_batch(make_groups(seed=9), 0, {1: 0})
+    logprobs_N, entropy_N, squares_N = backend.logprobs_and_squares(batch)
     result = {
         "metrics": metrics,
         "logprobs": logprobs_N.tolist(),
         "entropy": entropy_N.tolist(),
+        "squares": squares_N.tolist(),
         "exported": exported,
         "num_copies": backend.num_copies,
     }
@@ -84,7 +87,14 @@ def run_resume(placement: Placement, job: dict[str, Any], out: Path) -> dict[str
     return {"is_equal": is_equal and straight == again, "few": few, "reduced": reduced}
 
 
-RUNS = {"plain": run_plain, "critic": run_critic, "resume": run_resume}
+RUNS = {
+    "plain": run_plain,
+    "critic": run_critic,
+    "resume": run_resume,
+    "guard": run_guard,
+    "plain_step": run_plain_step,
+    "stuck": run_stuck,
+}
 
 
 def main(rank: int, world_size: int, jobs: list[dict[str, Any]], out: Path) -> None:

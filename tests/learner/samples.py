@@ -84,6 +84,7 @@ def make_groups(
     vocab_size: int = 131,
     max_tokens: int = 24,
     versions: tuple[int, ...] = (1,),
+    baseline_reward: float | None = None,
 ) -> list[Group]:
     """Make groups with tickets 10, 11, ... and answers of 1..max_tokens tokens."""
     generator = np.random.default_rng(seed)
@@ -94,5 +95,5 @@ def make_groups(
             make_trajectory(generator, int(generator.integers(1, max_tokens + 1)), vocab_size, versions)
             for _ in range(group_size)
         )
-        groups.append(Group(ticket=10 + index, attempt=0, prompt_ids=prompt_ids, trajectories=trajectories))
+        groups.append(Group(10 + index, 0, prompt_ids, trajectories, baseline_reward))
     return groups

@@ -89,7 +89,7 @@ def test_gae_gives_the_critic_its_targets_and_the_value_loss_splits_over_microba
     loss.backward()
     assert values_N.grad[batch.loss_mask_N > 0].abs().sum() > 0
     assert not values_N.grad[batch.loss_mask_N == 0].any()
-    assert set(metrics) == {"critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean"}
+    assert set(metrics) == {"critic/loss", "critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean"}
     microbatches = batch.balance_microbatches(batch.num_tokens // 2)
     assert len(microbatches) > 1
     new_N = values_N.detach()
@@ -168,7 +168,8 @@ REFUSED = [
     ({"advantage": "grpo", "gamma": 0.9}, "gamma does nothing"),
     ({"advantage": "reinforce_plus_plus", "lam": 0.9}, "lam does nothing"),
     ({"value_clip": 0.2}, "value_clip does nothing"),
-    ({"advantage": "remax"}, "greedy"),
+    ({"advantage": "optimal_token_baseline", "correction": "bypass_ppo_clip"}, "recomputed prox"),
+    ({"advantage": "tir_optimal_token_baseline", "prox": "loglinear"}, "recomputed prox"),
     ({"correction": "bypass_pg_is", "loss": "gspo"}, "gspo does nothing"),
     ({"loss": "sapo", "aggregation": "token-sum"}, "aggregation does nothing"),
     ({"loss": "gspo", "dual_clip": 4.0}, "dual_clip does nothing"),

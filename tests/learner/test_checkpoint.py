@@ -156,9 +156,17 @@ def test_version_and_controllers_belong_to_the_cut(store: CheckpointStore) -> No
 def test_the_newest_are_kept_and_a_later_abandoned_branch_is_not(store: CheckpointStore) -> None:
     for step in (3, 6, 9):
         write(store, step)
-    assert store.kept_after(6) == [3, 6]
-    store.remove_all_but(store.kept_after(6))
+    assert store.kept_after(6, store.steps()) == [3, 6]
+    store.remove_all_but(store.kept_after(6, store.steps()))
     assert store.steps() == [3, 6]
+
+
+def test_one_that_the_journal_does_not_know_takes_no_place_of_those_to_resume_from(
+    store: CheckpointStore,
+) -> None:
+    for step in (2, 4, 5):  # the learner died before 4 was committed
+        write(store, step)
+    assert store.kept_after(5, committed=[2]) == [2, 5]
 
 
 def test_the_best_are_kept_besides_the_newest(tmp_path: Path) -> None:
@@ -166,10 +174,10 @@ def test_the_best_are_kept_besides_the_newest(tmp_path: Path) -> None:
     for step, score in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.7), (5, float("nan"))):
         write(store, step)
         store.note_score(step, score)
-        store.remove_all_but(store.kept_after(step))
+        store.remove_all_but(store.kept_after(step, store.steps()))
     assert store.best() == [2, 4]
     assert store.steps() == [2, 4, 5]
-    assert store.kept_after(5) == [5], "the journal needs the groups after the newest only"
+    assert store.kept_after(5, store.steps()) == [5], "the journal needs the groups after the newest only"
 
 
 def test_a_better_one_of_an_abandoned_branch_is_not_kept_nor_is_its_score(tmp_path: Path) -> None:
@@ -178,7 +186,7 @@ def test_a_better_one_of_an_abandoned_branch_is_not_kept_nor_is_its_score(tmp_pa
         write(store, step)
         store.note_score(step, score)
     write(store, 3)
-    store.remove_all_but(store.kept_after(3))
+    store.remove_all_but(store.kept_after(3, store.steps()))
     assert store.steps() == [2, 3]
     write(store, 4)
     assert store.best() == [2]

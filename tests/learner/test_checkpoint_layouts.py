@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.control.launch.ports import HeldPort
 from learner.checkpoint.reader import StateReader
 from learner.checkpoint.snapshot import KINDS
 from tests.learner.checkpoint_process import FIRST, SECOND
@@ -30,16 +30,11 @@ MORE_RANKS = {
 }
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def run_ranks(world_size, layouts, model, state, out):
     """Let `world_size` processes resume `state` at each of the layouts."""
-    ports = ",".join(str(free_port()) for _ in range(2 * len(layouts)))
-    rest = [str(world_size), ports, json.dumps(layouts), str(model), str(state), str(out)]
+    ports = [HeldPort() for _ in range(2 * len(layouts))]
+    numbers = ",".join(str(port.number) for port in ports)
+    rest = [str(world_size), numbers, json.dumps(layouts), str(model), str(state), str(out)]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.learner.checkpoint_process", str(rank), *rest],
@@ -57,6 +52,8 @@ def run_ranks(world_size, layouts, model, state, out):
     finally:
         for process in processes:
             process.kill()
+        for port in ports:
+            port.close()
 
 
 def train_alone(model, folder):

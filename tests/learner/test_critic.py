@@ -52,7 +52,7 @@ def models(tmp_path):
 def train(models: Models, objective, num_steps: int) -> list[dict[str, float]]:
     rows = []
     for _ in range(num_steps):
-        result = train_step(ORDER, StoredGroups(), models, objective, 2, Stopwatch())
+        result = train_step(ORDER, StoredGroups(), models, objective, 2, Stopwatch(), 6)
         rows.append(reduce_over_ranks(models.policy, result.metrics, result.weight))
     return rows
 

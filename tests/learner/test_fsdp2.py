@@ -70,25 +70,29 @@ SIZES = {
 def by_hugging_face(folder, batch, temperature):
     """Return log-probs and entropies row by row, each row alone and unpadded."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    logprobs, entropies = [], []
+    logprobs, entropies, squares = [], [], []
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         logits = model(batch.tokens_N[None, start:end]).logits[0].float() / temperature
         table = logits.log_softmax(-1)
         logprobs.append(table.gather(-1, batch.labels_N[start:end, None])[:, 0])
         entropies.append(-(table.exp() * table).sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies), model
+        squares.append(table.exp().square().sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(squares), model
 
 
 def assert_equals_hugging_face(folder):
     """Compare log-probs, entropies, and every parameter's gradient, on packed rows of many lengths."""
     batch = build_batch(make_groups(max_tokens=90), 0, {1: 0})
     weight_N = torch.linspace(-1, 1, batch.num_tokens)
-    wanted, wanted_entropy, model = by_hugging_face(folder, batch, 0.7)
+    wanted, wanted_entropy, wanted_squares, model = by_hugging_face(folder, batch, 0.7)
     ((wanted + 0.1 * wanted_entropy) * weight_N).sum().backward()
     backend = open_fsdp2(folder, temperature=0.7, grad_clip=1e9)
     found, entropy = backend.logprobs(batch)
     torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-4)
     torch.testing.assert_close(entropy, wanted_entropy.detach(), rtol=0, atol=1e-4)
+    same, _, squares = backend.logprobs_and_squares(batch)
+    assert torch.equal(same, found)
+    torch.testing.assert_close(squares, wanted_squares.detach(), rtol=0, atol=1e-5)
     metrics = backend.update(batch, lambda lp, h, part: (((lp + 0.1 * h) * weight_N).sum(), {}))
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)

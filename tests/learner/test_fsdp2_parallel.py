@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.control.launch.ports import HeldPort
 from tests.learner.fsdp2_process import SHORT_WAYS, WAYS, open_fsdp2
 from tests.learner.samples import KINDS, save_model
 from tests.learner.training import open_backend, train
@@ -19,20 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 240.0
 
 
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def run_ranks(model, out, ways):
     """Run two processes to their end."""
-    port = str(free_port())
+    port = HeldPort()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     command = [sys.executable, "-m", "tests.learner.fsdp2_process"]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), "2", port, str(model), str(out), *ways],
+            [*command, str(rank), "2", str(port.number), str(model), str(out), *ways],
             cwd=ROOT,
             env=environment,
             stderr=subprocess.PIPE,
@@ -47,6 +41,7 @@ def run_ranks(model, out, ways):
     finally:
         for process in processes:
             process.kill()
+        port.close()
 
 
 def run_alone(model, out, opener, **changes):

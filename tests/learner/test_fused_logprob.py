@@ -1,7 +1,6 @@
 """The fused log-prob against the plain way: logits, log_softmax, autograd."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from asyncrl.control.launch.ports import HeldPort
 from learner import fused_logprob
 from learner.fused_logprob import fused_logprobs
 
@@ -18,9 +18,10 @@ VOCAB, PADDED = 1000, 1024
 TEMPERATURE = 0.7
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles of 64 entries and 8 tokens."""
+@pytest.fixture(params=[1 << 26, 0], ids=["kept", "made again"])
+def small_tiles(monkeypatch, request):
+    """Tiles of 64 entries and 8 tokens, that are kept for the backward pass or made again there."""
+    monkeypatch.setitem(fused_logprob.KEPT_ELEMENTS, "cpu", request.param)
     monkeypatch.setitem(fused_logprob.TILE_ENTRIES, "cpu", 64)
     monkeypatch.setitem(fused_logprob.TILE_ELEMENTS, "cpu", 512)
 
@@ -43,6 +44,11 @@ def plain(hidden_NH, weight_VH, labels_N):
     logits_NV = hidden_NH.float() @ weight_VH[:VOCAB].float().T / TEMPERATURE
     logp_NV = logits_NV.log_softmax(-1)
     return logp_NV.gather(1, labels_N[:, None])[:, 0], -(logp_NV.exp() * logp_NV).sum(-1)
+
+
+def plain_squares(hidden_NH, weight_VH, num_entries=VOCAB, temperature=TEMPERATURE):
+    logits_NV = hidden_NH.double() @ weight_VH[:num_entries].double().T / temperature
+    return logits_NV.softmax(-1).square().sum(-1).float()
 
 
 def fused(hidden_NH, weight_VH, labels_N, group=None, **options):
@@ -114,6 +120,41 @@ def test_a_call_without_tokens_gives_nothing_and_zero_gradients():
     assert not outputs[3].any()
 
 
+def test_exponentials_are_kept_only_where_they_fit_and_a_gradient_is_wanted(monkeypatch):
+    hidden_NH, weight_VH, labels_N = make_inputs()
+    assert fused(hidden_NH, weight_VH, labels_N)[0].grad_fn is None
+    weight_VH.requires_grad_()
+    for num_elements, num_kept in ((37 * VOCAB - 1, 0), (37 * VOCAB, 1)):
+        monkeypatch.setitem(fused_logprob.KEPT_ELEMENTS, "cpu", num_elements)
+        logprobs_N = fused(hidden_NH, weight_VH, labels_N)[0]
+        assert len(logprobs_N.grad_fn.kept) == num_kept
+        logprobs_N.sum().backward()
+        assert logprobs_N.grad_fn.kept == []
+    options = {"vocab_size": VOCAB, "temperature": 1.0, "group": None, "chunk_tokens": 0}
+    with torch.no_grad():
+        plan = fused_logprob._make_plan(
+            hidden_NH, weight_VH, **options, reduce_hidden_grad=True, has_squares=False
+        )
+    assert not plan.is_kept
+
+
+def test_a_second_pass_over_a_retained_graph_gives_the_same_gradient(small_tiles):
+    hidden_NH, weight_VH, labels_N = make_inputs()
+    weight_VH.requires_grad_()
+    total = fused(hidden_NH, weight_VH, labels_N)[0].sum()
+    first, second = (torch.autograd.grad(total, weight_VH, retain_graph=True)[0] for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
+
+
+def test_an_entry_without_any_probability_gets_an_entropy_gradient_of_zero(small_tiles):
+    hidden_NH, weight_VH, labels_N = make_inputs()
+    weight_VH[:, 0] += torch.linspace(-300, 0, PADDED)
+    hidden_NH[:, 0] = 1.0
+    assert (plain(hidden_NH, weight_VH, labels_N)[0] < -120).any()  # exp gives 0 in float32
+    found = differentiate(fused, hidden_NH, weight_VH, labels_N)
+    assert_same(found, differentiate(plain, hidden_NH, weight_VH, labels_N), atol=2e-3)
+
+
 def test_only_the_gradients_that_are_wanted_are_made(small_tiles):
     hidden_NH, weight_VH, labels_N = make_inputs()
     expected = differentiate(plain, hidden_NH, weight_VH, labels_N)
@@ -123,11 +164,29 @@ def test_only_the_gradients_that_are_wanted_are_made(small_tiles):
     torch.testing.assert_close(weight_VH.grad, expected[3], rtol=1e-5, atol=1e-5)
 
 
+def test_squared_probabilities_are_those_of_a_plain_softmax(small_tiles):
+    hidden_NH, weight_VH, labels_N = make_inputs()
+    weight_VH[:VOCAB, 0] += torch.linspace(-3, 3, VOCAB)  # the maximum moves from tile to tile
+    *others, squares_N = fused(hidden_NH, weight_VH, labels_N, has_squares=True)
+    expected_N = plain_squares(hidden_NH, weight_VH)
+    assert expected_N.min() < 0.1 < expected_N.max()
+    torch.testing.assert_close(squares_N, expected_N, rtol=1e-5, atol=1e-5)
+    assert_same(others, fused(hidden_NH, weight_VH, labels_N), atol=0)
+    weight_VH[VOCAB:] = 1e4
+    assert torch.equal(fused(hidden_NH, weight_VH, labels_N, has_squares=True)[2], squares_N)
+
+
+def test_squared_probabilities_carry_no_gradient_and_leave_those_of_the_others_alone(small_tiles):
+    inputs = make_inputs()
+    found = differentiate(lambda *args: fused(*args, has_squares=True), *inputs)
+    expected = differentiate(fused, *inputs)
+    assert_same((*found[:2], *found[3:]), expected, atol=0)
+    assert not fused(inputs[0].requires_grad_(), *inputs[1:], has_squares=True)[2].requires_grad
+
+
 def test_a_vocabulary_split_over_two_processes_gives_the_same_on_both(tmp_path):
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    command = [sys.executable, "-m", "tests.learner.test_fused_logprob", str(tmp_path), str(port)]
+    port = HeldPort()
+    command = [sys.executable, "-m", "tests.learner.test_fused_logprob", str(tmp_path), str(port.number)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen([*command, str(rank)], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
@@ -140,6 +199,7 @@ def test_a_vocabulary_split_over_two_processes_gives_the_same_on_both(tmp_path):
     finally:
         for process in processes:
             process.kill()
+        port.close()
     expected = differentiate(plain, *make_inputs())
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for one in found:
@@ -148,6 +208,10 @@ def test_a_vocabulary_split_over_two_processes_gives_the_same_on_both(tmp_path):
     assert_same([torch.cat([one["whole"][3] for one in found])], expected[3:])
     # Without the reduction each rank holds its own part of the hidden gradient.
     assert_same([found[0]["part"][2] + found[1]["part"][2]], expected[2:3])
+    expected_N = plain_squares(*make_inputs()[:2])
+    for one in found:
+        torch.testing.assert_close(one["squares"][2], expected_N, rtol=1e-5, atol=1e-5)
+        assert one["num_reductions_of_squares"] == 2  # they go along
     # All entries of the second rank are padding: nothing of it may enter.
     hidden_NH, weight_VH, labels_N = make_inputs()
     few = differentiate(plain_of_few, hidden_NH, weight_VH, labels_N % FEW)
@@ -190,7 +254,16 @@ def run_rank(folder, port, rank):
         mine_VH,
         labels_N % FEW,
     )
-    results = {"whole": whole, "part": part, "few": few, "num_reductions": num_reductions}
+    reductions.clear()
+    squares = fused(hidden_NH, mine_VH, labels_N, group, has_squares=True)
+    results = {
+        "whole": whole,
+        "part": part,
+        "few": few,
+        "num_reductions": num_reductions,
+        "squares": squares,
+        "num_reductions_of_squares": len(reductions),
+    }
     torch.save(results, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -198,7 +198,8 @@ def test_a_rollback_halves_the_learning_rate_forgets_what_it_abandons_and_happen
 def test_only_skip_update_gives_limits_and_they_are_those_of_a_severe_finding():
     assert calm_guard(action="warn").limits() == []
     limits = dict(calm_guard(action="skip_update").limits())
-    assert set(limits) == {"actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac"}
+    of_actor = {"actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac"}
+    assert set(limits) == of_actor | {"critic/grad_norm", "critic/vf_clipfrac"}
     below, above = 0.999 * limits["actor/grad_norm"], 1.001 * limits["actor/grad_norm"]
     assert not any(finding.is_severe for finding in judge(calm_guard(), actor__grad_norm=below))
     assert any(finding.is_severe for finding in judge(calm_guard(), actor__grad_norm=above))

@@ -29,24 +29,28 @@ def folder(request, tmp_path_factory):
 def by_hugging_face(folder, batch, temperature):
     """Return log-probs and entropies row by row, each row alone and unpadded."""
     model = AutoModelForCausalLM.from_pretrained(folder)
-    logprobs, entropies = [], []
+    logprobs, entropies, squares = [], [], []
     for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
         logits = model(batch.tokens_N[None, start:end]).logits[0].float() / temperature
         table = logits.log_softmax(-1)
         logprobs.append(table.gather(-1, batch.labels_N[start:end, None])[:, 0])
         entropies.append(-(table.exp() * table).sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies), model
+        squares.append(table.exp().square().sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies), torch.cat(squares), model
 
 
 def test_logprobs_and_gradients_are_hugging_faces_on_packed_rows(folder):
     batch = build_batch(make_groups(max_tokens=90), 0, {1: 0})
     weight_N = torch.linspace(-1, 1, batch.num_tokens)
-    wanted, wanted_entropy, model = by_hugging_face(folder, batch, 0.7)
+    wanted, wanted_entropy, wanted_squares, model = by_hugging_face(folder, batch, 0.7)
     ((wanted + 0.1 * wanted_entropy) * weight_N).sum().backward()
     backend = open_backend(folder, temperature=0.7, grad_clip=1e9)
     found, entropy = backend.logprobs(batch)
     torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-4)
     torch.testing.assert_close(entropy, wanted_entropy.detach(), rtol=0, atol=1e-4)
+    same, _, squares = backend.logprobs_and_squares(batch)
+    assert torch.equal(same, found)
+    torch.testing.assert_close(squares, wanted_squares.detach(), rtol=0, atol=1e-5)
     metrics = backend.update(batch, lambda lp, h, part: (((lp + 0.1 * h) * weight_N).sum(), {}))
     backend.close()
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
@@ -216,7 +220,7 @@ def test_buckets_waste_less_than_half_when_short_and_a_quarter_when_long():
 
 def test_padding_and_packing_are_inverse():
     rows = describe_rows([0, 3, 40, 41, 60], torch.device("cpu"))
-    assert [(bucket.num_rows, bucket.num_keys) for bucket in rows.buckets] == [(2, 16), (1, 32), (1, 64)]
+    assert [(bucket.num_rows, bucket.num_keys) for bucket in rows.buckets] == [(2, 3), (1, 19), (1, 37)]
     assert torch.equal(rows.query_from_M[rows.output_from_N], torch.arange(60))
     assert rows.positions_N.tolist() == [*range(3), *range(37), 0, *range(19)]
 

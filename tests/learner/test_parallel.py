@@ -42,6 +42,9 @@ def two_ranks(model, tied, tmp_path_factory):
         {"name": "tied", "model": tied, "changes": {"pp": 2}},
         {"name": "resume", "kind": "resume", "model": model, "changes": OF_TWO["dp_overlap"]},
         {"name": "resume_stages", "kind": "resume", "model": tied, "changes": OF_TWO["vpp"]},
+        {"name": "guard", "kind": "guard", "model": model, "changes": {"dp": 2}},
+        {"name": "calm", "kind": "plain_step", "model": model, "changes": {"dp": 2}},
+        {"name": "stuck", "kind": "stuck", "model": model, "changes": {"tp": 2}},  # the last: ends the groups
     ]
     return run_ranks(2, jobs, tmp_path_factory.mktemp("two"))
 
@@ -104,3 +107,37 @@ def test_a_resume_of_two_ranks_is_bit_exact_and_empty_shares_are_fine(two_ranks,
     assert results[0]["few"] == results[1]["few"]
     assert all(update["actor/skipped_updates"] == 0 for update in results[0]["few"])
     assert results[0]["reduced"] == pytest.approx(reduced)
+
+
+# The guard: one rank's fault, one decision of both
+
+
+def read(folder, name):
+    return [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_a_spike_on_one_rank_is_refused_by_both(two_ranks, part):
+    for rank in read(two_ranks, "guard"):
+        assert rank[part]["spike"] == {"skipped": 1.0, "num_refused": 1, "moved": 0.0}
+
+
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_a_loss_that_is_not_a_number_on_one_rank_is_skipped_by_both(two_ranks, part):
+    for rank in read(two_ranks, "guard"):
+        assert rank[part]["nan"] == {"skipped": 1.0, "num_refused": 0, "moved": 0.0}
+
+
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_one_rank_out_of_memory_tries_again_while_the_other_waits_and_both_train_the_same(two_ranks, part):
+    calm, short = (rank[part] for rank in read(two_ranks, "guard"))
+    assert calm["num_out_of_memory"] == 0 and calm["budget"] == 16384
+    assert short["num_out_of_memory"] >= 1 and short["budget"] < 16384
+    assert calm["sums"] == short["sums"]
+    assert calm["sums"] == pytest.approx(read(two_ranks, "calm")[0][part], rel=1e-6)
+
+
+def test_out_of_memory_inside_a_pass_of_both_ends_both_at_once_and_says_what_to_set(two_ranks):
+    waiting, short = read(two_ranks, "stuck")
+    assert "UnstableTraining" in short["error"] and "did not fit while other ranks wait" in short["error"]
+    assert waiting["error"] and "imed out" not in waiting["error"], "its partner has left: no deadline passed"

@@ -10,12 +10,16 @@ import torch
 from asyncrl.experience import Group
 from asyncrl.metrics import find, unknown_names
 from learner.algorithms.diagnostics import summary
+from learner.algorithms.diagnostics.divergence import compare_probabilities
+from learner.algorithms.objective import rows_of
 from learner.backend import Models
 from learner.batching.batch import build_batch
 from learner.orders import Train
 from learner.report import (
     Stopwatch,
     describe_batch,
+    describe_probabilities,
+    describe_rewards,
     describe_targets,
     make_efficiency,
     measure_memory,
@@ -78,7 +82,12 @@ class Shares:
 def with_targets(batch, seed=0):
     generator = torch.Generator().manual_seed(seed)
     noise_N = torch.randn(batch.num_tokens, generator=generator)
-    return dataclasses.replace(batch, advantages_N=noise_N, prox_N=batch.behaviour_N + 0.1 * noise_N)
+    return dataclasses.replace(
+        batch,
+        advantages_N=noise_N,
+        prox_N=batch.behaviour_N + 0.1 * noise_N,
+        sum_pi_squared_N=noise_N.sigmoid(),
+    )
 
 
 def with_critic(batch):
@@ -90,12 +99,16 @@ def describe(groups):
     """Return what a rank that holds `groups` hands in; values depend on the group only."""
     batch = build_batch(groups, 4, STEP_OF_VERSION)
     metrics = describe_batch(groups, batch, max_prompt_tokens=6)
+    # As if the objective had taken a tenth off the rewards of all groups but the silent one.
+    kept = batch.select_groups(set(batch.tickets_G) - {99})
+    metrics |= describe_rewards(batch, dataclasses.replace(kept, rewards_R=kept.rewards_R - 0.1))
     parts = [with_targets(build_batch([group], 4, STEP_OF_VERSION), group.ticket) for group in groups]
-    advantages_N, prox_N = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("advantages_N", "prox_N")
-    )
-    batch = with_critic(dataclasses.replace(batch, advantages_N=advantages_N, prox_N=prox_N))
-    return {**metrics, **describe_targets(batch)}, float(batch.counted_N.sum())
+    names = ("advantages_N", "prox_N", "sum_pi_squared_N")
+    columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    batch = with_critic(dataclasses.replace(batch, **columns))
+    metrics |= describe_targets(batch) | describe_probabilities(batch, batch.loss_mask_N)
+    metrics["actor/grad_norm"] = 1.5  # of the update, the same on every rank
+    return metrics, float(batch.counted_N.sum())
 
 
 def make_ragged():
@@ -114,7 +127,7 @@ def test_two_ranks_report_what_one_with_all_rows_does(cut):
     whole = reduce_over_ranks(Alone(), metrics, weight)
     both = Shares([describe(groups[:cut]), describe(groups[cut:])]).run()
     assert both.keys() == whole.keys()
-    assert both == pytest.approx(whole, rel=1e-9)
+    assert both == pytest.approx(whole, rel=1e-6)
 
 
 def test_the_reduced_row_holds_registered_and_finite_values_only():
@@ -136,6 +149,7 @@ def test_lengths_and_rewards_are_those_of_the_trajectories():
     assert row["response_length_non_aborted/min"] > 0
     assert row["response/aborted_ratio"] == pytest.approx(4 / 19)
     assert row["critic/score/mean"] == pytest.approx(np.mean([one.reward for one in answered]))
+    assert row["critic/rewards/mean"] == pytest.approx(row["critic/score/mean"] - 0.1)
     prompts = [len(group.prompt_ids) for group in groups for _ in group.trajectories]
     assert row["prompt_length/mean"] == pytest.approx(np.mean(prompts))
     assert row["prompt_length/clip_ratio"] == pytest.approx(np.mean([n == 6 for n in prompts]))
@@ -148,7 +162,7 @@ def test_staleness_of_a_trajectory_runs_from_its_newest_to_its_oldest_token():
     groups = make_groups(1, group_size=1, max_tokens=2, seed=4, versions=(1,))
     one = make_trajectory(np.random.default_rng(0), 9, 131, versions=(1, 2, 3))
     groups = [dataclasses.replace(groups[0], trajectories=(one,))]
-    metrics = describe_batch(groups, build_batch(groups, 4, STEP_OF_VERSION))
+    metrics = describe_batch(groups, build_batch(groups, 4, STEP_OF_VERSION), 6)
     assert metrics["training/off_policy/trajectory_spans/max"] == 3
     assert metrics["training/off_policy/trajectory_staleness/mean"] == 4 - 3
     assert metrics["training/off_policy/trajectory_staleness_worst/mean"] == 4 - 0
@@ -158,7 +172,7 @@ def test_turns_count_the_prompt_and_every_run_of_sampled_or_observed_tokens():
     one = make_trajectory(np.random.default_rng(0), 6, 131)
     one = dataclasses.replace(one, loss_mask=np.array([1, 1, 0, 0, 1, 1], np.uint8))
     group = Group(ticket=1, attempt=0, prompt_ids=np.array([1, 2], np.int32), trajectories=(one,))
-    assert describe_batch([group], build_batch([group], 4, STEP_OF_VERSION))["num_turns/mean"] == 4
+    assert describe_batch([group], build_batch([group], 4, STEP_OF_VERSION), 6)["num_turns/mean"] == 4
 
 
 def test_targets_are_those_of_trained_tokens():
@@ -168,7 +182,7 @@ def test_targets_are_those_of_trained_tokens():
     generator = torch.Generator().manual_seed(1)
     values_N, returns_N = (torch.randn(batch.num_tokens, generator=generator) for _ in range(2))
     batch = dataclasses.replace(batch, values_N=values_N, returns_N=returns_N)
-    row = reduce_over_ranks(Alone(), describe_targets(batch), 1.0)
+    row = reduce_over_ranks(Alone(), describe_targets(batch) | {"actor/grad_norm": 1.5}, 1.0)
     values, returns = values_N[is_trained_N], returns_N[is_trained_N]
     assert row["critic/advantages/mean"] == pytest.approx(float(batch.advantages_N[is_trained_N].mean()))
     assert row["critic/values/max"] == pytest.approx(float(values.max()))
@@ -178,7 +192,9 @@ def test_targets_are_those_of_trained_tokens():
 
 def test_probabilities_are_compared_as_verl_does():
     batch = with_targets(build_batch(make_groups(), 4, STEP_OF_VERSION))
-    row = reduce_over_ranks(Alone(), describe_targets(batch), 1.0)
+    # A correction rejects half of them later: the sampler's error is that of all.
+    rejected = batch.with_mask(batch.loss_mask_N * (torch.arange(batch.num_tokens) % 2))
+    row = reduce_over_ranks(Alone(), describe_probabilities(rejected, batch.loss_mask_N), 1.0)
     is_trained_N = batch.loss_mask_N > 0
     trainer, sampler = (x_N[is_trained_N].exp() for x_N in (batch.prox_N, batch.behaviour_N))
     difference = (trainer - sampler).abs()
@@ -192,22 +208,30 @@ def test_probabilities_are_compared_as_verl_does():
 def test_one_rank_reports_what_the_functions_that_the_oracle_checks_do():
     groups = make_ragged()
     batch = with_critic(with_targets(build_batch(groups, 4, STEP_OF_VERSION)))
-    found = describe_batch(groups, batch) | describe_targets(batch)
+    found = describe_batch(groups, batch, 6) | describe_targets(batch) | describe_rewards(batch, batch)
+    found |= describe_probabilities(batch, batch.loss_mask_N) | {"actor/grad_norm": 1.5}
     row = reduce_over_ranks(Alone(), found, 1.0)
-    lengths_R = torch.tensor([one.num_tokens for group in groups for one in group.trajectories])
+    rows = [(len(group.prompt_ids), one) for group in groups for one in group.trajectories]
+    prompts_R = torch.tensor([num_prompt for num_prompt, _ in rows])
+    lengths_R = torch.tensor([one.num_tokens for _, one in rows])
+    is_cut_R = torch.tensor([one.finish_reason == "length" for _, one in rows])
     expected = summary.score_metrics(batch.rewards_R, batch.rewards_R, lengths_R)
     expected |= summary.target_metrics(batch.advantages_N, batch.returns_N, batch.loss_mask_N, batch.values_N)
-    expected |= summary.length_metrics(lengths_R, lengths_R, (6, 24))
+    expected |= summary.length_metrics(prompts_R, lengths_R, prompts_R == 6, is_cut_R)
+    compared = compare_probabilities(batch.prox_N, batch.behaviour_N, batch.loss_mask_N)
+    expected |= {f"training/{name}": value for name, value in compared.items()}
+    policy = (batch.advantages_N, batch.prox_N, batch.sum_pi_squared_N)
+    expected |= summary.variance_proxies(*policy, batch.loss_mask_N, rows_of(batch), 1.5)
     for name, value in expected.items():
-        if not name.startswith("prompt_length") and not name.endswith("clip_ratio"):
-            assert row[name] == pytest.approx(value, rel=1e-5), name
+        assert row[name] == pytest.approx(value, rel=1e-5), name
 
 
 def test_a_step_that_trains_no_token_has_no_targets_and_no_error():
     batch = with_targets(build_batch(make_groups(), 4, STEP_OF_VERSION))
     batch = batch.with_mask(batch.loss_mask_N * 0)
-    row = reduce_over_ranks(Alone(), describe_targets(with_critic(batch)), 1.0)
-    assert row == {"training/rollout_probs_diff_valid": 0.0}
+    batch = dataclasses.replace(batch, sum_pi_squared_N=None)
+    found = describe_targets(with_critic(batch)) | describe_probabilities(batch, batch.loss_mask_N)
+    assert reduce_over_ranks(Alone(), found, 1.0) == {"training/rollout_probs_diff_valid": 0.0}
 
 
 def test_a_loss_that_is_not_a_number_stays_in_the_row():
@@ -247,7 +271,7 @@ def test_every_name_of_a_real_step_is_registered(tmp_path):
         num_tokens=[group.num_tokens for group in groups],
         versions=[(1, 0), (2, 1)],
     )
-    result = train_step(order, StoredGroups(groups), Models(backend), open_objective(), 2, watch)
+    result = train_step(order, StoredGroups(groups), Models(backend), open_objective(), 2, watch, 6)
     row = reduce_over_ranks(backend, result.metrics | measure_memory(), result.weight)
     stages = watch.read()
     efficiency = make_efficiency(tmp_path, num_devices=1, dtype="float32", peak_tflops=1.0)

@@ -8,7 +8,7 @@ import torch
 
 from asyncrl.config.tree import AlgorithmSection, LearnerSection
 from learner.algorithms.objective import Objective, make_objective
-from learner.backend import LearnerBackend, Placement, ValueBackend
+from learner.backend import LearnerBackend, Placement, ValueBackend, ValueLossFn
 from learner.batching.batch import PackedBatch, assign_shards, build_batch, plan_minibatches
 from learner.megatron.backend import MegatronBackend
 from tests.learner.samples import make_groups
@@ -63,7 +63,9 @@ def squared_error(values_N: torch.Tensor, microbatch: PackedBatch):
     return loss, {"critic/vf_loss": loss}
 
 
-def train_values(backend: ValueBackend, steps: range, num_groups: int = 6) -> list[dict[str, float]]:
+def train_values(
+    backend: ValueBackend, steps: range, num_groups: int = 6, loss_fn: ValueLossFn = squared_error
+) -> list[dict[str, float]]:
     """Train a critic towards the rewards; return the metrics of every update."""
     metrics = []
     for step in steps:
@@ -72,5 +74,5 @@ def train_values(backend: ValueBackend, steps: range, num_groups: int = 6) -> li
         plan = plan_minibatches(list(num_tokens_of), NUM_MINIBATCHES)
         mine = assign_shards(num_tokens_of, plan, backend.dp_size)[backend.dp_rank]
         batch = build_batch([group for group in groups if group.ticket in mine], step, STEP_OF_VERSION)
-        metrics += [backend.update(batch.select_groups(tickets), squared_error) for tickets in plan]
+        metrics += [backend.update(batch.select_groups(tickets), loss_fn) for tickets in plan]
     return metrics

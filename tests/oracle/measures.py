@@ -35,7 +35,7 @@ def data(x: Given) -> Found:
     return name_metrics(
         summary.score_metrics(*scores, answer_R)
         | summary.target_metrics(advantages_N, returns_N, mask_N, values_N)
-        | summary.length_metrics(prompt_R, answer_R, limits)
+        | summary.length_metrics(prompt_R, answer_R, prompt_R == limits[0], answer_R == limits[1])
     )
 
 
@@ -121,16 +121,16 @@ def masked_operations(x: Given) -> Found:
 
 def logits(x: Given) -> Found:
     values = x["logits"].flatten(0, 1)
-    logprobs_N, entropy_N = fused_logprobs(
+    logprobs_N, entropy_N, squares_N = fused_logprobs(
         values,
         torch.eye(values.shape[1]),
         x["labels"].flatten(),
         vocab_size=values.shape[1],
         temperature=1.0,
         group=None,
+        has_squares=True,
     )
-    squares = values.softmax(1).square().sum(1)
-    return {"logprobs": logprobs_N, "entropy": entropy_N, "sum_pi_squared": squares}
+    return {"logprobs": logprobs_N, "entropy": entropy_N, "sum_pi_squared": squares_N}
 
 
 def response_mask(x: Given) -> Found:

@@ -26,6 +26,7 @@ from rollout_service.groups import GroupRunner, GroupSettings
 from rollout_service.prompts import PromptSet, load_prompts
 from rollout_service.replica import Replica, ReplicaParts, ReplicaSettings
 from rollout_service.rewards.registry import Reward
+from rollout_service.rewards.shaping import Overlong
 from rollout_service.tasks.digit_sort.examples import draw_split
 from rollout_service.tasks.digit_sort.folder import write_prompts
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer
@@ -79,7 +80,7 @@ class HandFedReceiver:
         self.calls.append("close")
 
 
-def make_config(folder: Path, **rollout: Any) -> Config:
+def make_config(folder: Path, advantage: str = "grpo", **rollout: Any) -> Config:
     return Config.model_validate(
         {
             "model": {"path": str(folder), "dtype": "float32"},
@@ -89,7 +90,7 @@ def make_config(folder: Path, **rollout: Any) -> Config:
             "learner": {"groups_per_step": 4},
             "staleness": {"max_lag": 1},
             "buffer": {"journal": "none", "lease_s": 1.0},
-            "algorithm": {"drop_constant_groups": False},
+            "algorithm": {"drop_constant_groups": False, "advantage": advantage},
         }
     )
 
@@ -149,10 +150,16 @@ class Stage:
 
 
 @contextlib.contextmanager
-def open_stage(folder: Path, reward: Reward, tokens_per_s: float = 0.0) -> Iterator[Stage]:
+def open_stage(
+    folder: Path,
+    reward: Reward,
+    tokens_per_s: float = 0.0,
+    advantage: str = "grpo",
+    overlong: Overlong | None = None,
+) -> Iterator[Stage]:
     """A buffer service and a replica of it, running."""
     write_data(folder)
-    config = make_config(folder)
+    config = make_config(folder, advantage)
     buffer = composition.build(ServiceContext(config, "buffer.0", folder / "run", "test"))
     with running(buffer):
         wait_for(lambda: buffer.status().get("address"), "the buffer's address")
@@ -164,14 +171,16 @@ def open_stage(folder: Path, reward: Reward, tokens_per_s: float = 0.0) -> Itera
 
         async def build() -> ReplicaParts:
             metered = MeteredEngine(engine, SystemClock())
-            environment = SingleTurn(metered, tokenizer, reward)
+            environment = SingleTurn(metered, tokenizer, reward, overlong)
+            settings = GroupSettings(0, GROUP_SIZE, 1.0, 6, has_greedy=advantage == "remax")
             return ReplicaParts(
                 engine=metered,
                 buffer=ReplicaClient(address, "rollout.0", 5.0),
                 weights=receiver,
-                runner=GroupRunner(environment, prompts, GroupSettings(0, GROUP_SIZE, 1.0, 6)),
+                runner=GroupRunner(environment, prompts, settings),
                 evaluator=Evaluator(environment, held_out.prompts, EvaluationSettings(1.0, 6, 0)),
                 prompts=prompts,
+                overlong=overlong,
             )
 
         replica = Replica("rollout.0", ReplicaSettings(4, 1.0, 10.0), build)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any, Self
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
+from asyncrl.control.launch.ports import HeldPort
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.faults import VARIABLE as FAULT_VARIABLE
@@ -32,7 +32,7 @@ class Harness:
         self._run_id = uuid.uuid4().hex[:8]
         self._sockets = Path("/tmp") / f"asyncrl-{self._run_id}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._rendezvous = f"127.0.0.1:{_free_port()}"
+        self._rendezvous = HeldPort()
         (run_dir / "logs").mkdir(parents=True)
         (run_dir / "resolved.yaml").write_text(dump_resolved(config))
 
@@ -51,6 +51,7 @@ class Harness:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(5.0)
+        self._rendezvous.close()
         end_leftovers(self._run_id)
         remove_leftovers(self._run_id, self._sockets)
 
@@ -70,7 +71,7 @@ class Harness:
         return self._processes[name]
 
     def _arguments(self, name: str) -> list[str]:
-        return [str(self.run_dir), self._run_id, str(self._sockets), name, self._rendezvous]
+        return [str(self.run_dir), self._run_id, str(self._sockets), name, self._rendezvous.address]
 
     def address(self, name: str) -> str:
         return f"ipc://{self._sockets / name}"
@@ -94,13 +95,6 @@ class Harness:
         """Wait until the service has ended by itself without an error."""
         code = self._processes[name].wait(deadline_s)
         assert code == 0, f"{name} ended with {code}\n{self.log(name)[-3000:]}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_for(claim: Callable[[], bool], deadline_s: float = 60.0) -> None:

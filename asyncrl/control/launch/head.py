@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from asyncrl.config.load import load_config
 from asyncrl.control import plan
 from asyncrl.control.launch import ray_launcher
+from asyncrl.control.launch.ports import HeldPort
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
@@ -38,7 +38,8 @@ def main() -> int:
     socket_dir = Path(live["sockets"])
     socket_dir.mkdir(mode=0o700)
     try:
-        _run(run_dir, live, socket_dir)
+        with HeldPort() as rendezvous:
+            _run(run_dir, live, socket_dir, rendezvous.address)
     except Exception as error:  # process boundary: whoever watches must learn how it ended
         _write_failure(run_dir, f"{type(error).__name__}: {error}", "head.0")
         raise
@@ -49,7 +50,7 @@ def main() -> int:
     return 0
 
 
-def _run(run_dir: RunDir, live: dict[str, Any], socket_dir: Path) -> None:
+def _run(run_dir: RunDir, live: dict[str, Any], socket_dir: Path, rendezvous: str) -> None:
     config = load_config(run_dir.resolved)
     ray_launcher.start_local(num_cpus=os.cpu_count() or 1, num_gpus=plan.count_gpus())
     context = ServiceContext(
@@ -58,7 +59,7 @@ def _run(run_dir: RunDir, live: dict[str, Any], socket_dir: Path) -> None:
         run_dir=run_dir.path,
         run_id=live["run_id"],
         addresses={"sockets": str(socket_dir)},
-        rendezvous=f"127.0.0.1:{_free_port()}",
+        rendezvous=rendezvous,
     )
     ray = ray_launcher.RayLauncher(namespace=config.run.name)
     factory = "asyncrl.control.composition:build"
@@ -81,13 +82,6 @@ def _watch(run_dir: RunDir, ray: ray_launcher.RayLauncher) -> None:
 def _write_failure(run_dir: RunDir, error: str, service: str) -> None:
     outcome = {"state": "failed", "error": error, "service": service, "tail": run_dir.tail(service)}
     write_json(run_dir.outcome, outcome)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

@@ -41,14 +41,39 @@ class Meter:
         gain = {key: max(0.0, totals[key] - before[key]) for key in totals}
         wall = gain["busy_s"] + gain["idle_s"]
         buffer = statuses.get("buffer.0", {})
-        return {
-            "perf/rollout_tokens_per_s": gain["tokens"] / (now - then) if now > then else 0.0,
-            "perf/rollout_idle_share": gain["idle_s"] / wall if wall else 0.0,
-            "perf/rollout_replicas": float(len(replicas)),
-            "training/epoch": epoch_of(buffer.get("prompts_drawn", 0), buffer.get("num_prompts", 0)),
-            "buffer/depth": float(buffer.get("stored_groups", 0)),
-            "buffer/residue": float(buffer.get("residue", 0)),
-        }
+        return (
+            _overlong_metrics(gain)
+            | _weights_metrics(replicas.values())
+            | {
+                "perf/rollout_tokens_per_s": gain["tokens"] / (now - then) if now > then else 0.0,
+                "perf/rollout_idle_share": gain["idle_s"] / wall if wall else 0.0,
+                "perf/rollout_replicas": float(len(replicas)),
+                "training/epoch": epoch_of(buffer.get("prompts_drawn", 0), buffer.get("num_prompts", 0)),
+                "buffer/depth": float(buffer.get("stored_groups", 0)),
+                "buffer/residue": float(buffer.get("residue", 0)),
+            }
+        )
+
+
+def _overlong_metrics(gain: dict[str, float]) -> dict[str, float]:
+    """Return what overlong answers lost; nothing where rewards are not shaped."""
+    if not gain["scored"]:
+        return {}
+    return {
+        "rollout/overlong_share": gain["overlong"] / gain["scored"],
+        "rollout/overlong_penalty": gain["taken_off"] / gain["scored"],
+    }
+
+
+def _weights_metrics(replicas: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Return how the newest weights arrive at the replicas; nothing while none serves a version."""
+    serving = [status for status in replicas if status.get("version")]
+    if not serving:
+        return {}
+    return {
+        "weights/version": float(min(status["version"] for status in serving)),
+        "weights/apply_s": float(max(status.get("last_swap_s", 0.0) for status in serving)),
+    }
 
 
 def epoch_of(num_drawn: int, num_prompts: int) -> float:
@@ -57,12 +82,9 @@ def epoch_of(num_drawn: int, num_prompts: int) -> float:
 
 
 def rollout_totals(replicas: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return generated tokens, busy and idle seconds, summed over replicas."""
-    return {
-        "tokens": float(sum(status.get("tokens", 0) for status in replicas.values())),
-        "busy_s": float(sum(status.get("busy_s", 0.0) for status in replicas.values())),
-        "idle_s": float(sum(status.get("idle_s", 0.0) for status in replicas.values())),
-    }
+    """Return generated tokens, busy and idle seconds, and what shaping did, summed over replicas."""
+    keys = ("tokens", "busy_s", "idle_s", "scored", "overlong", "taken_off")
+    return {key: float(sum(status.get(key, 0) for status in replicas.values())) for key in keys}
 
 
 EVALUATION_ID = "val/id"

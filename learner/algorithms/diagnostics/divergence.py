@@ -16,6 +16,7 @@ from learner.algorithms.correction.weights import (
     bound_weights,
     raw_weights,
 )
+from learner.algorithms.diagnostics.moments import probability_moments, probability_spread
 from learner.algorithms.rows import (
     EPSILON,
     Rows,
@@ -105,14 +106,11 @@ def compare_probabilities(prox_N: torch.Tensor, behaviour_N: torch.Tensor, mask_
     """As `probability_metrics`, with spread and Pearson correlation: of one whole batch only."""
     is_in_N = mask_N != 0
     trainer, sampler = prox_N[is_in_N].exp(), behaviour_N[is_in_N].exp()
+    metrics = probability_metrics(prox_N, behaviour_N, mask_N)
     if len(trainer) < 2:
-        return probability_metrics(prox_N, behaviour_N, mask_N) | {"rollout_probs_diff_valid": 0.0}
-    extra = {
-        "rollout_probs_diff_valid": torch.tensor(1.0),
-        "rollout_probs_diff_std": (trainer - sampler).abs().std(),
-        "rollout_actor_probs_pearson_corr": torch.corrcoef(torch.stack([trainer, sampler]))[0, 1],
-    }
-    return probability_metrics(prox_N, behaviour_N, mask_N) | _floats(extra)
+        return metrics | {"rollout_probs_diff_valid": 0.0}
+    spread = probability_spread(probability_moments(trainer, sampler), len(trainer))
+    return metrics | {"rollout_probs_diff_valid": 1.0} | spread
 
 
 def _row_ratio(delta_N: torch.Tensor, mask_N: torch.Tensor, rows: Rows, level: str) -> torch.Tensor:

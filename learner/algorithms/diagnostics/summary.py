@@ -11,19 +11,21 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from learner.algorithms.advantage.baselines import token_weights
+from learner.algorithms.diagnostics.moments import explained_variance, value_moments
 from learner.algorithms.rows import Rows
 
 Metrics = dict[str, float]
+PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
+"""Stages that compute on prompt and response tokens."""
 _PER_RESPONSE_TOKEN = ("gen",)
-_PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
 
 
 def score_metrics(scores_R: torch.Tensor, rewards_R: torch.Tensor, length_R: torch.Tensor) -> Metrics:
     """Return `critic/score/*` before and `critic/rewards/*` after a KL penalty, of rows with an answer."""
     is_answered_R = length_R > 0
     return {
-        **_spread("critic/score", scores_R[is_answered_R]),
-        **_spread("critic/rewards", rewards_R[is_answered_R]),
+        **spread("critic/score", scores_R[is_answered_R]),
+        **spread("critic/rewards", rewards_R[is_answered_R]),
     }
 
 
@@ -31,39 +33,56 @@ def target_metrics(
     advantages_N: torch.Tensor, returns_N: torch.Tensor, mask_N: torch.Tensor, values_N: torch.Tensor | None
 ) -> Metrics:
     """Return advantages, returns and, with a critic, values and explained variance over the mask."""
-    is_in_N = mask_N != 0
-    returns = returns_N[is_in_N]
-    metrics = {
-        **_spread("critic/advantages", advantages_N[is_in_N]),
-        **_spread("critic/returns", returns),
-    }
+    metrics = target_spreads(advantages_N, returns_N, mask_N, values_N)
     if values_N is None:
         return metrics
-    values = values_N[is_in_N]
-    explained = 1 - (returns - values).var() / (returns.var() + 1e-5)
-    return metrics | _spread("critic/values", values) | {"critic/vf_explained_var": float(explained)}
+    returns, values = returns_N[mask_N != 0], values_N[mask_N != 0]
+    explained = explained_variance(value_moments(returns, values), len(values))
+    return metrics | {"critic/vf_explained_var": explained}
 
 
-def length_metrics(prompt_R: torch.Tensor, answer_R: torch.Tensor, limits: tuple[int, int]) -> Metrics:
-    """Return lengths of prompts and answers, and the shares at their limits (prompt, answer)."""
-    prompt_R, answer_R = prompt_R.float(), answer_R.float()
-    answered_R = answer_R[answer_R > 0]
+def target_spreads(
+    advantages_N: torch.Tensor, returns_N: torch.Tensor, mask_N: torch.Tensor, values_N: torch.Tensor | None
+) -> Metrics:
+    """As `target_metrics`, without what parts of a batch cannot tell by themselves."""
+    is_in_N = mask_N != 0
+    metrics = {
+        **spread("critic/advantages", advantages_N[is_in_N]),
+        **spread("critic/returns", returns_N[is_in_N]),
+    }
+    return metrics if values_N is None else metrics | spread("critic/values", values_N[is_in_N])
+
+
+def length_metrics(
+    prompt_R: torch.Tensor, answer_R: torch.Tensor, is_prompt_cut_R: torch.Tensor, is_cut_R: torch.Tensor
+) -> Metrics:
+    """Return lengths of prompts and answers, and the shares of those that a limit has cut."""
+    is_answered_R = answer_R > 0
     return {
-        **_spread("response_length", answer_R, limits[1]),
-        **_spread("response_length_non_aborted", answered_R, limits[1]),
-        "response/aborted_ratio": float((answer_R == 0).float().mean()),
-        **_spread("prompt_length", prompt_R, limits[0]),
+        **spread("response_length", answer_R),
+        "response_length/clip_ratio": _share(is_cut_R),
+        **spread("response_length_non_aborted", answer_R[is_answered_R]),
+        "response_length_non_aborted/clip_ratio": _share(is_cut_R[is_answered_R]),
+        "response/aborted_ratio": _share(~is_answered_R),
+        **spread("prompt_length", prompt_R),
+        "prompt_length/clip_ratio": _share(is_prompt_cut_R),
     }
 
 
 def timing_metrics(seconds: Mapping[str, float], num_response_tokens: int, num_tokens: int) -> Metrics:
     """Return `timing_s/*`, and `timing_per_token_ms/*` of the stages that have tokens to divide by."""
-    metrics = {f"timing_s/{stage}": value for stage, value in seconds.items()}
-    counts = dict.fromkeys(_PER_RESPONSE_TOKEN, num_response_tokens) | dict.fromkeys(_PER_TOKEN, num_tokens)
-    for stage, count in counts.items():
-        if stage in seconds:
-            metrics[f"timing_per_token_ms/{stage}"] = 1000 * seconds[stage] / count if count else 0.0
-    return metrics
+    counts = dict.fromkeys(_PER_RESPONSE_TOKEN, num_response_tokens) | dict.fromkeys(PER_TOKEN, num_tokens)
+    times = {f"timing_s/{stage}": value for stage, value in seconds.items()}
+    return times | per_token_metrics(seconds, counts)
+
+
+def per_token_metrics(seconds: Mapping[str, float], counts: Mapping[str, float]) -> Metrics:
+    """Return `timing_per_token_ms/*` of the stages of `counts`, their numbers of tokens, that were timed."""
+    return {
+        f"timing_per_token_ms/{stage}": 1000 * seconds[stage] / count if count else 0.0
+        for stage, count in counts.items()
+        if stage in seconds
+    }
 
 
 def throughput_metrics(num_tokens: Sequence[int], step_s: float, num_devices: int) -> Metrics:
@@ -86,15 +105,34 @@ def variance_proxies(
     weights_N: torch.Tensor | None = None,
 ) -> Metrics:
     """Return how much of the gradient is signal: its squared norm against the expected one of a row."""
+    moments = power_moments(advantages_N, logprobs_N, sum_pi_squared_N, mask_N, rows, weights_N)
+    return signal_and_noise(moments, gradient_norm, rows.num_rows)
+
+
+def power_moments(
+    advantages_N: torch.Tensor,
+    logprobs_N: torch.Tensor,
+    sum_pi_squared_N: torch.Tensor,
+    mask_N: torch.Tensor,
+    rows: Rows,
+    weights_N: torch.Tensor | None,
+) -> Metrics:
+    """Return the means over rows from which `signal_and_noise` is made."""
     weight_R = rows.sum(token_weights(logprobs_N, sum_pi_squared_N, weights_N), mask_N)
     square_R = rows.mean(advantages_N, mask_N).square()
-    signal, power = gradient_norm**2, float((square_R * weight_R).mean())
+    columns = {"power": square_R * weight_R, "a_squared": square_R, "w": weight_R}
+    return {column: float(values_R.double().mean()) for column, values_R in columns.items()}
+
+
+def signal_and_noise(moments: Mapping[str, float], gradient_norm: float, num_rows: float) -> Metrics:
+    """Return `variance_proxy/*` of a batch of `num_rows` rows."""
+    signal, power = gradient_norm**2, moments["power"]
     return {
         "variance_proxy/proxy1_signal_strength": signal,
         "variance_proxy/proxy2_total_power": power,
-        "variance_proxy/proxy3_pure_noise": max(0.0, (power - signal) / max(rows.num_rows - 1, 1)),
-        "variance_proxy/expected_a_squared": float(square_R.mean()),
-        "variance_proxy/expected_w": float(weight_R.mean()),
+        "variance_proxy/proxy3_pure_noise": max(0.0, (power - signal) / max(num_rows - 1, 1)),
+        "variance_proxy/expected_a_squared": moments["a_squared"],
+        "variance_proxy/expected_w": moments["w"],
     }
 
 
@@ -115,15 +153,17 @@ def reduce_by_name(values: Mapping[str, Sequence[float]]) -> Metrics:
     return reduced
 
 
-def _spread(name: str, x: torch.Tensor, limit: int | None = None) -> Metrics:
-    if not len(x):
-        found = dict.fromkeys((f"{name}/{part}" for part in ("mean", "max", "min")), math.nan)
-    else:
-        found = {
-            f"{name}/mean": float(x.mean()),
-            f"{name}/max": float(x.max()),
-            f"{name}/min": float(x.min()),
-        }
-    if limit is not None:
-        found[f"{name}/clip_ratio"] = float((x == limit).float().mean()) if len(x) else 0.0
-    return found
+def spread(name: str, values: torch.Tensor) -> Metrics:
+    """Return `name`/mean, /max and /min; not a number where there is no value."""
+    if not len(values):
+        return dict.fromkeys((f"{name}/{part}" for part in ("mean", "max", "min")), math.nan)
+    values = values.double()
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def _share(is_R: torch.Tensor) -> float:
+    return float(is_R.double().mean()) if len(is_R) else 0.0

@@ -17,7 +17,7 @@ from learner.fused_logprob import fused_logprobs
 
 
 class PolicyModule(torch.nn.Module):
-    """tokens -> (log-prob of each label, entropy)."""
+    """tokens -> (log-prob of each label, entropy), and on request the sum of squared probabilities."""
 
     def __init__(self, model: PreTrainedModel, ways: Ways, temperature: float) -> None:
         super().__init__()
@@ -28,17 +28,22 @@ class PolicyModule(torch.nn.Module):
         return list(self.model.named_parameters())
 
     def forward(
-        self, tokens_N: torch.Tensor, labels_N: torch.Tensor, rows: Rows
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ([N], [N]) in float32."""
+        self, tokens_N: torch.Tensor, labels_N: torch.Tensor, rows: Rows, *, has_squares: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """Return ([N], [N]) in float32, with `has_squares` a third [N]."""
         if not self.ways.is_plain_head:
             logits_NV = run_logits(self.model, tokens_N, rows, is_packed=self.ways.is_packed)
-            return dense_logprobs(logits_NV, labels_N, self.temperature)
+            return dense_logprobs(logits_NV, labels_N, self.temperature, has_squares=has_squares)
         hidden_NH = run_body(self.model, tokens_N, rows, is_packed=self.ways.is_packed)
         weight_VH = self.model.get_output_embeddings().weight
-        num_entries, temperature = weight_VH.shape[0], self.temperature
         return fused_logprobs(
-            hidden_NH, weight_VH, labels_N, vocab_size=num_entries, temperature=temperature, group=None
+            hidden_NH,
+            weight_VH,
+            labels_N,
+            vocab_size=weight_VH.shape[0],
+            temperature=self.temperature,
+            group=None,
+            has_squares=has_squares,
         )
 
 
@@ -66,9 +71,12 @@ class ValueModule(torch.nn.Module):
 
 
 def dense_logprobs(
-    logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (log-prob of each label [N], entropy [N]) in float32, from logits that are all there."""
+    logits_NV: torch.Tensor, labels_N: torch.Tensor, temperature: float, *, has_squares: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """As `fused_logprobs`, from logits that are all there."""
     table_NV = (logits_NV.float() / temperature).log_softmax(-1)
     entropy_N = -(table_NV.exp() * table_NV).sum(-1)
-    return table_NV.gather(-1, labels_N[:, None])[:, 0].clone(), entropy_N  # FSDP2 warns about views
+    logprobs_N = table_NV.gather(-1, labels_N[:, None])[:, 0].clone()  # FSDP2 warns about views
+    if not has_squares:
+        return logprobs_N, entropy_N
+    return logprobs_N, entropy_N, (2 * table_NV.detach()).exp().sum(-1)

@@ -16,12 +16,10 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
+from asyncrl.config.architectures import find_unsupported, read_rope, rope_type_of
 from asyncrl.config.cuts import find_uneven_cuts, pad_vocabulary
 from asyncrl.config.tree import LearnerSection
 from asyncrl.errors import ConfigError
-
-SUPPORTED = ("llama", "qwen2", "qwen3")
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -90,36 +88,17 @@ def read_architecture(folder: Path) -> Architecture:
     """Return what `folder`/config.json describes.
 
     Raises:
-        ConfigError: The file is missing, or the model is not one of `SUPPORTED` in its plain form.
+        ConfigError: The file is missing, or the model is not a supported one in its plain form.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path} does not exist", hint="model.path must be a Hugging Face model folder")
     table = json.loads(path.read_text())
-    model_type = table.get("model_type")
-    num_experts = [key for key in _EXPERT_KEYS if table.get(key)]
-    if num_experts:
-        raise ConfigError(
-            f"{path}: {num_experts[0]}: {table[num_experts[0]]}: mixture-of-experts models are not supported",
-            hint=f"Choose a dense model: {', '.join(SUPPORTED)}",
-        )
-    if model_type not in SUPPORTED:
-        raise ConfigError(
-            f"{path}: model_type '{model_type}' is not supported", hint=f"Supported: {', '.join(SUPPORTED)}"
-        )
-    for key, wanted in (
-        ("hidden_act", "silu"),
-        ("use_sliding_window", False),
-        ("mlp_bias", False),
-        ("attention_bias", False),
-    ):
-        if table.get(key, wanted) != wanted:
-            raise ConfigError(
-                f"{path}: {key}: {table[key]} is not supported", hint=f"Only {key}: {wanted} is"
-            )
+    for problem, hint in find_unsupported(table):
+        raise ConfigError(f"{path}: {problem}", hint=hint)
     num_heads = table["num_attention_heads"]
     return Architecture(
-        model_type=model_type,
+        model_type=table["model_type"],
         num_layers=table["num_hidden_layers"],
         hidden_size=table["hidden_size"],
         num_heads=num_heads,
@@ -173,10 +152,11 @@ def make_transformer_config(
         fp16=dtype is torch.float16,
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
+        use_te_activation_func=True,  # a module of the layer specification: `SwiGLU`
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=not torch.cuda.is_available(),  # on GPUs it needs Apex
         apply_rope_fusion=False,
         tensor_model_parallel_size=parallelism.tp,
         sequence_parallel=parallelism.sequence_parallel,
@@ -205,16 +185,11 @@ def make_inverse_frequencies(architecture: Architecture) -> torch.Tensor:
 
 
 def _read_rope(table: dict[str, Any], path: Path) -> dict[str, Any]:
-    rope = dict(table.get("rope_scaling") or {}) | dict(table.get("rope_parameters") or {})
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
-        raise ConfigError(
-            f"{path}: rope_type '{rope_type}' is not supported", hint="Supported: default, llama3"
-        )
+    rope = read_rope(table)
     theta = rope.get("rope_theta", table.get("rope_theta"))
     if theta is None:
         raise ConfigError(f"{path}: no rope_theta", hint="It belongs in rope_parameters or at the top level")
-    return rope | {"rope_type": rope_type, "rope_theta": float(theta)}
+    return rope | {"rope_type": rope_type_of(table), "rope_theta": float(theta)}
 
 
 def _stretch_low_frequencies(inverse: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:

@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound=GPTModel)
 
 
 class LogprobHead(torch.nn.Module):
-    """Output projection, softmax and label in one; gives log-prob and entropy, C = 2."""
+    """Output projection, softmax and label in one; gives log-prob and entropy (C = 2), or squares too (3)."""
 
     def __init__(
         self, weight: torch.nn.Parameter | None, vocab_size: int, temperature: float, is_scattered: bool
@@ -41,7 +41,7 @@ class LogprobHead(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, tied_weight: torch.Tensor | None, rows: PackedRows
     ) -> torch.Tensor:
-        """Take hidden states [N or this rank's share, 1, H]; return [2, N]."""
+        """Take hidden states [N or this rank's share, 1, H]; return [C, N]."""
         group = parallel_state.get_tensor_model_parallel_group()
         if self._is_scattered:  # backward is a reduce-scatter: it sums over the group
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
@@ -58,6 +58,7 @@ class LogprobHead(torch.nn.Module):
             temperature=self._temperature,
             group=group if group.size() > 1 else None,
             reduce_hidden_grad=not self._is_scattered,
+            has_squares=rows.has_squares,
         )
         return torch.stack(columns)
 
@@ -82,7 +83,7 @@ class ValueHead(torch.nn.Module):
 
 
 class PolicyModel(GPTModel):
-    """Gives hidden states on all stages but the last, and there log-probs and entropies [2, N]."""
+    """Gives hidden states on all stages but the last, and there the columns of `LogprobHead` [C, N]."""
 
     def _is_in_embd_group(self) -> bool:
         """Asked while building a tied model, to send the embedding to the last stage: both stages load it."""
@@ -160,5 +161,7 @@ def _finish(model: Model, architecture: Architecture, device: torch.device) -> M
             # Megatron marks cut weights while initialising them, which is skipped here. Without the
             # mark the gradient norm counts rank 0's part alone, and clipping goes wrong silently.
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dimension, stride=1)
-    model.rotary_pos_emb = RowRotary(make_inverse_frequencies(architecture).to(device))
+    model.rotary_pos_emb = RowRotary(
+        make_inverse_frequencies(architecture).to(device), model.config.params_dtype
+    )
     return model.to(device)

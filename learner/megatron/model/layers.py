@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch.nn import functional
 
+from learner.megatron.model.kernels import GatedSilu, Rotate
 from learner.megatron.model.movement import GatherKeys, Pad, Unpad
 from learner.megatron.model.packing import PackedRows
 
@@ -47,12 +48,29 @@ class RMSNorm(torch.nn.Module):
         return self.weight * normal.to(x.dtype)
 
 
-class RowRotary(torch.nn.Module):
-    """Rotary angles by position within the row; takes the place of Megatron's `rotary_pos_emb`."""
+class SwiGLU(torch.nn.Module):
+    """silu(gate) * up of [..., gate and up]; Megatron's own cuts and joins the two halves by copies."""
 
-    def __init__(self, inverse_frequencies: torch.Tensor) -> None:
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
-        self.inverse_frequencies = inverse_frequencies
+        assert config.glu_linear_offset == 0.0
+        assert config.activation_func_clamp_value is None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gated: torch.Tensor = GatedSilu.apply(x)
+        return gated
+
+
+class RowRotary(torch.nn.Module):
+    """Rotary angles by position within the row; takes the place of Megatron's `rotary_pos_emb`.
+
+    The angles of a pass are the same in all layers: they go into the rows, `RowAttention` reads them
+    there, and Megatron, which would make their sines again in every layer, is told of none.
+    """
+
+    def __init__(self, inverse_frequencies: torch.Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inverse_frequencies, self._dtype = inverse_frequencies, dtype
 
     def get_rotary_seq_len(
         self, _context: Any, _block: Any, _input: Any, _config: Any, rows: PackedRows
@@ -60,11 +78,11 @@ class RowRotary(torch.nn.Module):
         """Megatron asks here for a length and hands the answer to `forward`: the rows are passed on."""
         return rows
 
-    def forward(self, rows: PackedRows, **_: Any) -> torch.Tensor:
-        """Return the angles [N, 1, 1, D] in float32."""
+    def forward(self, rows: PackedRows, **_: Any) -> None:
+        """Put sine and cosine of the angles into `rows`; the angles are float32."""
         assert rows.positions_N is not None, "the rows were not made by describe_rows"
-        angles = torch.outer(rows.positions_N.float(), self.inverse_frequencies)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        angles_N1C = torch.outer(rows.positions_N.float(), self.inverse_frequencies)[:, None]
+        rows.cos_N1C, rows.sin_N1C = angles_N1C.cos().to(self._dtype), angles_N1C.sin().to(self._dtype)
 
 
 class RowAttention(MegatronModule):
@@ -106,7 +124,8 @@ class RowAttention(MegatronModule):
         assert attention_mask is None, "rows are causal and nothing else"
         assert attention_bias is None, "rows are causal and nothing else"
         rows, head_size = packed_seq_params, query.shape[-1]
-        queries_MD = Pad.apply(query.flatten(1), rows)
+        query, key = (Rotate.apply(x.squeeze(1), rows.cos_N1C, rows.sin_N1C) for x in (query, key))
+        queries_MD = _pad(query.flatten(1), rows)
         keys_MD, values_MD = self._pad_keys(key.flatten(1), value.flatten(1), rows)
         outputs, query_start, key_start = [], 0, 0
         for bucket in rows.buckets:
@@ -129,19 +148,25 @@ class RowAttention(MegatronModule):
             outputs.append(output.transpose(1, 2).reshape(query_end - query_start, -1))
             query_start, key_start = query_end, key_end
         output_MD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return Unpad.apply(output_MD, rows).unsqueeze(1)
+        output_ND = output_MD if rows.is_in_order else Unpad.apply(output_MD, rows)
+        return output_ND.unsqueeze(1)
 
     def _pad_keys(
         self, key_ND: torch.Tensor, value_ND: torch.Tensor, rows: PackedRows
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of all rows that have queries here, in their buckets [M, D]."""
         if self.cp_group.size() == 1:
-            return Pad.apply(key_ND, rows), Pad.apply(value_ND, rows)
+            return _pad(key_ND, rows), _pad(value_ND, rows)
         assert rows.key_from_M is not None
         gathered_TD = GatherKeys.apply(torch.cat([key_ND, value_ND], 1), self.cp_group)
         # Queries see no padded key, so what these read gets gradient zero.
         keys_MD, values_MD = gathered_TD.index_select(0, rows.key_from_M).chunk(2, 1)
         return keys_MD, values_MD
+
+
+def _pad(x_ND: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    padded_MD: torch.Tensor = x_ND if rows.is_in_order else Pad.apply(x_ND, rows)
+    return padded_MD
 
 
 def make_layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -150,6 +175,7 @@ def make_layer_spec(config: TransformerConfig, vp_stage: int | None) -> Transfor
     parts: Any = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.sharded_state_dict_keys_map = {}
+    parts.mlp.submodules.activation_func = SwiGLU
     attention = parts.self_attention.submodules
     attention.core_attention = RowAttention
     if config.qk_layernorm:

@@ -65,6 +65,10 @@ class PackedRows(PackedSeqParams):
         output_from_N: For every position the padded query where its output lies.
         key_from_M: For every padded key the position to read, among those of all ranks.
         labels_N: The label of each position, for the head of a policy.
+        is_in_order: Every padded place is the position of the same number: there is nothing to move.
+        cos_N1C: Cosine of each position's rotary angles (C: half the head size), made once per pass.
+        sin_N1C: Their sine.
+        has_squares: Whether that head gives the sum of squared probabilities too.
     """
 
     share: Share | None = None
@@ -73,13 +77,18 @@ class PackedRows(PackedSeqParams):
     output_from_N: torch.Tensor | None = None
     key_from_M: torch.Tensor | None = None
     labels_N: torch.Tensor | None = None
+    has_squares: bool = False
+    is_in_order: bool = False
+    cos_N1C: torch.Tensor | None = None
+    sin_N1C: torch.Tensor | None = None
     buckets: tuple[Bucket, ...] = field(default=())
 
 
 def bucket_length(num_tokens: int) -> int:
-    """Return the padded length for a row: a power of two up to 64, from there in quarters of an octave.
+    """Return the length that a row may be padded to: a power of two up to 64, then quarters of an octave.
 
-    The waste is below one quarter for long rows, and the number of buckets stays logarithmic.
+    Rows that share it share a bucket, padded to the longest of them. The waste is below one quarter for
+    long rows, and the number of buckets stays logarithmic.
     """
     power = 1 << max(0, num_tokens - 1).bit_length()
     if power <= 64:
@@ -150,11 +159,12 @@ def _describe_buckets(
     keys: list[torch.Tensor] = []
     buckets: list[Bucket] = []
     offset = 0
-    for num_keys in sorted(set(padded_lengths)):
-        members = torch.tensor([row for row, padded in enumerate(padded_lengths) if padded == num_keys])
+    for length in sorted(set(padded_lengths)):
+        members = torch.tensor([row for row, padded in enumerate(padded_lengths) if padded == length])
         members = members[num_own_R[members] > 0]
         if not len(members):
             continue
+        num_keys = int(lengths_R[members].max())
         num_queries = int(num_own_R[members].max()) if is_cut else num_keys
         query_RQ, is_query_RQ = _spread(first_own_R[members], num_own_R[members], num_queries)
         key_RK, is_key_RK = _spread(starts_R[members], lengths_R[members], num_keys)
@@ -170,6 +180,7 @@ def _describe_buckets(
     rows.query_from_M = torch.cat(queries).to(device)
     rows.output_from_N = output_from_N.to(device)
     rows.key_from_M = rows.share.gathered_from_T[torch.cat(keys).to(device)] if is_cut else rows.query_from_M
+    rows.is_in_order = not is_cut and torch.equal(rows.query_from_M, torch.arange(len(row_N), device=device))
     rows.buckets = tuple(buckets)
 
 

@@ -1,0 +1,66 @@
+"""Elementwise parts of a layer as single autograd functions.
+
+Written out, autograd would keep and copy more: halves that are cut apart in the forward pass are joined
+by a copy in the backward pass, and each step's result is a fresh tensor, whose pages cost a CPU more
+than the arithmetic. Owns no parameters. Invariant: values and gradients are those of the plain formula,
+up to rounding.
+
+Shapes: N positions, h heads, D head size, C half of it, F columns of gate and of up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+
+class GatedSilu(torch.autograd.Function):
+    """silu(gate) * up: forward [..., 2 F] (gate, then up) -> [..., F]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        active = functional.silu(gate)
+        ctx.save_for_backward(x, active)
+        return active * up
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        x, active = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        x_grad = torch.empty_like(x)
+        gate_grad, up_grad = x_grad.chunk(2, -1)
+        torch.mul(gradient, active, out=up_grad)
+        torch.mul(gradient, up, out=gate_grad)
+        torch.ops.aten.silu_backward.grad_input(gate_grad, gate, grad_input=gate_grad)
+        return x_grad
+
+
+class Rotate(torch.autograd.Function):
+    """Rotary positions: turns each pair (x[c], x[c + C]) by the angle of its position; [N, h, D] alike.
+
+    The backward pass turns back by the same angle.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_NhD: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos_N1C, sin_N1C)
+        return _turn(x_NhD, cos_N1C, sin_N1C, 1)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient_NhD: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos_N1C, sin_N1C = ctx.saved_tensors
+        return _turn(gradient_NhD, cos_N1C, sin_N1C, -1), None, None
+
+
+def _turn(x_NhD: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor, direction: int) -> torch.Tensor:
+    turned_NhD = torch.empty(x_NhD.shape, dtype=x_NhD.dtype, device=x_NhD.device)
+    (first, second), (to_first, to_second) = x_NhD.chunk(2, -1), turned_NhD.chunk(2, -1)
+    torch.mul(first, cos_N1C, out=to_first).addcmul_(second, sin_N1C, value=-direction)
+    torch.mul(second, cos_N1C, out=to_second).addcmul_(first, sin_N1C, value=direction)
+    return turned_NhD
