@@ -89,9 +89,10 @@ def _run_alone(what: str, num_tokens: int, hidden_size: int) -> dict[str, float]
 def _fused(
     hidden_NH: torch.Tensor, weight_VH: torch.Tensor, labels_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return fused_logprobs(
+    logprobs_N, entropy_N = fused_logprobs(
         hidden_NH, weight_VH, labels_N, vocab_size=VOCAB, temperature=TEMPERATURE, group=None
     )
+    return logprobs_N, entropy_N
 
 
 def _plain(

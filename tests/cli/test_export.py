@@ -15,8 +15,8 @@ from asyncrl.config.tree import Config
 from asyncrl.errors import CheckpointError, ConfigError
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.export import export_run
-from tests.learner.samples import save_model
-from tests.learner.training import open_backend, train
+from tests.learner.parts.samples import save_model
+from tests.learner.parts.training import open_backend, train
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP, EARLIER_STEP = 4, 2

@@ -1,0 +1,70 @@
+"""The written-out elementwise functions against the plain formulas, and what one rank leaves out."""
+
+import importlib
+
+import pytest
+import torch
+from torch.nn import functional
+
+from learner.batching.batch import build_batch
+from learner.megatron.model.kernels import GatedSilu, Rotate
+from learner.megatron.model.packing import describe_rows
+from tests.learner.parts.samples import make_groups, save_model
+from tests.learner.parts.training import open_backend
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def differentiate(function, x):
+    x = x.clone().requires_grad_()
+    y = function(x)
+    y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape))
+    return y.detach(), x.grad
+
+
+def by_halves(x):
+    gate, up = x.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def by_rotated_halves(x, angles):
+    whole = torch.cat((angles, angles), -1)
+    first, second = x.chunk(2, -1)
+    return x * whole.cos() + torch.cat((-second, first), -1) * whole.sin()
+
+
+def test_the_gated_unit_is_silu_of_one_half_times_the_other():
+    x = draw(7, 1, 24)
+    for ours, plain in zip(differentiate(GatedSilu.apply, x), differentiate(by_halves, x), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("is_contiguous", [True, False])
+def test_a_rotation_is_that_of_hugging_face_and_its_gradient_turns_back(is_contiguous):
+    x = draw(5, 3, 8) if is_contiguous else draw(5, 3, 20)[..., 4:12]
+    angles = draw(5, 1, 4)
+    found = differentiate(lambda x: Rotate.apply(x, angles.cos(), angles.sin()), x)
+    for ours, plain in zip(found, differentiate(lambda x: by_rotated_halves(x, angles), x), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_rows_of_one_length_lie_in_order_and_others_do_not():
+    assert describe_rows([0, 21, 42, 63], torch.device("cpu")).is_in_order
+    assert describe_rows([0, 3, 40], torch.device("cpu")).is_in_order  # sorted by length already
+    assert not describe_rows([0, 40, 43], torch.device("cpu")).is_in_order
+    assert not describe_rows([0, 20, 43], torch.device("cpu")).is_in_order  # one bucket, padded
+    assert not describe_rows([0, 21, 42], torch.device("cpu"), cp_size=2).is_in_order
+
+
+def test_one_rank_sends_neither_gradients_nor_weights_to_itself(tmp_path, monkeypatch):
+    backend = open_backend(save_model(tmp_path / "model"))
+    batch = build_batch(make_groups(), 0, {1: 0})
+    buffers = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    monkeypatch.setattr(buffers, "_coalescing_manager", None)  # all its collectives run within one
+    before = {name: tensor.clone() for name, tensor in backend.named_tensors()}
+    metrics = backend.update(batch, lambda lp, h, part: (lp.sum(), {}))
+    assert metrics["actor/grad_norm"] > 0
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in backend.named_tensors())
+    backend.close()

@@ -1,0 +1,108 @@
+"""One learner rank in its own process: trains under several layouts and writes what came out.
+
+python -m tests.learner.parts.rank_process RANK WORLD_SIZE JOBS OUT
+
+JOBS is a file with a list of jobs: {"name", "port", "model", "changes"}, and "kind" if it is no plain run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from learner.backend import Placement
+from learner.batching.batch import build_batch
+from learner.megatron import optimizer
+from learner.megatron.value import MegatronValueBackend
+from tests.learner.guard.guarding import run_guard, run_plain_step, run_stuck
+from tests.learner.parts.samples import make_groups
+from tests.learner.parts.training import open_backend, train, train_values
+
+optimizer.OVERLAP_BUCKET_ELEMENTS = 20_000  # several buckets, so that overlap has an order to keep
+
+
+def run_plain(placement: Placement, job: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Train three steps; say what the log-probs were, and what this rank exports."""
+    backend = open_backend(Path(job["model"]), placement, **job["changes"])
+    metrics = train(backend, range(3))
+    # Right after an update, as a publish does: overlapped weights are not fetched yet.
+    exported = [[name, float(tensor.double().sum())] for name, tensor in backend.named_tensors()]
+    backend.save_hf(out / job["name"])
+    batch = build_batch(make_groups(seed=9), 0, {1: 0})
+    logprobs_N, entropy_N, squares_N = backend.logprobs_and_squares(batch)
+    result = {
+        "metrics": metrics,
+        "logprobs": logprobs_N.tolist(),
+        "entropy": entropy_N.tolist(),
+        "squares": squares_N.tolist(),
+        "exported": exported,
+        "num_copies": backend.num_copies,
+    }
+    backend.close()
+    return result
+
+
+def run_critic(placement: Placement, job: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Train a critic beside a policy that learns and a reference that does not, in the same groups."""
+    model = Path(job["model"])
+    policy = open_backend(model, placement, **job["changes"])
+    reference = open_backend(model, placement, is_frozen=True, **job["changes"])
+    critic = open_backend(model, placement, MegatronValueBackend, **job["changes"])
+    batch = build_batch(make_groups(seed=9), 0, {1: 0})
+    before_N = reference.logprobs(batch)[0]
+    train(policy, range(1))
+    metrics = train_values(critic, range(3))
+    result = {
+        "metrics": metrics,
+        "values": critic.values(batch).tolist(),
+        "is_reference_still": bool(torch.equal(reference.logprobs(batch)[0], before_N)),
+        "has_policy_moved": not torch.equal(policy.logprobs(batch)[0], before_N),
+    }
+    critic.save_hf(out / job["name"])
+    for backend in (critic, reference, policy):
+        backend.close()
+    return result
+
+
+def run_resume(placement: Placement, job: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Go back to a saved state and train again; then a minibatch with an empty share."""
+    backend = open_backend(Path(job["model"]), placement, **job["changes"])
+    train(backend, range(1))
+    backend.save_state(out / f"{job['name']}-state")
+    straight = train(backend, range(1, 2))
+    straight_on = {name: tensor.clone() for name, tensor in backend.named_tensors()}
+    backend.load_state(out / f"{job['name']}-state")
+    again = train(backend, range(1, 2))
+    is_equal = all(bool((tensor == straight_on[name]).all()) for name, tensor in backend.named_tensors())
+    # Three groups in two minibatches over two ranks: one share of the first minibatch is empty.
+    few = train(backend, range(2, 3), num_groups=3)
+    reduced = backend.reduce(
+        {"a": 1.0 + placement.rank, "a_max": float(placement.rank)}, weight=1.0 + 2 * placement.rank
+    )
+    backend.close()
+    return {"is_equal": is_equal and straight == again, "few": few, "reduced": reduced}
+
+
+RUNS = {
+    "plain": run_plain,
+    "critic": run_critic,
+    "resume": run_resume,
+    "guard": run_guard,
+    "plain_step": run_plain_step,
+    "stuck": run_stuck,
+}
+
+
+def main(rank: int, world_size: int, jobs: list[dict[str, Any]], out: Path) -> None:
+    for job in jobs:
+        placement = Placement(rank, world_size, f"127.0.0.1:{job['port']}", timeout_s=60.0)
+        result = RUNS[job.get("kind", "plain")](placement, job, out)
+        (out / f"{job['name']}.{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text()), Path(sys.argv[4]))

@@ -1,0 +1,143 @@
+"""The table of metrics against real rows: every name that it holds is made by somebody."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl.config.tree import KlSection
+from asyncrl.control.record.metering import Meter, evaluation_row
+from asyncrl.control.record.recorder import FIRST_OF_LIFE
+from asyncrl.metrics import METRICS, find, unknown_names
+from learner.backend import Models
+from learner.megatron.value import MegatronValueBackend
+from learner.orders import Train
+from learner.report import Stopwatch, make_efficiency, reduce_over_ranks
+from learner.step import train_step
+from tests.learner.guard.guarded_run import Faults, running
+from tests.learner.parts.samples import make_groups, save_model
+from tests.learner.parts.training import open_backend, open_objective
+from tests.weight_sync.cluster import Cluster, running_cluster
+
+GROUPS = [dataclasses.replace(group, baseline_reward=0.5) for group in make_groups(4, versions=(1, 2))]
+ORDER = Train(
+    step=2,
+    token=1,
+    tickets=[group.ticket for group in GROUPS],
+    num_tokens=[group.num_tokens for group in GROUPS],
+    versions=[(1, 0), (2, 1)],
+)
+IN_REWARD = KlSection(coef=0.05, where="reward", estimator="k1")
+IN_LOSS = KlSection(coef=0.05, where="loss")
+OBJECTIVES = {
+    "ppo": {"advantage": "gae", "kl": IN_REWARD, "entropy_coeff": 0.01},
+    "kl_loss": {"kl": IN_LOSS, "correction": "decoupled_token_icepop", "normalize_weights": True}
+    | {"rejection": "seq_mean_k1", "rejection_threshold": "0.8_1.25"},
+    "optimal_baseline": {"advantage": "optimal_token_baseline"},
+    "remax": {"advantage": "remax"},
+}
+ON_GPUS = {"perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"}
+
+
+class StoredGroups:
+    """An intake whose groups are in memory."""
+
+    def fetch(self, token, tickets):
+        return [group for group in GROUPS if group.ticket in tickets]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def step_rows(model: Path) -> dict[str, dict[str, float]]:
+    """One step of each objective, with all the models that it asks for."""
+    rows = {}
+    with contextlib.ExitStack() as stack:
+        policy = stack.enter_context(contextlib.closing(open_backend(model)))
+        critic = stack.enter_context(contextlib.closing(open_backend(model, None, MegatronValueBackend)))
+        reference = stack.enter_context(contextlib.closing(open_backend(model, is_frozen=True)))
+        efficiency = make_efficiency(model, num_devices=1, dtype="float32", peak_tflops=1.0)
+        for name, changes in OBJECTIVES.items():
+            objective, watch = open_objective(**changes), Stopwatch()
+            models = Models(
+                policy,
+                critic if objective.needs_values else None,
+                reference if objective.needs_reference else None,
+            )
+            result = train_step(ORDER, StoredGroups(), models, objective, 2, watch, 6)
+            row = reduce_over_ranks(policy, result.metrics, result.weight)
+            stages = watch.read()
+            rows[name] = row | stages | efficiency.describe(row, stages, sum(ORDER.num_tokens))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def run_rows(model: Path, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The rows of a whole run of the learner, from its first step on."""
+    with running(model, cluster, tmp_path_factory.mktemp("run"), Faults(), {}) as run:
+        run.go()
+        return run.rows()
+
+
+def watched_names() -> set[str]:
+    """Return what the supervisor and an evaluation add."""
+    status = {"tokens": 1, "busy_s": 1.0, "idle_s": 1.0, "scored": 1, "version": 2, "last_swap_s": 0.1}
+    meter = Meter()
+    meter.update(0.0, {"rollout.0": status | {"scored": 0}, "buffer.0": {}})
+    made = meter.update(1.0, {"rollout.0": status, "buffer.0": {}})
+    measured = ("accuracy", "reward_mean", "response_tokens_mean", "cut_share", "num_prompts", "num_failed")
+    evaluation = {"step": 1, "id": 1, "version": 1, "metrics": dict.fromkeys(measured, 0.0)}
+    return {*made, *evaluation_row(evaluation), FIRST_OF_LIFE}
+
+
+def test_every_registered_name_is_made_by_a_real_run(step_rows, run_rows):
+    made = {name for row in [*step_rows.values(), *run_rows] for name in row} | watched_names()
+    assert unknown_names(made) == {}
+    registered = {found.name for name in made if (found := find(name)) is not None}
+    expected = {metric.name for metric in METRICS} - (set() if torch.cuda.is_available() else ON_GPUS)
+    assert expected - registered == set()
+
+
+def test_a_plain_run_always_has_what_needs_no_setting(run_rows):
+    always = (
+        "prompt_length/clip_ratio", "critic/score/mean", "critic/rewards/mean", "actor/loss",
+        "perf/throughput", "timing_s/step", "timing_per_token_ms/adv", "weights/publish_s",
+        "training/rollout_probs_diff_std", "global_seqlen/mean", "guard/lr_scale", "guard/out_of_memory",
+    )  # fmt: skip
+    for row in run_rows[1:]:
+        assert set(always) <= set(row)
+
+
+def test_rewards_are_those_after_the_kl_penalty_and_scores_those_before(model):
+    with (
+        contextlib.closing(open_backend(model)) as policy,
+        contextlib.closing(
+            open_backend(model, is_frozen=True, temperature=2.0)  # another distribution than the policy's
+        ) as reference,
+    ):
+        objective = open_objective(kl=IN_REWARD)
+        result = train_step(
+            ORDER, StoredGroups(), Models(policy, None, reference), objective, 2, Stopwatch(), 6
+        )
+        row = reduce_over_ranks(policy, result.metrics, result.weight)
+    scores = [one.reward for group in GROUPS for one in group.trajectories]
+    assert row["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
+    assert abs(row["actor/reward_kl_penalty"]) > 1e-2
+    # Each token pays its own: about the mean penalty of a token times the tokens of a row.
+    taken_off = row["critic/score/mean"] - row["critic/rewards/mean"]
+    wanted = IN_REWARD.coef * row["actor/reward_kl_penalty"] * row["response_length/mean"]
+    assert taken_off == pytest.approx(wanted, rel=0.5)
