@@ -13,10 +13,8 @@ Shapes: N packed positions; padded: B rows, T columns.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
-import json
 import os
 import platform
 import statistics
@@ -33,9 +31,10 @@ import torch
 from torch.nn import functional
 
 from asyncrl.config.tree import LearnerSection
-from asyncrl.experience import Group, Trajectory
-from asyncrl.versions import Span
+from asyncrl.experience import Group
 from benchmarks import verl_loss
+from benchmarks.inputs import make_trajectory, save_qwen3
+from benchmarks.options import Verdict, judge, make_parser, report
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, build_batch
 from learner.megatron.backend import MegatronBackend
@@ -80,21 +79,11 @@ Step = Callable[[], dict[str, float]]
 
 def main(arguments: Sequence[str]) -> int:
     """Measure as the command line says and return the exit code."""
-    parser = argparse.ArgumentParser(prog="asyncrl bench learner", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the small model only: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a figure misses its target")
+    parser = make_parser("asyncrl bench learner", __doc__, quick="the small model only: under a minute")
     parser.add_argument("--verl", type=Path, metavar="DIR", help="the folder that holds the package verl")
     given = parser.parse_args(arguments)
     results = measure(QUICK if given.quick else FULL, given.verl) | {"quick": given.quick}
-    print(table(results))
-    if given.json is not None:
-        given.json.write_text(json.dumps(results, indent=2) + "\n")
-    if not given.check:
-        return 0
-    is_met, verdict = check(results)
-    print(verdict)
-    return 0 if is_met else 1
+    return report(given, results, table, check)
 
 
 def measure(sizes: Sizes, verl_folder: Path | None) -> dict[str, Any]:
@@ -173,29 +162,17 @@ def make_batch(shape: Shape, sizes: Sizes, lengths: str, seed: int = 0) -> Packe
             ticket=ticket,
             attempt=0,
             prompt_ids=generator.integers(0, shape.vocab_size, NUM_PROMPT_TOKENS).astype(np.int32),
-            trajectories=tuple(_make_trajectory(generator, int(size), shape.vocab_size) for size in pair),
+            trajectories=tuple(make_trajectory(generator, int(size), shape.vocab_size) for size in pair),
         )
         for ticket, pair in enumerate(num_response.reshape(-1, 2))
     ]
     return build_batch(groups, 0, {1: 0})
 
 
-def _make_trajectory(generator: np.random.Generator, num_tokens: int, vocab_size: int) -> Trajectory:
-    return Trajectory(
-        response_ids=generator.integers(0, vocab_size, num_tokens).astype(np.int32),
-        loss_mask=np.ones(num_tokens, np.uint8),
-        logprobs=np.zeros(num_tokens, np.float32),
-        spans=(Span(1, 0, num_tokens),),
-        reward=float(generator.standard_normal()),
-        finish_reason="stop",
-    )
-
-
 def save_model(folder: Path, shape: Shape) -> int:
     """Write a Qwen3 with random weights and return the number of its parameters."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    config = Qwen3Config(
+    return save_qwen3(
+        folder,
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=3 * shape.hidden_size,
@@ -206,10 +183,6 @@ def save_model(folder: Path, shape: Shape) -> int:
         max_position_embeddings=4096,
         tie_word_embeddings=False,
     )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def loss(
@@ -284,7 +257,7 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def check(results: dict[str, Any]) -> tuple[bool, str]:
+def check(results: dict[str, Any]) -> Verdict:
     """Return whether every target is met, and the worst ratio to a target as a sentence."""
     ratios: dict[str, float] = {}
     for step in results["steps"]:
@@ -300,5 +273,4 @@ def check(results: dict[str, Any]) -> tuple[bool, str]:
     ratios[f"gradients, target {verl_loss.TARGET_ERROR:g}"] = verl_loss.TARGET_ERROR / max(
         found["error"], 1e-12
     )
-    name, worst = min(ratios.items(), key=lambda item: item[1])
-    return worst >= 1, f"worst ratio to a target: {worst:.2f} ({name})"
+    return judge(ratios)

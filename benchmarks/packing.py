@@ -24,9 +24,8 @@ import numpy as np
 import torch
 
 from asyncrl.config.tree import LearnerSection
-from asyncrl.experience import Group, Trajectory
-from asyncrl.versions import Span
-from benchmarks.inputs import save_qwen3
+from asyncrl.experience import Group
+from benchmarks.inputs import make_trajectory, save_qwen3
 from benchmarks.options import Verdict, judge, make_parser, report
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, build_batch
@@ -105,20 +104,9 @@ def make_batch(sizes: Sizes, seed: int = 0) -> PackedBatch:
         drawn = MEDIAN_TOKENS * np.exp(SIGMA * generator.standard_normal(sizes.group_size))
         lengths = np.clip(drawn.round(), 1, sizes.max_response_tokens).astype(int)
         prompt_ids = generator.integers(0, sizes.vocab_size, NUM_PROMPT_TOKENS).astype(np.int32)
-        trajectories = tuple(_make_trajectory(generator, int(length), sizes) for length in lengths)
+        trajectories = tuple(make_trajectory(generator, int(length), sizes.vocab_size) for length in lengths)
         groups.append(Group(ticket=ticket, attempt=0, prompt_ids=prompt_ids, trajectories=trajectories))
     return build_batch(groups, 0, {1: 0})
-
-
-def _make_trajectory(generator: np.random.Generator, num_tokens: int, sizes: Sizes) -> Trajectory:
-    return Trajectory(
-        response_ids=generator.integers(0, sizes.vocab_size, num_tokens).astype(np.int32),
-        loss_mask=np.ones(num_tokens, np.uint8),
-        logprobs=np.zeros(num_tokens, np.float32),
-        spans=(Span(1, 0, num_tokens),),
-        reward=float(generator.standard_normal()),
-        finish_reason="stop",
-    )
 
 
 def pad_rows(batch: PackedBatch) -> PackedBatch:

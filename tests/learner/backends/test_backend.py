@@ -11,6 +11,7 @@ from learner.batching.batch import build_batch
 from learner.fsdp2.backend import Fsdp2Backend
 from learner.megatron.backend import MegatronBackend
 from learner.megatron.value import MegatronValueBackend
+from tests.learner.parts.contract import assert_resume_is_bit_exact, is_bit_equal, weights_of
 from tests.learner.parts.samples import make_groups, save_model
 from tests.learner.parts.training import open_backend, open_objective, prepare_step, train, train_values
 
@@ -18,14 +19,6 @@ from tests.learner.parts.training import open_backend, open_objective, prepare_s
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("model"))
-
-
-def weights_of(backend):
-    return {name: tensor.clone() for name, tensor in backend.named_tensors()}
-
-
-def is_bit_equal(ours, theirs):
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def plain_loss(logprobs_N, entropy_N, microbatch):
@@ -142,22 +135,7 @@ def test_a_row_over_the_budget_is_refused_by_ticket(model):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resume_is_bit_exact(model, tmp_path, dtype):
-    backend = open_backend(model, dtype=dtype)
-    train(backend, range(2))
-    backend.set_lr(3e-3)
-    torch.rand(5)  # the generator is no longer where its seed put it
-    backend.save_state(tmp_path)
-    drawn = torch.rand(3)
-    straight, straight_on = train(backend, range(2, 4)), weights_of(backend)
-    backend.close()
-    resumed = open_backend(model, dtype=dtype, seed=9)
-    resumed.load_state(tmp_path)
-    assert torch.equal(torch.rand(3), drawn)
-    assert resumed.num_updates == 4
-    assert train(resumed, range(2, 4)) == straight
-    assert is_bit_equal(weights_of(resumed), straight_on)
-    assert straight[0]["actor/lr"] == 3e-3
-    resumed.close()
+    assert_resume_is_bit_exact(open_backend, model, tmp_path, dtype)
 
 
 def test_an_optimizer_that_never_stepped_resumes_too(model, tmp_path):

@@ -20,6 +20,12 @@ from learner.batching.batch import build_batch
 from learner.fsdp2.backend import Fsdp2ValueBackend
 from learner.fsdp2.groups import join_group
 from tests.learner.backends.fsdp2_process import open_fsdp2
+from tests.learner.parts.contract import (
+    assert_equals_hugging_face,
+    assert_resume_is_bit_exact,
+    is_bit_equal,
+    weights_of,
+)
 from tests.learner.parts.samples import KINDS, make_groups, save_model
 from tests.learner.parts.training import open_backend, open_objective, prepare_step, train, train_values
 
@@ -67,46 +73,12 @@ SIZES = {
 }
 
 
-def by_hugging_face(folder, batch, temperature):
-    """Return log-probs and entropies row by row, each row alone and unpadded."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    logprobs, entropies, squares = [], [], []
-    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
-        logits = model(batch.tokens_N[None, start:end]).logits[0].float() / temperature
-        table = logits.log_softmax(-1)
-        logprobs.append(table.gather(-1, batch.labels_N[start:end, None])[:, 0])
-        entropies.append(-(table.exp() * table).sum(-1))
-        squares.append(table.exp().square().sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies), torch.cat(squares), model
-
-
-def assert_equals_hugging_face(folder):
-    """Compare log-probs, entropies, and every parameter's gradient, on packed rows of many lengths."""
-    batch = build_batch(make_groups(max_tokens=90), 0, {1: 0})
-    weight_N = torch.linspace(-1, 1, batch.num_tokens)
-    wanted, wanted_entropy, wanted_squares, model = by_hugging_face(folder, batch, 0.7)
-    ((wanted + 0.1 * wanted_entropy) * weight_N).sum().backward()
-    backend = open_fsdp2(folder, temperature=0.7, grad_clip=1e9)
-    found, entropy = backend.logprobs(batch)
-    torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-4)
-    torch.testing.assert_close(entropy, wanted_entropy.detach(), rtol=0, atol=1e-4)
-    same, _, squares = backend.logprobs_and_squares(batch)
-    assert torch.equal(same, found)
-    torch.testing.assert_close(squares, wanted_squares.detach(), rtol=0, atol=1e-5)
-    metrics = backend.update(batch, lambda lp, h, part: (((lp + 0.1 * h) * weight_N).sum(), {}))
-    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
-    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+def ways_to_hugging_face(folder):
+    """Compare with Hugging Face; return the ways in which the layers were computed."""
+    backend = assert_equals_hugging_face(folder, open_fsdp2)
     ways = backend._engine._module.ways
     backend.close()
     return ways
-
-
-def weights_of(backend):
-    return {name: tensor.clone() for name, tensor in backend.named_tensors()}
-
-
-def is_bit_equal(ours, theirs):
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def run(model, steps, **changes):
@@ -118,7 +90,7 @@ def run(model, steps, **changes):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logprobs_and_gradients_are_hugging_faces_on_packed_rows(kind, tmp_path):
-    ways = assert_equals_hugging_face(save_model(tmp_path, kind))
+    ways = ways_to_hugging_face(save_model(tmp_path, kind))
     assert ways.is_packed
     assert ways.is_plain_head
 
@@ -130,7 +102,7 @@ def test_logprobs_and_gradients_are_hugging_faces_on_packed_rows(kind, tmp_path)
 def test_models_with_windows_caps_or_learned_positions_are_right_too(
     kind, is_packed, is_plain_head, tmp_path
 ):
-    ways = assert_equals_hugging_face(save_other(tmp_path, kind))
+    ways = ways_to_hugging_face(save_other(tmp_path, kind))
     assert (ways.is_packed, ways.is_plain_head) == (is_packed, is_plain_head)
 
 
@@ -172,23 +144,7 @@ def test_a_row_over_the_budget_is_refused_by_ticket(model):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resume_is_bit_exact(model, tmp_path, dtype):
-    backend = open_fsdp2(model, dtype=dtype)
-    train(backend, range(1))
-    backend.set_lr(3e-3)
-    torch.rand(5)  # the generator is no longer where its seed put it
-    backend.save_state(tmp_path)
-    drawn = torch.rand(3)
-    straight, straight_on = train(backend, range(2, 4)), weights_of(backend)
-    backend.close()
-    resumed = open_fsdp2(model, dtype=dtype, seed=9)
-    resumed.logprobs(build_batch(make_groups(), 0, {1: 0}))  # gathers weights that then go out of date
-    resumed.load_state(tmp_path)
-    assert torch.equal(torch.rand(3), drawn)
-    assert resumed.num_updates == 2
-    assert train(resumed, range(2, 4)) == straight
-    assert is_bit_equal(weights_of(resumed), straight_on)
-    assert straight[-1]["actor/lr"] == 3e-3
-    resumed.close()
+    assert_resume_is_bit_exact(open_fsdp2, model, tmp_path, dtype)
 
 
 def test_a_snapshot_does_not_change_while_training_goes_on(model, tmp_path):

@@ -17,6 +17,7 @@ from learner.megatron.groups import join_groups
 from learner.megatron.model.architecture import Parallelism, make_transformer_config, read_architecture
 from learner.megatron.model.packing import bucket_length, describe_rows
 from learner.megatron.schedule import Schedule
+from tests.learner.parts.contract import assert_equals_hugging_face
 from tests.learner.parts.samples import KINDS, make_groups, save_model
 from tests.learner.parts.training import open_backend
 
@@ -26,35 +27,8 @@ def folder(request, tmp_path_factory):
     return save_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def by_hugging_face(folder, batch, temperature):
-    """Return log-probs and entropies row by row, each row alone and unpadded."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    logprobs, entropies, squares = [], [], []
-    for start, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True):
-        logits = model(batch.tokens_N[None, start:end]).logits[0].float() / temperature
-        table = logits.log_softmax(-1)
-        logprobs.append(table.gather(-1, batch.labels_N[start:end, None])[:, 0])
-        entropies.append(-(table.exp() * table).sum(-1))
-        squares.append(table.exp().square().sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies), torch.cat(squares), model
-
-
 def test_logprobs_and_gradients_are_hugging_faces_on_packed_rows(folder):
-    batch = build_batch(make_groups(max_tokens=90), 0, {1: 0})
-    weight_N = torch.linspace(-1, 1, batch.num_tokens)
-    wanted, wanted_entropy, wanted_squares, model = by_hugging_face(folder, batch, 0.7)
-    ((wanted + 0.1 * wanted_entropy) * weight_N).sum().backward()
-    backend = open_backend(folder, temperature=0.7, grad_clip=1e9)
-    found, entropy = backend.logprobs(batch)
-    torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-4)
-    torch.testing.assert_close(entropy, wanted_entropy.detach(), rtol=0, atol=1e-4)
-    same, _, squares = backend.logprobs_and_squares(batch)
-    assert torch.equal(same, found)
-    torch.testing.assert_close(squares, wanted_squares.detach(), rtol=0, atol=1e-5)
-    metrics = backend.update(batch, lambda lp, h, part: (((lp + 0.1 * h) * weight_N).sum(), {}))
-    backend.close()
-    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm().item()
-    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert_equals_hugging_face(folder, open_backend).close()
 
 
 def test_export_gives_back_every_bit(folder, tmp_path):

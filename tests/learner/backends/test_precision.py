@@ -8,6 +8,7 @@ from learner.batching.batch import build_batch
 from learner.fsdp2.backend import Fsdp2Backend
 from learner.megatron.backend import MegatronBackend
 from learner.precision import GROWTH_UPDATES, LARGEST_SCALE, LossScale
+from tests.learner.parts.contract import weights_of
 from tests.learner.parts.samples import make_groups, save_model
 from tests.learner.parts.training import open_backend, train
 
@@ -25,10 +26,6 @@ def open_named(name, model, **changes):
 
 def scale_of(backend):
     return getattr(backend, "_engine", backend)._loss_scale
-
-
-def weights_of(backend):
-    return {name: tensor.float().clone() for name, tensor in backend.named_tensors()}
 
 
 def force_scale(backend):
