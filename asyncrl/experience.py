@@ -1,7 +1,9 @@
 """Groups and trajectories, and their form on the wire.
 
-A group travels as one msgpack header and columnar little-endian arrays. `decode_group` checks
-everything that it reads: a group that comes out of it is well formed.
+A group travels as one msgpack header and columnar little-endian arrays. `outline_group` checks
+everything about them, in whole columns; `decode_group` does too, and cuts them into trajectories.
+Invariant: a group that comes out of either is well formed. Nothing is copied: arrays are read-only
+views of the frames.
 
 Shapes: P prompt tokens, T response tokens of one trajectory, N response tokens of the group,
 G trajectories, S spans.
@@ -11,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +23,12 @@ import numpy.typing as npt
 
 from asyncrl import wire
 from asyncrl.errors import WireError
-from asyncrl.versions import Span, check_spans
+from asyncrl.versions import UNLOADED, Span
 
+GROUP_SCHEMA = 2
+"""Form of a group's frames. It was 1 until the header named it."""
 FINISH_REASONS = ("stop", "length")
+NUM_FRAMES = 7
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -86,81 +92,211 @@ class Group:
     @property
     def is_constant(self) -> bool:
         """Whether all rewards are equal, that of a greedy answer too: nothing is learned from the group."""
-        baseline = [] if self.baseline_reward is None else [self.baseline_reward]
-        return len({*self.rewards, *baseline}) == 1
+        return _is_constant(self.rewards, self.baseline_reward)
 
 
-def encode_group(group: Group) -> list[bytes]:
+@dataclass(frozen=True)
+class Outline:
+    """What the buffer must know of a group, from frames that were checked.
+
+    Attributes:
+        rewards: Float32 [G].
+        baseline_reward: As of `Group`.
+        lengths: Response tokens of each trajectory.
+        mask_max: Largest value of each trajectory's loss mask; 0 for one without a token.
+        versions: Numbers of all policy versions that sampled a token.
+        token_ids: The lowest and the highest id of prompt and responses.
+    """
+
+    ticket: int
+    attempt: int
+    num_prompt_tokens: int
+    lengths: tuple[int, ...]
+    mask_max: tuple[int, ...]
+    versions: frozenset[int]
+    token_ids: tuple[int, int]
+    rewards: npt.NDArray[np.float32]
+    baseline_reward: float | None
+
+    @property
+    def num_tokens(self) -> int:
+        """As `Group.num_tokens`."""
+        return sum(self.lengths) + self.num_prompt_tokens * len(self.lengths)
+
+    @property
+    def is_constant(self) -> bool:
+        """As `Group.is_constant`."""
+        return _is_constant(self.rewards.tolist(), self.baseline_reward)
+
+
+def _is_constant(rewards: Sequence[float], baseline_reward: float | None) -> bool:
+    baseline = [] if baseline_reward is None else [baseline_reward]
+    return len({*rewards, *baseline}) == 1
+
+
+def encode_group(group: Group) -> list[wire.Frame]:
     """Return the frames of `group`: header, prompt ids, response ids, masks, log-probs, spans, rewards."""
     trajectories = group.trajectories
     spans = [
-        (sample, span.version, span.start, span.end)
+        number
         for sample, trajectory in enumerate(trajectories)
         for span in trajectory.spans
+        for number in (sample, span.version, span.start, span.end)
     ]
     header = {
+        "schema": GROUP_SCHEMA,
         "ticket": group.ticket,
         "attempt": group.attempt,
         "lengths": [trajectory.num_tokens for trajectory in trajectories],
-        "num_spans": len(spans),
+        "num_spans": len(spans) // 4,
         "finish": [FINISH_REASONS.index(trajectory.finish_reason) for trajectory in trajectories],
     }
     if group.baseline_reward is not None:
         header["baseline_reward"] = group.baseline_reward
     return [
         wire.pack_header(header),
-        group.prompt_ids.astype("<i4").tobytes(),
-        b"".join(trajectory.response_ids.astype("<i4").tobytes() for trajectory in trajectories),
-        b"".join(trajectory.loss_mask.astype("u1").tobytes() for trajectory in trajectories),
-        b"".join(trajectory.logprobs.astype("<f4").tobytes() for trajectory in trajectories),
-        np.asarray(spans, dtype="<i8").reshape(-1, 4).tobytes(),
+        _column([group.prompt_ids], "<i4"),
+        _column([trajectory.response_ids for trajectory in trajectories], "<i4"),
+        _column([trajectory.loss_mask for trajectory in trajectories], "u1"),
+        _column([trajectory.logprobs for trajectory in trajectories], "<f4"),
+        struct.pack(f"<{len(spans)}q", *spans),
         np.asarray(group.rewards, dtype="<f4").tobytes(),
     ]
 
 
+def _column(arrays: Sequence[npt.NDArray[Any]], dtype: str) -> wire.Frame:
+    """Return the arrays one after the other, copied once."""
+    if not any(len(array) for array in arrays):
+        return b""
+    return np.concatenate(arrays, dtype=dtype, casting="unsafe").data.cast("B")
+
+
 def decode_group(frames: Sequence[wire.Frame]) -> Group:
-    """Return the group in `frames`.
+    """Return the group in `frames`, whose arrays are views of them.
 
     Raises:
-        WireError: Anything about the frames is not as `encode_group` makes it: a missing array, a
-            length that does not fit, a span that leaves a gap, a log-prob or reward that is not finite.
+        WireError: Anything about the frames is not as `encode_group` makes it: another schema, a
+            missing array, a length that does not fit, a span that leaves a gap or comes before one of
+            an earlier sample, a log-prob or reward that is not finite.
     """
-    if len(frames) != 7:
-        raise WireError(f"a group has 7 frames, not {len(frames)}")
+    columns = _read_columns(frames)
+    spans_of: list[list[Span]] = [[] for _ in columns.lengths]
+    for sample, version, start, end in columns.spans:
+        spans_of[sample].append(Span(version, start, end))
+    bounds = itertools.pairwise(itertools.accumulate(columns.lengths, initial=0))
+    rewards: list[float] = columns.rewards.tolist()
+    trajectories = tuple(
+        Trajectory(
+            response_ids=columns.response_ids[start:end],
+            loss_mask=columns.masks[start:end],
+            logprobs=columns.logprobs[start:end],
+            spans=tuple(spans_of[sample]),
+            reward=rewards[sample],
+            finish_reason=FINISH_REASONS[columns.finish[sample]],
+        )
+        for sample, (start, end) in enumerate(bounds)
+    )
+    return Group(columns.ticket, columns.attempt, columns.prompt_ids, trajectories, columns.baseline_reward)
+
+
+def outline_group(frames: Sequence[wire.Frame]) -> Outline:
+    """Check `frames` as `decode_group` does, and return what the buffer must know of them.
+
+    Raises:
+        WireError: As `decode_group`.
+    """
+    columns = _read_columns(frames)
+    return Outline(
+        ticket=columns.ticket,
+        attempt=columns.attempt,
+        num_prompt_tokens=len(columns.prompt_ids),
+        lengths=tuple(columns.lengths),
+        mask_max=_largest_by_sample(columns.masks, columns.lengths),
+        versions=frozenset(span[1] for span in columns.spans),
+        token_ids=_range_of(columns.prompt_ids, columns.response_ids),
+        rewards=columns.rewards,
+        baseline_reward=columns.baseline_reward,
+    )
+
+
+def _range_of(*arrays: npt.NDArray[np.int32]) -> tuple[int, int]:
+    full = [array for array in arrays if len(array)]
+    if not full:
+        return 0, 0
+    return min(int(array.min()) for array in full), max(int(array.max()) for array in full)
+
+
+def _largest_by_sample(masks: npt.NDArray[np.uint8], lengths: Sequence[int]) -> tuple[int, ...]:
+    full = [length for length in lengths if length]
+    if not full:
+        return (0,) * len(lengths)
+    starts = [0, *itertools.accumulate(full[:-1])]
+    largest = iter(np.maximum.reduceat(masks, starts).tolist())
+    return tuple(next(largest) if length else 0 for length in lengths)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """A group as it lies in its frames. `spans`: (sample, version, start, end)."""
+
+    ticket: int
+    attempt: int
+    lengths: list[int]
+    finish: list[int]
+    prompt_ids: npt.NDArray[np.int32]
+    response_ids: npt.NDArray[np.int32]
+    masks: npt.NDArray[np.uint8]
+    logprobs: npt.NDArray[np.float32]
+    spans: list[list[int]]
+    rewards: npt.NDArray[np.float32]
+    baseline_reward: float | None
+
+
+def _read_columns(frames: Sequence[wire.Frame]) -> _Columns:
+    if len(frames) != NUM_FRAMES:
+        raise WireError(f"a group has {NUM_FRAMES} frames, not {len(frames)}")
     header = wire.unpack_header(frames[0])
+    _check_schema(header.get("schema", 1))
     lengths = _non_negative_ints(header, "lengths")
     finish = _non_negative_ints(header, "finish")
     if len(finish) != len(lengths) or any(code >= len(FINISH_REASONS) for code in finish):
         raise WireError("the finish reasons do not fit the trajectories")
     total = sum(lengths)
-    prompt_ids = _array(frames[1], "<i4", None, "prompt_ids")
-    response_ids = _array(frames[2], "<i4", total, "response_ids")
-    masks = _array(frames[3], "u1", total, "loss_mask")
     logprobs = _array(frames[4], "<f4", total, "logprobs")
-    spans = _array(frames[5], "<i8", 4 * wire.field(header, "num_spans", int), "spans").reshape(-1, 4)
     rewards = _array(frames[6], "<f4", len(lengths), "rewards")
-    if not (np.isfinite(logprobs).all() and np.isfinite(rewards).all()):
+    if not (_is_finite(logprobs) and _is_finite(rewards)):
         raise WireError("a log-prob or a reward is not finite")
-    spans_of = _spans_by_sample(spans, lengths)
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).tolist()
-    trajectories = tuple(
-        Trajectory(
-            response_ids=response_ids[start:end],
-            loss_mask=masks[start:end],
-            logprobs=logprobs[start:end],
-            spans=spans_of[sample],
-            reward=float(rewards[sample]),
-            finish_reason=FINISH_REASONS[finish[sample]],
-        )
-        for sample, (start, end) in enumerate(itertools.pairwise(offsets))
-    )
-    ticket, attempt = wire.field(header, "ticket", int), wire.field(header, "attempt", int)
-    return Group(
-        ticket=ticket,
-        attempt=attempt,
-        prompt_ids=prompt_ids,
-        trajectories=trajectories,
+    flat = _array(frames[5], "<i8", 4 * wire.field(header, "num_spans", int), "spans")
+    spans: list[list[int]] = flat.reshape(-1, 4).tolist()
+    _check_spans(spans, lengths)
+    return _Columns(
+        ticket=wire.field(header, "ticket", int),
+        attempt=wire.field(header, "attempt", int),
+        lengths=lengths,
+        finish=finish,
+        prompt_ids=_array(frames[1], "<i4", None, "prompt_ids"),
+        response_ids=_array(frames[2], "<i4", total, "response_ids"),
+        masks=_array(frames[3], "u1", total, "loss_mask"),
+        logprobs=logprobs,
+        spans=spans,
+        rewards=rewards,
         baseline_reward=_baseline_reward(header),
+    )
+
+
+def _check_schema(schema: object) -> None:
+    if type(schema) is int and schema == GROUP_SCHEMA:
+        return
+    if type(schema) is not int or schema < 1:
+        raise WireError("the schema of a group is a number from 1")
+    if schema > GROUP_SCHEMA:
+        raise WireError(
+            f"a group has schema {schema}, this process reads {GROUP_SCHEMA}: its maker is newer",
+            hint="Update asyncrl where the buffer and the learner run, then where groups are made",
+        )
+    raise WireError(
+        f"a group has schema {schema}, this process reads {GROUP_SCHEMA}: its maker is older",
+        hint="Update asyncrl where groups are made, and start a new run for a journal that holds old ones",
     )
 
 
@@ -188,15 +324,35 @@ def _array(frame: wire.Frame, dtype: str, length: int | None, name: str) -> npt.
     return np.frombuffer(frame, dtype=dtype)
 
 
-def _spans_by_sample(spans: npt.NDArray[np.int64], lengths: list[int]) -> list[tuple[Span, ...]]:
-    by_sample: list[list[Span]] = [[] for _ in lengths]
-    for sample, version, start, end in spans.tolist():
-        if not 0 <= sample < len(lengths):
-            raise WireError(f"a span names sample {sample} of {len(lengths)}")
-        by_sample[sample].append(Span(version, start, end))
-    for sample, (found, length) in enumerate(zip(by_sample, lengths, strict=True)):
-        try:
-            check_spans(tuple(found), length)
-        except ValueError as error:
-            raise WireError(f"sample {sample}: {error}") from error
-    return [tuple(found) for found in by_sample]
+def _is_finite(values: npt.NDArray[np.float32]) -> bool:
+    """Tell whether all are finite. The extremes say so (NaN is one), in half the time of asking each."""
+    return math.isfinite(values.min(initial=0.0)) and math.isfinite(values.max(initial=0.0))
+
+
+def _check_spans(spans: Iterable[Sequence[int]], lengths: Sequence[int]) -> None:
+    """Check that the spans, sample by sample, cover every length without gap in rising version order."""
+    last, end, version, num_samples = -1, 0, UNLOADED, len(lengths)
+    for sample, number, start, stop in spans:
+        if not 0 <= sample < num_samples:
+            raise WireError(f"a span names sample {sample} of {num_samples}")
+        if sample != last:
+            _check_covered(lengths, last, sample, end)
+            last, end, version = sample, 0, UNLOADED
+        if start != end or stop <= start or number <= version:
+            raise WireError(
+                f"sample {sample}: the span {start} to {stop} of version {number} does not follow "
+                f"token {end} of version {version}"
+            )
+        end, version = stop, number
+    _check_covered(lengths, last, num_samples, end)
+
+
+def _check_covered(lengths: Sequence[int], last: int, following: int, end: int) -> None:
+    """Check that sample `last` ends at `end`, and that those between it and `following` are empty."""
+    if following < last:
+        raise WireError(f"a span of sample {following} comes after one of sample {last}")
+    if last >= 0 and end != lengths[last]:
+        raise WireError(f"sample {last}: its spans end at token {end}, but there are {lengths[last]} tokens")
+    for sample in range(last + 1, following):
+        if lengths[sample]:
+            raise WireError(f"sample {sample}: no span covers its {lengths[sample]} tokens")

@@ -12,8 +12,13 @@ import signal
 VARIABLE = "ASYNCRL_FAULT"
 
 
+def is_wanted(name: str, step: int | None = None) -> bool:
+    """Tell whether the environment asks for the death of this process here."""
+    wanted = os.environ.get(VARIABLE)
+    return wanted is not None and wanted in (name, f"{name}@{step}")
+
+
 def fault_point(name: str, step: int | None = None) -> None:
     """Kill this process here if the environment asks for it; do nothing otherwise."""
-    wanted = os.environ.get(VARIABLE)
-    if wanted is not None and wanted in (name, f"{name}@{step}"):
+    if is_wanted(name, step):
         os.kill(os.getpid(), signal.SIGKILL)

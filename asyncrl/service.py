@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.config.tree import Config
+from asyncrl.keys import ClientKeys, RunKeys, ServerKeys
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class ServiceContext:
         rank: Rank among the learner's processes, else 0.
         world_size: Number of the learner's processes, else 1.
         rendezvous: `host:port` where the learner's ranks meet; empty with one rank.
+        keys: Of the run's sockets; None leaves them plain, on loopback or socket files only.
     """
 
     config: Config
@@ -36,6 +38,7 @@ class ServiceContext:
     rank: int = 0
     world_size: int = 1
     rendezvous: str = ""
+    keys: RunKeys | None = None
 
     @property
     def kind(self) -> str:
@@ -44,6 +47,14 @@ class ServiceContext:
     @property
     def index(self) -> int:
         return int(self.name.split(".")[1])
+
+    @property
+    def server_keys(self) -> ServerKeys | None:
+        return self.keys.server if self.keys else None
+
+    @property
+    def client_keys(self) -> ClientKeys | None:
+        return self.keys.client if self.keys else None
 
     @property
     def shm_prefix(self) -> str:

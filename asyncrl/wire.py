@@ -1,7 +1,7 @@
 """Messages between services: one msgpack header and raw frames.
 
-Owns the header's form and its limits. Nothing that arrives is ever executed: headers hold plain
-values, frames hold bytes, and both are checked before use.
+Owns the header's form and its limits: bytes, depth, lengths, kinds of values. Nothing that arrives is
+ever executed: headers hold plain values, frames hold bytes, and both are checked before use.
 """
 
 from __future__ import annotations
@@ -15,9 +15,17 @@ from asyncrl.errors import WireError
 
 SCHEMA_VERSION = 1
 MAX_HEADER_BYTES = 4 << 20
+"""Of a reply, or of a group."""
+MAX_REQUEST_BYTES = 256 << 10
+"""Of a request's header. 256 KiB of empty maps take 18 MB once read; 4 MiB took 291."""
 MAX_FRAME_BYTES = 1 << 30
+MAX_DEPTH = 6
+MAX_ITEMS = 1 << 17
+"""Of one list or map. The longest honest one is the list of tickets of a batch."""
 
 Frame = bytes | bytearray | memoryview
+
+_PLAIN = frozenset((int, str, float, bool, bytes, type(None)))
 
 
 def pack_header(fields: Mapping[str, Any]) -> bytes:
@@ -25,26 +33,47 @@ def pack_header(fields: Mapping[str, Any]) -> bytes:
     return bytes(msgpack.packb({"v": SCHEMA_VERSION, **fields}, use_bin_type=True))
 
 
-def unpack_header(data: Frame) -> dict[str, Any]:
-    """Return the fields of a header.
+def unpack_header(data: Frame, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Any]:
+    """Return the fields of a header: numbers, text, bytes, None, and lists and maps of them.
 
     Raises:
-        WireError: The bytes are no msgpack map of this schema version, or are too long.
+        WireError: The bytes are no msgpack map of this schema version, are too long, are nested
+            deeper than `MAX_DEPTH`, or hold anything else.
     """
-    if len(data) > MAX_HEADER_BYTES:
-        raise WireError(f"a header of {len(data)} bytes is over the limit of {MAX_HEADER_BYTES}")
+    if len(data) > max_bytes:
+        raise WireError(f"a header of {len(data)} bytes is over the limit of {max_bytes}")
     try:
-        fields = msgpack.unpackb(data, raw=False, strict_map_key=True)
+        fields = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=True,
+            max_array_len=MAX_ITEMS,
+            max_map_len=MAX_ITEMS,
+        )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"a header is not msgpack: {error}") from error
     if not isinstance(fields, dict):
         raise WireError(f"a header must be a map, not {type(fields).__name__}")
-    if fields.get("v") != SCHEMA_VERSION:
+    version = fields.get("v")
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise WireError(
-            f"a header has schema version {fields.get('v')!r}, this process speaks {SCHEMA_VERSION}",
+            f"a header has schema version {str(version)[:20]}, this process speaks {SCHEMA_VERSION}",
             hint="Run the same asyncrl version on both sides",
         )
+    _check_plain(fields, MAX_DEPTH)
     return fields
+
+
+def _check_plain(value: dict[str, Any] | list[Any], depth: int) -> None:
+    for item in value.values() if isinstance(value, dict) else value:
+        kind = type(item)
+        if kind in _PLAIN:
+            continue
+        if kind is not dict and kind is not list:
+            raise WireError(f"a header holds a {kind.__name__}, which is no plain value")
+        if depth <= 1:
+            raise WireError(f"a header is nested deeper than {MAX_DEPTH}")
+        _check_plain(item, depth - 1)
 
 
 def field(fields: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.allocation import keep_freed_memory
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.config.tree import Config
 from asyncrl.service import ServiceContext
@@ -27,6 +28,7 @@ CALL_DEADLINE_S = 60.0
 
 def build(context: ServiceContext) -> LearnerService:
     """Build the service of `context.rank`; returns once all ranks have met."""
+    keep_freed_memory()
     config = context.config
     torch.set_num_threads(1 if not torch.cuda.is_available() else torch.get_num_threads())
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -36,19 +38,25 @@ def build(context: ServiceContext) -> LearnerService:
     if context.rank == 0:
         log.info("algorithm: %s", describe(config.algorithm))
     models = open_models(config, objective, Placement(context.rank, context.world_size, context.rendezvous))
-    client = LearnerClient(context.addresses["buffer.0"], deadline_s=CALL_DEADLINE_S)
+    client = LearnerClient(
+        context.addresses["buffer.0"], deadline_s=CALL_DEADLINE_S, keys=context.client_keys
+    )
     store = CheckpointStore(
         context.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best
     )
     connect = partial(
-        Handoff, context.addresses["publisher.0"], context.shm_prefix, config.weight_sync.bucket_bytes
+        Handoff,
+        context.addresses["publisher.0"],
+        context.shm_prefix,
+        config.weight_sync.bucket_bytes,
+        keys=context.client_keys,
     )
     return LearnerService(
         config,
         Ranks(context.rank, context.world_size, device),
         models,
         objective,
-        Intake(client),
+        Intake(client, prefetches=context.world_size == 1),
         store,
         context.run_dir / "weights",
         Leader(config, client, connect, store, context.world_size) if context.rank == 0 else None,

@@ -9,14 +9,20 @@ from asyncrl.experience import Group
 
 
 class Intake:
-    """One rank's connection to the buffer."""
+    """One rank's connection to the buffer.
 
-    def __init__(self, client: LearnerClient) -> None:
+    Args:
+        prefetches: While a batch is trained, let as many of the next groups travel ahead. Only a rank
+            that fetches whole batches knows which they will be.
+    """
+
+    def __init__(self, client: LearnerClient, prefetches: bool = False) -> None:
         self._client = client
+        self._prefetches = prefetches
 
     def fetch(self, token: int, tickets: Sequence[int]) -> list[Group]:
         """Return the groups of `tickets`, under the leader's fencing token."""
         if not tickets:
             return []
         self._client.token = token
-        return self._client.fetch(tickets)
+        return self._client.fetch(tickets, prefetch=len(tickets) if self._prefetches else 0)

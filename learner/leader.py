@@ -64,6 +64,7 @@ class Leader:
         self.wait_s = 0.0
         self.stale_tickets: list[int] = []
         self.refused_tickets: list[int] = []
+        self.lag_max = 0
         self.controllers: dict[str, float] = {}
         self.last_evaluation = 0
         self._published_step = -1
@@ -223,7 +224,7 @@ class Leader:
         """Report the step. Groups that changed no weights are dropped: over age, or refused by the guard."""
         dropped = dict.fromkeys(self.refused_tickets, "guard") | dict.fromkeys(self.stale_tickets, "stale")
         fault_point("learner.updated", order.step)
-        self._client.trained(order.step, list(dropped.items()))
+        self._client.trained(order.step, list(dropped.items()), self.lag_max)
         fault_point("learner.booked", order.step)
         self.step = order.step + 1
 

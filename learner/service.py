@@ -195,6 +195,7 @@ class LearnerService:
         if self._leader is None:
             return
         self._leader.stale_tickets, self._leader.refused_tickets = stale, refused
+        self._leader.lag_max = int(metrics["staleness/lag_max_trained"])
         self._leader.controllers = self._objective.read_controllers()
         self._record(order, metrics)
 

@@ -6,9 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from asyncrl.allocation import keep_freed_memory
 from asyncrl.buffer.client import ReplicaClient
 from asyncrl.clock import SystemClock
-from asyncrl.config.tree import WITH_GREEDY, Config
+from asyncrl.config.conflicts import WITH_GREEDY
+from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.service import ServiceContext
 from rollout_service.engine.core_nursery import open_nursery
@@ -42,6 +44,7 @@ def build(context: ServiceContext) -> Replica:
     Raises:
         ConfigError: Something that the configuration names does not exist.
     """
+    keep_freed_memory()
     config = context.config
     if config.rollout.engine == "vllm":
         prepare_environment(has_gpu=config.rollout.gpus > 0)
@@ -64,8 +67,10 @@ def build(context: ServiceContext) -> Replica:
         environment = SingleTurn(engine, tokenizer, reward, overlong)
         return ReplicaParts(
             engine=engine,
-            buffer=ReplicaClient(context.addresses["buffer.0"], context.name, CALL_DEADLINE_S),
-            weights=ReceiverLink(context.addresses[f"receiver.{context.index}"]),
+            buffer=ReplicaClient(
+                context.addresses["buffer.0"], context.name, CALL_DEADLINE_S, keys=context.client_keys
+            ),
+            weights=ReceiverLink(context.addresses[f"receiver.{context.index}"], context.client_keys),
             runner=GroupRunner(environment, prompts, _group_settings(config)),
             evaluator=_build_evaluator(config, engine, tokenizer, held_out),
             prompts=prompts,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +17,7 @@ from weight_sync.backends import nccl
 from weight_sync.backends.choice import GLOO, NCCL
 from weight_sync.backends.contract import Transport
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
+from weight_sync.backends.meeting import open_store, own_address
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.shelf import Shelf
 from weight_sync.protocol.rounds import Timing
@@ -32,8 +32,7 @@ def build_publisher(context: ServiceContext, num_segments: int = 3) -> Publisher
     """Return the publisher; it runs on the host of the learner's rank 0."""
     address = context.addresses[COORDINATOR]
     host = reachable_host(address)
-    bind_host = host if host == LOOPBACK else "0.0.0.0"
-    store = TCPStore(bind_host, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
+    store = open_store(host, 0, STORE_TIMEOUT)
     clock = SystemClock()
     return PublisherService(
         address,
@@ -43,6 +42,7 @@ def build_publisher(context: ServiceContext, num_segments: int = 3) -> Publisher
         _transports(clock, store),
         clock,
         context.bind,
+        context.keys,
     )
 
 
@@ -63,6 +63,7 @@ def build_receiver(
         lost_s=timing.silence_s + timing.poll_s if lost_s is None else lost_s,
         on_bucket=on_bucket,
         bind=context.bind,
+        keys=context.keys,
     )
 
 
@@ -79,9 +80,7 @@ def reachable_host(address: str) -> str:
     assert peer.hostname is not None, f"'{address}' is no address"
     if peer.hostname in (LOOPBACK, "localhost"):
         return LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer.hostname, peer.port or 1))  # a datagram socket: nothing is sent
-        return str(probe.getsockname()[0])
+    return own_address(peer.hostname)
 
 
 def _transports(clock: Clock, store: TCPStore | None) -> Callable[[str], Transport]:

@@ -21,4 +21,4 @@ def build_coordinator(context: ServiceContext, timing: Timing | None = None) -> 
         backend=choose_backend(context.config),
         first_id=time.time_ns() // 1_000_000,  # rises over those of a coordinator before this one
     )
-    return CoordinatorService(coordination, SystemClock(), context.bind)
+    return CoordinatorService(coordination, SystemClock(), context.bind, context.server_keys)

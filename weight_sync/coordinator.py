@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncrl.clock import Clock
 from asyncrl.errors import WireError
+from asyncrl.keys import ServerKeys
 from asyncrl.rpc import Request, Server
 from asyncrl.versions import PolicyVersion
 from asyncrl.wire import field as wire_field
@@ -51,10 +52,16 @@ class _Mailbox:
 class CoordinatorService:
     """See the module."""
 
-    def __init__(self, coordination: Coordination, clock: Clock, bind: str = "tcp://127.0.0.1:*") -> None:
+    def __init__(
+        self,
+        coordination: Coordination,
+        clock: Clock,
+        bind: str = "tcp://127.0.0.1:*",
+        keys: ServerKeys | None = None,
+    ) -> None:
         self._coordination = coordination
         self._clock = clock
-        self._server = Server(bind)
+        self._server = Server(bind, keys)
         self._mail: dict[str, _Mailbox] = {}
         self._manifests: dict[int, bytes] = {}
         self._snapshot: dict[str, Any] = {**self._describe(), "state": "STARTING"}
@@ -122,8 +129,9 @@ class CoordinatorService:
     def _take_manifest(self, request: Request) -> PolicyVersion | None:
         if not request.frames:
             return None
-        version = Manifest.from_bytes(request.frames[0]).version
-        self._manifests[version.number] = request.frames[0]
+        data = bytes(request.frames[0])
+        version = Manifest.from_bytes(data).version
+        self._manifests[version.number] = data
         return version
 
     def _park(self, request: Request) -> None:

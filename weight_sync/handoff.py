@@ -15,6 +15,7 @@ import xxhash
 
 from asyncrl.errors import AsyncrlError, SyncError, WireError
 from asyncrl.faults import fault_point
+from asyncrl.keys import ClientKeys
 from asyncrl.rpc import Client
 from asyncrl.versions import PolicyVersion
 from asyncrl.wire import field
@@ -39,6 +40,7 @@ class Handoff:
         token: The learner's fencing token.
         specs: Names, dtypes and shapes in order. Without them the first publish learns them as it
             copies, into a file that grows; no extra pass is made.
+        keys: Of the run, if the publisher's socket has any.
 
     Raises:
         FencedError: A newer token is in use.
@@ -52,12 +54,13 @@ class Handoff:
         bucket_bytes: int,
         token: int,
         specs: Sequence[TensorSpec] | None = None,
+        keys: ClientKeys | None = None,
     ) -> None:
         self._prefix = str(SHM_DIR / shm_prefix)
         self._bucket_bytes = bucket_bytes
         self._token = token
         self._layout: Layout | None = plan(specs, bucket_bytes) if specs is not None else None
-        self._client = Client(address)
+        self._client = Client(address, keys)
         try:
             self._client.call("open", deadline_s=START_DEADLINE_S, token=token)
         except AsyncrlError:

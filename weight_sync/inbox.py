@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 
 from asyncrl.errors import DeadlineExceeded
+from asyncrl.keys import ClientKeys
 from asyncrl.rpc import Client
 
 log = logging.getLogger(__name__)
@@ -25,8 +26,8 @@ WAKE_DEADLINE_S = 1.0
 class Inbox:
     """See the module. `address` is that of the service's own server, which answers `wake` by `drain`."""
 
-    def __init__(self, address: str) -> None:
-        self._client = Client(address)
+    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
+        self._client = Client(address, keys)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_woken = threading.Event()
         self._lock = threading.Lock()

@@ -23,6 +23,7 @@ from typing import Any
 
 from asyncrl import wire
 from asyncrl.errors import AsyncrlError, DeadlineExceeded
+from asyncrl.keys import ClientKeys
 from asyncrl.rpc import Client, Reply
 
 log = logging.getLogger(__name__)
@@ -68,8 +69,9 @@ class Liaison:
         incarnation: str,
         introduce: Callable[[], Introduction],
         deliver: Deliver,
+        keys: ClientKeys | None = None,
     ) -> None:
-        self._orders_client, self._reports_client = Client(address), Client(address)
+        self._orders_client, self._reports_client = Client(address, keys), Client(address, keys)
         self._who: dict[str, Any] = {"name": name, "incarnation": incarnation}
         self._introduce = introduce
         self._deliver = deliver
@@ -140,7 +142,7 @@ class Liaison:
             self._deliver(
                 wire.field(order, "kind", str),
                 wire.field(order, "fields", dict),
-                reply.frames[frame] if 0 <= frame < len(reply.frames) else b"",
+                bytes(reply.frames[frame]) if 0 <= frame < len(reply.frames) else b"",
             )
             self._after = wire.field(order, "seq", int)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncrl.keys import ClientKeys
 from asyncrl.rpc import AsyncClient
 from asyncrl.wire import field
 from weight_sync.memory.manifest import Manifest
@@ -23,8 +24,8 @@ class ReceiverLink:
             before it has caught up.
     """
 
-    def __init__(self, receiver_address: str) -> None:
-        self._client = AsyncClient(receiver_address)
+    def __init__(self, receiver_address: str, keys: ClientKeys | None = None) -> None:
+        self._client = AsyncClient(receiver_address, keys)
         self.is_fenced = False
 
     async def next_staged(self, serving_number: int, wait_s: float) -> Staged | None:
@@ -44,7 +45,7 @@ class ReceiverLink:
         path = field(reply.args, "path", str)
         if not path:
             return None
-        manifest = Manifest.from_bytes(reply.frames[0])
+        manifest = Manifest.from_bytes(bytes(reply.frames[0]))
         return Staged(manifest.version, path, manifest)
 
     async def report_loaded(self, number: int, ok: bool, error: str = "") -> None:

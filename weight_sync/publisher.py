@@ -22,6 +22,7 @@ import torch
 from asyncrl.clock import Clock
 from asyncrl.errors import WireError
 from asyncrl.faults import fault_point
+from asyncrl.keys import RunKeys
 from asyncrl.rpc import Request, Server
 from asyncrl.wire import field
 from weight_sync.backends.contract import Transport
@@ -66,13 +67,17 @@ class PublisherService:
         make_transport: Callable[[str], Transport],
         clock: Clock,
         bind: str = "tcp://127.0.0.1:*",
+        keys: RunKeys | None = None,
     ) -> None:
-        self._server = Server(bind)
-        self._inbox = Inbox(self._server.address)
+        self._server = Server(bind, keys.server if keys else None)
+        client_keys = keys.client if keys else None
+        self._inbox = Inbox(self._server.address, client_keys)
         self._pool = pool
         self._endpoint = endpoint
         self._carrier = Carrier(clock, make_transport)
-        self._liaison = Liaison(coordinator_address, PUBLISHER, incarnation, self._introduce, self._deliver)
+        self._liaison = Liaison(
+            coordinator_address, PUBLISHER, incarnation, self._introduce, self._deliver, client_keys
+        )
         self._sending: dict[int, TransferOrder] = {}
         self._current: Manifest | None = None
         self.counters: Counter[str] = Counter()
@@ -135,12 +140,13 @@ class PublisherService:
     def _commit(self, request: Request) -> None:
         if not request.frames:
             raise WireError("a commit without a manifest")
-        manifest = Manifest.from_bytes(request.frames[0])
+        data = bytes(request.frames[0])
+        manifest = Manifest.from_bytes(data)
         fault_point("publisher.commit", manifest.version.number)
         self._pool.commit(field(request.args, "token", int), field(request.args, "path", str), manifest)
         if manifest != self._current:
             self._current = manifest
-            self._liaison.report("published", [request.frames[0]])
+            self._liaison.report("published", [data])
             self.counters["published"] += 1
         request.reply()
 

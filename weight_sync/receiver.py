@@ -25,6 +25,7 @@ import xxhash
 from asyncrl.clock import Clock
 from asyncrl.errors import AsyncrlError, SyncError, WireError
 from asyncrl.faults import fault_point
+from asyncrl.keys import RunKeys
 from asyncrl.rpc import Request, Server
 from asyncrl.versions import UNLOADED
 from asyncrl.wire import field
@@ -85,16 +86,20 @@ class ReceiverService:
         lost_s: float,
         on_bucket: OnBucket = ignore_bucket,
         bind: str = "tcp://127.0.0.1:*",
+        keys: RunKeys | None = None,
     ) -> None:
-        self._server = Server(bind)
-        self._inbox = Inbox(self._server.address)
+        self._server = Server(bind, keys.server if keys else None)
+        client_keys = keys.client if keys else None
+        self._inbox = Inbox(self._server.address, client_keys)
         self._shelf = shelf
         self._abilities = abilities
         self._clock = clock
         self._lost_s = lost_s
         self._on_bucket = on_bucket
         self._carrier = Carrier(clock, make_transport)
-        self._liaison = Liaison(coordinator_address, name, incarnation, self._introduce, self._deliver)
+        self._liaison = Liaison(
+            coordinator_address, name, incarnation, self._introduce, self._deliver, client_keys
+        )
         self._incoming: dict[int, _Incoming] = {}
         self._serving = UNLOADED
         self._is_attended = self._is_pinned = self._is_draining = False

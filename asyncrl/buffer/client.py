@@ -7,16 +7,29 @@ call whose answer was lost may be repeated: pushes, `reserve`, `trained` and `ch
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import LedgerError, WireError
+from asyncrl.buffer.ledger.events import UNSAID
+from asyncrl.errors import DeadlineExceeded, LedgerError, WireError
 from asyncrl.experience import Group, decode_group, encode_group
-from asyncrl.rpc import AsyncClient, Client
+from asyncrl.keys import ClientKeys
+from asyncrl.rpc import AsyncClient, Client, PendingCall, Reply
+from asyncrl.wire import Frame
 
 MARGIN_S = 5.0
 """What a long poll's answer may take beyond its wait."""
+FETCHED_AT_ONCE = 4
+FETCHES_AT_ONCE = 32
+"""Calls of one `fetch` in flight. A service drops replies beyond what it keeps for a client that is behind
+(`rpc.sockets.UNSENT_REPLIES`): 200 at once were seen to lose some."""
+PREFETCH_DEADLINE_S = 2.0
+"""After that the next `fetch` asks for everything itself: the buffer may have died in between."""
+MAX_PREFETCHED = 4096
+"""What a service allows to be asked for in one `prefetch`."""
+"""Groups per answer: the next ones travel while these are decoded."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,7 @@ class LeaseGrant:
     Attributes:
         source, pass_number, index: The prompt: row `index` of the data, in traversal `pass_number`.
         seed: Of the ticket; `orders.sample_seed(run_seed, ticket, sample)` is a sample's own.
+        carry_attempt: The attempt whose partial work `fetch_carry` returns, 0 for none.
     """
 
     ticket: int
@@ -35,6 +49,7 @@ class LeaseGrant:
     index: int
     seed: int
     lease_s: float
+    carry_attempt: int = 0
 
     @property
     def key(self) -> tuple[int, int]:
@@ -114,11 +129,14 @@ class ReplicaClient:
     Args:
         address: Of the buffer.
         replica: The replica's name; call `retire` first if an earlier process had it.
+        keys: Of the run, if its sockets have any (`asyncrl.keys`).
     """
 
-    def __init__(self, address: str, replica: str, deadline_s: float = 30.0) -> None:
+    def __init__(
+        self, address: str, replica: str, deadline_s: float = 30.0, keys: ClientKeys | None = None
+    ) -> None:
         self.replica = replica
-        self._rpc = AsyncClient(address)
+        self._rpc = AsyncClient(address, keys)
         self._deadline_s = deadline_s
         self._evaluating: int | None = None
 
@@ -170,6 +188,32 @@ class ReplicaClient:
         )
         return str(reply.args["result"])
 
+    async def carry(self, group: Group) -> str:
+        """Return a lease with the work done so far, while draining; say what became of it.
+
+        The next attempt at the ticket may go on from it. Returns `carried`, `released` (no room: the
+        work is lost, the lease is returned) or `late`.
+
+        Raises:
+            WireError: The group is malformed; its attempt counts as failed.
+        """
+        reply = await self._rpc.call(
+            "carry",
+            encode_group(group),
+            self._deadline_s,
+            replica=self.replica,
+            ticket=group.ticket,
+            attempt=group.attempt,
+        )
+        return str(reply.args["result"])
+
+    async def fetch_carry(self, ticket: int, attempt: int) -> Group | None:
+        """Return the work that this leased attempt may go on from, or None: start from the prompt."""
+        reply = await self._rpc.call(
+            "fetch_carry", deadline_s=self._deadline_s, replica=self.replica, ticket=ticket, attempt=attempt
+        )
+        return decode_group(reply.frames) if reply.args["found"] else None
+
     async def fail(self, ticket: int, attempt: int, reason: str) -> None:
         """Report a group that could not be generated; it is tried again, or given up."""
         await self._call("fail", ticket=ticket, attempt=attempt, reason=reason)
@@ -209,7 +253,50 @@ class ReplicaClient:
 
 def _read_grant(row: dict[str, Any]) -> LeaseGrant:
     prompt = (row["source"], row["pass"], row["index"])
-    return LeaseGrant(row["ticket"], row["attempt"], *prompt, row["seed"], row["lease_s"])
+    rest = (row["seed"], row["lease_s"], row["carry_attempt"])
+    return LeaseGrant(row["ticket"], row["attempt"], *prompt, *rest)
+
+
+def _read_reservation(step: int, args: dict[str, Any]) -> Reservation | None:
+    if not args["ready"]:
+        return None
+    tickets = tuple(
+        ReservedTicket(row["ticket"], row["attempt"], row["num_tokens"], row["num_bytes"])
+        for row in args["tickets"]
+    )
+    return Reservation(step, tickets, dict(args["versions"]))
+
+
+def _split_frames(reply: Reply) -> list[list[Frame]]:
+    """Return the frames of each group in a reply to `fetch` or `prefetch`."""
+    counts = reply.args["frames_per_group"]
+    if sum(counts) != len(reply.frames):
+        raise WireError("the buffer's frames do not fit the groups that it names")
+    frames = iter(reply.frames)
+    return [[next(frames) for _ in range(count)] for count in counts]
+
+
+def _read_fetched(tickets: Sequence[int], reply: Reply, known: Mapping[int, Group]) -> dict[int, Group]:
+    """Return the groups that came; those of `tickets` without frames must be `known`."""
+    if reply.args["lost"]:
+        raise LedgerError(
+            f"the payloads of tickets {reply.args['lost']} are lost", hint="Reserve the step again"
+        )
+    found = _split_frames(reply)
+    if len(found) != len(tickets):
+        raise WireError("the buffer's frames do not fit the tickets that were fetched")
+    came = {ticket: frames for ticket, frames in zip(tickets, found, strict=True) if frames}
+    if any(ticket not in came and ticket not in known for ticket in tickets):
+        raise WireError("the buffer left out groups that were fetched")
+    return {ticket: decode_group(frames) for ticket, frames in came.items()}
+
+
+@dataclass(frozen=True)
+class Prefetched:
+    """A payload that came ahead, of one attempt at a ticket."""
+
+    attempt: int
+    frames: list[Frame]
 
 
 class LearnerClient:
@@ -220,10 +307,13 @@ class LearnerClient:
             data-parallel rank that only fetches is built with it.
     """
 
-    def __init__(self, address: str, token: int = 0, deadline_s: float = 30.0) -> None:
+    def __init__(
+        self, address: str, token: int = 0, deadline_s: float = 30.0, keys: ClientKeys | None = None
+    ) -> None:
         self.token = token
-        self._rpc = Client(address)
+        self._rpc = Client(address, keys)
         self._deadline_s = deadline_s
+        self._prefetching: PendingCall | None = None
 
     def open(self, holder: str) -> Opening:
         """Become the learner: older tokens are fenced. Then `resume`, unless nothing was trained yet."""
@@ -260,35 +350,99 @@ class LearnerClient:
 
     def reserve(self, step: int, wait_s: float) -> Reservation | None:
         """Return the batch of `step`, or None if it is not complete within `wait_s`."""
-        args = self._call("reserve", wait_s, step=step)
-        if not args["ready"]:
-            return None
-        tickets = tuple(
-            ReservedTicket(row["ticket"], row["attempt"], row["num_tokens"], row["num_bytes"])
-            for row in args["tickets"]
-        )
-        return Reservation(step, tickets, dict(args["versions"]))
+        return _read_reservation(step, self._call("reserve", wait_s, step=step))
 
-    def fetch(self, tickets: Sequence[int]) -> list[Group]:
+    def prefetch(self, num_groups: int) -> None:
+        """Ask for the payloads of the oldest complete groups, without waiting: they travel meanwhile.
+
+        The next `fetch` takes those of them that it is asked for. Nothing is reserved by this.
+        """
+        if self._prefetching is not None:
+            self._rpc.forget(self._prefetching)
+        self._prefetching = self._rpc.begin(
+            "prefetch",
+            deadline_s=min(self._deadline_s, PREFETCH_DEADLINE_S),
+            token=self.token,
+            num_groups=min(num_groups, MAX_PREFETCHED),
+        )
+
+    def fetch(self, tickets: Sequence[int], prefetch: int = 0) -> list[Group]:
         """Return the groups of reserved tickets, in the order asked for.
+
+        Args:
+            prefetch: How many groups of the next batch to ask for before these are decoded, see `prefetch`.
 
         Raises:
             LedgerError: A payload turned out damaged; its ticket was issued again. Reserve the step again.
         """
-        reply = self._rpc.call("fetch", deadline_s=self._deadline_s, token=self.token, tickets=list(tickets))
-        if reply.args["lost"]:
-            raise LedgerError(
-                f"the payloads of tickets {reply.args['lost']} are lost", hint="Reserve the step again"
-            )
-        counts = reply.args["frames_per_group"]
-        if len(counts) != len(tickets) or sum(counts) != len(reply.frames):
-            raise WireError("the buffer's frames do not fit the tickets that were fetched")
-        frames = iter(reply.frames)
-        return [decode_group([next(frames) for _ in range(count)]) for count in counts]
+        known = self._take_prefetched()
+        firsts = range(0, max(1, len(tickets)), FETCHED_AT_ONCE)
+        waiting = deque(list(tickets[first : first + FETCHED_AT_ONCE]) for first in firsts)
+        begun: deque[tuple[list[int], PendingCall]] = deque()
+        groups: dict[int, Group] = {}
+        try:
+            while waiting or begun:
+                while waiting and len(begun) < FETCHES_AT_ONCE:
+                    begun.append(self._begin_fetch(waiting.popleft(), known))
+                if prefetch and not waiting:
+                    self.prefetch(prefetch)
+                    prefetch = 0
+                if not groups:  # while the answers travel
+                    groups = {one: decode_group(known[one].frames) for one in tickets if one in known}
+                part, call = begun[0]
+                groups |= _read_fetched(part, call.end(), groups)
+                begun.popleft()
+        finally:
+            for _, call in begun:
+                self._rpc.forget(call)
+        return [groups[number] for number in tickets]
 
-    def trained(self, step: int, dropped: Iterable[tuple[int, str]] = ()) -> None:
-        """Report step `step` trained, less the dropped (ticket, reason) pairs (`stale`, `guard`)."""
-        self._call("trained", step=step, dropped=[list(pair) for pair in dropped])
+    def _begin_fetch(self, part: list[int], known: Mapping[int, Prefetched]) -> tuple[list[int], PendingCall]:
+        have = [[ticket, known[ticket].attempt] for ticket in part if ticket in known]
+        wanted: dict[str, Any] = {"token": self.token, "tickets": part, "have": have}
+        return part, self._rpc.begin("fetch", deadline_s=self._deadline_s, **wanted)
+
+    def _take_prefetched(self) -> dict[int, Prefetched]:
+        """Return what the last `prefetch` brought, by ticket; nothing if it came too late."""
+        call, self._prefetching = self._prefetching, None
+        if call is None:
+            return {}
+        try:
+            reply = call.end()
+        except (DeadlineExceeded, WireError):  # a hint must never fail a step
+            return {}
+        pairs = zip(reply.args["groups"], _split_frames(reply), strict=True)
+        return {ticket: Prefetched(attempt, frames) for (ticket, attempt), frames in pairs}
+
+    def trained(self, step: int, dropped: Iterable[tuple[int, str]] = (), lag_max: int = UNSAID) -> None:
+        """Report step `step` trained, less the dropped (ticket, reason) pairs (`stale`, `guard`).
+
+        Args:
+            lag_max: The largest lag of a token that entered the loss.
+
+        Raises:
+            LedgerError: `lag_max` is over the bound.
+        """
+        self._call("trained", step=step, dropped=[list(pair) for pair in dropped], lag_max=lag_max)
+
+    def trained_then_reserve(
+        self, step: int, wait_s: float, dropped: Iterable[tuple[int, str]] = (), lag_max: int = UNSAID
+    ) -> Reservation | None:
+        """Call `trained(step)` and `reserve(step + 1)` in one round trip.
+
+        Raises:
+            LedgerError: As `trained`; what was then reserved stays so.
+        """
+        drops = [list(pair) for pair in dropped]
+        report: dict[str, Any] = {"token": self.token, "step": step, "dropped": drops, "lag_max": lag_max}
+        wanted: dict[str, Any] = {"token": self.token, "step": step + 1, "wait_s": wait_s}
+        told = self._rpc.begin("trained", deadline_s=self._deadline_s, **report)
+        asked = self._rpc.begin("reserve", deadline_s=wait_s + MARGIN_S, **wanted)
+        try:
+            told.end()
+            return _read_reservation(step + 1, asked.end().args)
+        finally:
+            self._rpc.forget(asked)
 
     def checkpointed(self, step: int, digest: str, kept: Sequence[int]) -> None:
         """Commit a checkpoint of the weights after `step` steps; `kept`: all that exist, this one too."""

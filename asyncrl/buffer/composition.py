@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from asyncrl.buffer.journals.journal import FileJournal, Journal, MemoryJournal
+import json
+import os
+import re
+from pathlib import Path
+
+import xxhash
+
+from asyncrl.allocation import keep_freed_memory
+from asyncrl.buffer.journals.file_journal import FileJournal
+from asyncrl.buffer.journals.journal import Journal, MemoryJournal
+from asyncrl.buffer.journals.redis_journal import RedisJournal
+from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
-from asyncrl.buffer.store import ExperienceStore
+from asyncrl.buffer.store import MAX_VOCAB_SIZE, ExperienceStore
 from asyncrl.clock import Clock, SystemClock
-from asyncrl.config.tree import WITH_GREEDY, Config
+from asyncrl.config.conflicts import WITH_GREEDY
+from asyncrl.config.tree import BufferSection, Config
+from asyncrl.errors import ConfigError
 from asyncrl.service import ServiceContext
 
 _MAX_SPANS = 256
@@ -39,23 +52,79 @@ def ledger_settings(config: Config) -> LedgerSettings:
         lease_s=config.buffer.lease_s,
         max_attempts=config.buffer.max_attempts,
         is_shuffled=config.data.shuffle,
+        policy=config.staleness.policy,
+        max_wait_s=config.staleness.max_wait_s,
     )
+
+
+def open_journal(section: BufferSection, run_dir: Path) -> Journal:
+    """Open the journal of the run in `run_dir`.
+
+    Raises:
+        ConfigError: It cannot be opened or reached.
+    """
+    folder = run_dir.absolute() / "buffer"
+    if section.journal == "none":
+        return MemoryJournal()
+    if section.journal == "file":
+        return FileJournal(folder, section.fsync)
+    if section.url is not None:
+        url = expand_variables(section.url)
+        return RedisJournal(lambda: url, run_key(run_dir))
+    server = RedisServer(folder / "redis", section.fsync)
+
+    def ensured_url() -> str:
+        server.ensure()
+        return server.url
+
+    return RedisJournal(ensured_url, run_key(run_dir), on_close=server.stop)
+
+
+def read_vocab_size(model: Path) -> int | None:
+    """Return how many tokens the model in this folder knows, None if its `config.json` does not say."""
+    try:
+        table = json.loads((model / "config.json").read_text())
+        size = table.get("vocab_size") or table.get("text_config", {}).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return size if isinstance(size, int) else None
+
+
+def run_key(run_dir: Path) -> str:
+    """Return what names the run in Redis: a service on another machine finds it by the same path."""
+    return f"{run_dir.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(run_dir.absolute()))[:8]}"
+
+
+def expand_variables(url: str) -> str:
+    """Replace every `${NAME}` by the environment's NAME, so that passwords need not stand in files.
+
+    Raises:
+        ConfigError: The environment has no NAME.
+    """
+
+    def value(found: re.Match[str]) -> str:
+        if found[1] not in os.environ:
+            raise ConfigError(
+                f"buffer.url: the environment has no variable {found[1]}", hint="Export it before the start"
+            )
+        return os.environ[found[1]]
+
+    return re.sub(r"\$\{(\w+)\}", value, url)
 
 
 def build(context: ServiceContext, clock: Clock | None = None) -> BufferService:
     """Build the service; with a file journal it goes on where the last one of this run stopped."""
+    keep_freed_memory()
     config = context.config
     clock = clock or SystemClock()
     settings = ledger_settings(config)
-    journal: Journal = MemoryJournal()
-    if config.buffer.journal == "file":
-        journal = FileJournal(context.run_dir / "buffer", config.buffer.fsync)
     store = ExperienceStore(
         settings,
-        journal,
+        open_journal(config.buffer, context.run_dir),
         group_size=config.rollout.group_size,
         drops_constant_groups=config.algorithm.drop_constant_groups,
         now=clock.now(),
         needs_baseline=config.algorithm.advantage in WITH_GREEDY,
+        vocab_size=read_vocab_size(Path(config.model.path)) or MAX_VOCAB_SIZE,
     )
-    return BufferService(store, clock, context.bind)
+    return BufferService(store, clock, context.bind, context.server_keys)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.buffer.replica_ops import MAX_NAME_CHARACTERS, read_wait_s
+from asyncrl.buffer.client import MAX_PREFETCHED
+from asyncrl.buffer.replica_ops import MAX_NAME_CHARACTERS, read_pairs, read_wait_s
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import WireError
 from asyncrl.rpc import Request
-from asyncrl.wire import field
+from asyncrl.wire import Frame, field
 
 if TYPE_CHECKING:
     from asyncrl.buffer.service import Desk
@@ -32,6 +33,7 @@ class LearnerOps:
             "register_version": self.register_version,
             "reserve": self.reserve,
             "fetch": self.fetch,
+            "prefetch": self.prefetch,
             "trained": self.trained,
             "checkpointed": self.checkpointed,
             "request_evaluation": self.request_evaluation,
@@ -72,7 +74,7 @@ class LearnerOps:
         self._desk.park_until(request, attempt, _not_ready, read_wait_s(request.args), ("learner", ""))
 
     def _reserve(self, token: int, step: int) -> dict[str, Any] | None:
-        tickets = self._ledger.reserve(token, step)
+        tickets = self._ledger.reserve(token, step, self._desk.clock.now())
         if tickets is None:
             return None
         rows = [
@@ -86,16 +88,36 @@ class LearnerOps:
         ]
         return {"ready": True, "tickets": rows, "versions": self._ledger.counted_versions(tickets)}
 
-    def fetch(self, request: Request) -> None:
+    def prefetch(self, request: Request) -> None:
+        """Send the oldest complete groups that are in memory; the ledger does not change."""
         self._token(request)
-        payloads, lost = self._store.fetch(_read_ints(request.args, "tickets"))
-        frames = [] if lost else [frame for payload in payloads for frame in payload]
-        counts = [] if lost else [len(payload) for payload in payloads]
-        self._desk.answer(request, {"frames_per_group": counts, "lost": lost}, frames)
+        num_groups = field(request.args, "num_groups", int)
+        if not 0 <= num_groups <= MAX_PREFETCHED:
+            raise WireError(f"a learner prefetches {num_groups} groups, allowed are 0 to {MAX_PREFETCHED}")
+        found = self._store.peek(num_groups)
+        pairs = [[number, attempt] for number, attempt, _ in found]
+        self._send_payloads(request, [frames for _, _, frames in found], groups=pairs)
+
+    def fetch(self, request: Request) -> None:
+        """Send payloads of reserved tickets; none for those that the learner has of the right attempt."""
+        self._token(request)
+        numbers = _read_ints(request.args, "tickets")
+        have = dict(read_pairs(request.args, "have")) if "have" in request.args else {}
+        is_known = {number for number in numbers if self._store.is_reserved(number, have.get(number, 0))}
+        payloads, lost = self._store.fetch([number for number in numbers if number not in is_known])
+        found = iter(payloads)
+        frames = [] if lost else [[] if number in is_known else next(found) for number in numbers]
+        self._send_payloads(request, frames, lost=lost)
+
+    def _send_payloads(self, request: Request, payloads: Sequence[Sequence[Frame]], **args: Any) -> None:
+        counts = [len(payload) for payload in payloads]
+        frames = [frame for payload in payloads for frame in payload]
+        self._desk.answer(request, {"frames_per_group": counts, **args}, frames)
 
     def trained(self, request: Request) -> None:
         token, step = self._token(request), field(request.args, "step", int)
-        self._ledger.trained(token, step, _read_drops(request.args))
+        lag_max = field(request.args, "lag_max", int)
+        self._ledger.trained(token, step, _read_drops(request.args), lag_max)
         self._reply(request)
 
     def checkpointed(self, request: Request) -> None:

@@ -35,6 +35,8 @@ class ReplicaOps:
             "lease": self.lease,
             "renew": self.renew,
             "push": self.push,
+            "carry": self.carry,
+            "fetch_carry": self.fetch_carry,
             "fail": self.fail,
             "release": self.release,
             "retire": self.retire,
@@ -75,13 +77,14 @@ class ReplicaOps:
                 "index": grant.index,
                 "seed": grant.seed,
                 "lease_s": lease_s,
+                "carry_attempt": grant.carry_attempt,
             }
             for grant in grants
         ]
         return {"grants": rows, "evaluate": evaluation and {"id": evaluation.id, "step": evaluation.step}}
 
     def renew(self, request: Request) -> None:
-        held = _read_pairs(request.args)
+        held = read_pairs(request.args)
         lost = self._ledger.renew(self._replica(request), held, self._desk.clock.now())
         self._reply(request, lost=lost)
 
@@ -89,6 +92,16 @@ class ReplicaOps:
         ticket, attempt = field(request.args, "ticket", int), field(request.args, "attempt", int)
         result = self._store.push(self._replica(request), ticket, attempt, request.frames)
         self._reply(request, result=result)
+
+    def carry(self, request: Request) -> None:
+        ticket, attempt = field(request.args, "ticket", int), field(request.args, "attempt", int)
+        result = self._store.carry(self._replica(request), ticket, attempt, request.frames)
+        self._reply(request, result=result)
+
+    def fetch_carry(self, request: Request) -> None:
+        ticket, attempt = field(request.args, "ticket", int), field(request.args, "attempt", int)
+        frames = self._store.fetch_carry(self._replica(request), ticket, attempt)
+        self._desk.answer(request, {"found": frames is not None}, frames or [])
 
     def fail(self, request: Request) -> None:
         args = request.args
@@ -101,7 +114,7 @@ class ReplicaOps:
         self._reply(request)
 
     def release(self, request: Request) -> None:
-        self._ledger.release(self._replica(request), _read_pairs(request.args))
+        self._ledger.release(self._replica(request), read_pairs(request.args))
         self._reply(request)
 
     def retire(self, request: Request) -> None:
@@ -157,11 +170,12 @@ def read_wait_s(args: dict[str, Any]) -> float:
     return wait_s
 
 
-def _read_pairs(args: dict[str, Any]) -> list[tuple[int, int]]:
-    pairs = field(args, "tickets", list)
+def read_pairs(args: dict[str, Any], name: str = "tickets") -> list[tuple[int, int]]:
+    """Return the checked (ticket, attempt) pairs of a request."""
+    pairs = field(args, name, list)
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and all(type(one) is int for one in pair)):
-            raise WireError("the field 'tickets' holds pairs of a ticket and an attempt")
+            raise WireError(f"the field '{name}' holds pairs of a ticket and an attempt")
     return [(ticket, attempt) for ticket, attempt in pairs]
 
 

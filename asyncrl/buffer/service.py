@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,13 +26,17 @@ from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import Clock
 from asyncrl.errors import AsyncrlError, LedgerError, WireError
 from asyncrl.faults import fault_point
-from asyncrl.rpc import Handler, Request, Server
+from asyncrl.keys import ServerKeys
+from asyncrl.rpc import Handler, Limits, Request, Server
 from asyncrl.wire import Frame
 
 log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
 MAX_PARKED = 4096
+MAX_EVALUATIONS_TOLD = 64
+"""The newest: a status must fit into a header, also after thousands of evaluations."""
+AWAY_PAUSE_S = 0.01
 
 
 Attempt = Callable[[], dict[str, Any] | None]
@@ -78,6 +83,7 @@ class Desk:
         self.clock = clock
         self.last_status: dict[str, Any] = {}
         self.counters: Counter[str] = Counter()
+        self.wire_counters: Counter[str] = Counter()
         self._parked: list[Parked] = []
         self._outbox: list[Answer] = []
         self._has_changed = False
@@ -100,9 +106,10 @@ class Desk:
 
     def tick(self, now: float) -> None:
         """End what time has ended: leases, silent evaluators, waits."""
-        if self.store.ledger.expire(self.clock.now()):
-            self._has_changed = True
-        self._has_changed |= self._replicas.expire_silent(self.clock.now())
+        if self.store.is_settled:  # else nobody can renew
+            self._has_changed |= self.store.ledger.expire(self.clock.now()) > 0
+            self._has_changed |= self._replicas.expire_silent(self.clock.now())
+        self._has_changed |= bool(self._parked) and self.store.ledger.settings.policy == "wait"
         self.end_turn()
         self.store.journal.tick(self.clock.now())
         if self.clock.now() >= self._next_status:
@@ -140,17 +147,22 @@ class Desk:
                 self.answer(parked.request, parked.last())
 
     def end_turn(self) -> None:
-        """Answer what can be answered, make the turn durable, send."""
+        """Answer what can be answered, make the turn durable, send; without the journal, wait."""
         now = self.clock.now()
-        has_changed, self._has_changed = self._has_changed, False
-        if self._parked:
-            self._parked = [parked for parked in self._parked if not self._try(parked, now, has_changed)]
-        self.store.settle(now)
+        if self.store.is_settled:
+            self._try_parked(now)
+        if not self.store.settle(now):
+            return
         outbox, self._outbox = self._outbox, []
         for answer in outbox:
             answer.send()
         if outbox:
             fault_point("buffer.sent", self.store.num_turns)
+
+    def _try_parked(self, now: float) -> None:
+        has_changed, self._has_changed = self._has_changed, False
+        if self._parked:
+            self._parked = [parked for parked in self._parked if not self._try(parked, now, has_changed)]
 
     def _try(self, parked: Parked, now: float, has_changed: bool) -> bool:
         """Answer a parked request if that is possible now; return whether it was."""
@@ -183,6 +195,7 @@ class Desk:
             for one in state.evaluations.values()
             if one.is_done
         ]
+        num_pending = len(state.evaluations) - len(evaluations)
         return {
             "census": census,
             **census,
@@ -199,28 +212,44 @@ class Desk:
             "leases": {replica: len(held) for replica, held in state.leases.items()},
             "reissues": dict(state.reissues),
             "checkpoints": sorted(state.checkpoints),
-            "evaluations": evaluations,
-            "evaluations_pending": len(state.evaluations) - len(evaluations),
+            "evaluations": evaluations[-MAX_EVALUATIONS_TOLD:],
+            "evaluations_pending": num_pending,
             "parked": len(self._parked),
-            "counters": dict(counters),
+            "journal": self.store.journal.status(),
+            "counters": {**counters, **{f"wire/{name}": n for name, n in self.wire_counters.items()}},
         }
 
 
 class TurnServer(Server):
-    """A server that tells the desk when the messages of a turn are handled."""
+    """A server that tells the desk when the messages of a turn are handled.
+
+    While the journal is away, requests stay in their sockets: what nobody can answer is not read.
+    """
 
     def _drain(self, handler: Handler) -> None:
-        super()._drain(handler)
         assert isinstance(handler, Desk)
+        if handler.store.is_settled:
+            super()._drain(handler)
+        else:
+            time.sleep(AWAY_PAUSE_S)
         handler.end_turn()
 
 
 class BufferService:
     """The experience buffer as a service of a run."""
 
-    def __init__(self, store: ExperienceStore, clock: Clock, bind: str = "tcp://127.0.0.1:*") -> None:
-        self._server = TurnServer(bind)
+    def __init__(
+        self,
+        store: ExperienceStore,
+        clock: Clock,
+        bind: str = "tcp://127.0.0.1:*",
+        keys: ServerKeys | None = None,
+    ) -> None:
+        settings = store.ledger.settings
+        limits = Limits.of_groups(settings.max_group_bytes, settings.memory_bytes)
+        self._server = TurnServer(bind, keys, limits)
         self._desk = Desk(store, clock)
+        self._desk.wire_counters = self._server.counters
         self._store = store
         self._state = "starting"
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from asyncrl.buffer.journals.journal import Journal
+from asyncrl.buffer.journals.journal import Journal, Need
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.tickets import PAYLOAD_STATES, LedgerSettings, State, Ticket
 from asyncrl.errors import LedgerError, WireError
-from asyncrl.experience import Group, Trajectory, decode_group
+from asyncrl.experience import Outline, outline_group
 from asyncrl.faults import fault_point
 from asyncrl.wire import Frame
+
+MAX_VOCAB_SIZE = 1 << 31
+"""Of a model whose vocabulary nobody told: every id that is not negative passes."""
 
 
 class ExperienceStore:
@@ -24,11 +27,13 @@ class ExperienceStore:
 
     Args:
         group_size: Trajectories that a group must have.
-        drops_constant_groups: A group whose rewards are all equal is dropped as `zero_std`.
+        drops_constant_groups: A group whose rewards are all equal is dropped as `uniform`.
         needs_baseline: A group must bring the reward of a greedy answer.
+        vocab_size: Token ids are below it; an id that the model lacks would end the learner at every start.
 
     `counters` counts what was refused: `duplicates`, `late`, `malformed`, `failed/<reason>`, and so on.
-    `num_turns` counts turns that changed something, since this process began.
+    `num_turns` counts turns that changed something, since this process began. `is_settled` tells whether
+    the last `settle` made all durable.
     """
 
     def __init__(
@@ -39,28 +44,40 @@ class ExperienceStore:
         drops_constant_groups: bool,
         now: float,
         needs_baseline: bool = False,
+        vocab_size: int = MAX_VOCAB_SIZE,
     ) -> None:
         self.journal = journal
         self.counters: Counter[str] = Counter()
         self.num_turns = 0
+        self.is_settled = True
         self._group_size = group_size
         self._drops_constant_groups = drops_constant_groups
         self._needs_baseline = needs_baseline
-        self._payloads: dict[int, list[bytes]] = {}
-        self.ledger = Ledger.replay(settings, journal.recover())
+        self._vocab_size = vocab_size
+        self._payloads: dict[int, list[Frame]] = {}
+        past = journal.recover()
+        self.ledger = Ledger.replay(settings, past.events, past.snapshot)
         if self.ledger.has_begun:
             self._reconcile(now)
 
     def _reconcile(self, now: float) -> None:
         """After a restart: issue again what has no payload, forget payloads that nobody needs."""
         tickets = self.ledger.state.tickets.values()
-        self.journal.keep_only({ticket.id for ticket in tickets if ticket.state in PAYLOAD_STATES})
+        self._keep_needed()
         waiting = [ticket for ticket in tickets if ticket.state in (State.STORED, State.RESERVED)]
         for ticket in waiting:
-            if self.journal.read(ticket.id, ticket.attempt) is None:
+            if not self.journal.holds(ticket.id, ticket.attempt):
                 self._lose(ticket.id)
+        for ticket in [ticket for ticket in tickets if ticket.carry_attempt]:
+            if not self.journal.holds(ticket.id, ticket.carry_attempt):
+                self._lose_carry(ticket.id)
         self.ledger.restart(now)
         self.settle(now)
+
+    def _keep_needed(self) -> None:
+        tickets = self.ledger.state.tickets.values()
+        needed = {ticket.id for ticket in tickets if ticket.state in PAYLOAD_STATES or ticket.carry_attempt}
+        self.journal.keep_only(needed)
 
     def push(self, replica: str, ticket: int, attempt: int, frames: Sequence[Frame]) -> str:
         """Take a group in; return `stored`, `duplicate`, `late` or `dropped`.
@@ -80,46 +97,95 @@ class ExperienceStore:
             self.ledger.fail(replica, ticket, attempt)
             raise
         if self._drops_constant_groups and group.is_constant:
-            self.ledger.drop_constant(ticket)
+            self.ledger.drop_uniform(ticket)
             return "dropped"
         self._store(group, frames)
         return "stored"
 
-    def _store(self, group: Group, frames: Sequence[Frame]) -> None:
-        numbers = [span.version for trajectory in group.trajectories for span in trajectory.spans]
+    def _store(self, group: Outline, frames: Sequence[Frame]) -> None:
         self.journal.append(group.ticket, group.attempt, frames)
         fault_point("buffer.appended", group.ticket)
         num_bytes = sum(len(frame) for frame in frames)
-        self.ledger.store(group.ticket, group.num_tokens, num_bytes, (min(numbers), max(numbers)))
-        self._payloads[group.ticket] = [bytes(frame) for frame in frames]
+        versions = (min(group.versions), max(group.versions))
+        self.ledger.store(group.ticket, group.num_tokens, num_bytes, versions)
+        self._payloads[group.ticket] = list(frames)
 
-    def _check(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> Group:
+    def carry(self, replica: str, ticket: int, attempt: int, frames: Sequence[Frame]) -> str:
+        """Take in partial work of a draining replica; return `carried`, `released` or `late`.
+
+        Raises:
+            WireError: It is malformed; its attempt has failed.
+        """
+        if not self.ledger.holds_lease(replica, ticket, attempt):
+            self.counters["late"] += 1
+            return "late"
+        try:
+            group = self._check(ticket, attempt, frames)
+        except WireError:
+            self.counters["malformed"] += 1
+            self.ledger.fail(replica, ticket, attempt)
+            raise
+        num_bytes = sum(len(frame) for frame in frames)
+        versions = (min(group.versions), max(group.versions))
+        result = self.ledger.carry(replica, ticket, attempt, group.num_tokens, num_bytes, versions)
+        if result == "carried":
+            self.journal.append(ticket, attempt, frames)
+            self._payloads[ticket] = list(frames)
+        return result
+
+    def fetch_carry(self, replica: str, ticket: int, attempt: int) -> Sequence[Frame] | None:
+        """Return the work that this attempt may go on from, None if there is none or it turned out lost."""
+        if not self.ledger.holds_lease(replica, ticket, attempt):
+            return None
+        found = self.ledger.state.tickets[ticket]
+        if not found.carry_attempt:
+            return None
+        frames = self._payloads.get(ticket) or self.journal.read(ticket, found.carry_attempt)
+        if frames is None:
+            self._lose_carry(ticket)
+        return frames
+
+    def _lose_carry(self, ticket: int) -> None:
+        """Give carried work up at once: what is pushed in the same turn must not be let go in its place."""
+        self.counters["lost_carries"] += 1
+        self.ledger.lose_carry(ticket)
+        self._payloads.pop(ticket, None)
+        self.journal.release(ticket)
+        state = self.ledger.state
+        for numbers in (state.freed, state.released):
+            numbers[:] = [number for number in numbers if number != ticket]
+
+    def _check(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> Outline:
         num_bytes, limit = sum(len(frame) for frame in frames), self.ledger.settings.max_group_bytes
         if num_bytes > limit:
             raise WireError(f"ticket {ticket}: a group of {num_bytes} bytes is over the limit of {limit}")
-        group = decode_group(frames)
+        group = outline_group(frames)
         if (group.ticket, group.attempt) != (ticket, attempt):
             raise WireError(
                 f"the group is ticket {group.ticket}, attempt {group.attempt}, not {ticket}, {attempt}"
             )
-        if len(group.trajectories) != self._group_size:
+        if len(group.lengths) != self._group_size:
             raise WireError(
-                f"ticket {ticket}: a group has {self._group_size} trajectories, not {len(group.trajectories)}"
+                f"ticket {ticket}: a group has {self._group_size} trajectories, not {len(group.lengths)}"
             )
-        if not len(group.prompt_ids):
+        if not group.num_prompt_tokens:
             raise WireError(f"ticket {ticket}: the prompt is empty")
+        if group.token_ids[0] < 0 or group.token_ids[1] >= self._vocab_size:
+            raise WireError(
+                f"ticket {ticket}: token ids from {group.token_ids[0]} to {group.token_ids[1]} are not those "
+                f"of a vocabulary of {self._vocab_size}",
+                hint="Use the tokenizer of the run's model",
+            )
         if self._needs_baseline and group.baseline_reward is None:
             raise WireError(f"ticket {ticket}: the group lacks the reward of a greedy answer")
-        for sample, trajectory in enumerate(group.trajectories):
-            self._check_trajectory(trajectory, f"ticket {ticket}, sample {sample}")
+        for sample, largest in enumerate(group.mask_max):
+            if largest != 1:
+                raise WireError(
+                    f"ticket {ticket}, sample {sample}: no sampled token, or a loss mask beyond 0 and 1"
+                )
+        if not group.versions <= self.ledger.state.versions.registered.keys():
+            raise WireError(f"ticket {ticket}: a version that was never registered")
         return group
-
-    def _check_trajectory(self, trajectory: Trajectory, where: str) -> None:
-        if trajectory.loss_mask.max(initial=0) != 1:
-            raise WireError(f"{where}: no sampled token, or a loss mask beyond 0 and 1")
-        registered = self.ledger.state.versions.registered
-        if any(span.version not in registered for span in trajectory.spans):
-            raise WireError(f"{where}: a version that was never registered")
 
     def fail(self, replica: str, ticket: int, attempt: int, reason: str) -> None:
         """Count a group that failed at its replica."""
@@ -128,7 +194,7 @@ class ExperienceStore:
         else:
             self.counters["late"] += 1
 
-    def fetch(self, numbers: Sequence[int]) -> tuple[list[list[bytes]], list[int]]:
+    def fetch(self, numbers: Sequence[int]) -> tuple[list[Sequence[Frame]], list[int]]:
         """Return the payloads of reserved tickets, and the tickets whose payload turned out lost.
 
         Raises:
@@ -149,8 +215,22 @@ class ExperienceStore:
             self._lose(number)
         return payloads, lost
 
-    def _read(self, ticket: Ticket) -> list[bytes] | None:
+    def is_reserved(self, number: int, attempt: int) -> bool:
+        """Tell whether this very attempt of a ticket is in a reserved batch."""
+        found = self.ledger.state.tickets.get(number)
+        return found is not None and found.state is State.RESERVED and found.attempt == attempt
+
+    def peek(self, num_groups: int) -> list[tuple[int, int, list[Frame]]]:
+        """Return (ticket, attempt, payload) of the oldest complete groups, as far as they are in memory."""
+        state = self.ledger.state
+        oldest = (state.tickets[number] for number in sorted(state.stored)[:num_groups])
+        return [(one.id, one.attempt, self._payloads[one.id]) for one in oldest if one.id in self._payloads]
+
+    def _read(self, ticket: Ticket) -> Sequence[Frame] | None:
         return self._payloads.get(ticket.id) or self.journal.read(ticket.id, ticket.attempt)
+
+    def _holds(self, ticket: Ticket) -> bool:
+        return ticket.id in self._payloads or self.journal.holds(ticket.id, ticket.attempt)
 
     def _lose(self, number: int) -> None:
         self.counters["lost_payloads"] += 1
@@ -167,17 +247,44 @@ class ExperienceStore:
     ) -> None:
         """Rewind the ledger to `step`, see `Ledger.resume`; groups without a payload are generated again."""
         self.ledger.check_token(token)
-        missing = [ticket.id for ticket in self.ledger.tickets_from(step) if self._read(ticket) is None]
+        missing = [ticket.id for ticket in self.ledger.tickets_from(step) if not self._holds(ticket)]
         self.ledger.resume(token, step, missing, is_fork=is_fork, note=note, refused=refused)
         self.counters["lost_payloads"] += len(missing)
 
-    def settle(self, now: float) -> None:
-        """Make all changes durable, then let go of payloads that are not needed any more."""
+    def settle(self, now: float) -> bool:
+        """Make all changes durable, then let go of payloads that are not needed any more.
+
+        Returns:
+            False while the journal is away: nobody may be answered. Call again; nothing is lost. Leases
+            start afresh when it is back, because nobody could renew them meanwhile.
+
+        Raises:
+            FencedError: Another buffer has taken the journal over.
+        """
+        was_settled, self.is_settled = self.is_settled, self._commit(now)
+        if self.is_settled and not was_settled:
+            self.ledger.restart(now)
+            self.is_settled = self._commit(now)
+        return self.is_settled
+
+    def _commit(self, now: float) -> bool:
         events = self.ledger.drain_events()
-        self.journal.commit(events, now)
         if events:
             self.num_turns += 1
+            fault_point("buffer.committing", self.num_turns)
+        is_durable = self.journal.commit(events, now)
+        if self.journal.need is Need.ALL:
+            is_durable = self._begin_anew()
+        if not is_durable:
+            return False
+        if events:
             fault_point("buffer.committed", self.num_turns)
+        self._let_go()
+        if self.journal.need is Need.SNAPSHOT:
+            self.journal.write_snapshot(self.ledger.state.as_snapshot())
+        return True
+
+    def _let_go(self) -> None:
         state = self.ledger.state
         for ticket in state.freed:
             self._payloads.pop(ticket, None)
@@ -185,3 +292,26 @@ class ExperienceStore:
             self.journal.release(ticket)
         state.freed.clear()
         state.released.clear()
+
+    def _begin_anew(self) -> bool:
+        """Refill a journal that was wiped: payloads in memory are written again, others issued again."""
+        if not self.journal.survey():
+            return False
+        self._keep_needed()
+        for ticket in list(self.ledger.state.tickets.values()):
+            if ticket.state in (State.STORED, State.RESERVED):
+                if not self._rescue(ticket.id, ticket.attempt):
+                    self._lose(ticket.id)
+            elif ticket.carry_attempt and not self._rescue(ticket.id, ticket.carry_attempt):
+                self._lose_carry(ticket.id)
+        self._let_go()
+        is_done = self.journal.begin_anew(self.ledger.state.as_snapshot())
+        if is_done:
+            self.ledger.drain_events()  # the snapshot tells them
+        return is_done
+
+    def _rescue(self, ticket: int, attempt: int) -> bool:
+        frames = self._payloads.get(ticket)
+        if frames is not None and not self.journal.holds(ticket, attempt):
+            self.journal.append(ticket, attempt, frames)
+        return self.journal.holds(ticket, attempt)

@@ -28,14 +28,21 @@ PLAIN = {"no_args_is_help": True, "rich_markup_mode": None, "add_completion": Fa
 app = typer.Typer(help="Asynchronous reinforcement learning for language models.", **PLAIN)  # type: ignore[arg-type]
 data = typer.Typer(help="Make prompt files.", **PLAIN)  # type: ignore[arg-type]
 bench = typer.Typer(help="Measure.", **PLAIN)  # type: ignore[arg-type]
+inspect = typer.Typer(help="Read a run's journal.", **PLAIN)  # type: ignore[arg-type]
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
+app.add_typer(inspect, name="inspect")
 
 BENCHMARKS = {
+    "buffer": "Measure the buffer beside bare pipes and other systems.",
     "checkpoints": "Measure the stall of a checkpoint, its write and its load.",
+    "hostile": "Measure what honest replicas still get through while others attack the buffer.",
     "learner": "Measure a learner step against Hugging Face, and the losses against verl's.",
+    "ledger": "Measure the ledger's transitions, and its cost as the fleet grows.",
     "memory": "Measure what log-probs of a large vocabulary cost in memory.",
     "packing": "Measure packed rows in dynamic microbatches against padded rows.",
+    "staleness_policies": "Simulate what each staleness policy costs, beside published rules.",
+    "restart": "Measure how soon the buffer serves again with 10,000 groups in its journal.",
     "staleness_study": "Measure what lag does to learning under each correction.",
 }
 """Benchmarks that read their own arguments: modules of `benchmarks` with a `main(arguments) -> exit code`."""
@@ -43,6 +50,8 @@ BENCHMARKS = {
 RunName = Annotated[
     str | None, typer.Option("--run", help="The run's name; without it, the one started last.")
 ]
+Run = Annotated[str, typer.Argument(help="The run's name, or its folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 RunsDir = Annotated[str, typer.Option("--dir", help="The folder that holds the runs (run.dir).")]
 
 
@@ -134,6 +143,38 @@ def export(
     from asyncrl.cli.services import function
 
     print(function("learner.checkpoint.export:export_run")(run, runs_dir, step, to))
+
+
+@inspect.command()
+def account(run: Run, runs_dir: RunsDir = "runs", as_json: AsJson = False) -> None:
+    """Print what became of every prompt, and how old what was trained and what is open is."""
+    from asyncrl.cli.audit import print_account
+
+    print_account(run, runs_dir, as_json)
+
+
+@inspect.command()
+def ticket(
+    run: Run,
+    number: Annotated[int, typer.Argument(metavar="TICKET", min=1, help="The ticket's id.")],
+    runs_dir: RunsDir = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Print the life of one ticket, from its issue on."""
+    from asyncrl.cli.audit import print_ticket
+
+    print_ticket(run, runs_dir, number, as_json)
+
+
+@app.command()
+def verify(run: Run, runs_dir: RunsDir = "runs", as_json: AsJson = False) -> None:
+    """Check from a run's journal that every prompt was accounted for, once, and no token was too old.
+
+    Exit code 1 if anything is wrong.
+    """
+    from asyncrl.cli.audit import print_verdict
+
+    raise typer.Exit(exits.OK if print_verdict(run, runs_dir, as_json) else exits.FAILED)
 
 
 @data.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,6 +12,8 @@ from pydantic_core import ErrorDetails
 from asyncrl.config.problems import KeyPath, Places, Problem, suggest
 from asyncrl.config.tree import Config
 
+PASSWORD = re.compile(r"(://[^:/@\s]*:)[^\s]*@")
+"""What stands before, and is, the password of a URL."""
 SHOWN_CHARACTERS = 60
 WANTED = {
     "int_type": "a whole number",
@@ -66,8 +69,9 @@ def keys_of(path: KeyPath) -> list[str]:
 
 
 def show(value: Any) -> str:
-    """Return `value` as it could stand in the file, cut to a readable length."""
+    """Return `value` as it could stand in the file, cut to a readable length and without passwords."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = PASSWORD.sub(r"\1***@", text)
     text = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
     return f"'{text}'" if isinstance(value, str) else text
 

@@ -20,10 +20,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 
+from asyncrl.config.conflicts import CONFLICT, Conflict
 from asyncrl.config.document import Document, read_document
 from asyncrl.config.explain import explain
 from asyncrl.config.problems import ORIGIN, ConfigProblems, Places, Problem
-from asyncrl.config.tree import CONFLICT, Config, Conflict
+from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 
 REPAIR_ROUNDS = 4
@@ -190,3 +191,13 @@ def _conflict_problems(conflicts: Iterable[Conflict], places: Places, touched: s
         where = places.of_value(written)
         problems.append(Problem(conflict.what, hint=conflict.hint, key=".".join(written), where=where))
     return problems
+
+
+def find_run_folder(run: str, runs_dir: str) -> Path:
+    """Return the folder of a run by name or path. Raises ConfigError if there is none."""
+    for folder in (Path(runs_dir) / run, Path(run)):
+        if (folder / "resolved.yaml").is_file():
+            return folder
+    names = sorted(path.parent.name for path in Path(runs_dir).glob("*/resolved.yaml"))
+    hint = f"There are: {', '.join(names)}" if names else "Say where the runs are with --dir"
+    raise ConfigError(f"there is no run '{run}' in {runs_dir}", hint=hint)

@@ -6,12 +6,13 @@ several sections is checked by `Config`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ipaddress import IPv4Address
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from asyncrl.config.conflicts import CONFLICT, find_conflicts
 from asyncrl.metrics import find, unknown_names
 
 Count = Annotated[int, Field(ge=1)]
@@ -22,23 +23,8 @@ Text = Annotated[str, Field(min_length=1)]
 NonNegativeNumber = Annotated[float, Field(ge=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
-WITH_VALUES = ("gae", "vtrace")
-"""Advantages that need a critic."""
-WITH_GREEDY = ("remax",)
-"""Advantages that need the reward of a greedy answer per group."""
 EVALUATION_METRICS = ("accuracy", "reward_mean")
 """What an evaluation says, the higher the better."""
-CONFLICT = "conflict"
-"""The type of the validation error that carries `Conflict`s in its context."""
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Values that do not fit together: their keys, what is wrong, what to do."""
-
-    keys: tuple[str, ...]
-    what: str
-    hint: str = ""
 
 
 class Section(BaseModel):
@@ -108,17 +94,32 @@ class RolloutSection(Section):
 
 
 class StalenessSection(Section):
-    """The bound on lag, per token, and what happens to a token beyond it."""
+    """The bound on lag, per token, and what happens to a token beyond it.
+
+    `policy`: `mask` trains the rest of its group; `drop` drops the group and issues its prompt again;
+    `wait` lets a step wait for groups in flight that it would push over the bound, at most `max_wait_s`.
+    """
 
     max_lag: NonNegative = 4
-    policy: Literal["mask"] = "mask"
+    policy: Literal["mask", "drop", "wait"] = "mask"
+    max_wait_s: Seconds = 30.0
     ready_batches: Count = 1
 
 
-class BufferSection(Section):
-    """The experience buffer."""
+REDIS_URL_PATTERN = r"^(rediss?://.+|\$\{[A-Za-z_][A-Za-z0-9_]*\})$"
 
-    journal: Literal["none", "file"] = "file"
+
+class BufferSection(Section):
+    """The experience buffer.
+
+    `journal: redis` wants either `url`, in which `${NAME}` stands for the environment's NAME, or
+    `managed: true`, which starts a private server beside the buffer. `fsync` is the journal's own: a
+    server behind a `url` has its own setting.
+    """
+
+    journal: Literal["none", "file", "redis"] = "file"
+    url: Annotated[str | None, Field(pattern=REDIS_URL_PATTERN)] = None
+    managed: bool = False
     fsync: Literal["everysec", "always", "never"] = "everysec"
     memory_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
     lease_s: Seconds = 60.0
@@ -315,12 +316,39 @@ class MetricsSection(Section):
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
 
 
+def check_host(host: str | None) -> str | None:
+    """Raise ValueError unless `host` is an IPv4 address that others can connect to."""
+    if host is None:
+        return None
+    address = IPv4Address(host)
+    if address.is_unspecified or address.is_multicast:
+        raise ValueError("the address of one interface, which other services can connect to")
+    return host
+
+
 class LauncherSection(Section):
-    """`ray: local` starts Ray on this machine. `api_port: 0` takes a free port for the control API."""
+    """`ray: local` starts Ray on this machine. `api_port: 0` takes a free port for the control API.
+
+    `host` is the IPv4 address of the interface that services listen on; null keeps their sockets in a
+    folder that only this user can open. With `curve` their connections are encrypted, and only holders
+    of a key that was made for this start get in; `auto`: when the host is not loopback.
+    """
 
     ray: Literal["local"] = "local"
+    host: Annotated[str | None, AfterValidator(check_host)] = None
+    curve: Literal["auto", "on", "off"] = "auto"
     api_port: Annotated[int, Field(ge=0, le=65535)] = 0
     start_deadline_s: Seconds = 300.0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nobody on another machine can reach the services' sockets."""
+        return self.host is None or IPv4Address(self.host).is_loopback
+
+    @property
+    def has_curve(self) -> bool:
+        """Whether the services' sockets have keys."""
+        return self.curve == "on" or (self.curve == "auto" and not self.is_local)
 
 
 class Config(Section):
@@ -351,138 +379,3 @@ class Config(Section):
             text = "; ".join(conflict.what for conflict in conflicts)
             raise PydanticCustomError(CONFLICT, "{text}", {"text": text, "conflicts": conflicts})
         return self
-
-
-def find_conflicts(config: Config) -> list[Conflict]:
-    """Return every pair of values that is right by itself and wrong together."""
-    learner, conflicts = config.learner, []
-    if learner.groups_per_step % learner.minibatches:
-        conflicts.append(
-            Conflict(
-                ("learner.minibatches", "learner.groups_per_step"),
-                f"learner.groups_per_step ({learner.groups_per_step}) must be a multiple of "
-                f"learner.minibatches ({learner.minibatches})",
-            )
-        )
-    if learner.groups_per_step // learner.minibatches < learner.dp:
-        conflicts.append(
-            Conflict(
-                ("learner.dp", "learner.minibatches", "learner.groups_per_step"),
-                f"a minibatch of {learner.groups_per_step // learner.minibatches} groups cannot be shared by "
-                f"learner.dp ({learner.dp}) ranks",
-            )
-        )
-    if config.eval.every_steps and config.data.eval is None:
-        conflicts.append(
-            Conflict(
-                ("eval.every_steps", "data.eval"),
-                "eval.every_steps is set, but data.eval names no prompts",
-                "Set data.eval, or eval.every_steps: 0",
-            )
-        )
-    if config.weight_sync.backend == "nccl" and not (config.rollout.gpus and learner.gpus):
-        conflicts.append(
-            Conflict(
-                ("weight_sync.backend", "rollout.gpus", "learner.gpus"),
-                "weight_sync.backend: nccl needs GPUs on both sides",
-                "Set rollout.gpus and learner.gpus, or weight_sync.backend: gloo",
-            )
-        )
-    if config.model.dtype == "float16" and not (config.rollout.gpus and learner.gpus):
-        conflicts.append(
-            Conflict(
-                ("model.dtype", "rollout.gpus", "learner.gpus"),
-                "model.dtype: float16 needs GPUs on both sides",
-                "Set rollout.gpus and learner.gpus, or model.dtype: bfloat16",
-            )
-        )
-    return [
-        *conflicts,
-        *_find_checkpoint_conflicts(config),
-        *_find_backend_conflicts(learner),
-        *_find_schedule_conflicts(learner),
-        *_find_critic_conflicts(config),
-        *_find_reward_conflicts(config),
-    ]
-
-
-def _find_critic_conflicts(config: Config) -> list[Conflict]:
-    advantage = config.algorithm.advantage
-    if config.critic == CriticSection() or advantage in WITH_VALUES or ":" in advantage:
-        return []
-    return [
-        Conflict(
-            ("critic", "algorithm.advantage"),
-            f"critic is set, but algorithm.advantage: {advantage} asks for no values",
-            f"Choose {' or '.join(WITH_VALUES)}, or leave critic out",
-        )
-    ]
-
-
-def _find_reward_conflicts(config: Config) -> list[Conflict]:
-    reward, max_tokens = config.reward, config.rollout.max_tokens
-    if reward.overlong_buffer_tokens >= max_tokens:
-        what = f"reward.overlong_buffer_tokens ({reward.overlong_buffer_tokens}) leaves no answer unpunished"
-        hint = f"Keep it below rollout.max_tokens ({max_tokens})"
-        return [Conflict(("reward.overlong_buffer_tokens", "rollout.max_tokens"), what, hint)]
-    default = RewardSection.model_fields["overlong_penalty"].default
-    if reward.overlong_buffer_tokens or reward.overlong_penalty == default:
-        return []
-    what = "reward.overlong_penalty does nothing: reward.overlong_buffer_tokens is 0"
-    return [Conflict(("reward.overlong_penalty", "reward.overlong_buffer_tokens"), what, "Set both")]
-
-
-def _find_checkpoint_conflicts(config: Config) -> list[Conflict]:
-    checkpoint, every_steps = config.checkpoint, config.eval.every_steps
-    is_by_accuracy = checkpoint.keep_best > 0 and checkpoint.best_metric == "accuracy"
-    if not is_by_accuracy or (every_steps and checkpoint.every_steps % every_steps == 0):
-        return []
-    return [
-        Conflict(
-            ("checkpoint.keep_best", "eval.every_steps", "checkpoint.every_steps"),
-            "checkpoint.keep_best goes by accuracy, but not every checkpoint is evaluated",
-            "Make checkpoint.every_steps a multiple of eval.every_steps, or name another "
-            "checkpoint.best_metric, such as critic/rewards/mean",
-        )
-    ]
-
-
-def _find_schedule_conflicts(learner: LearnerSection) -> list[Conflict]:
-    if learner.lr_schedule != "constant" or not learner.min_lr_ratio:
-        return []
-    return [
-        Conflict(
-            ("learner.min_lr_ratio", "learner.lr_schedule"),
-            f"learner.min_lr_ratio: {learner.min_lr_ratio:g} does nothing with learner.lr_schedule: constant",
-            "Set learner.lr_schedule: cosine, or learner.min_lr_ratio: 0",
-        )
-    ]
-
-
-def _find_backend_conflicts(learner: LearnerSection) -> list[Conflict]:
-    """Return what is set and the chosen backend does not have: it would do nothing."""
-    is_fsdp2 = learner.backend == "fsdp2"
-    lacking = {
-        "tp": is_fsdp2 and learner.tp > 1,
-        "pp": is_fsdp2 and learner.pp > 1,
-        "vpp": is_fsdp2 and learner.vpp > 1,
-        "cp": is_fsdp2 and learner.cp > 1,
-        "overlap": is_fsdp2 and learner.overlap,
-        "recompute": is_fsdp2 and learner.recompute == "selective",
-        "compile": not is_fsdp2 and learner.compile,
-    }
-    hint = (
-        "fsdp2 cuts the model over learner.dp alone, overlaps by itself, and recomputes in full or not at all"
-        if is_fsdp2
-        else "Only learner.backend: fsdp2 has it"
-    )
-    return [
-        Conflict(
-            (f"learner.{name}", "learner.backend"),
-            f"learner.backend: {learner.backend} has no "
-            f"learner.{name}: {str(getattr(learner, name)).lower()}",
-            hint,
-        )
-        for name, is_lacking in lacking.items()
-        if is_lacking
-    ]

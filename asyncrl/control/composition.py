@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import psutil
+
 from asyncrl.control.api.server import ControlApi
 from asyncrl.control.launch.ray_launcher import RayLauncher
 from asyncrl.control.record.recorder import Recorder
@@ -23,6 +25,9 @@ def build(context: ServiceContext) -> Supervisor:
         run_id=context.run_id,
         socket_dir=Path(context.addresses["sockets"]),
         rendezvous=context.rendezvous,
+        first_port=int(context.addresses["first_port"]),
+        keys=context.keys,
+        interface=_interface_of(config.launcher.host or "127.0.0.1"),
     )
     tensorboard = context.run_dir / "tensorboard" if config.metrics.tensorboard else None
     launcher = RayLauncher(namespace=config.run.name)
@@ -40,3 +45,11 @@ def build(context: ServiceContext) -> Supervisor:
     )
     write_json(run_dir.live, {**live, "url": api.url}, mode=0o600)
     return supervisor
+
+
+def _interface_of(host: str) -> str:
+    """Return the name of this machine's interface with that address, empty if there is none."""
+    found = (
+        name for name, addresses in psutil.net_if_addrs().items() for one in addresses if one.address == host
+    )
+    return next(found, "")

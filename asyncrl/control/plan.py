@@ -50,6 +50,7 @@ def check(config: Config) -> Plan:
         _check_data,
         _check_reward,
         _check_machine,
+        _check_host,
         _check_port,
     )
     problems = [problem for check_one in checks for problem in check_one(config)]
@@ -243,6 +244,20 @@ def count_gpus() -> int:
     """Return the NVIDIA GPUs of this machine."""
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def _check_host(config: Config) -> Iterator[str]:
+    host = config.launcher.host
+    if host is None:
+        return
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            yield (
+                f"launcher.host: nothing can listen on {host} here ({error.strerror}); "
+                "name the address of an interface of this machine"
+            )
 
 
 def _check_port(config: Config) -> Iterator[str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl.config.tree import Config, LearnerSection, RolloutSection
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.service import ServiceContext
+
+if TYPE_CHECKING:
+    from asyncrl.keys import RunKeys
 
 FACTORIES = {
     "buffer": "asyncrl.buffer.composition:build",
@@ -21,6 +24,10 @@ FACTORIES = {
 
 MAX_REPLICAS = 64
 """Replica indices with an address known from the start."""
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+RECEIVERS = tuple(f"receiver.{index}" for index in range(MAX_REPLICAS))
+SERVERS = ("buffer.0", "weight_sync.0", "publisher.0", *RECEIVERS)
+"""The services that others call; the n-th listens on the run's n-th port."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,9 @@ class Roster:
         run_id: Unique per start.
         socket_dir: Folder (mode 0700) of the services' sockets.
         rendezvous: Where the learner's ranks meet.
+        first_port: Of the ports that `launcher.host` is used with.
+        keys: Of the run's sockets, if they have any.
+        interface: On which torch.distributed talks; empty leaves that to it.
     """
 
     config: Config
@@ -40,6 +50,9 @@ class Roster:
     run_id: str
     socket_dir: Path
     rendezvous: str
+    first_port: int = 0
+    keys: RunKeys | None = None
+    interface: str = ""
 
     @property
     def num_learner_ranks(self) -> int:
@@ -68,6 +81,7 @@ class Roster:
             rank=int(index) if is_learner else 0,
             world_size=self.num_learner_ranks if is_learner else 1,
             rendezvous=self.rendezvous,
+            keys=self.keys if self.keys is None or name in SERVERS else self.keys.without_server(),
         )
         sections = {"learner": self.config.learner, "rollout": self.config.rollout}
         section: LearnerSection | RolloutSection | None = sections.get(kind)  # type: ignore[assignment]
@@ -77,12 +91,14 @@ class Roster:
             log_path=str(self.run_dir / "logs" / f"{name}.log"),
             cpus=section.cpus if section else 0.0,
             gpus=float(section.gpus) if section else 0.0,
+            environment=dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {},
         )
 
     def _address(self, name: str) -> str:
-        return f"ipc://{self.socket_dir / name}"
+        host = self.config.launcher.host
+        if host is None or name not in SERVERS:
+            return f"ipc://{self.socket_dir / name}"
+        return f"tcp://{host}:{self.first_port + SERVERS.index(name)}"
 
     def _addresses(self) -> dict[str, str]:
-        names: Iterable[str] = ("buffer.0", "weight_sync.0", "publisher.0")
-        receivers = (f"receiver.{index}" for index in range(MAX_REPLICAS))
-        return {name: self._address(name) for name in (*names, *receivers)}
+        return {name: self._address(name) for name in SERVERS}

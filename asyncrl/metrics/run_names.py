@@ -104,6 +104,10 @@ _ROLLOUT = singles(
     ("weights/version", "1", "Policy version that all replicas serve: the oldest of theirs"),
     ("weights/apply_s", "s", "Longest of the replicas' last swaps: generation paused, weights loaded"),
     ("buffer/depth", "groups", "Complete groups that wait for the learner"),
+    ("buffer/dropped/stale", "groups", "Groups dropped over age so far; their prompts were issued again"),
+    ("buffer/dropped/uniform", "groups", "Groups so far with equal rewards, replaced by new prompts"),
+    ("buffer/dropped/poison", "groups", "Groups given up so far after every attempt failed"),
+    ("buffer/dropped/guard", "groups", "Groups so far whose update the guard refused"),
     ("buffer/residue", "tickets", "What the laws of the ledger leave unexplained; anything but 0 is a bug"),
 )
 

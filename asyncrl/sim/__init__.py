@@ -1,0 +1,1 @@
+"""Simulation: the real ledger under simulated replicas and a simulated learner."""

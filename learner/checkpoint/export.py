@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.load import load_config
+from asyncrl.config.load import find_run_folder, load_config
 from asyncrl.errors import ConfigError
 from learner.checkpoint.pretrained import write_folder
 from learner.checkpoint.reader import StateReader
@@ -65,16 +65,6 @@ def export_state(state: Path, source: Path, target: Path, dtype: torch.dtype) ->
     """Write the model of the `state` folder as a Hugging Face folder with the side files of `source`."""
     with StateReader(state) as reader:
         write_folder(source, target, _tensors(reader, dtype), dtype)
-
-
-def find_run_folder(run: str, runs_dir: str) -> Path:
-    """Return the folder of a run by name or path. Raises ConfigError if there is none."""
-    for folder in (Path(runs_dir) / run, Path(run)):
-        if (folder / "resolved.yaml").is_file():
-            return folder
-    names = sorted(path.parent.name for path in Path(runs_dir).glob("*/resolved.yaml"))
-    hint = f"There are: {', '.join(names)}" if names else "Say where the runs are with --dir"
-    raise ConfigError(f"there is no run '{run}' in {runs_dir}", hint=hint)
 
 
 def find_step(store: CheckpointStore, step: str, folder: Path) -> int:

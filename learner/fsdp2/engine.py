@@ -154,6 +154,15 @@ class Engine:
                 if self.make_room is None:
                     raise
                 self.make_room(batch.row_lengths, error, self._group.size == 1)
+                self._end_broken_pass()
+
+    def _end_broken_pass(self) -> None:
+        """Bring FSDP2 back to where a pass begins; only for a lone rank.
+
+        A backward pass that broke off leaves its layers waiting for an end that never comes: later passes
+        would run, and no gradient would arrive (seen with torch 2.13).
+        """
+        self._module._get_fsdp_state()._root_post_backward_final_callback()
 
     def _forward(self, microbatch: PackedBatch | None, **options: bool) -> Sequence[torch.Tensor]:
         """Run one microbatch, or one token whose outputs nobody reads."""

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from asyncrl.errors import ConfigError
 from learner.backend import Placement
+from weight_sync.backends.meeting import join_store
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,11 @@ def _start(placement: Placement, has_cuda: bool) -> None:
         )
     if has_cuda:
         torch.cuda.set_device(placement.rank % torch.cuda.device_count())
+    timeout = datetime.timedelta(seconds=placement.timeout_s)
     dist.init_process_group(
         "nccl" if has_cuda else "gloo",
-        store=dist.HashStore() if alone else None,
-        init_method=None if alone else f"tcp://{placement.rendezvous}",
+        store=dist.HashStore() if alone else join_store(placement.rendezvous, placement.rank, timeout),
         rank=placement.rank,
         world_size=placement.world_size,
-        timeout=datetime.timedelta(seconds=placement.timeout_s),
+        timeout=timeout,
     )

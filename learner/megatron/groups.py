@@ -18,6 +18,7 @@ from megatron.core import parallel_state, tensor_parallel
 from asyncrl.errors import ConfigError
 from learner.backend import Placement
 from learner.megatron.model.architecture import Parallelism
+from weight_sync.backends.meeting import join_store
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,13 @@ def _start(placement: Placement, parallelism: Parallelism, seed: int) -> None:
     if has_cuda:
         torch.cuda.set_device(placement.rank % torch.cuda.device_count())
     alone = placement.world_size == 1
+    timeout = datetime.timedelta(seconds=placement.timeout_s)
     dist.init_process_group(
         "nccl" if has_cuda else "gloo",
-        store=dist.HashStore() if alone else None,
-        init_method=None if alone else f"tcp://{placement.rendezvous}",
+        store=dist.HashStore() if alone else join_store(placement.rendezvous, placement.rank, timeout),
         rank=placement.rank,
         world_size=placement.world_size,
-        timeout=datetime.timedelta(seconds=placement.timeout_s),
+        timeout=timeout,
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallelism.tp,

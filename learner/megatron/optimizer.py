@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -36,25 +37,28 @@ class Updates:
         config: LearnerSection,
         dtype: torch.dtype,
     ) -> None:
+        # One rank has nobody to overlap with, and cannot repeat a pass that broke off while it "sends".
+        num_sharing = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        overlaps = config.overlap and num_sharing > 1
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=True,
-            overlap_grad_reduce=config.overlap,
-            overlap_param_gather=config.overlap,
+            overlap_grad_reduce=overlaps,
+            overlap_param_gather=overlaps,
             bucket_size=OVERLAP_BUCKET_ELEMENTS,
         )
         self.chunks = [
             DistributedDataParallel(transformer, ddp_config, chunk, disable_bucketing=index > 0)
             for index, chunk in enumerate(chunks)
         ]
-        if not config.overlap:
+        if not overlaps:
             for group in (group for chunk in self.chunks for group in chunk.bucket_groups):
                 _spare_lone_rank(group)
-        self.optimizer = _make_optimizer(self.chunks, config, dtype)
-        self._overlaps, self._is_behind = config.overlap, False
+        self.optimizer = _make_optimizer(self.chunks, config, dtype, overlaps)
+        self._overlaps, self._is_behind = overlaps, False
         self._device, self._offloads = next(chunks[0].parameters()).device, config.offload
         self._rest()
-        if config.overlap:
+        if overlaps:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
@@ -139,7 +143,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 def _make_optimizer(
-    chunks: list[DistributedDataParallel], config: LearnerSection, dtype: torch.dtype
+    chunks: list[DistributedDataParallel], config: LearnerSection, dtype: torch.dtype, overlaps: bool
 ) -> DistributedOptimizer:
     optimizer_config = OptimizerConfig(
         optimizer="adam",
@@ -153,7 +157,7 @@ def _make_optimizer(
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,
-        overlap_param_gather=config.overlap,
+        overlap_param_gather=overlaps,
     )
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     with cpu_adaptor.cuda_type_names(parameters):

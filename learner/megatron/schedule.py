@@ -72,6 +72,7 @@ class Schedule:
         self, microbatches: Sequence[PackedBatch], *, has_squares: bool = False
     ) -> list[torch.Tensor]:
         """Return the head's output [C, N] of each microbatch (on the last stage)."""
+        self.is_reducing = False
         results: list[torch.Tensor] = self._run(
             microbatches, self._keep_output, forward_only=True, has_squares=has_squares
         )

@@ -91,7 +91,7 @@ def test_a_section_whose_keys_are_all_commented_out_has_its_defaults(write):
         ),
         (
             "buffer: {journal: fil}\n",
-            "a.yaml:4:19: buffer.journal is 'fil', but must be one of 'none' or 'file'. Did you mean 'file'?",
+            "a.yaml:4:19: buffer.journal is 'fil', but must be one of 'none', 'file' or 'redis'. Did you",
         ),
         ("algorithm: {clip: [0.2]}\n", "a.yaml:4:19: algorithm.clip has too few items. It takes two"),
         ("algorithm: {clip: [0.2, x]}\n", "a.yaml:4:25: algorithm.clip.1 is 'x', but must be a number"),

@@ -60,7 +60,7 @@ def test_the_metric_that_checkpoints_are_kept_by_must_exist():
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        ({"overlong_buffer_tokens": 16}, "leaves no answer unpunished"),
+        ({"overlong_buffer_tokens": 17}, "leaves no answer unpunished"),
         ({"overlong_penalty": 2.0}, "does nothing"),
         ({"overlong_buffer_tokens": 8, "overlong_penalty": 0.0}, "greater than 0"),
         ({"overlong_buffer_tokens": 15, "overlong_penalty": 2.0}, ""),

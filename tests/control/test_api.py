@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from asyncrl.control.api.client import NotRunning, RunClient, find_run
-from asyncrl.control.api.server import MAX_BODY_BYTES, ControlApi
+from asyncrl.control.api.server import MAX_BODY_BYTES, MAX_CONNECTIONS, ControlApi
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.errors import ConfigError, RemoteError
 
@@ -52,6 +55,8 @@ def test_without_the_key_nothing_is_answered(api: ControlApi, tmp_path: Path) ->
         ({"Content-Length": str(MAX_BODY_BYTES + 1)}, b"", 400),
         ({}, b"[1, 2]", 400),
         ({}, b"not json", 400),
+        ({}, b"[" * 60_000, 400),
+        ({"Authorization": "Bearer k\xe9y"}, b"{}", 401),
         ({"Content-Length": "-5"}, b"", 400),
     ],
 )
@@ -64,6 +69,22 @@ def test_a_body_that_makes_no_sense_is_refused(
     assert response.status == code
     assert "error" in json.loads(response.read())
     connection.close()
+
+
+def test_a_thousand_silent_connections_take_a_bounded_number_of_threads(
+    api: ControlApi, client: RunClient
+) -> None:
+    host, port = api.url.removeprefix("http://").split(":")
+    before = threading.active_count()
+    ends = [socket.create_connection((host, int(port)), timeout=10.0) for _ in range(1000)]
+    try:
+        assert threading.active_count() - before <= MAX_CONNECTIONS
+    finally:
+        for end in ends:
+            end.close()
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    assert client.status() == {"state": "running"}
 
 
 def test_an_api_that_is_gone_is_not_running(client: RunClient, api: ControlApi) -> None:

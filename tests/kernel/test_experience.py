@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from asyncrl import wire
 from asyncrl.errors import WireError
-from asyncrl.experience import Group, Trajectory, decode_group, encode_group
+from asyncrl.experience import (
+    GROUP_SCHEMA,
+    Group,
+    Trajectory,
+    decode_group,
+    encode_group,
+    outline_group,
+)
 from asyncrl.versions import Span
 
 
@@ -115,3 +122,85 @@ def test_another_schema_version_is_refused() -> None:
 def test_a_true_does_not_pass_for_a_number() -> None:
     with pytest.raises(WireError):
         wire.field({"n": True}, "n", int)
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [(GROUP_SCHEMA + 1, "newer"), (1, "older"), (None, "older"), (0, "number"), ("2", "number")],
+)
+def test_a_group_of_another_schema_is_refused_by_its_number(schema: object, word: str) -> None:
+    frames = encode_group(make_group([3]))
+    header = wire.unpack_header(frames[0])
+    header.pop("v")
+    header["schema"] = schema
+    if schema is None:  # made before the header named it
+        header.pop("schema")
+    with pytest.raises(WireError, match=word):
+        decode_group([wire.pack_header(header), *frames[1:]])
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6))
+def test_an_outline_says_what_the_decoded_group_says(lengths: list[int]) -> None:
+    frames = encode_group(make_group(lengths))
+    outline, group = outline_group(frames), decode_group(frames)
+    assert (outline.ticket, outline.attempt) == (group.ticket, group.attempt)
+    assert (outline.num_tokens, list(outline.lengths)) == (group.num_tokens, lengths)
+    assert outline.rewards.tolist() == group.rewards
+    assert list(outline.mask_max) == [one.loss_mask.max(initial=0) for one in group.trajectories]
+    assert outline.versions == {span.version for one in group.trajectories for span in one.spans}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 4, 8])
+def test_a_log_prob_that_is_not_finite_is_refused_wherever_it_stands(value: float, place: int) -> None:
+    frames = encode_group(make_group([3, 6]))
+    logprobs = np.frombuffer(frames[4], "<f4").copy()
+    logprobs[place] = value
+    with pytest.raises(WireError, match="finite"):
+        outline_group([*frames[:4], logprobs.tobytes(), *frames[5:]])
+
+
+@pytest.mark.parametrize(
+    ("spans", "words"),
+    [
+        ([[0, 2, 0, 3]], "sample 1: no span covers its 2 tokens"),
+        ([[1, 2, 0, 2]], "sample 0: no span covers its 3 tokens"),
+        ([], "sample 0: no span"),
+        ([[0, 2, 0, 2], [1, 2, 0, 2]], "end at token 2, but there are 3"),
+        ([[0, 2, 0, 4], [1, 2, 0, 2]], "end at token 4, but there are 3"),
+        ([[0, 2, 0, 1], [0, 3, 2, 3], [1, 2, 0, 2]], "does not follow"),
+        ([[0, 2, 0, 1], [0, 2, 1, 3], [1, 2, 0, 2]], "does not follow"),
+        ([[0, 3, 0, 1], [0, 2, 1, 3], [1, 2, 0, 2]], "does not follow"),
+        ([[0, 2, 0, 0], [0, 3, 0, 3], [1, 2, 0, 2]], "does not follow"),
+        ([[0, 0, 0, 3], [1, 2, 0, 2]], "does not follow"),
+        ([[1, 2, 0, 2], [0, 2, 0, 3]], "sample 0: no span|comes after"),
+        ([[0, 2, 0, 3], [1, 2, 0, 2], [0, 3, 0, 3]], "comes after"),
+        ([[-1, 2, 0, 3], [1, 2, 0, 2]], "names sample -1"),
+        ([[0, 2, 0, 3], [2, 2, 0, 2]], "names sample 2"),
+    ],
+)
+def test_spans_that_do_not_cover_each_trajectory_in_order_are_refused(
+    spans: list[list[int]], words: str
+) -> None:
+    frames = encode_group(make_group([3, 2]))
+    header = wire.unpack_header(frames[0])
+    header.pop("v")
+    header["num_spans"] = len(spans)
+    frames[0], frames[5] = wire.pack_header(header), np.array(spans, "<i8").tobytes()
+    for read in (decode_group, outline_group):
+        with pytest.raises(WireError, match=words):
+            read(frames)
+
+
+def test_arrays_of_other_types_are_cast_once_on_the_way_out() -> None:
+    one = Trajectory(
+        response_ids=np.arange(3, dtype=np.int64),
+        loss_mask=np.array([True, False, True]),
+        logprobs=np.array([-1.0, -2.0, -3.0]),
+        spans=(Span(1, 0, 3),),
+        reward=1.0,
+        finish_reason="length",
+    )
+    (found,) = decode_group(encode_group(Group(1, 1, np.array([5]), (one,)))).trajectories
+    assert found.response_ids.tolist() == [0, 1, 2]
+    assert (found.loss_mask.tolist(), found.logprobs.tolist()) == ([1, 0, 1], [-1.0, -2.0, -3.0])

@@ -72,8 +72,8 @@ def test_training_goes_on_over_several_versions_within_the_bound(stage: Stage):
             for span in trajectory.spans
         ]
         assert max(lags) <= 1
+        stage.learner.trained(step, lag_max=max(0, *lags))
         number = stage.learner.register_version(step + 1)
-        stage.learner.trained(step)
         stage.receiver.offer(number, step + 1)
         wait_for(lambda wanted=number: stage.replica.status()["version"] == wanted, "the swap")
     assert stage.census()["residue"] == 0
@@ -83,6 +83,7 @@ def test_a_load_that_fails_puts_the_replica_back_to_syncing_until_one_works(stag
     stage.serve_first_version()
     stage.engine.swaps_to_fail = 2
     stage.learner.reserve(0, WAIT_S)
+    stage.learner.trained(0)
     second = stage.learner.register_version(1)
     stage.receiver.offer(second, 1)
     wait_for(lambda: (second, False) in stage.receiver.reports, "the report of the failure")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from harness import Harness
 
-from asyncrl.buffer.journals.journal import FileJournal
+from asyncrl.buffer.audit.report import verify_run
+from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.events import Reserved, Resumed, Trained
 from asyncrl.config.load import load_config
 from learner.checkpoint import CheckpointStore
@@ -73,6 +74,8 @@ def test_killed_between_any_two_phases_the_learner_resumes_and_trains_no_group_t
     store = CheckpointStore(harness.run_dir / "checkpoints", keep=3)
     assert NUM_STEPS in store.steps()
     check_no_group_was_trained_at_two_steps_of_one_lineage(harness.run_dir)
+    found = verify_run(str(harness.run_dir), "")
+    assert found["findings"] == [] and found["lineages"] >= 6
 
 
 def check_no_group_was_trained_at_two_steps_of_one_lineage(run_dir: Path) -> None:
@@ -80,7 +83,7 @@ def check_no_group_was_trained_at_two_steps_of_one_lineage(run_dir: Path) -> Non
     reserved: dict[int, tuple[int, ...]] = {}
     step_of: dict[int, int] = {}
     num_resumes = 0
-    for event in FileJournal(run_dir / "buffer", "never").recover():
+    for event in FileJournal(run_dir / "buffer", "never").events():
         match event:
             case Reserved(step, tickets):
                 reserved[step] = tickets

@@ -13,6 +13,8 @@ import pytest
 import torch
 from conftest import UpRun, leftovers
 
+from asyncrl.buffer.audit.report import verify_run
+
 NUM_STEPS = 60
 
 
@@ -57,6 +59,13 @@ def test_the_ledger_has_no_residue_and_names_what_it_dropped(run: UpRun) -> None
     ledger = summary["ledger"]
     assert ledger["trained"] + ledger["dropped"].get("stale", 0) >= NUM_STEPS * 16
     assert set(ledger["dropped"]) <= {"stale"}
+
+
+def test_a_recount_of_the_journal_finds_nothing_wrong(run: UpRun) -> None:
+    found = verify_run(str(run.folder), "")
+    assert found["findings"] == []
+    assert found["steps_trained"] == NUM_STEPS
+    assert 1 <= found["lag_max_trained"] <= 4 and found["steps_without_a_lag"] == 0
 
 
 def test_every_step_trains_its_own_tickets_once(run: UpRun) -> None:

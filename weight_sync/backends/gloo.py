@@ -16,6 +16,7 @@ from torch.distributed import BroadcastOptions, DistError, PrefixStore, ProcessG
 from asyncrl.clock import Clock
 from asyncrl.errors import DeadlineExceeded, SyncError
 from weight_sync.backends.contract import Group
+from weight_sync.backends.meeting import own_address
 
 LOOPBACK = "127.0.0.1"
 _FAILURES = (RuntimeError, DistError, ValueError)
@@ -75,8 +76,6 @@ def _connect(store: PrefixStore, group: Group, timeout: timedelta) -> Any:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout
-    if group.store_host == LOOPBACK:  # the host's name may resolve to an address that nobody reaches
-        options._devices = [gloo.create_device(hostname=LOOPBACK)]
-    else:
-        options._devices = [gloo.create_default_device()]
+    # Named, because the host's name may resolve to an address that nobody reaches, or strangers do.
+    options._devices = [gloo.create_device(hostname=own_address(group.store_host))]
     return gloo(store, group.rank, group.world, options)

@@ -1,39 +1,31 @@
-"""Payloads in append-only files, each record with its checksum.
+"""Payloads in append-only files.
 
-Owns the files `<number>.segment` of one folder and the index from ticket to record. A record is never
-rewritten; a file is deleted whole once none of its records is needed. Invariant: what `read` returns
-has the checksum that was written with it; a torn tail is cut and a damaged record is never returned.
-
-    record = magic, ticket, attempt, body length, body digest, header digest | body
-    body   = number of frames, their lengths | frames
+Owns the files `<number>.segment` of one folder and the index from (ticket, attempt) to record
+(`records`). A record is never rewritten; a file is deleted whole once none of its records is needed.
+Invariant: what `read` returns has the checksum that was written with it; a torn tail is cut, and a
+damaged record is found when it is read. Opening a folder reads headers and no bodies.
 """
 
 from __future__ import annotations
 
 import os
-import struct
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
+from asyncrl.buffer.journals.records import HEADER_BYTES, MAGIC, make_record, read_frames, read_header
+from asyncrl.faults import fault_point, is_wanted
 from asyncrl.wire import Frame
 
-_MAGIC = b"AXP1"
-_FIELDS = struct.Struct("<4sQIQQ")
-_DIGEST = struct.Struct("<Q")
-_HEADER_BYTES = _FIELDS.size + _DIGEST.size
 SEGMENT_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Place:
     segment: int
     offset: int
     num_bytes: int
-    attempt: int
 
 
 class SegmentFolder:
@@ -42,68 +34,92 @@ class SegmentFolder:
     Args:
         folder: Made if it is missing; one process at a time.
         segment_bytes: A file that has reached this size is closed and the next one begun.
+        sync: Forces a file to the disk.
 
-    `counters` counts `torn_tails`, `torn_bytes` and `damaged_payloads`.
+    `counters` counts `torn_tails`, `torn_bytes`, `damaged_headers` and `damaged_payloads`.
     """
 
-    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self, folder: Path, segment_bytes: int = SEGMENT_BYTES, sync: Callable[[int], None] = os.fsync
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.counters: Counter[str] = Counter()
         self._folder = folder
         self._segment_bytes = segment_bytes
-        self._index: dict[int, _Place] = {}
+        self._sync_file = sync
+        self._index: dict[int, dict[int, _Place]] = {}
         self._num_live: Counter[int] = Counter()
         self._numbers = sorted(int(path.stem) for path in folder.glob("*.segment"))
-        for number in self._numbers:
-            self._scan(number)
         self._active = (self._numbers or [0])[-1]
+        for number in list(self._numbers):
+            self._scan(number)
         self._file: int | None = None
+        self._finished: list[int] = []
         self._offset = 0
         self._begin_segment()
 
+    def take_unsynced(self) -> list[int]:
+        """Return descriptors of all that `sync` would force to the disk; the caller syncs and closes them."""
+        taken, self._finished = self._finished, []
+        return taken if self._file is None else [*taken, os.dup(self._file)]
+
     def append(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
-        """Write a payload; it survives the end of this process at once, and a power cut after `sync`."""
-        lengths = [len(frame) for frame in frames]
-        body = b"".join([struct.pack(f"<I{len(frames)}Q", len(frames), *lengths), *frames])
-        fields = _FIELDS.pack(_MAGIC, ticket, attempt, len(body), xxhash.xxh3_64_intdigest(body))
-        record = b"".join([fields, _DIGEST.pack(xxhash.xxh3_64_intdigest(fields)), body])
+        """Write a payload; it survives the end of this process at once, and a power cut after `sync`.
+
+        Raises:
+            OSError: The disk takes no more, or fails. Nothing of the record is left behind.
+        """
+        record = make_record(ticket, attempt, frames)
         assert self._file is not None, "the folder is closed"
-        _write_all(self._file, record)
-        self._remember(ticket, _Place(self._active, self._offset, len(record), attempt))
+        if is_wanted("buffer.appending", ticket):  # die with half of a record written
+            _write_all(self._file, record[: len(record) // 2])
+            fault_point("buffer.appending", ticket)
+        try:
+            _write_all(self._file, record)
+        except OSError:
+            self._cut_torn_record()
+            raise
+        self._remember(ticket, attempt, _Place(self._active, self._offset, len(record)))
         self._offset += len(record)
         if self._offset >= self._segment_bytes:
-            self.sync()
             self._begin_segment()
 
+    def _cut_torn_record(self) -> None:
+        """Let the next record begin where the index says that it does."""
+        assert self._file is not None
+        try:
+            os.ftruncate(self._file, self._offset)
+        except OSError:
+            self._begin_segment()  # the torn end of this one is cut when it is scanned
+
     def holds(self, ticket: int, attempt: int) -> bool:
-        """Tell whether this payload is there and undamaged."""
-        return self.read(ticket, attempt) is not None
+        """Tell whether this payload is there; whether it is undamaged, only `read` knows."""
+        return attempt in self._index.get(ticket, ())
 
     def read(self, ticket: int, attempt: int) -> list[bytes] | None:
         """Return the frames, or None if the payload is not there or damaged."""
-        place = self._index.get(ticket)
-        if place is None or place.attempt != attempt:
+        place = self._index.get(ticket, {}).get(attempt)
+        if place is None:
             return None
-        with self._path(place.segment).open("rb") as file:
-            file.seek(place.offset)
-            record = file.read(place.num_bytes)
-        body = _check_record(record)
-        if body is None:
+        with self._path(place.segment).open("rb", buffering=0) as file:
+            record = os.pread(file.fileno(), place.num_bytes, place.offset)
+        frames = read_frames(record, ticket, attempt)
+        if frames is None:
             self.counters["damaged_payloads"] += 1
-            self.release(ticket)
-            return None
-        return _split_frames(body)
+            self._forget(self._index[ticket].pop(attempt))
+        return frames
 
     def release(self, ticket: int) -> None:
-        """Forget a payload; its file goes when it was the last one needed."""
-        place = self._index.pop(ticket, None)
-        if place is None:
-            return
+        """Forget a ticket's payloads; a file goes when it held the last one needed."""
+        for place in self._index.pop(ticket, {}).values():
+            self._forget(place)
+
+    def _forget(self, place: _Place) -> None:
         self._num_live[place.segment] -= 1
         self._delete_if_unused(place.segment)
 
     def keep_only(self, tickets: Collection[int]) -> None:
-        """Forget every payload but those of `tickets`, and delete files that hold none of them."""
+        """Forget all payloads but those of `tickets`, and delete files that hold none of them."""
         for ticket in [ticket for ticket in self._index if ticket not in tickets]:
             self.release(ticket)
         for number in list(self._numbers):
@@ -111,23 +127,34 @@ class SegmentFolder:
 
     def sync(self) -> None:
         """Force what was appended to the disk."""
-        if self._file is not None:
-            os.fsync(self._file)
+        for descriptor in self.take_unsynced():
+            self._sync_file(descriptor)
+            os.close(descriptor)
+
+    def forget_finished(self) -> None:
+        """Close full files without forcing them to the disk."""
+        while self._finished:
+            os.close(self._finished.pop())
 
     def close(self) -> None:
+        self._finish_file()
+        self.forget_finished()
+
+    def _finish_file(self) -> None:
         if self._file is not None:
-            os.close(self._file)
+            self._finished.append(self._file)
             self._file = None
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.segment"
 
     def _begin_segment(self) -> None:
-        self.close()
-        finished, self._active, self._offset = self._active, self._active + 1, 0
-        self._numbers.append(self._active)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL
-        self._file = os.open(self._path(self._active), flags, 0o600)
+        file = os.open(self._path(self._active + 1), flags, 0o600)  # if it fails, the old one goes on
+        self._finish_file()
+        finished, self._active, self._offset, self._file = self._active, self._active + 1, 0, file
+        self._numbers.append(self._active)
+        _sync_folder(self._folder)
         self._delete_if_unused(finished)
 
     def _delete_if_unused(self, number: int) -> None:
@@ -135,31 +162,49 @@ class SegmentFolder:
             self._numbers.remove(number)
             del self._num_live[number]
             self._path(number).unlink(missing_ok=True)
+            fault_point("buffer.deleting", number)
 
-    def _remember(self, ticket: int, place: _Place) -> None:
-        self.release(ticket)
-        self._index[ticket] = place
+    def _remember(self, ticket: int, attempt: int, place: _Place) -> None:
+        """Take in a record. The same attempt twice: its first record was never committed."""
+        attempts = self._index.setdefault(ticket, {})
+        older = attempts.get(attempt)
+        attempts[attempt] = place
         self._num_live[place.segment] += 1
+        if older is not None:
+            self._forget(older)
 
     def _scan(self, number: int) -> None:
-        """Index one file; cut what a killed process left half written, skip what is damaged."""
+        """Index one file by its headers; cut what a killed process left half written."""
         path = self._path(number)
         size, offset = path.stat().st_size, 0
-        with path.open("r+b") as file:
+        with path.open("r+b", buffering=0) as file:
             while offset < size:
-                head = file.read(_HEADER_BYTES)
-                fields = _check_header(head)
-                if fields is None or offset + _HEADER_BYTES + fields[2] > size:
-                    self.counters["torn_tails"] += 1
-                    self.counters["torn_bytes"] += size - offset
-                    file.truncate(offset)
-                    break
-                ticket, attempt, body_bytes, _ = fields
-                if _check_record(head + file.read(body_bytes)) is None:
-                    self.counters["damaged_payloads"] += 1
-                else:
-                    self._remember(ticket, _Place(number, offset, _HEADER_BYTES + body_bytes, attempt))
-                offset += _HEADER_BYTES + body_bytes
+                header = read_header(os.pread(file.fileno(), HEADER_BYTES, offset))
+                if header is None or offset + HEADER_BYTES + header.body_bytes > size:
+                    found = _find_record(file.fileno(), offset + 1, size)
+                    if found is None:
+                        self.counters["torn_tails"] += 1
+                        self.counters["torn_bytes"] += size - offset
+                        file.truncate(offset)
+                        return
+                    self.counters["damaged_headers"] += 1
+                    offset = found
+                    continue
+                num_bytes = HEADER_BYTES + header.body_bytes
+                self._remember(header.ticket, header.attempt, _Place(number, offset, num_bytes))
+                offset += num_bytes
+
+
+def _find_record(file: int, offset: int, size: int) -> int | None:
+    """Return where the next whole record begins, behind a header that is damaged; None at a torn tail."""
+    data = os.pread(file, size - offset, offset)
+    at = data.find(MAGIC)
+    while at >= 0:
+        header = read_header(data[at : at + HEADER_BYTES])
+        if header is not None and at + HEADER_BYTES + header.body_bytes <= len(data):
+            return offset + at
+        at = data.find(MAGIC, at + 1)
+    return None
 
 
 def _write_all(file: int, data: bytes) -> None:
@@ -168,32 +213,10 @@ def _write_all(file: int, data: bytes) -> None:
         view = view[os.write(file, view) :]
 
 
-def _check_header(head: bytes) -> tuple[int, int, int, int] | None:
-    """Return (ticket, attempt, body length, body digest), or None for no valid header."""
-    if len(head) < _HEADER_BYTES:
-        return None
-    fields = head[: _FIELDS.size]
-    (digest,) = _DIGEST.unpack(head[_FIELDS.size : _HEADER_BYTES])
-    magic, ticket, attempt, body_bytes, body_digest = _FIELDS.unpack(fields)
-    if magic != _MAGIC or digest != xxhash.xxh3_64_intdigest(fields):
-        return None
-    return ticket, attempt, body_bytes, body_digest
-
-
-def _check_record(record: bytes) -> bytes | None:
-    """Return the body of a record, or None if a bit of it changed."""
-    fields = _check_header(record[:_HEADER_BYTES])
-    body = record[_HEADER_BYTES:]
-    if fields is None or len(body) != fields[2] or xxhash.xxh3_64_intdigest(body) != fields[3]:
-        return None
-    return body
-
-
-def _split_frames(body: bytes) -> list[bytes]:
-    (num_frames,) = struct.unpack_from("<I", body)
-    lengths = struct.unpack_from(f"<{num_frames}Q", body, 4)
-    offset, frames = 4 + 8 * num_frames, []
-    for length in lengths:
-        frames.append(body[offset : offset + length])
-        offset += length
-    return frames
+def _sync_folder(folder: Path) -> None:
+    """Make the name of a new file durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

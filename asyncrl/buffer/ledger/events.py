@@ -7,8 +7,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from asyncrl.buffer.ledger.tickets import DropReason, Reissue
+from asyncrl.buffer.ledger.tickets import CarryLoss, DropReason, Reissue
 from asyncrl.errors import WireError
+
+UNSAID = -1
+"""The largest lag of a step whose learner did not report it."""
+
+_OLD_REASONS = {"zero_std": DropReason.UNIFORM.value}
+"""Words for a reason that older journals hold."""
 
 
 class DataDescribed(NamedTuple):
@@ -46,10 +52,13 @@ class Issued(NamedTuple):
 
 
 class Leased(NamedTuple):
+    """`version`: the number that the replica served when it asked; 0 in journals of before."""
+
     ticket: int
     replica: str
     deadline: float
     position: int
+    version: int = 0
 
 
 class Renewed(NamedTuple):
@@ -75,6 +84,22 @@ class Reissued(NamedTuple):
     reason: str
 
 
+class Carried(NamedTuple):
+    """Partial work of the current attempt came back: ISSUED again, the next attempt may go on from it."""
+
+    ticket: int
+    num_tokens: int
+    num_bytes: int
+    versions: tuple[int, int]
+
+
+class CarryDropped(NamedTuple):
+    """What was carried is over age, or its payload is lost: the ticket is generated from its start."""
+
+    ticket: int
+    reason: str
+
+
 class Dropped(NamedTuple):
     ticket: int
     reason: str
@@ -87,7 +112,10 @@ class Reserved(NamedTuple):
 
 
 class Trained(NamedTuple):
+    """`lag_max`: the largest lag of a token that entered the loss, `UNSAID` if the learner did not say."""
+
     step: int
+    lag_max: int = UNSAID
 
 
 class Checkpointed(NamedTuple):
@@ -124,6 +152,8 @@ Event = (
     | Restarted
     | Stored
     | Reissued
+    | Carried
+    | CarryDropped
     | Dropped
     | Reserved
     | Trained
@@ -151,9 +181,12 @@ def unpack(values: list[Any]) -> Event:
         kind = _KINDS[values[0]]
         event: Event = kind(*(_as_tuple(value) for value in values[1:]))
         if isinstance(event, Dropped):
+            event = event._replace(reason=_OLD_REASONS.get(event.reason, event.reason))
             DropReason(event.reason)
         if isinstance(event, Reissued):
             Reissue(event.reason)
+        if isinstance(event, CarryDropped):
+            CarryLoss(event.reason)
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise WireError(f"the journal holds no event that this version knows: {values!r:.200}") from error
     return event

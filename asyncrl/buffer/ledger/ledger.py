@@ -5,54 +5,59 @@ clock, no I/O and no logging. A command checks, then emits events; `LedgerState.
 thing that changes state, so `replay` of the events makes the same ledger.
 
     ISSUED -> LEASED -> STORED -> RESERVED(step) -> TRAINED(step) -> ACKED        any open one -> DROPPED
-    LEASED -> ISSUED   expired, retired, released, failed, revoked: the next attempt, same prompt
+    LEASED -> ISSUED   expired, retired, released, carried, failed, revoked: next attempt, same prompt
     STORED, RESERVED -> ISSUED   its payload is lost
     RESERVED, TRAINED, ACKED from step s on -> RESERVED   resume at s: same steps, same order
 
-Position. A ticket's position is the number of groups that go before it: those that the trained steps
-used up, and the open ones. A step uses up `groups_per_step` places also where some of its groups
-were dropped as stale. A ticket that is leased again keeps its position, but moves forward if older
-ones were dropped, and is never placed before the next step, which is its turn if it is late.
+Position. A ticket's position is the number of groups that go before it: those of the steps that are
+trained or reserved, and the ones in work or complete. A step uses up `groups_per_step` places also
+where some of its groups were dropped from it. After a resume steps may have gaps, where a payload was
+lost or a group dropped; the next groups fill them in order. A ticket that is leased again keeps its
+position, but moves forward if older ones were dropped, and never before the first free place.
 
-Admission. (a) open tickets stay below `(max_lag + 1) * groups_per_step`; (b) the position is within
-`max_lag` of the version that the replica serves; (c) fewer than `ready_batches` batches are stored;
-(d) the largest group fits in memory. (a) and (c) gate new tickets only.
+Admission. (a) open tickets stay below `(max_lag + 1) * groups_per_step`, or below what fills the gaps;
+(b) the position is within `max_lag` of the version that the replica serves, and of the versions of
+carried work, which is let go otherwise; (c) fewer than `ready_batches` batches are stored; (d) the
+largest group fits in memory. (a) and (c) gate new tickets only. While a step trains, (a) is tighter:
+about as many tickets are admitted as the step uses up, so that few stored groups are left over to age.
 
-Liveness. Nobody waits for ever: if a batch is complete, the learner goes on. Otherwise fewer than a
-batch is stored, so (c) is open. If something is leased, it is pushed or expires. If nothing is, fewer
-than a batch goes before the oldest ISSUED ticket, so (b) holds at the newest version; with none
-ISSUED, fewer than a batch is open, so (a) and (b) hold for a new one. Memory holds two batches of the
-largest groups, at most one of them reserved, so (d) holds.
+A token over the bound. The learner masks it, whatever the policy. `drop`: a group that has one when
+its step is reserved is dropped, and its prompt issued again as a child behind all open tickets, until
+its `max_attempts`-th generation. `wait`: a complete batch waits for groups in flight that are in bound
+for this step and no other, at most `max_wait_s`. Replayed steps keep their groups and do not wait.
+
+Liveness. Nobody waits for ever. If the next step is complete, the learner goes on, under `wait` after
+`max_wait_s` at the latest. Otherwise it lacks groups and fewer are stored, so (c) is open. If something
+is leased, it is pushed or expires. If nothing is, the oldest ISSUED ticket takes a place in this step,
+so (b) holds at the newest version; with none ISSUED, (a) holds as fewer than a batch is open, or by
+the gaps. What `drop` drops is over age, so nothing sampled at the newest version is, and each prompt
+is dropped fewer than `max_attempts` times. A step that trains ends, or a resume ends it, and the
+tighter (a) with it. Memory: whole groups own two batches of the largest ones,
+carried work only what is beyond; later steps hold at most one batch (a resume leaves the rest to the
+journal), this one fewer than a batch, stored groups among them: so (d) holds.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from asyncrl.buffer.ledger import events as ev
-from asyncrl.buffer.ledger.evaluations import EvaluationOrders
-from asyncrl.buffer.ledger.orders import PromptOrder, ticket_seed
+from asyncrl.buffer.ledger.leases import ReplicaCommands
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import (
-    GIVEN_UP_LOST_LEASES,
-    PAYLOAD_STATES,
     Checkpoint,
     DropReason,
-    Grant,
     LedgerSettings,
     Reissue,
     State,
     Ticket,
 )
-from asyncrl.errors import DataError, FencedError, LedgerError
-from asyncrl.versions import is_admissible, max_open_tickets
-
-SOURCE = 0
-"""The one source of prompts."""
+from asyncrl.errors import FencedError, LedgerError
+from asyncrl.versions import is_admissible, is_over_age, lag
 
 
-class Ledger:
+class Ledger(ReplicaCommands):
     """Commands on the ledger. Each raises before it changes anything, or succeeds whole.
 
     >>> ledger = Ledger(LedgerSettings(0, 1, 0, 1, 1 << 20, 1 << 10, lease_s=60.0, max_attempts=3))
@@ -63,18 +68,27 @@ class Ledger:
     [1]
     """
 
-    def __init__(self, settings: LedgerSettings) -> None:
-        self.settings = settings
-        self.max_lag = settings.max_lag
-        self.state = LedgerState(settings)
-        self.evaluations = EvaluationOrders(self.state, self._emit)
-        self._events: list[ev.Event] = []
-        self._order: PromptOrder | None = None
+    def _begin(self) -> None:
+        super()._begin()
+        self._complete_step = -1
+        self._complete_since = 0.0
 
     @classmethod
-    def replay(cls, settings: LedgerSettings, events: Iterable[ev.Event]) -> Ledger:
-        """Return the ledger that these events made."""
+    def replay(
+        cls,
+        settings: LedgerSettings,
+        events: Iterable[ev.Event],
+        snapshot: Mapping[str, Any] | None = None,
+    ) -> Ledger:
+        """Return the ledger that these events made, the first of them in `snapshot`, if given.
+
+        Raises:
+            WireError: The snapshot is none of this version.
+        """
         ledger = cls(settings)
+        if snapshot is not None:
+            ledger.state = LedgerState.from_snapshot(settings, snapshot)
+            ledger._begin()
         for event in events:
             ledger.state.apply(event)
         ledger.state.freed.clear()
@@ -85,224 +99,6 @@ class Ledger:
     def has_begun(self) -> bool:
         """Whether anything ever happened to it."""
         return bool(self.state.num_prompts or self.state.token)
-
-    def drain_events(self) -> list[ev.Event]:
-        """Return the events since the last call; the journal must have them before anyone is answered."""
-        drained, self._events = self._events, []
-        return drained
-
-    def _emit(self, event: ev.Event) -> None:
-        self.state.apply(event)
-        self._events.append(event)
-
-    # Replicas
-
-    def describe_data(self, num_prompts: int, digest: str) -> None:
-        """Set the number of prompts, or check that it is the same.
-
-        Raises:
-            DataError: Another number or digest than the run began with.
-        """
-        state = self.state
-        if num_prompts < 1:
-            raise DataError("the training data holds no prompt")
-        if not state.num_prompts:
-            self._emit(ev.DataDescribed(num_prompts, digest))
-        elif (num_prompts, digest) != (state.num_prompts, state.data_digest):
-            raise DataError(
-                f"the training data has {num_prompts} prompts and digest {digest}, but the run began with "
-                f"{state.num_prompts} prompts and digest {state.data_digest}",
-                hint="Use the same data file everywhere, or start a new run",
-            )
-
-    def tighten(self, max_lag: int) -> None:
-        """Admit under another bound from now on, at most the configured one, until the next start.
-
-        Raises:
-            LedgerError: It is not between 0 and the configured bound.
-        """
-        if not 0 <= max_lag <= self.settings.max_lag:
-            raise LedgerError(f"a bound of {max_lag} is not between 0 and {self.settings.max_lag}")
-        self.max_lag = max_lag
-
-    def lease(self, replica: str, version: int, want: int, now: float) -> list[Grant]:
-        """Grant up to `want` leases to a replica that serves `version`; oldest tickets first.
-
-        Raises:
-            DataError: The data is not described yet.
-            LedgerError: The version was never registered.
-        """
-        if not self.state.num_prompts:
-            raise DataError("no replica has described the training data yet", hint="Call describe_data first")
-        served_step = self._served_step(version)
-        grants: list[Grant] = []
-        while served_step is not None and len(grants) < want:
-            position = self._admit(served_step)
-            if position is None:
-                break
-            number = self.state.issued_heap[0]
-            self._emit(ev.Leased(number, replica, now + self.settings.lease_s, position))
-            grants.append(self._grant(self.state.tickets[number]))
-        return grants
-
-    def _served_step(self, version: int) -> int | None:
-        """Return the step that the replica's weights count as, None if it has loaded none yet."""
-        if version == 0:
-            return None
-        if version not in self.state.versions.registered:
-            raise LedgerError(f"version {version} was never registered")
-        return self.state.versions.counted_step(version)
-
-    def _admit(self, served_step: int) -> int | None:
-        """Apply the rules; issue a ticket if none waits. Return the position of the next one to lease."""
-        state, settings = self.state, self.settings
-        next_position = settings.groups_per_step * state.steps_trained
-        position = next_position + state.num_open - state.counts[State.ISSUED]
-        if state.issued_heap:
-            position = min(position, state.tickets[state.issued_heap[0]].position)
-            position = max(position, next_position)
-        elif not self._may_issue():
-            return None
-        if not is_admissible(position, settings.groups_per_step, served_step, self.max_lag):
-            return None
-        if state.memory_bytes + settings.max_group_bytes > settings.memory_bytes:
-            return None
-        if not state.issued_heap:
-            self._issue_new(position)
-        return position
-
-    def _may_issue(self) -> bool:
-        settings, state = self.settings, self.state
-        is_room = state.num_open < max_open_tickets(settings.groups_per_step, self.max_lag)
-        return is_room and state.counts[State.STORED] < settings.ready_batches * settings.groups_per_step
-
-    def _issue_new(self, position: int) -> None:
-        state = self.state
-        if self._order is None:
-            self._order = PromptOrder(self.settings.run_seed, state.num_prompts, self.settings.is_shuffled)
-        pass_number, index = self._order.at(state.num_drawn)
-        self._emit(ev.Issued(state.num_issued + 1, SOURCE, pass_number, index, position, 0, 0))
-
-    def _grant(self, ticket: Ticket) -> Grant:
-        seed = ticket_seed(self.settings.run_seed, ticket.id)
-        return Grant(ticket.id, ticket.attempt, ticket.source, ticket.pass_number, ticket.index, seed)
-
-    def renew(self, replica: str, held: Sequence[tuple[int, int]], now: float) -> list[tuple[int, int]]:
-        """Extend leases; return the (ticket, attempt) pairs that the replica does not hold any more."""
-        kept = {pair for pair in held if self.holds_lease(replica, *pair)}
-        if kept:
-            tickets = tuple(sorted(ticket for ticket, _ in kept))
-            self._emit(ev.Renewed(tickets, now + self.settings.lease_s))
-        return [pair for pair in held if pair not in kept]
-
-    def holds_lease(self, replica: str, ticket: int, attempt: int) -> bool:
-        """Tell whether this replica may push this attempt."""
-        found = self.state.leases.get(replica, {}).get(ticket)
-        return found is not None and found.attempt == attempt
-
-    def judge_push(self, replica: str, ticket: int, attempt: int) -> str:
-        """Return `welcome`, `duplicate` (this attempt was stored before) or `late` (it lost its lease).
-
-        Raises:
-            LedgerError: The ticket was never issued, or this attempt of it was never leased.
-        """
-        if self.holds_lease(replica, ticket, attempt):
-            return "welcome"
-        if not 1 <= ticket <= self.state.num_issued:
-            raise LedgerError(f"ticket {ticket} was never issued")
-        found = self.state.tickets.get(ticket)
-        if found is None:
-            return "late"
-        if attempt > found.attempt or (attempt == found.attempt and found.state is State.ISSUED):
-            raise LedgerError(f"attempt {attempt} at ticket {ticket} was never leased")
-        is_duplicate = attempt == found.attempt and found.state in PAYLOAD_STATES
-        return "duplicate" if is_duplicate else "late"
-
-    def store(self, ticket: int, num_tokens: int, num_bytes: int, versions: tuple[int, int]) -> None:
-        """Store a welcome group; `versions` are the lowest and the highest number that sampled it.
-
-        Raises:
-            LedgerError: The ticket is not leased, or a version was never registered.
-        """
-        self._leased(ticket)
-        assert num_bytes <= self.settings.max_group_bytes, "checked where groups come in"
-        for number in versions:
-            if number not in self.state.versions.registered:
-                raise LedgerError(f"version {number} was never registered")
-        self._emit(ev.Stored(ticket, num_tokens, num_bytes, versions))
-
-    def drop_constant(self, ticket: int) -> None:
-        """Drop a welcome group whose rewards are all equal; its prompt is given up."""
-        self._leased(ticket)
-        self._emit(ev.Dropped(ticket, DropReason.ZERO_STD.value, True))
-
-    def fail(self, replica: str, ticket: int, attempt: int) -> bool:
-        """Count a failed attempt; return False if the replica does not hold it."""
-        if not self.holds_lease(replica, ticket, attempt):
-            return False
-        self._give_back(self.state.tickets[ticket], Reissue.FAILED)
-        return True
-
-    def release(self, replica: str, held: Sequence[tuple[int, int]]) -> int:
-        """Take back the leases that a draining replica returns; return how many it held."""
-        released = [pair[0] for pair in dict.fromkeys(held) if self.holds_lease(replica, *pair)]
-        for ticket in released:
-            self._give_back(self.state.tickets[ticket], Reissue.RELEASED)
-        return len(released)
-
-    def retire(self, replica: str) -> None:
-        """Take back all that a replica holds; the same name may lease again."""
-        for ticket in sorted(self.state.leases.get(replica, ())):
-            self._give_back(self.state.tickets[ticket], Reissue.RETIRED)
-        self.evaluations.free(replica)
-
-    def expire(self, now: float) -> int:
-        """Take back the leases whose deadline has passed; return how many."""
-        state, num_expired = self.state, 0
-        while state.deadlines and state.deadlines[0][0] <= now:
-            _, number, attempt = heapq.heappop(state.deadlines)
-            ticket = state.tickets.get(number)
-            if ticket is None or ticket.state is not State.LEASED or ticket.attempt != attempt:
-                continue
-            if ticket.deadline > now:
-                heapq.heappush(state.deadlines, (ticket.deadline, number, attempt))
-                continue
-            self._give_back(ticket, Reissue.EXPIRED)
-            num_expired += 1
-        return num_expired
-
-    def restart(self, now: float) -> None:
-        """Give every lease a fresh deadline after the service came back.
-
-        Leases stay: their replicas are likely alive and half way through long answers, and a lease
-        whose holder is gone, or whose grant was never sent, expires one `lease_s` later.
-        """
-        self._emit(ev.Restarted(now + self.settings.lease_s))
-
-    def lose_payload(self, ticket: int) -> None:
-        """Issue a stored or reserved ticket again, because its payload is missing or damaged."""
-        found = self.state.tickets[ticket]
-        if found.state not in (State.STORED, State.RESERVED):
-            raise LedgerError(f"ticket {ticket} is {found.state.value}: it has no payload to lose")
-        self._emit(ev.Reissued(ticket, Reissue.LOST.value))
-
-    def _leased(self, ticket: int) -> Ticket:
-        found = self.state.tickets.get(ticket)
-        if found is None or found.state is not State.LEASED:
-            raise LedgerError(f"ticket {ticket} is not leased")
-        return found
-
-    def _give_back(self, ticket: Ticket, reason: Reissue) -> None:
-        limit = self.settings.max_attempts
-        has_failed = reason is Reissue.FAILED and ticket.num_failures + 1 >= limit
-        is_lost = reason in (Reissue.EXPIRED, Reissue.RETIRED)
-        has_killed = is_lost and ticket.num_lost_leases + 1 >= GIVEN_UP_LOST_LEASES * limit
-        if has_failed or has_killed:
-            self._emit(ev.Dropped(ticket.id, DropReason.POISON.value, True))
-        else:
-            self._emit(ev.Reissued(ticket.id, reason.value))
-
-    # Learner
 
     def open(self, holder: str) -> int:
         """Make `holder` the learner; return its fencing token, which fences every older one."""
@@ -359,6 +155,8 @@ class Ledger:
                 hint="Resume from one that `open` lists",
             )
         self._emit(ev.Resumed(token, step, is_fork, tuple((note or {}).items())))
+        self._complete_step = -1
+        self._judge_all_again()
         for ticket in sorted(later.intersection(refused)):
             self._emit(ev.Dropped(ticket, DropReason.GUARD.value, True))
         for ticket in sorted(set(missing).difference(refused)):
@@ -368,8 +166,7 @@ class Ledger:
     def _revoke_early_leases(self, step: int) -> None:
         """Take back leases that the restored weights could not get: they would sample over-age tokens."""
         settings = self.settings
-        leased = [ticket for held in self.state.leases.values() for ticket in held.values()]
-        for ticket in sorted(leased, key=lambda ticket: ticket.id):
+        for ticket in sorted(self.state.leased(), key=lambda ticket: ticket.id):
             if not is_admissible(ticket.position, settings.groups_per_step, step, settings.max_lag):
                 self._give_back(ticket, Reissue.REVOKED)
 
@@ -377,12 +174,11 @@ class Ledger:
         """Return a new version number for the weights after `step` steps.
 
         Raises:
-            LedgerError: The learner cannot have such weights.
+            LedgerError: These are not the weights after the last step that was reported trained.
         """
         self._check_learner(token)
         trained = self.state.steps_trained
-        is_in_training = step == trained + 1 and bool(self.state.by_step.get(trained))
-        if step != trained and not is_in_training:
+        if step != trained:
             raise LedgerError(f"weights of step {step} cannot exist: {trained} steps are trained")
         number = self.state.versions.last_number + 1
         self._emit(ev.VersionRegistered(number, step))
@@ -396,15 +192,14 @@ class Ledger:
                 hint="Call resume with the step of the checkpoint that was loaded",
             )
 
-    def batch_size(self, step: int) -> int:
-        """Return how many groups step `step` trains: as many as before in a replay."""
-        return self.state.replay_sizes.get(step, self.settings.groups_per_step)
+    def reserve(self, token: int, step: int, now: float) -> list[Ticket] | None:
+        """Reserve the oldest complete groups for `step`, or return None while it must not start yet.
 
-    def reserve(self, token: int, step: int) -> list[Ticket] | None:
-        """Reserve the oldest complete groups for `step`, or return None while too few are complete.
-
-        The same step returns the same tickets, sorted by id. A replayed step has its old tickets;
-        oldest complete groups stand in for lost ones.
+        It must not while too few are complete; nor, under policy `wait`, while a group in flight is in
+        bound for this step and not for the next, for at most `max_wait_s` since the first call that
+        found the batch complete. Policy `drop` drops stored groups that are over age at `step` and issues
+        their prompts again. The same step returns the same tickets, sorted by id. A replayed step has its
+        old tickets; oldest complete groups stand in for lost ones.
 
         Raises:
             LedgerError: `step` is not the next step.
@@ -413,12 +208,49 @@ class Ledger:
         state = self.state
         if step != state.steps_trained:
             raise LedgerError(f"step {step} cannot be reserved: the next one is {state.steps_trained}")
-        missing = self.batch_size(step) - len(state.by_step.get(step, ()))
-        if missing > state.counts[State.STORED]:
-            return None
+        missing = self.state.batch_size(step) - len(state.by_step.get(step, ()))
         if missing > 0:
-            self._emit(ev.Reserved(step, tuple(heapq.nsmallest(missing, state.stored_heap))))
+            if self.settings.policy == "drop":
+                self._drop_over_age(step)
+            if missing > state.counts[State.STORED]:
+                return None
+            oldest = tuple(sorted(state.stored)[:missing])
+            if self.settings.policy == "wait" and self._must_wait(step, oldest[-1], now):
+                return None
+            self._emit(ev.Reserved(step, oldest))
         return sorted(state.by_step[step], key=lambda ticket: ticket.id)
+
+    def _drop_over_age(self, step: int) -> None:
+        """Drop what is stored and over age at `step`; a prompt's last generation is left to the mask."""
+        state, settings = self.state, self.settings
+        is_judged = self._judged_step == step
+        for number in sorted(self._unjudged if is_judged else state.stored):
+            if number not in state.stored:
+                continue
+            ticket = state.tickets[number]
+            lowest = state.versions.lowest_step(ticket.versions)
+            is_exempt = ticket.generation + 1 >= settings.max_attempts
+            if not is_exempt and is_over_age(step, lowest, settings.max_lag):
+                self._emit(ev.Dropped(number, DropReason.STALE.value, False))
+                self._issue_again(ticket)
+        self._judged_step = step
+        self._unjudged.clear()
+
+    def _must_wait(self, step: int, last: int, now: float) -> bool:
+        """Tell whether a group in flight, if pushed now, would be in the batch that ends at ticket `last`,
+        in bound; after this step it no longer is.
+        """
+        state, max_lag = self.state, self.settings.max_lag
+        if self._complete_step != step:
+            self._complete_step, self._complete_since = step, now
+        if now - self._complete_since >= self.settings.max_wait_s:
+            return False
+        return any(
+            lag(step, state.versions.counted_step(version)) == max_lag  # one more is over the bound
+            and any(number < last for number in leased)
+            for version, leased in state.leased_by_version.items()
+            if version
+        )
 
     def counted_versions(self, tickets: Sequence[Ticket]) -> list[tuple[int, int]]:
         """Return (number, step to subtract) for every version that may have sampled these groups."""
@@ -429,22 +261,33 @@ class Ledger:
         book = self.state.versions
         return [(number, book.counted_step(number)) for number in range(lowest, highest + 1)]
 
-    def trained(self, token: int, step: int, dropped: Sequence[tuple[int, str]] = ()) -> None:
+    def trained(
+        self, token: int, step: int, dropped: Sequence[tuple[int, str]] = (), lag_max: int = ev.UNSAID
+    ) -> None:
         """Record that step `step` trained its batch, less the `dropped` groups with their reasons.
 
         A prompt dropped as stale is issued again as a new ticket, `max_attempts` times in all; any
         other one is given up. The same call again changes nothing.
 
+        Args:
+            lag_max: The largest lag of a token that entered the loss.
+
         Raises:
-            LedgerError: The step is not the reserved one, or a dropped ticket is not in its batch.
+            LedgerError: The step is not the reserved one, a dropped ticket is not in its batch, or
+                `lag_max` is over the bound.
         """
         self._check_learner(token)
         state = self.state
         if step == state.steps_trained - 1:
             return  # a repeated call: the answer to the first one was lost
         batch = state.by_step.get(step, [])
-        if step != state.steps_trained or len(batch) != self.batch_size(step):
+        if step != state.steps_trained or len(batch) != self.state.batch_size(step):
             raise LedgerError(f"step {step} cannot be trained: it is not reserved")
+        if not ev.UNSAID <= lag_max <= self.settings.max_lag:
+            raise LedgerError(
+                f"step {step} trained a token of lag {lag_max}, the bound is {self.settings.max_lag}",
+                hint="The learner must mask what is over age",
+            )
         drops = self._parse_drops(batch, dropped)
         parents = []
         for ticket, reason in drops:
@@ -452,7 +295,7 @@ class Ledger:
             self._emit(ev.Dropped(ticket.id, reason.value, not is_again))
             if is_again:
                 parents.append(ticket)
-        self._emit(ev.Trained(step))
+        self._emit(ev.Trained(step, lag_max))
         for parent in parents:
             self._issue_again(parent)
 

@@ -8,6 +8,7 @@ token that the old branch sampled beyond the fork is as old as the way back to t
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 
 NO_FORK = 1 << 62
@@ -20,10 +21,12 @@ class VersionBook:
     Attributes:
         registered: number -> (lineage, step).
         forks: For each lineage but the current one, the step at which its successor left it.
+        firsts: The first number of each lineage that registered one, but of the first of them.
     """
 
     registered: dict[int, tuple[int, int]] = field(default_factory=dict)
     forks: list[int] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
 
     @property
     def lineage(self) -> int:
@@ -36,6 +39,8 @@ class VersionBook:
     def register(self, number: int, step: int) -> None:
         """Record a version of the current lineage; numbers rise by one."""
         assert number == self.last_number + 1, "version numbers rise by one"
+        if self.registered and self.registered[number - 1][0] != self.lineage:
+            self.firsts.append(number)
         self.registered[number] = (self.lineage, step)
 
     def begin_lineage(self) -> None:
@@ -56,3 +61,15 @@ class VersionBook:
                 distance += step - fork
                 step = fork
         return step - distance
+
+    def lowest_step(self, versions: tuple[int, int]) -> int:
+        """Return the lowest counted step of the numbers from `versions[0]` to `versions[1]`.
+
+        Within a lineage counted steps rise up to a fork and fall beyond it, so its ends are enough.
+        """
+        low, high = versions
+        begin, end = bisect.bisect_right(self.firsts, low), bisect.bisect_right(self.firsts, high)
+        ends = {low, high}
+        for first in self.firsts[begin:end]:
+            ends |= {first - 1, first}
+        return min(map(self.counted_step, ends))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from asyncrl.errors import ConfigError
 
 GIVEN_UP_LOST_LEASES = 8
 """Leases that a ticket may lose, per allowed attempt, before it counts as killing its replicas."""
+
+
+POLICIES = ("mask", "drop", "wait")
+"""What may happen to a group with a token over the bound (`staleness.policy`)."""
 
 
 class State(enum.Enum):
@@ -22,6 +27,9 @@ class State(enum.Enum):
     ACKED = "acked"
     DROPPED = "dropped"
 
+    # Enum's own hash is a Python function: it took an eighth of the ledger's time.
+    __hash__ = object.__hash__
+
 
 OPEN_STATES = (State.ISSUED, State.LEASED, State.STORED, State.RESERVED)
 TRAINED_STATES = (State.TRAINED, State.ACKED)
@@ -29,10 +37,15 @@ PAYLOAD_STATES = (State.STORED, State.RESERVED, State.TRAINED, State.ACKED)
 
 
 class DropReason(enum.Enum):
-    """Why a ticket never changes the weights. GUARD: its update was refused, or it spoilt one."""
+    """Why a ticket never changes the weights.
+
+    STALE: over age. UNIFORM: all its rewards are equal, so it has no advantage (DAPO's dynamic
+    sampling, arXiv:2503.14476). POISON: it fails or kills its replicas. GUARD: its update was refused,
+    or it spoilt one.
+    """
 
     STALE = "stale"
-    ZERO_STD = "zero_std"
+    UNIFORM = "uniform"
     POISON = "poison"
     GUARD = "guard"
 
@@ -46,9 +59,30 @@ class Reissue(enum.Enum):
     FAILED = "failed"
     REVOKED = "revoked"
     LOST = "lost"
+    CARRIED = "carried"
+
+
+class CarryLoss(enum.Enum):
+    """Why carried work is not gone on with."""
+
+    STALE = "stale"
+    LOST = "lost"
 
 
 LOST_LEASE_REASONS = (Reissue.EXPIRED, Reissue.RETIRED)
+
+
+class Carry(NamedTuple):
+    """Partial work of a draining replica; it counts against memory.
+
+    Attributes:
+        attempt: The one that made it. versions: The lowest and highest number that sampled it.
+    """
+
+    attempt: int
+    num_tokens: int
+    num_bytes: int
+    versions: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -64,6 +98,9 @@ class Ticket:
         generation: How many dropped tickets came before it for the same prompt.
         num_failures: Attempts that failed. num_lost_leases: Leases that expired or were retired.
         replica, deadline: Who holds the lease and until when; meaningful while LEASED.
+        version: While LEASED, the oldest version number that its tokens may have: the one that the
+            replica served when it asked, or an older one of carried work.
+        carry: Partial work that the next attempt goes on from.
         num_tokens, num_bytes, versions: Of the payload; `versions` are its lowest and highest number.
         is_held: The payload counts against the buffer's memory.
         step: The learner step that reserved it; -1 before.
@@ -90,11 +127,22 @@ class Ticket:
     step: int = -1
     reason: DropReason | None = None
     is_given_up: bool = False
+    version: int = 0
+    carry: Carry | None = None
+
+    @property
+    def carry_attempt(self) -> int:
+        """The attempt that made the carried work, 0 for none."""
+        return self.carry.attempt if self.carry is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A replica's right to generate one group."""
+    """A replica's right to generate one group.
+
+    Attributes:
+        carry_attempt: The attempt whose partial work the buffer holds for this one, 0 for none.
+    """
 
     ticket: int
     attempt: int
@@ -102,6 +150,7 @@ class Grant:
     pass_number: int
     index: int
     seed: int
+    carry_attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,6 +185,8 @@ class LedgerSettings:
         max_group_bytes: Bytes of the largest group that a replica may push.
         memory_bytes: Room for payloads; at least two batches of the largest groups, because the
             batch in training and the next one must fit together for the run to go on.
+        policy: What happens to a group with a token over `max_lag`, see `Ledger`.
+        max_wait_s: Under `wait`, how long a complete batch waits for groups in flight at most.
     """
 
     run_seed: int
@@ -147,9 +198,22 @@ class LedgerSettings:
     lease_s: float
     max_attempts: int
     is_shuffled: bool = True
+    policy: str = "mask"
+    max_wait_s: float = 30.0
+
+    @property
+    def left_over_groups(self) -> int:
+        """Stored groups that a reservation shall leave: a quarter of a batch, and all beyond one."""
+        return (4 * self.ready_batches - 3) * self.groups_per_step // 4
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory that only whole groups may use: two batches of the largest ones."""
+        return 2 * self.groups_per_step * self.max_group_bytes
 
     def __post_init__(self) -> None:
-        needed = 2 * self.groups_per_step * self.max_group_bytes
+        assert self.policy in POLICIES, "checked by the configuration"
+        needed = self.needed_bytes
         if self.memory_bytes < needed:
             raise ConfigError(
                 f"buffer.memory_bytes ({self.memory_bytes}) cannot hold two batches of "

@@ -7,24 +7,32 @@ the terminal only watches. Everything that it starts dies with it or is ended by
 from __future__ import annotations
 
 import os
+import random
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import load_config
+from asyncrl.config.tree import Config
 from asyncrl.control import plan
 from asyncrl.control.launch import ray_launcher
 from asyncrl.control.launch.ports import HeldPort
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.control.roster import SERVERS
+from asyncrl.errors import AsyncrlError
+from asyncrl.keys import RunKeys, make_run_keys, write_client_keys
 from asyncrl.service import ServiceContext
 
 POLL_S = 0.2
 SUPERVISOR = "supervisor.0"
 EXIT_TERMINATED = 143
+PORTS = range(20_000, 32_000)
+PORT_TRIES = 50
 
 
 def main() -> int:
@@ -44,6 +52,7 @@ def main() -> int:
         _write_failure(run_dir, f"{type(error).__name__}: {error}", "head.0")
         raise
     finally:
+        run_dir.keys.unlink(missing_ok=True)
         ray_launcher.shut_down()
         end_leftovers(live["run_id"])
         remove_leftovers(live["run_id"], socket_dir)
@@ -58,8 +67,9 @@ def _run(run_dir: RunDir, live: dict[str, Any], socket_dir: Path, rendezvous: st
         name=SUPERVISOR,
         run_dir=run_dir.path,
         run_id=live["run_id"],
-        addresses={"sockets": str(socket_dir)},
+        addresses={"sockets": str(socket_dir), "first_port": str(_first_port(config.launcher.host))},
         rendezvous=rendezvous,
+        keys=_make_keys(config, run_dir),
     )
     ray = ray_launcher.RayLauncher(namespace=config.run.name)
     factory = "asyncrl.control.composition:build"
@@ -82,6 +92,43 @@ def _watch(run_dir: RunDir, ray: ray_launcher.RayLauncher) -> None:
 def _write_failure(run_dir: RunDir, error: str, service: str) -> None:
     outcome = {"state": "failed", "error": error, "service": service, "tail": run_dir.tail(service)}
     write_json(run_dir.outcome, outcome)
+
+
+def _make_keys(config: Config, run_dir: RunDir) -> RunKeys | None:
+    """Return the keys of this start, None if its sockets are plain; write down what a client needs."""
+    run_dir.keys.unlink(missing_ok=True)
+    if not config.launcher.has_curve:
+        return None
+    keys = make_run_keys()
+    write_client_keys(run_dir.keys, keys.client)
+    return keys
+
+
+def _first_port(host: str | None) -> int:
+    """Return the first of as many free ports in a row as there can be servers, 0 if none are needed.
+
+    Below the range from which systems take ports for outgoing connections, and above Ray's.
+    """
+    if host is None:
+        return 0
+    for _ in range(PORT_TRIES):
+        first = random.randrange(PORTS.start, PORTS.stop - len(SERVERS))
+        if all(_is_free(host, port) for port in range(first, first + len(SERVERS))):
+            return first
+    raise AsyncrlError(
+        f"launcher.host: {host} has no {len(SERVERS)} free ports in a row from {PORTS.start} to {PORTS.stop}",
+        hint="Name an address of this machine",
+    )
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import resource
 import sys
 import threading
 import traceback
@@ -20,6 +21,8 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.service import Service, ServiceContext
 
 log = logging.getLogger(__name__)
+
+MAX_DESCRIPTORS = 65_536
 
 
 class ServiceHost:
@@ -33,6 +36,7 @@ class ServiceHost:
 
     def __init__(self, factory: str, context: ServiceContext, log_path: str) -> None:
         _redirect_output(Path(log_path))
+        _raise_descriptor_limit()
         self._factory = factory
         self._context = context
         self._stop = threading.Event()
@@ -80,6 +84,14 @@ class ServiceHost:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
+
+
+def _raise_descriptor_limit() -> None:
+    """Let this process have as many connections and files as it may, up to `MAX_DESCRIPTORS`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _redirect_output(path: Path) -> None:

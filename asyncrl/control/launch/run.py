@@ -107,6 +107,8 @@ def start(config: Config, say: Callable[[str], None] = lambda sentence: None) ->
     folder.outcome.unlink(missing_ok=True)
     if config.buffer.journal == "none":  # nothing to go on from: a new history
         folder.metrics.unlink(missing_ok=True)
+    folder.resolved.touch()
+    folder.resolved.chmod(0o600)  # buffer.url may hold a password
     folder.resolved.write_text(dump_resolved(config))
     run_id = uuid.uuid4().hex[:8]
     sockets = Path(tempfile.gettempdir()) / f"asyncrl-{run_id}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from asyncrl.buffer.ledger.tickets import DropReason
 
 LEDGER_KEYS = (
     "issued",
@@ -16,6 +18,7 @@ LEDGER_KEYS = (
     "residue",
     "stored_groups",
     "counters",
+    "journal",
 )
 
 WINDOW_S = 2.0
@@ -50,6 +53,7 @@ class Meter:
                 "perf/rollout_replicas": float(len(replicas)),
                 "training/epoch": epoch_of(buffer.get("prompts_drawn", 0), buffer.get("num_prompts", 0)),
                 "buffer/depth": float(buffer.get("stored_groups", 0)),
+                **dropped_by_reason(buffer.get("dropped", {})),
                 "buffer/residue": float(buffer.get("residue", 0)),
             }
         )
@@ -74,6 +78,11 @@ def _weights_metrics(replicas: Iterable[dict[str, Any]]) -> dict[str, float]:
         "weights/version": float(min(status["version"] for status in serving)),
         "weights/apply_s": float(max(status.get("last_swap_s", 0.0) for status in serving)),
     }
+
+
+def dropped_by_reason(dropped: Mapping[str, int]) -> dict[str, float]:
+    """Return how many groups were dropped so far, for every reason that there is."""
+    return {f"buffer/dropped/{reason.value}": float(dropped.get(reason.value, 0)) for reason in DropReason}
 
 
 def epoch_of(num_drawn: int, num_prompts: int) -> float:

@@ -1,7 +1,7 @@
 """The files of a run: where each lies, written whole or not at all.
 
-runs/<name>/: resolved.yaml, run.json (of the live run), outcome.json, metrics.jsonl, summary.json,
-curves.png, tensorboard/, logs/, journal/, checkpoints/, weights/ (Hugging Face).
+runs/<name>/: resolved.yaml, run.json and keys.json (of the live run), outcome.json, metrics.jsonl,
+summary.json, curves.png, tensorboard/, logs/, journal/, checkpoints/, weights/ (Hugging Face).
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ class RunDir:
     def live(self) -> Path:
         """What a client needs to reach the live run: pid, address, key. Mode 0600."""
         return self.path / "run.json"
+
+    @property
+    def keys(self) -> Path:
+        """What a generator of another maker needs to connect to the live run's buffer. Mode 0600."""
+        return self.path / "keys.json"
 
     @property
     def outcome(self) -> Path:

@@ -19,6 +19,7 @@ from learner.backend import Placement
 from learner.batching.batch import build_batch
 from learner.fsdp2.backend import Fsdp2ValueBackend
 from learner.fsdp2.groups import join_group
+from learner.guard.memory import GuardedModel
 from tests.learner.backends.fsdp2_process import open_fsdp2
 from tests.learner.parts.contract import (
     assert_equals_hugging_face,
@@ -329,3 +330,43 @@ def test_torch_compile_changes_nothing_but_the_rounding(model, tmp_path):
     assert results["num_graphs"] > 0
     for ours, reference in zip(results["compiled"], results["plain"], strict=True):
         assert ours == pytest.approx(reference, rel=1e-4, abs=1e-5)
+
+
+class _Breaking(torch.autograd.Function):
+    """The identity, whose backward pass runs out of memory once, after `arm`."""
+
+    is_armed = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if _Breaking.is_armed:
+            _Breaking.is_armed = False
+            raise MemoryError
+        return gradient
+
+
+def test_a_backward_pass_that_ran_out_of_memory_is_repeated_and_later_ones_lose_no_gradient(model):
+    objective = open_objective()
+    found = []
+    for is_broken in (False, True):
+        backend = open_fsdp2(model)
+        guarded = GuardedModel(backend)
+        layer = backend._engine._module.model.model.layers[0]
+        layer.register_forward_hook(
+            lambda _module, _inputs, out: (
+                _Breaking.apply(out) if isinstance(out, torch.Tensor) else (_Breaking.apply(out[0]), *out[1:])
+            )
+        )
+        metrics = []
+        for step in range(3):
+            first, _ = prepare_step(backend, objective, step)
+            _Breaking.is_armed = is_broken and step == 1
+            metrics.append(guarded.update(first, objective.loss))
+        assert guarded.num_out_of_memory == is_broken
+        found.append([update["actor/grad_norm"] for update in metrics])
+        backend.close()
+    assert found[1] == pytest.approx(found[0], rel=1e-4)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
-from asyncrl.buffer.journals.journal import FileJournal
+from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.events import Reserved, Resumed, Trained
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.config.tree import Config
@@ -133,7 +133,7 @@ class Run:
     def events(self) -> list[Any]:
         """Read the journal, once the run is closed."""
         with contextlib.closing(FileJournal(self.folder / "buffer", "never")) as journal:
-            return list(journal.recover())
+            return list(journal.events())
 
     def resumed_steps(self) -> list[int]:
         return [event.step for event in self.events() if isinstance(event, Resumed)]

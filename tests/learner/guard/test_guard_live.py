@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.buffer.ledger.events import EvaluationRequested, Resumed
+from asyncrl.buffer.ledger.events import EvaluationRequested, Resumed, Trained
 from learner.algorithms.objective import Objective
 from learner.guard.guard import UnstableTraining
 from learner.guard.memory import GuardedModel, is_out_of_memory
@@ -76,6 +76,14 @@ def test_out_of_memory_halves_the_microbatches_says_so_and_trains_the_same(model
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 1e-5
 
 
+def test_after_an_update_a_forward_pass_is_again_one_that_no_other_rank_waits_in(model):
+    with contextlib.closing(open_backend(model)) as backend:
+        train(backend, range(1))
+        assert backend._schedule.is_reducing
+        prepare_step(backend, open_objective(), 1)
+        assert not backend._schedule.is_reducing
+
+
 def test_rows_that_do_not_fit_alone_end_the_run_with_what_to_do(model):
     objective = open_objective()
     with contextlib.closing(open_backend(model)) as backend:
@@ -129,6 +137,7 @@ def test_a_spike_is_rolled_back_with_half_the_learning_rate_and_the_account_stay
     assert rows[-1]["guard/rollbacks"] == 1.0 and rows[-1]["guard/grad_norm_spike"] == 1.0
     assert [round(row["actor/lr"] / LR, 3) for row in rows[4:7]] == [1, 1, 0.5]
     assert max(row["staleness/lag_max_trained"] for row in rows) <= 1
+    assert {event.lag_max for event in run.events() if isinstance(event, Trained)} <= {0, 1}, "said, in bound"
     assert "back to the checkpoint of step 4, rollback 1" in caplog.text
     assert "why the reward may still look fine" in caplog.text
 

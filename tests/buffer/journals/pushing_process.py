@@ -1,6 +1,6 @@
 """Serves a buffer over a file journal until it is killed; started by `test_journal`.
 
-python -m tests.buffer.pushing_process <folder>
+python -m tests.buffer.journals.pushing_process <folder>
 """
 
 from __future__ import annotations

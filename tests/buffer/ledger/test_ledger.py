@@ -10,7 +10,7 @@ from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import MAX_DROPPED_TICKETS
 from asyncrl.buffer.ledger.tickets import GIVEN_UP_LOST_LEASES, State
 from asyncrl.errors import ConfigError, DataError, FencedError, LedgerError
-from tests.buffer.parts import GROUP_BYTES, SETTINGS, Run
+from tests.buffer.ledger.ledger_runs import GROUP_BYTES, SETTINGS, Run
 
 # Admission
 
@@ -34,9 +34,8 @@ def test_open_tickets_never_exceed_the_lag_bound() -> None:
     assert len(Run().lease(want=100)) == 4  # (max_lag 1 + 1) * 2 groups
     run = Run()
     run.fill(2)
-    run.ledger.reserve(run.token, 0)
-    early = run.ledger.register_version(run.token, 1)  # published before the step is reported trained
-    assert len(run.lease(want=100, version=early)) == 2
+    run.ledger.reserve(run.token, 0, 0.0)
+    assert len(run.lease(want=100)) == 2
 
 
 def test_a_ticket_beyond_the_served_versions_reach_is_not_leased() -> None:
@@ -77,10 +76,10 @@ def test_a_group_dropped_from_a_batch_leaves_no_room_for_older_weights() -> None
 def test_dropped_groups_leave_no_gap_in_the_order() -> None:
     run = Run(max_lag=0)
     first, second = run.lease(want=2)
-    run.ledger.drop_constant(first.ticket)
+    run.ledger.drop_uniform(first.ticket)
     (third,) = run.lease()
     assert run.state.tickets[third.ticket].position == 1
-    run.ledger.drop_constant(second.ticket)
+    run.ledger.drop_uniform(second.ticket)
     run.ledger.release("a", [(third.ticket, 1)])
     (again,) = run.lease()
     assert run.state.tickets[again.ticket].position == 0, "it moved forward"
@@ -167,7 +166,7 @@ def test_a_second_push_is_a_duplicate_in_every_later_state() -> None:
         if state is State.STORED:
             run.fill(2)
         elif state is State.RESERVED:
-            run.ledger.reserve(run.token, 0)
+            run.ledger.reserve(run.token, 0, 0.0)
         elif state is State.TRAINED:
             run.ledger.trained(run.token, 0)
         else:
@@ -201,7 +200,7 @@ def test_only_a_leased_ticket_can_be_stored_or_dropped_as_constant() -> None:
     with pytest.raises(LedgerError, match="not leased"):
         run.store(type("G", (), {"ticket": 1})())
     with pytest.raises(LedgerError, match="not leased"):
-        run.ledger.drop_constant(1)
+        run.ledger.drop_uniform(1)
 
 
 def test_a_group_of_an_unknown_version_is_not_stored() -> None:
@@ -246,15 +245,15 @@ def test_the_oldest_complete_groups_are_reserved_sorted() -> None:
     first, second, third = run.lease(want=3)
     run.store(third), run.store(second)
     run.store(first)
-    assert [ticket.id for ticket in run.ledger.reserve(run.token, 0) or []] == [1, 2]
+    assert [ticket.id for ticket in run.ledger.reserve(run.token, 0, 0.0) or []] == [1, 2]
 
 
 def test_a_step_is_reserved_once() -> None:
     run = Run()
     run.fill(2)
-    batch = run.ledger.reserve(run.token, 0)
+    batch = run.ledger.reserve(run.token, 0, 0.0)
     run.fill(2)
-    assert run.ledger.reserve(run.token, 0) == batch
+    assert run.ledger.reserve(run.token, 0, 0.0) == batch
 
 
 @pytest.mark.parametrize("step", [-1, 1, 2])
@@ -262,7 +261,7 @@ def test_only_the_next_step_can_be_reserved(step: int) -> None:
     run = Run()
     run.fill(2)
     with pytest.raises(LedgerError, match="cannot be reserved"):
-        run.ledger.reserve(run.token, step)
+        run.ledger.reserve(run.token, step, 0.0)
 
 
 def test_a_step_that_is_not_reserved_cannot_be_trained() -> None:
@@ -283,7 +282,7 @@ def test_training_a_step_twice_counts_once() -> None:
 def test_a_drop_that_does_not_fit_the_batch_is_refused_whole(drop: tuple[int, str]) -> None:
     run = Run()
     run.fill(2)
-    run.ledger.reserve(run.token, 0)
+    run.ledger.reserve(run.token, 0, 0.0)
     with pytest.raises(LedgerError, match="cannot be dropped"):
         run.ledger.trained(run.token, 0, [(1, "stale"), drop])
     assert run.state.counts[State.RESERVED] == 2
@@ -306,7 +305,10 @@ def test_weights_that_cannot_exist_get_no_version() -> None:
     with pytest.raises(LedgerError, match="cannot exist"):
         run.ledger.register_version(run.token, 1)
     run.fill(2)
-    run.ledger.reserve(run.token, 0)
+    run.ledger.reserve(run.token, 0, 0.0)
+    with pytest.raises(LedgerError, match="cannot exist"):
+        run.ledger.register_version(run.token, 1)
+    run.ledger.trained(run.token, 0)
     assert run.ledger.register_version(run.token, 1) == 2
 
 
@@ -319,7 +321,7 @@ def test_an_older_token_is_refused_everything() -> None:
     run.ledger.open("successor")
     ledger, token = run.ledger, run.token
     for act in (
-        lambda: ledger.reserve(token, 0),
+        lambda: ledger.reserve(token, 0, 0.0),
         lambda: ledger.trained(token, 0),
         lambda: ledger.register_version(token, 0),
         lambda: ledger.checkpointed(token, 0, "d", [0]),
@@ -335,7 +337,7 @@ def test_a_new_learner_must_resume_before_it_goes_on() -> None:
     run.train()
     token = run.ledger.open("successor")
     with pytest.raises(LedgerError, match="not resumed"):
-        run.ledger.reserve(token, 1)
+        run.ledger.reserve(token, 1, 0.0)
 
 
 def test_a_resume_replays_the_same_groups_at_the_same_steps() -> None:
@@ -380,7 +382,7 @@ def test_a_lost_payload_is_replaced_in_the_replay_by_the_oldest_complete_group()
     run = Run()
     first = run.train()
     run.reopen(0, missing=(first[0],))
-    assert run.ledger.reserve(run.token, 0) is None
+    assert run.ledger.reserve(run.token, 0, 0.0) is None
     (again,) = run.lease()
     assert (again.ticket, again.attempt) == (first[0], 2)
     run.store(again)
@@ -392,7 +394,7 @@ def test_a_replayed_step_keeps_its_size_over_a_second_resume() -> None:
     first = run.train()
     run.reopen(0, missing=(first[0],))
     run.reopen(0)
-    assert run.ledger.reserve(run.token, 0) is None
+    assert run.ledger.reserve(run.token, 0, 0.0) is None
     with pytest.raises(LedgerError, match="not reserved"):
         run.ledger.trained(run.token, 0)
     assert run.train() == first
@@ -435,7 +437,7 @@ def test_a_rollback_without_the_offenders_replays_exactly_up_to_them() -> None:
     run = Run()
     first = run.train()
     bad = run.fill(2)
-    run.ledger.reserve(run.token, 1)
+    run.ledger.reserve(run.token, 1, 0.0)
     (grant,) = run.lease()
     run.store(grant)  # sampled with the weights of step 1
     run.ledger.resume(run.token, 0, refused=bad[:1])
@@ -453,7 +455,7 @@ def test_a_rollback_without_the_offenders_replays_exactly_up_to_them() -> None:
 def test_a_rollback_whose_answer_was_lost_can_be_repeated() -> None:
     run = Run()
     bad = run.fill(2)
-    run.ledger.reserve(run.token, 0)
+    run.ledger.reserve(run.token, 0, 0.0)
     for _ in range(2):
         run.ledger.resume(run.token, 0, refused=bad[:1])
     census = take_census(run.state)
@@ -472,6 +474,16 @@ def test_a_step_whose_update_the_guard_refused_forks_when_it_is_replayed(num_ref
     if num_refused == 1:
         assert run.train() == first[1:]
     assert run.residue == 0
+
+
+def test_a_step_that_trained_nothing_forks_when_it_is_replayed_with_other_groups() -> None:
+    run = Run(max_attempts=1)
+    run.train(dropped=((1, "stale"), (2, "stale")))
+    run.train()
+    (grant,) = run.lease()
+    run.store(grant)  # sampled with the weights of step 2
+    run.reopen(0)
+    assert run.ledger.counted_versions([run.state.tickets[grant.ticket]]) == [(3, -2)]
 
 
 def test_leases_that_the_restored_weights_could_not_get_are_revoked() -> None:
@@ -507,10 +519,10 @@ def test_tickets_before_the_oldest_checkpoint_are_folded_into_counters() -> None
 def test_dropped_tickets_are_folded_even_if_no_checkpoint_ever_comes() -> None:
     run = Run()
     for _ in range(MAX_DROPPED_TICKETS + 50):
-        run.ledger.drop_constant(run.lease()[0].ticket)
+        run.ledger.drop_uniform(run.lease()[0].ticket)
     census = take_census(run.state)
     assert len(run.state.tickets) == MAX_DROPPED_TICKETS
-    assert (census.dropped, census.residue) == ({"zero_std": MAX_DROPPED_TICKETS + 50}, 0)
+    assert (census.dropped, census.residue) == ({"uniform": MAX_DROPPED_TICKETS + 50}, 0)
 
 
 def test_a_miscounted_ticket_shows_as_residue() -> None:
@@ -548,3 +560,23 @@ def test_a_tightened_bound_admits_less_and_never_more_than_the_configured_one() 
     assert len(run.lease(want=100)) == 2, "and the next one"
     with pytest.raises(LedgerError, match="not between 0 and 1"):
         run.ledger.tighten(2)
+
+
+def test_while_a_step_trains_few_groups_are_left_over_and_a_waiting_learner_opens_the_gate():
+    run = Run(groups_per_step=4, max_lag=8, ready_batches=2, memory_bytes=64 * GROUP_BYTES)
+    run.fill(7)
+    assert len(run.ledger.reserve(run.token, 0, 0.0)) == 4
+    stored, left_over = 3, run.ledger.settings.left_over_groups
+    assert left_over == 5
+    assert len(run.lease(want=64)) == 4 - (stored - left_over) // 4, "a step's worth, and what is lacking"
+    run.ledger.trained(run.token, 0, lag_max=0)
+    assert len(run.lease(want=64)) > 4, "up to the bound on open tickets"
+
+
+def test_a_resume_ends_the_pace_of_the_step_that_was_in_training():
+    run = Run(groups_per_step=4, max_lag=8, memory_bytes=64 * GROUP_BYTES)
+    run.fill(4)
+    run.ledger.reserve(run.token, 0, 0.0)
+    assert run.state.paced_open_tickets
+    run.reopen(0)
+    assert not run.state.paced_open_tickets

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncrl.buffer.journals.journal import FileJournal
+from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger import events as ev
 from tests.buffer.parts import make_store
 

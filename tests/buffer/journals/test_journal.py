@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrl.buffer.journals.journal import FileJournal
+from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.segments import SegmentFolder
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.events import Opened
@@ -24,7 +27,7 @@ from asyncrl.experience import encode_group
 from asyncrl.rpc import Client
 from tests.buffer.parts import make_group, make_store
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 
 def push(store: ExperienceStore, version: int = 1) -> int:
@@ -50,23 +53,6 @@ def reopen(folder: Path, store: ExperienceStore) -> ExperienceStore:
     return make_store(folder)
 
 
-def test_a_restart_restores_the_ledger_and_every_payload(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    token = start(store)
-    tickets = [push(store), push(store)]
-    store.ledger.lease("a", 1, 1, 0.0)
-    store.ledger.reserve(token, 0)
-    again = reopen(tmp_path, store)
-    deadlines = [ticket.deadline for ticket in again.ledger.state.tickets.values()]
-    for ticket, deadline in zip(store.ledger.state.tickets.values(), deadlines, strict=True):
-        ticket.deadline = deadline
-    assert again.ledger.state.as_values() == store.ledger.state.as_values()
-    payloads, lost = again.fetch(tickets)
-    assert (len(payloads), lost) == (2, [])
-    assert payloads[0] == encode_group(make_group(tickets[0]))
-    again.journal.close()
-
-
 def test_leases_survive_a_restart_with_a_fresh_deadline(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     start(store)
@@ -79,39 +65,6 @@ def test_leases_survive_a_restart_with_a_fresh_deadline(tmp_path: Path) -> None:
     again.journal.close()
 
 
-def test_payloads_of_trained_groups_are_kept_for_the_replay_until_a_checkpoint_has_passed_them(
-    tmp_path: Path,
-) -> None:
-    store = make_store(tmp_path)
-    token = start(store)
-    tickets = [push(store), push(store)]
-    store.ledger.reserve(token, 0)
-    store.ledger.trained(token, 0)
-    store.settle(0.0)
-    assert store.ledger.state.held_bytes == 0
-    token = store.ledger.open("successor")
-    store.resume(token, 0)
-    assert [len(payload) for payload in store.fetch(tickets)[0]] == [7, 7]
-    store.ledger.trained(token, 0)
-    store.ledger.checkpointed(token, 1, "digest", [1])
-    store.settle(0.0)
-    assert [store.journal.read(ticket, 1) for ticket in tickets] == [None, None]
-    store.journal.close()
-
-
-def test_without_a_journal_a_resume_generates_trained_groups_again() -> None:
-    store = make_store()
-    token = start(store)
-    push(store), push(store)
-    store.ledger.reserve(token, 0)
-    store.ledger.trained(token, 0)
-    store.settle(0.0)
-    token = store.ledger.open("successor")
-    store.resume(token, 0)
-    assert store.ledger.state.counts[State.ISSUED] == 2
-    assert take_census(store.ledger.state).residue == 0
-
-
 def flip_byte(path: Path, offset: int) -> None:
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
@@ -122,31 +75,16 @@ def newest_segment(folder: Path) -> Path:
     return max(path for path in folder.rglob("*.segment") if path.stat().st_size)
 
 
-def test_a_flipped_payload_is_refused_at_restart_and_its_ticket_issued_again(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    start(store)
-    push(store), push(store)
-    store.settle(0.0)
-    store.journal.close()
-    flip_byte(newest_segment(tmp_path), 60)
-    again = make_store(tmp_path)
-    assert again.ledger.state.tickets[1].state is State.ISSUED
-    assert again.ledger.state.tickets[1].attempt == 2
-    assert again.ledger.state.tickets[2].state is State.STORED
-    assert again.journal.counters["damaged_payloads"] == 1
-    again.journal.close()
-
-
 def test_a_payload_flipped_while_running_is_found_at_fetch(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     token = start(store)
     tickets = [push(store), push(store)]
     store = reopen(tmp_path, store)
-    store.ledger.reserve(token, 0)
+    store.ledger.reserve(token, 0, 0.0)
     flip_byte(newest_segment(tmp_path), 60)
     payloads, lost = store.fetch(tickets)
     assert (len(payloads), lost) == (1, [1])
-    assert store.ledger.reserve(token, 0) is None, "the batch waits for the ticket's next attempt"
+    assert store.ledger.reserve(token, 0, 0.0) is None, "the batch waits for the ticket's next attempt"
     store.journal.close()
 
 
@@ -188,13 +126,6 @@ def test_a_segment_is_deleted_whole_once_nothing_in_it_is_needed(tmp_path: Path)
     again.close()
 
 
-def test_another_attempts_payload_is_not_returned(tmp_path: Path) -> None:
-    folder = SegmentFolder(tmp_path)
-    folder.append(1, 2, [b"x"])
-    assert folder.read(1, 1) is None
-    folder.close()
-
-
 def test_one_journal_has_one_process(tmp_path: Path) -> None:
     journal = FileJournal(tmp_path)
     with pytest.raises(ConfigError, match="cannot be opened"):
@@ -211,8 +142,24 @@ def test_every_fsync_policy_restores_what_was_committed(tmp_path: Path, fsync: s
     journal.tick(0.0)
     journal.close()
     again = FileJournal(tmp_path, fsync)  # type: ignore[arg-type]
-    assert list(again.recover()) == [Opened(1, "learner")]
+    assert list(again.recover().events) == list(again.events()) == [Opened(1, "learner")]
     assert again.read(1, 1) == [b"x"]
+    again.close()
+
+
+def test_a_journal_of_an_older_version_is_read_and_goes_on(tmp_path: Path) -> None:
+    journal = FileJournal(tmp_path)
+    journal.commit([Opened(1, "learner")], 0.0)
+    journal.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "events.sqlite")) as database:
+        database.executescript("ALTER TABLE turns DROP COLUMN time_s; DROP TABLE snapshots")
+    again = FileJournal(tmp_path)
+    assert list(again.recover().events) == [Opened(1, "learner")]
+    before = time.time()
+    again.commit([Opened(2, "learner")], 0.0)
+    first, second = again.turns()
+    assert first.time_s is None
+    assert second.time_s is not None and before <= second.time_s <= time.time()
     again.close()
 
 
@@ -226,8 +173,115 @@ def test_an_altered_event_is_refused(tmp_path: Path, change: str) -> None:
         database.commit()
     again = FileJournal(tmp_path)
     with pytest.raises(CheckpointError, match="damaged"):
-        list(again.recover())
+        again.recover()
     again.close()
+
+
+def test_a_damaged_header_costs_its_own_record_and_no_other(tmp_path: Path) -> None:
+    folder = SegmentFolder(tmp_path)
+    for ticket in (1, 2, 3):
+        folder.append(ticket, 1, [b"x" * 200])
+    folder.close()
+    flip_byte(newest_segment(tmp_path), 252 + 5)
+    again = SegmentFolder(tmp_path)
+    assert [again.holds(ticket, 1) for ticket in (1, 2, 3)] == [True, False, True]
+    assert again.read(3, 1) == [b"x" * 200]
+    assert (again.counters["damaged_headers"], again.counters["torn_tails"]) == (1, 0)
+    again.close()
+
+
+def test_a_damaged_snapshot_is_passed_over(tmp_path: Path) -> None:
+    journal = FileJournal(tmp_path)
+    for token in (1, 2):
+        journal.commit([Opened(token, "learner")], 0.0)
+        journal.write_snapshot({"token": token})
+    journal.close()
+    for left in ({"token": 1}, None):
+        with contextlib.closing(sqlite3.connect(tmp_path / "events.sqlite")) as database:
+            newest = "SELECT MAX(turn) FROM snapshots WHERE digest != 'x'"
+            database.execute(f"UPDATE snapshots SET digest = 'x' WHERE turn = ({newest})")
+            database.commit()
+        again = FileJournal(tmp_path)
+        past = again.recover()
+        assert past.snapshot == left
+        assert list(past.events)[-1] == Opened(2, "learner")
+        again.close()
+
+
+# A power cut, played with copies of what was on the disk
+
+
+class SlowDisk:
+    """Counts as on the disk what a sync found there; takes its time."""
+
+    def __init__(self, folder: Path, disk: Path, sync_s: float) -> None:
+        self.folder, self.disk, self.sync_s = folder, disk, sync_s
+        self.num_syncs = 0
+        self._sizes: dict[str, int] = {}
+
+    def sync(self, descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").resolve()
+        size = path.stat().st_size
+        time.sleep(self.sync_s)
+        target = self.disk / path.relative_to(self.folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes()[:size])
+        self.num_syncs += 1
+
+
+@pytest.mark.parametrize(("fsync", "may_lose"), [("always", False), ("everysec", True)])
+def test_a_power_cut_costs_what_was_committed_in_the_last_two_syncs(
+    tmp_path: Path, fsync: str, may_lose: bool
+) -> None:
+    live, disk = tmp_path / "live", tmp_path / "disk"
+    slow = SlowDisk(live, disk, sync_s=0.2)
+    journal = FileJournal(live, fsync, sync=slow.sync)  # type: ignore[arg-type]
+    shutil.copy(live / "events.sqlite", disk / "events.sqlite") if disk.exists() else shutil.copytree(
+        live, disk
+    )
+    began, acknowledged = time.monotonic(), {}
+    while (at := time.monotonic() - began) < 1.8:
+        ticket = len(acknowledged) + 1
+        journal.append(ticket, 1, [b"x" * 100])
+        assert journal.commit([Opened(ticket, "learner")], 0.0)
+        if fsync == "always":  # SQLite has synced its log itself
+            shutil.copy(live / "events.sqlite-wal", disk / "events.sqlite-wal")
+        acknowledged[ticket] = at
+        journal.tick(0.0)
+        time.sleep(0.02)
+    unsynced_s, cut = journal.status()["unsynced_s"], time.monotonic() - began
+    image = tmp_path / "image"
+    shutil.copytree(disk, image)
+    journal.close()
+    again = FileJournal(image)
+    known = {event.token for event in again.events()}
+    lost = [ticket for ticket in acknowledged if ticket not in known or again.read(ticket, 1) is None]
+    again.close()
+    assert slow.num_syncs >= 2
+    assert bool(lost) == may_lose
+    window_s = max((cut - acknowledged[ticket] for ticket in lost), default=0.0)
+    assert window_s <= unsynced_s + 0.05, f"{len(lost)} groups, the oldest {window_s:.2f} s old"
+
+
+def test_a_sync_that_fails_is_said_counted_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [OSError("no space left"), OSError("no space left")]
+
+    def sync(descriptor: int) -> None:
+        if failures:
+            raise failures.pop()
+
+    journal = FileJournal(tmp_path, sync=sync)
+    journal.commit([Opened(1, "learner")], 0.0)
+    end = time.monotonic() + 20.0
+    while journal.status()["unsynced_s"] > 0.0:
+        journal.tick(0.0)
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert journal.counters["failed_syncs"] == 2
+    assert "could not be synced" in caplog.text
+    journal.close()
 
 
 # kill -9
@@ -237,7 +291,7 @@ def test_an_altered_event_is_refused(tmp_path: Path, change: str) -> None:
 def served(folder: Path, fault: str = "") -> Iterator[tuple[subprocess.Popen[str], Client]]:
     environment = {**os.environ, "ASYNCRL_FAULT": fault, "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.buffer.pushing_process", str(folder)],
+        [sys.executable, "-m", "tests.buffer.journals.pushing_process", str(folder)],
         cwd=REPOSITORY,
         env=environment,
         stdout=subprocess.PIPE,
@@ -377,7 +431,7 @@ def test_a_group_whose_rewards_are_all_equal_is_dropped_and_its_prompt_given_up(
         == "dropped"
     )
     census = take_census(store.ledger.state)
-    assert (census.dropped, census.given_up, store.ledger.state.held_bytes) == ({"zero_std": 1}, 1, 0)
+    assert (census.dropped, census.given_up, store.ledger.state.held_bytes) == ({"uniform": 1}, 1, 0)
 
 
 def test_constant_groups_are_stored_where_the_algorithm_wants_them() -> None:
@@ -388,3 +442,51 @@ def test_constant_groups_are_stored_where_the_algorithm_wants_them() -> None:
         store.push("a", grant.ticket, 1, encode_group(make_group(grant.ticket, rewards=(1.0, 1.0))))
         == "stored"
     )
+
+
+def test_a_record_that_the_disk_refused_half_way_harms_none_of_those_after_it(tmp_path: Path) -> None:
+    folder = SegmentFolder(tmp_path)
+    folder.append(1, 1, [b"a" * 1000])
+    size = next(tmp_path.glob("*.segment")).stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 500, before[1]))  # the kernel writes half of it
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            folder.append(2, 1, [b"b" * 1000])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    folder.append(3, 1, [b"c" * 1000])
+    assert folder.read(3, 1) == [b"c" * 1000]
+    folder.close()
+    again = SegmentFolder(tmp_path)
+    assert [again.read(ticket, 1) for ticket in (1, 2, 3)] == [[b"a" * 1000], None, [b"c" * 1000]]
+    assert not again.counters
+    again.close()
+
+
+def test_a_segment_that_cannot_be_begun_leaves_the_old_one_at_work(tmp_path: Path) -> None:
+    folder = SegmentFolder(tmp_path, segment_bytes=500)
+    tmp_path.joinpath("00000002.segment").write_bytes(b"")  # in the way
+    with pytest.raises(FileExistsError):
+        folder.append(1, 1, [b"a" * 1000])
+    tmp_path.joinpath("00000002.segment").unlink()
+    folder.append(2, 1, [b"b" * 1000])
+    assert folder.read(1, 1) == [b"a" * 1000] and folder.read(2, 1) == [b"b" * 1000]
+    folder.close()
+
+
+def test_a_group_pushed_after_its_carried_work_was_found_lost_stays(tmp_path: Path) -> None:
+    store = make_store(tmp_path, memory_bytes=1 << 26)
+    start(store)
+    (grant,) = store.ledger.lease("a", 1, 1, 0.0)
+    store.carry("a", grant.ticket, 1, encode_group(make_group(grant.ticket, 1)))
+    store.settle(0.0)
+    store.ledger.lease("a", 1, 1, 0.0)
+    store.settle(0.0)
+    store._payloads.clear()  # as after a restart
+    store.journal.release(grant.ticket)  # as if its record were damaged
+    assert store.fetch_carry("a", grant.ticket, 2) is None
+    assert store.push("a", grant.ticket, 2, encode_group(make_group(grant.ticket, 2))) == "stored"
+    assert store.settle(0.0)
+    assert store.journal.holds(grant.ticket, 2)
+    store.journal.close()

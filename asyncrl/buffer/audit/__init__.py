@@ -1,0 +1,1 @@
+"""Checking and reading a run's journal after the fact."""

@@ -1,0 +1,172 @@
+"""What a journal tells about a run and about one ticket, in numbers and sentences (pure).
+
+Owns the wording of `asyncrl inspect`. Times are seconds since the epoch, None where a journal has none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.buffer.audit.recount import PENDING, Recount
+from asyncrl.buffer.ledger import events as ev
+from asyncrl.buffer.ledger.state import LedgerState
+
+AGE_BOUNDS_S = (1, 10, 60, 600, 3600)
+"""Upper ends of the classes of the histogram of ages, in seconds; the last class has none."""
+
+
+@dataclass(frozen=True)
+class TimedEvent:
+    """An event and when it was journalled."""
+
+    time_s: float | None
+    event: ev.Event
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One thing that happened to a ticket."""
+
+    time_s: float | None
+    what: str
+
+
+def describe_account(
+    past: Iterable[TimedEvent], max_lag: int, start: LedgerState | None = None
+) -> dict[str, Any]:
+    """Return the account, tickets by state, and histograms.
+
+    `lag`: trained groups by the lag of their oldest token, which a mask may have kept out of the loss.
+    `age_s`: open tickets by the time since they were issued, counted to the newest event.
+    """
+    recount = Recount(max_lag)
+    issued_s: dict[int, float | None] = {}
+    newest_s: float | None = None
+    if start is not None:
+        recount.begin_at(start)
+    for timed in past:
+        recount.take(timed.event)
+        newest_s = timed.time_s if newest_s is None or timed.time_s is None else max(newest_s, timed.time_s)
+        if isinstance(timed.event, ev.Issued):
+            issued_s[timed.event.ticket] = timed.time_s
+    ages = [
+        newest_s - issued
+        for number, row in recount.rows.items()
+        if row.state in PENDING and (issued := issued_s.get(number)) is not None and newest_s is not None
+    ]
+    return {
+        "account": recount.account(),
+        "steps_trained": recount.steps_trained,
+        "lineages": recount.num_lineages,
+        "versions": len(recount.steps_of_versions),
+        "events": recount.num_events,
+        "lag_max_trained": recount.lag_max if recount.lag_max != ev.UNSAID else None,
+        "lag": dict(sorted(Counter(_lags(recount)).items())),
+        "age_s": _classify(ages),
+    }
+
+
+def _lags(recount: Recount) -> Iterable[int]:
+    steps = recount.steps_of_versions
+    for row in recount.rows.values():
+        low, high = row.versions
+        if row.state == "trained" and 0 < low <= high <= len(steps):
+            yield row.step - min(steps[low - 1 : high])
+
+
+def _classify(ages_s: Iterable[float]) -> dict[str, int]:
+    names = [f"under {bound} s" for bound in AGE_BOUNDS_S] + [f"{AGE_BOUNDS_S[-1]} s and more"]
+    classes = dict.fromkeys(names, 0)
+    for age_s in ages_s:
+        classes[names[sum(age_s >= bound for bound in AGE_BOUNDS_S)]] += 1
+    return classes
+
+
+def trace_ticket(past: Iterable[TimedEvent], number: int) -> list[Moment]:
+    """Return the life of one ticket, oldest first; empty if it was never issued."""
+    tracer = Tracer(number)
+    for timed in past:
+        tracer.take(timed)
+    return tracer.moments
+
+
+class Tracer:
+    """Follows one ticket through the events."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.moments: list[Moment] = []
+        self._step = -1
+        self._is_settled = False
+        self._attempt = 1
+        self._of_ticket: dict[type[Any], Callable[[Any], str]] = {
+            ev.Leased: self._leased,
+            ev.Stored: lambda event: (
+                f"stored: {event.num_tokens} tokens, {event.num_bytes} bytes, {_versions(event.versions)}"
+            ),
+            ev.Carried: lambda event: self._again(
+                f"came back unfinished: {event.num_tokens} tokens, {_versions(event.versions)}"
+            ),
+            ev.CarryDropped: lambda event: f"its unfinished work is given up ({event.reason})",
+            ev.Reissued: lambda event: self._again(f"issued again ({event.reason})"),
+            ev.Dropped: self._dropped,
+        }
+
+    def take(self, timed: TimedEvent) -> None:
+        """Add what the event says of the ticket, if it does."""
+        what = self._read(timed.event)
+        if what:
+            self.moments.append(Moment(timed.time_s, what))
+
+    def _read(self, event: ev.Event) -> str:
+        kind = type(event)
+        if isinstance(event, ev.Issued):
+            return self._issued(event)
+        if kind in self._of_ticket:
+            return self._of_ticket[kind](event) if event[0] == self.number else ""
+        if isinstance(event, ev.Reserved) and self.number in event.tickets:
+            self._step = event.step
+            return f"reserved for step {event.step}"
+        if self._step < 0:
+            return ""
+        return self._read_of_batch(event)
+
+    def _read_of_batch(self, event: ev.Event) -> str:
+        if isinstance(event, ev.Trained) and event.step == self._step:
+            said = "" if event.lag_max == ev.UNSAID else f", the batch's largest lag {event.lag_max}"
+            return f"trained at step {event.step}{said}"
+        if isinstance(event, ev.Resumed) and event.step <= self._step:
+            self._is_settled = False
+            return f"reserved for step {self._step} again: the learner resumed at step {event.step}"
+        if isinstance(event, ev.Checkpointed) and event.step > self._step and not self._is_settled:
+            self._is_settled = True
+            return f"in the checkpoint of step {event.step}"
+        return ""
+
+    def _issued(self, event: ev.Issued) -> str:
+        if event.ticket == self.number:
+            parent = f", repeating ticket {event.parent}" if event.parent else ""
+            where = f"row {event.row} of source {event.source}, pass {event.pass_number}"
+            return f"issued: {where}, position {event.position}{parent}"
+        return f"its prompt is repeated by ticket {event.ticket}" if event.parent == self.number else ""
+
+    def _leased(self, event: ev.Leased) -> str:
+        version = f", serving version {event.version}" if event.version else ""
+        return f"attempt {self._attempt} leased to {event.replica} at position {event.position}{version}"
+
+    def _again(self, what: str) -> str:
+        self._attempt += 1
+        self._step = -1
+        return what
+
+    def _dropped(self, event: ev.Dropped) -> str:
+        self._step = -1
+        return f"dropped ({event.reason})" + (", its prompt is given up" if event.is_given_up else "")
+
+
+def _versions(versions: tuple[int, int]) -> str:
+    low, high = versions
+    return f"version {low}" if low == high else f"versions {low} to {high}"

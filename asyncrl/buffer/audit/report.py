@@ -1,0 +1,146 @@
+"""Reads the journal of a run, living or ended, and reports on it: `asyncrl inspect` and `asyncrl verify`.
+
+Owns which journal a run has and that nothing in it is changed. A buffer may be at work on it meanwhile:
+what is read is what was committed when reading began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.buffer.audit.account import Moment, TimedEvent, describe_account, trace_ticket
+from asyncrl.buffer.audit.recount import Finding, Recount
+from asyncrl.buffer.composition import expand_variables, ledger_settings, run_key
+from asyncrl.buffer.journals.file_journal import read_turns
+from asyncrl.buffer.journals.journal import Turn
+from asyncrl.buffer.journals.redis_past import read_run
+from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.ledger.census import take_census
+from asyncrl.buffer.ledger.state import LedgerState
+from asyncrl.config.load import find_run_folder, load_config
+from asyncrl.config.tree import Config
+from asyncrl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunPast:
+    """What a run's journal holds.
+
+    Attributes:
+        snapshot: Of the ledger before the first of the turns; None if they begin with the run.
+        turns: All committed turns after it, in order.
+    """
+
+    config: Config
+    snapshot: Mapping[str, Any] | None
+    turns: Sequence[Turn]
+
+    def start(self) -> LedgerState:
+        """Return the ledger before the first of the turns."""
+        settings = ledger_settings(self.config)
+        return (
+            LedgerState(settings)
+            if self.snapshot is None
+            else LedgerState.from_snapshot(settings, self.snapshot)
+        )
+
+    def events(self) -> Iterator[TimedEvent]:
+        """Yield every event with the time of its turn."""
+        for turn in self.turns:
+            for event in turn.events:
+                yield TimedEvent(turn.time_s, event)
+
+
+def open_past(run: str, runs_dir: str) -> RunPast:
+    """Return the past of a run by name or folder.
+
+    Raises:
+        ConfigError: There is no such run, or it keeps no journal.
+        CheckpointError: The journal is damaged.
+    """
+    folder = find_run_folder(run, runs_dir)
+    config = load_config(folder / "resolved.yaml")
+    section = config.buffer
+    if section.journal == "none":
+        raise ConfigError(f"run '{folder.name}' keeps no journal (buffer.journal: none)")
+    if section.journal == "file":
+        return RunPast(config, None, read_turns(folder / "buffer"))
+    if section.url is not None:
+        return _past_in_redis(config, expand_variables(section.url), folder)
+    server = RedisServer(folder.absolute() / "buffer" / "redis", section.fsync)
+    was_started = server.ensure()
+    try:
+        return _past_in_redis(config, server.url, folder)
+    finally:
+        if was_started:
+            server.stop()
+
+
+def _past_in_redis(config: Config, url: str, folder: Path) -> RunPast:
+    past = read_run(url, run_key(folder))
+    return RunPast(config, past.values, past.turns)
+
+
+def inspect_account(run: str, runs_dir: str) -> dict[str, Any]:
+    """Return the account of a run, see `describe_account`."""
+    past = open_past(run, runs_dir)
+    return describe_account(past.events(), past.config.staleness.max_lag, past.start())
+
+
+def inspect_ticket(run: str, runs_dir: str, number: int) -> list[Moment]:
+    """Return the life of one ticket.
+
+    Raises:
+        ConfigError: The journal does not know it.
+    """
+    moments = trace_ticket(open_past(run, runs_dir).events(), number)
+    if not moments:
+        raise ConfigError(
+            f"the journal of run '{run}' does not know ticket {number}",
+            hint="Tickets count from 1; 'asyncrl inspect account' says how many were issued",
+        )
+    return moments
+
+
+def verify_run(run: str, runs_dir: str) -> dict[str, Any]:
+    """Check S1, S2, S3 and S5 on a run's journal by a recount, and the ledger's own account against it.
+
+    Returns:
+        `findings`: what is wrong, as {law, message}; empty for a sound run. Further what was checked.
+    """
+    past = open_past(run, runs_dir)
+    recount = Recount(past.config.staleness.max_lag)
+    recount.begin_at(past.start())
+    recount.take_all(timed.event for timed in past.events())
+    findings = recount.conclude() or _compare(recount, past)
+    return {
+        "findings": [asdict(finding) for finding in findings],
+        "events": recount.num_events,
+        "from_the_beginning": past.snapshot is None,
+        "steps_trained": recount.steps_trained,
+        "lineages": recount.num_lineages,
+        "max_lag": recount.max_lag,
+        "lag_max_trained": recount.lag_max if recount.lag_max >= 0 else None,
+        "steps_without_a_lag": recount.num_steps_unsaid,
+        "account": recount.account(),
+    }
+
+
+def _compare(recount: Recount, past: RunPast) -> list[Finding]:
+    """Return where the ledger's own account differs from the recount."""
+    state = past.start()
+    for timed in past.events():
+        state.apply(timed.event)
+    ours, theirs = recount.account(), take_census(state).as_values()
+    return [
+        Finding("S1", f"the recount says {key}: {ours[key]}, the ledger {theirs[key]}")
+        for key in ours
+        if _without_zeros(ours[key]) != _without_zeros(theirs[key])
+    ]
+
+
+def _without_zeros(value: Any) -> Any:
+    return {key: count for key, count in value.items() if count} if isinstance(value, dict) else value

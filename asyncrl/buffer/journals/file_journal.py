@@ -1,0 +1,303 @@
+"""The journal in files: events in SQLite (write-ahead log), payloads in segments.
+
+Owns one folder. All events are kept, so that the whole past can be checked afterwards; snapshots only
+spare a restart the way through them. Invariant: what was committed survives the end of the process
+under every `fsync`; a power cut costs nothing under `always`, and under `everysec` what was committed
+since the last sync but one began, see `unsynced_s`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.buffer.journals.journal import (
+    EVENTS_PER_SNAPSHOT,
+    Fsync,
+    Need,
+    Recovery,
+    Turn,
+    pack_snapshot,
+    pack_turn,
+    unpack_snapshot,
+    unpack_turn,
+)
+from asyncrl.buffer.journals.segments import SEGMENT_BYTES, SegmentFolder
+from asyncrl.buffer.ledger.events import Event
+from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.faults import fault_point
+from asyncrl.wire import Frame
+
+log = logging.getLogger(__name__)
+
+_SYNCHRONOUS = {"everysec": "NORMAL", "always": "FULL", "never": "OFF"}
+_KEPT_SNAPSHOTS = 2
+_TABLES = """
+CREATE TABLE IF NOT EXISTS turns (id INTEGER PRIMARY KEY, digest TEXT, data BLOB, time_s REAL);
+CREATE TABLE IF NOT EXISTS snapshots (turn INTEGER PRIMARY KEY, digest TEXT, data BLOB);
+"""
+SYNC_EVERY_S = 1.0
+EVENTS = "events.sqlite"
+
+
+class FileJournal:
+    """See the module.
+
+    Args:
+        folder: Holds `events.sqlite` and `payloads/`; one process at a time.
+        sync: Forces a file to the disk.
+
+    Raises:
+        ConfigError: Another process has the journal open, or it cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fsync: Fsync = "everysec",
+        segment_bytes: int = SEGMENT_BYTES,
+        events_per_snapshot: int = EVENTS_PER_SNAPSHOT,
+        sync: Callable[[int], None] = os.fsync,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._fsync = fsync
+        self._events_per_snapshot = events_per_snapshot
+        self._num_new_events = 0
+        self._has_new_payload = False
+        self._lock = _take_lock(folder / "lock")
+        self._database = _open_database(folder / EVENTS, _SYNCHRONOUS[fsync])
+        self._segments = SegmentFolder(folder / "payloads", segment_bytes, sync)
+        self.counters = self._segments.counters
+        self._disk = DiskSync(folder / f"{EVENTS}-wal", sync, self.counters)
+
+    @property
+    def need(self) -> Need:
+        return Need.SNAPSHOT if self._num_new_events >= self._events_per_snapshot else Need.NOTHING
+
+    def recover(self) -> Recovery:
+        """Return the newest whole snapshot and the events after it.
+
+        Raises:
+            CheckpointError: A row's checksum does not fit, or the database is malformed.
+        """
+        turn, values = self._newest_snapshot()
+        events = [event for row in self.turns(turn) for event in row.events]
+        self._num_new_events = len(events)
+        return Recovery(values, events)
+
+    def events(self) -> Iterator[Event]:
+        """Yield all events of the run from its beginning.
+
+        Raises:
+            CheckpointError: As `recover`.
+        """
+        for turn in self.turns():
+            yield from turn.events
+
+    def turns(self, after: int = 0) -> Iterator[Turn]:
+        """Yield the turns of the run after turn `after`.
+
+        Raises:
+            CheckpointError: As `recover`.
+        """
+        return _read_turns(self._database, after)
+
+    def _newest_snapshot(self) -> tuple[int, dict[str, Any] | None]:
+        query = "SELECT turn, digest, data FROM snapshots ORDER BY turn DESC"
+        for turn, digest, data in self._database.execute(query).fetchall():
+            try:
+                return turn, unpack_snapshot(data, digest)
+            except CheckpointError:  # an older one, or all the events, tell the same
+                self.counters["damaged_snapshots"] += 1
+        return 0, None
+
+    def append(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
+        self._segments.append(ticket, attempt, frames)
+        self._has_new_payload = True
+
+    def holds(self, ticket: int, attempt: int) -> bool:
+        return self._segments.holds(ticket, attempt)
+
+    def read(self, ticket: int, attempt: int) -> list[bytes] | None:
+        return self._segments.read(ticket, attempt)
+
+    def release(self, ticket: int) -> None:
+        self._segments.release(ticket)
+
+    def keep_only(self, tickets: Collection[int]) -> None:
+        self._segments.keep_only(tickets)
+
+    def commit(self, events: Sequence[Event], now: float) -> bool:
+        if not events:
+            return True
+        if self._fsync == "always" and self._has_new_payload:
+            self._segments.sync()
+        self._has_new_payload = False
+        data, digest = pack_turn(events)
+        row = (digest, data, time.time())
+        self._database.execute("INSERT INTO turns (digest, data, time_s) VALUES (?, ?, ?)", row)
+        self._num_new_events += len(events)
+        if self._fsync == "everysec":
+            self._disk.note_commit()
+        return True
+
+    def write_snapshot(self, values: Mapping[str, Any]) -> None:
+        data, digest = pack_snapshot(values)
+        self._database.execute("BEGIN IMMEDIATE")
+        (turn,) = self._database.execute("SELECT COALESCE(MAX(id), 0) FROM turns").fetchone()
+        self._database.execute("INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (turn, digest, data))
+        fault_point("buffer.snapshotting", turn)
+        kept = "SELECT turn FROM snapshots ORDER BY turn DESC LIMIT ?"
+        self._database.execute(f"DELETE FROM snapshots WHERE turn NOT IN ({kept})", (_KEPT_SNAPSHOTS,))
+        self._database.execute("COMMIT")
+        self._num_new_events = 0
+        fault_point("buffer.snapshotted", turn)
+
+    def survey(self) -> bool:
+        return True
+
+    def begin_anew(self, values: Mapping[str, Any]) -> bool:
+        raise AssertionError("a file journal never asks for this")
+
+    def tick(self, now: float) -> None:
+        if self._fsync == "everysec":
+            self._disk.sync_if_due(self._segments.take_unsynced)
+        elif self._fsync == "never":
+            self._segments.forget_finished()
+
+    def status(self) -> dict[str, Any]:
+        """`unsynced_s`: how long ago the oldest commit was that a power cut could cost."""
+        unsynced_s = self._disk.unsynced_s
+        return {"kind": "file", "is_away": False, "fsync": self._fsync, "unsynced_s": unsynced_s}
+
+    def close(self) -> None:
+        self._disk.close()
+        if self._fsync != "never":
+            self._segments.sync()
+            self._database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        self._segments.close()
+        self._database.close()
+        os.close(self._lock)
+
+
+class DiskSync:
+    """Syncs a segment and the write-ahead log once a second, in a thread: a slow disk delays nobody.
+
+    Payloads go first, so that no event is on the disk before the payloads that it names.
+    """
+
+    def __init__(self, log_file: Path, sync: Callable[[int], None], counters: Counter[str]) -> None:
+        self.counters = counters
+        self._log_file = log_file
+        self._sync = sync
+        self._thread: threading.Thread | None = None
+        self._next = 0.0
+        self._unsynced_since: float | None = None
+        self._synced_from: float | None = None
+
+    @property
+    def unsynced_s(self) -> float:
+        """Age of the oldest commit that may not be on the disk."""
+        since = [at for at in (self._unsynced_since, self._synced_from) if at is not None]
+        return time.monotonic() - min(since) if since else 0.0
+
+    def note_commit(self) -> None:
+        if self._unsynced_since is None:
+            self._unsynced_since = time.monotonic()
+
+    def sync_if_due(self, take_segments: Callable[[], list[int]]) -> None:
+        """Begin a sync unless one is on its way, nothing is new, or the last one is too recent."""
+        is_busy = self._thread is not None and self._thread.is_alive()
+        if is_busy or time.monotonic() < self._next:
+            return
+        if self._unsynced_since is None:
+            return
+        self._next = time.monotonic() + SYNC_EVERY_S
+        self._synced_from, self._unsynced_since = self._unsynced_since, None
+        arguments = ([*take_segments(), os.open(self._log_file, os.O_RDONLY)],)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="journal-sync", daemon=True)
+        self._thread.start()
+
+    def _run(self, descriptors: list[int]) -> None:
+        try:
+            for descriptor in descriptors:
+                self._sync(descriptor)
+        except OSError as error:
+            self.counters["failed_syncs"] += 1
+            log.error("the journal could not be synced, a power cut may cost all since then: %s", error)
+            self._unsynced_since = self._synced_from
+        finally:
+            self._synced_from = None
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.join(30.0)
+
+
+def read_turns(folder: Path) -> list[Turn]:
+    """Return all turns of the journal in `folder`, whether or not a buffer is at work on it; write nothing.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    path = folder / EVENTS
+    if not path.is_file():
+        raise CheckpointError(f"there is no journal {path}", hint="Did the run ever start?")
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            return list(_read_turns(database, 0))
+    except sqlite3.Error as error:
+        raise CheckpointError(f"the journal {path} cannot be read: {error}") from error
+
+
+def _read_turns(database: sqlite3.Connection, after: int) -> Iterator[Turn]:
+    query = "SELECT id, digest, data, time_s FROM turns WHERE id > ? ORDER BY id"
+    try:
+        for number, digest, data, time_s in database.execute(query, (after,)):
+            yield Turn(number, time_s, unpack_turn(number, data, digest))
+    except sqlite3.DatabaseError as error:
+        raise CheckpointError(f"the journal cannot be read: {error}", hint="Restore its folder") from error
+
+
+def _take_lock(path: Path) -> int:
+    """Return the descriptor that keeps every other buffer from this journal while it is open."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(
+            f"the journal {path.parent} cannot be opened: another buffer works on it",
+            hint="Stop the other run, or give this one a new name",
+        ) from error
+    return lock
+
+
+def _open_database(path: Path, synchronous: str) -> sqlite3.Connection:
+    try:
+        # The server's thread is the only user; it need not be the thread that built the service.
+        database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
+        database.execute("PRAGMA journal_mode=WAL").fetchall()
+        database.execute(f"PRAGMA synchronous={synchronous}")
+        database.executescript(_TABLES)
+        if "time_s" not in {row[1] for row in database.execute("PRAGMA table_info(turns)")}:
+            database.execute("ALTER TABLE turns ADD COLUMN time_s REAL")  # a journal of version 0.1
+        with contextlib.closing(database.execute("BEGIN IMMEDIATE")):
+            database.execute("COMMIT")
+    except sqlite3.Error as error:
+        raise ConfigError(
+            f"the journal {path} cannot be opened: {error}",
+            hint="Give the user who runs this the right to write there",
+        ) from error
+    return database

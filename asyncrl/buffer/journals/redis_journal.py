@@ -1,0 +1,457 @@
+"""The journal in Redis: events in a Stream, payloads in a hash, a snapshot of the ledger, an owner.
+
+Owns the keys `asyncrl:{<run>}:*`. Payloads are sent as they come in; a turn is one transaction behind
+them, and one round trip. The stream is trimmed by MINID once a snapshot covers it, never by length.
+
+Fencing: `owner` names the buffer that took over last, and every transaction watches it and the last
+`turn`: an older buffer's transactions fail, and so does our own that a dead connection delivers late.
+
+Away: what was not answered is kept and sent again. Wiped: an owner that is gone, or a last turn that is
+not ours, means that Redis lost what it had acknowledged; then everything that the ledger knows is written
+again (`Need.ALL`). Invariant: `commit` returns True only when Redis has carried out every transaction and
+holds every payload.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from asyncrl.buffer.journals.journal import (
+    EVENTS_PER_SNAPSHOT,
+    Need,
+    Recovery,
+    pack_snapshot,
+    pack_turn,
+)
+from asyncrl.buffer.journals.payload_index import PayloadIndex
+from asyncrl.buffer.journals.records import make_record, read_frames
+from asyncrl.buffer.journals.redis_link import Argument, AuthenticationError, LinkDown, RedisLink, Refusal
+from asyncrl.buffer.journals.redis_past import keys_of, read_past
+from asyncrl.buffer.ledger.events import Event
+from asyncrl.clock import Clock, SystemClock
+from asyncrl.errors import ConfigError, DeadlineExceeded, FencedError
+from asyncrl.faults import fault_point, is_wanted
+from asyncrl.wire import Frame
+
+log = logging.getLogger(__name__)
+
+BACKOFF_S = (0.05, 2.0)
+"""The first wait for a Redis that is away, and the longest; each is twice the one before."""
+READ_DEADLINE_S = 20.0
+LOOK_EVERY_S = 1.0
+_RIGHTS_HINT = "The user needs ~asyncrl:* +@read +@write +@transaction +@connection; docs/journals.md"
+
+
+class RedisJournal:
+    """See the module.
+
+    Args:
+        run: Names the run among all that share the Redis.
+        url: Returns where Redis is; asked before every connection.
+        connect_deadline_s: How long the first connection may take.
+
+    Raises:
+        ConfigError: Redis cannot be reached in time, refuses the user, or would evict what it holds.
+    """
+
+    def __init__(
+        self,
+        url: Callable[[], str],
+        run: str,
+        clock: Clock | None = None,
+        events_per_snapshot: int = EVENTS_PER_SNAPSHOT,
+        connect_deadline_s: float = 30.0,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self.need = Need.NOTHING
+        self._url = url
+        self._on_close = on_close
+        self._clock = clock or SystemClock()
+        self._events_per_snapshot = events_per_snapshot
+        self._keys = keys_of(run)
+        self._watched = (self._keys["owner"], self._keys["turn"])
+        self._turn = 0
+        self._sent_turn = 0
+        self._num_new_events = 0
+        self._backlog: list[tuple[int, bytes, str, str]] = []
+        self._unwritten: dict[str, bytes] = {}
+        self._sent: set[str] = set()
+        self._refusal = ""
+        self._deletions: list[str] = []
+        self._index = PayloadIndex()
+        self._away_since: float | None = None
+        self._backoff_s = BACKOFF_S[0]
+        self._next_try = 0.0
+        self._next_look = 0.0
+        self._look = ("MGET", self._keys["owner"], self._keys["turn"])
+        self._link, self._owner = self._take_over(connect_deadline_s)
+
+    # Beginning
+
+    def _take_over(self, deadline_s: float) -> tuple[RedisLink, bytes]:
+        end = self._clock.now() + deadline_s
+        while True:
+            try:
+                link = RedisLink(self._url())
+                link.connect()
+                self._check_server(link)
+                owner = self._become_owner(link)
+                if owner is not None:
+                    return link, owner
+            except Refusal as error:
+                raise ConfigError(f"Redis at {link.label} refuses: {error}", hint=_RIGHTS_HINT) from None
+            except LinkDown as error:
+                if _is_login_failure(error):
+                    raise ConfigError(
+                        f"Redis at {link.label} refuses the user or the password", hint="Check buffer.url"
+                    ) from None
+                if self._clock.now() > end:
+                    raise ConfigError(
+                        f"Redis at {link.label} cannot be reached within {deadline_s:g} s: {error}",
+                        hint="Start it, or check buffer.url",
+                    ) from None
+            self._clock.sleep(0.05)
+
+    def _become_owner(self, link: RedisLink) -> bytes | None:
+        """Write a newer owner than the last; return it, None if another buffer came in between."""
+        link.call("WATCH", *self._watched)
+        last = link.call("GET", self._keys["owner"])
+        owner = f"{_rank(last) + 1}:{secrets.token_hex(8)}".encode()
+        link.send("MULTI")
+        link.send("SET", self._keys["owner"], owner)
+        link.send("SETNX", self._keys["turn"], "0")
+        is_done = link.call("EXEC") is not None
+        link.call("WATCH", *self._watched)
+        return owner if is_done else None
+
+    def _check_server(self, link: RedisLink) -> None:
+        try:
+            text = link.call("INFO")
+        except Refusal as error:
+            log.warning("Redis at %s does not tell its settings (%s): unchecked", link.label, error)
+            return
+        facts = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
+        if facts.get("maxmemory", "0") != "0" and facts.get("maxmemory_policy") != "noeviction":
+            raise ConfigError(
+                f"Redis at {link.label} evicts keys when it is full ({facts.get('maxmemory_policy')})",
+                hint="Set its maxmemory-policy to noeviction",
+            )
+        if facts.get("aof_enabled") == "0":
+            self.counters["redis_without_aof"] = 1
+            log.warning(
+                "Redis at %s has no append-only file: what it holds ends with its process", link.label
+            )
+
+    def recover(self) -> Recovery:
+        """Return the snapshot and the events after it.
+
+        Raises:
+            CheckpointError: Something is missing or damaged.
+        """
+        past = read_past(self._ask, self._keys, self._link.label)
+        events = [event for turn in past.turns for event in turn.events]
+        self._turn = self._sent_turn = past.last_turn
+        self._num_new_events = len(events)
+        self._index = PayloadIndex(self._ask("HKEYS", self._keys["payloads"]))
+        self._deletions.extend(self._index.take_outdated())
+        return Recovery(past.values, events)
+
+    # Payloads
+
+    def append(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
+        """Send a payload ahead; `commit` reads Redis' answer."""
+        name = self._index.add(ticket, attempt, _rank(self._owner))
+        self._deletions.extend(self._index.take_outdated())
+        if name in self._deletions:
+            self._deletions.remove(name)
+        self._unwritten[name] = make_record(ticket, attempt, frames)
+        self._sent.discard(name)
+        if self._link.is_up:
+            try:
+                self._send_payload(name, ticket)
+            except LinkDown as error:
+                self._note_away(error)
+
+    def _send_payload(self, name: str, ticket: int | None = None) -> None:
+        record = self._unwritten[name]
+        command = ("HSET", self._keys["payloads"], name, record)
+
+        def on_reply(reply: Any) -> None:
+            self._sent.discard(name)
+            if isinstance(reply, Refusal):
+                self._refusal = str(reply)
+            elif self._unwritten.get(name) is record:
+                del self._unwritten[name]
+
+        if is_wanted("buffer.appending", ticket):
+            self._link.send_half([command])
+            fault_point("buffer.appending", ticket)
+        self._sent.add(name)
+        self._link.send(*command, on_reply=on_reply)
+
+    def holds(self, ticket: int, attempt: int) -> bool:
+        return self._index.find(ticket, attempt) is not None
+
+    def read(self, ticket: int, attempt: int) -> list[bytes] | None:
+        """Return a payload, None if it is not there or damaged.
+
+        Raises:
+            DeadlineExceeded: Redis was away for too long.
+        """
+        name = self._index.find(ticket, attempt)
+        if name is None:
+            return None
+        record = self._unwritten.get(name) or self._ask("HGET", self._keys["payloads"], name)
+        frames = None if record is None else read_frames(record, ticket, attempt)
+        if frames is None:
+            self.counters["damaged_payloads"] += 1
+            self._delete([self._index.remove_attempt(ticket, attempt)])
+        return frames
+
+    def _ask(self, *command: Argument) -> Any:
+        """Read something, however often Redis goes away meanwhile."""
+        end = self._clock.now() + READ_DEADLINE_S
+        while True:
+            try:
+                self._reconnect()
+                return self._link.call(*command)
+            except LinkDown as error:
+                self._note_away(error)
+            if self._clock.now() > end:
+                raise DeadlineExceeded(f"Redis at {self._link.label} was away for {READ_DEADLINE_S:g} s")
+            self._clock.sleep(self._backoff_s)
+
+    def release(self, ticket: int) -> None:
+        self._delete(self._index.remove(ticket))
+
+    def _delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._unwritten.pop(name, None)
+        self._deletions.extend(names)
+
+    def keep_only(self, tickets: Collection[int]) -> None:
+        for ticket in [ticket for ticket in self._index.tickets() if ticket not in tickets]:
+            self.release(ticket)
+
+    # Turns
+
+    def commit(self, events: Sequence[Event], now: float) -> bool:
+        if events:
+            number = self._backlog[-1][0] + 1 if self._backlog else self._turn + 1
+            self._backlog.append((number, *pack_turn(events), repr(time.time())))
+            self._num_new_events += len(events)
+            if self.need is Need.NOTHING and self._num_new_events >= self._events_per_snapshot:
+                self.need = Need.SNAPSHOT
+        is_idle = self._link.is_up and not self._backlog and not self._unwritten
+        return is_idle or self._work(self._write_turns)
+
+    def tick(self, now: float) -> None:
+        """Delete what was released; see whether Redis is away, back, wiped or taken over."""
+        if self._deletions or not self._link.is_up:
+            self._work(self._write_turns)
+        elif self._clock.now() >= self._next_look:
+            self._next_look = self._clock.now() + LOOK_EVERY_S
+            self._work(lambda: self._judge(self._link.call(*self._look)))
+
+    def write_snapshot(self, values: Mapping[str, Any]) -> None:
+        def write() -> None:
+            trim = ("XTRIM", self._keys["turns"], "MINID", "=", f"{self._turn + 1}-0")
+            self._write_state(values, self._turn, [trim])
+
+        self._work(write)
+
+    def survey(self) -> bool:
+        def look() -> None:
+            self._unwritten.clear()
+            self._index = PayloadIndex(self._link.call("HKEYS", self._keys["payloads"]))
+            self._deletions = self._index.take_outdated()
+
+        return self._work(look, is_anew=True)
+
+    def begin_anew(self, values: Mapping[str, Any]) -> bool:
+        turn = max(self._turn, self._sent_turn) + len(self._backlog)
+
+        def write() -> None:
+            self._write_payloads()
+            own = ("SET", self._keys["owner"], self._owner)
+            self._write_state(values, turn, [own, ("DEL", self._keys["turns"])])
+            self._backlog.clear()
+
+        return self._work(write, is_anew=True)
+
+    def _work(self, work: Callable[[], None], is_anew: bool = False) -> bool:
+        """Do something with Redis; return False, and try later, if it is away or refuses."""
+        if self._away_since is not None and self._clock.now() < self._next_try:
+            return False
+        try:
+            self._reconnect()
+            if self.need is Need.ALL and not is_anew:
+                return False
+            work()
+        except _Lost:
+            return False
+        except (*LinkDown, _Refused) as error:
+            self._note_away(error)
+            return False
+        self._note_back()
+        return True
+
+    def _write_turns(self) -> None:
+        """Send what is not written yet, in one transaction behind the payloads, and read the answers."""
+        for name in [name for name in self._unwritten if name not in self._sent]:
+            self._send_payload(name)
+        turns, deletions = self._backlog, self._deletions
+        number = turns[-1][0] if turns else self._turn
+        commands: list[tuple[Argument, ...]] = [
+            ("XADD", self._keys["turns"], f"{row}-0", "data", data, "digest", digest, "at", at)
+            for row, data, digest, at in turns
+        ]
+        if deletions:
+            commands.append(("HDEL", self._keys["payloads"], *deletions))
+        self._run_transaction(number, commands)
+        self._backlog, self._deletions = [], []
+        if self._unwritten:  # its events are there, but nobody is answered before it is
+            raise _Refused(self._refusal)
+
+    def _write_payloads(self) -> None:
+        for name in [name for name in self._unwritten if name not in self._sent]:
+            self._send_payload(name)
+        self._link.receive()
+        if self._unwritten:
+            raise _Refused(self._refusal)
+
+    def _write_state(
+        self, values: Mapping[str, Any], turn: int, commands: list[tuple[Argument, ...]]
+    ) -> None:
+        data, digest = pack_snapshot(values)
+        snapshot = ("turn", str(turn), "data", data, "digest", digest)
+        fault_point("buffer.snapshotting", turn)
+        self._run_transaction(turn, [*commands, ("HSET", self._keys["snapshot"], *snapshot)])
+        self._num_new_events, self.need = 0, Need.NOTHING
+        fault_point("buffer.snapshotted", turn)
+
+    def _run_transaction(self, turn: int, commands: list[tuple[Argument, ...]]) -> None:
+        """Carry the commands out, all or none, if this buffer still is the owner; then stand at `turn`.
+
+        Raises:
+            FencedError: It is not.
+            _Refused: Redis did none of them.
+        """
+        seen: list[Any] = []
+        inner = [("SET", self._keys["turn"], str(turn)), *commands]
+        everything = [("MULTI",), *inner, ("EXEC",), ("WATCH", *self._watched), self._look]
+        if is_wanted("redis.half_sent", turn):
+            self._link.send_half(everything)
+            fault_point("redis.half_sent", turn)
+        self._sent_turn = turn
+        handlers = [*[None] * (len(inner) + 1), seen.append, None, seen.append]
+        self._link.send_all(everything, handlers)
+        fault_point("redis.sent", turn)
+        self._link.receive()
+        results, state = seen
+        if isinstance(results, Refusal):
+            raise _Refused(str(results))
+        if results is None:
+            self._judge(state)
+            raise _Lost
+        self._turn = turn
+        if any(isinstance(result, Refusal) for result in results):
+            self._note_wiped(f"it did a part of turn {turn} only: {results}")
+        self._judge(state)
+
+    # Away and back
+
+    def _reconnect(self) -> None:
+        """Connect if the link is down, and find out what Redis knows.
+
+        Raises:
+            FencedError: Another buffer has taken over.
+        """
+        if self._link.is_up:
+            return
+        self._sent.clear()
+        self._link = RedisLink(self._url())
+        self._link.connect()
+        self._link.send("WATCH", *self._watched)
+        self._judge(self._link.call(*self._look))
+        self._note_back()
+
+    def _judge(self, state: Sequence[bytes | None]) -> None:
+        """Compare Redis' owner and last turn with ours."""
+        owner, turn = state[0], int(state[1] or -1)
+        if owner != self._owner and _rank(owner) >= _rank(self._owner):
+            self._link.close()
+            raise FencedError(
+                f"another buffer has taken over the journal in Redis at {self._link.label}",
+                hint="One buffer serves a run; stop this one",
+            )
+        if self.need is Need.ALL:
+            return
+        if owner is not None and turn == self._sent_turn and turn > self._turn:
+            self._turn = turn  # it was carried out, only the answer got lost
+            self._backlog = [row for row in self._backlog if row[0] > turn]
+        elif owner is None or turn != self._turn:
+            self._note_wiped(f"it stands after turn {turn}, {self._turn} were acknowledged")
+
+    def _note_wiped(self, why: str) -> None:
+        self.counters["redis_wiped"] += 1
+        self.need = Need.ALL
+        log.error(
+            "Redis at %s lost what it had acknowledged (%s): the ledger and the payloads in memory are "
+            "written again, groups whose payload is lost are generated again",
+            self._link.label,
+            why,
+        )
+
+    def _note_away(self, error: Exception) -> None:
+        now = self._clock.now()
+        if self._away_since is None:
+            self._away_since = now
+            self.counters["redis_away"] += 1
+            log.warning("Redis at %s is away (%s): the buffer waits for it", self._link.label, error)
+        self._next_try = now + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
+
+    def _note_back(self) -> None:
+        self._backoff_s = BACKOFF_S[0]
+        if self._away_since is not None:
+            away_s = self._clock.now() - self._away_since
+            self._away_since = None
+            log.warning("Redis at %s is back after %.1f s", self._link.label, away_s)
+
+    def status(self) -> dict[str, Any]:
+        """`redis`: where; `backlog`: turns that wait for it; `wiped`: how often it lost what it held."""
+        return {
+            "kind": "redis",
+            "is_away": self._away_since is not None,
+            "redis": self._link.label,
+            "backlog": len(self._backlog),
+            "wiped": self.counters["redis_wiped"],
+        }
+
+    def close(self) -> None:
+        self._link.close()
+        self._on_close()
+
+
+class _Lost(Exception):
+    """The transaction failed because Redis lost the run's keys; `need` says so."""
+
+
+class _Refused(Exception):
+    """Redis is there, but does not do what it is asked: it is full, or read-only, or loading."""
+
+
+def _rank(owner: bytes | None) -> int:
+    """Return the number in an owner's name; 0 for none."""
+    return int(owner.split(b":")[0]) if owner else 0
+
+
+def _is_login_failure(error: Exception) -> bool:
+    return isinstance(error, AuthenticationError)

@@ -1,0 +1,202 @@
+"""A private Redis server for one buffer: `buffer.managed: true`.
+
+Owns one server process and its folder: configuration, append-only file, log, and who runs it. It
+listens on loopback only and wants a password that is made for it; the default user is off. Invariant:
+at most one server works in the folder, and the buffer that finds one of an earlier life goes on with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from asyncrl.buffer.journals.journal import Fsync
+from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, Refusal, find_server
+from asyncrl.errors import ServiceFailed
+
+log = logging.getLogger(__name__)
+
+USER = "asyncrl"
+START_DEADLINE_S = 60.0
+"""A server reads its append-only file before it answers: some hundred MB/s."""
+_APPENDFSYNC = {"everysec": "everysec", "always": "always", "never": "no"}
+_RIGHTS = "~asyncrl:* &* +@all -@dangerous -@admin +info"
+
+
+@dataclass(frozen=True)
+class _Running:
+    """Who works in the folder. `began` tells a process from a later one of the same pid."""
+
+    pid: int
+    began: float
+    port: int
+    password: str
+
+
+class RedisServer:
+    """See the module. `ensure` starts it.
+
+    Args:
+        folder: Made if it is missing, readable for its owner only.
+        executable: Of the server; found by `find_server` if none is given.
+    """
+
+    def __init__(self, folder: Path, fsync: Fsync = "everysec", executable: str | None = None) -> None:
+        self._folder = folder.absolute()
+        self._fsync = fsync
+        self._executable = executable or find_server()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        before = self._read()
+        self._password = before.password if before else secrets.token_urlsafe(32)
+        self._port = before.port if before else 0
+
+    @property
+    def url(self) -> str:
+        """With user and password: not to be logged."""
+        return f"redis://{USER}:{self._password}@127.0.0.1:{self._port}/0"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the living server, None if there is none."""
+        running = self._read()
+        return running.pid if running is not None and self._is_alive(running) else None
+
+    def ensure(self) -> bool:
+        """Start the server unless it runs, and wait until it answers; return whether it was started.
+
+        Raises:
+            ServiceFailed: It ends at once, or does not answer in time; its log says why.
+        """
+        is_started = False
+        for _ in range(3):  # another process may take the port in between
+            if self.pid is None:
+                self._start()
+                is_started = True
+            with contextlib.suppress(_Ended):
+                self._await_answer()
+                return is_started
+        raise ServiceFailed(
+            f"{self._executable} does not start in {self._folder}", hint="Read redis.log in that folder"
+        )
+
+    def stop(self, deadline_s: float = 10.0) -> None:
+        """End the server by its pid: it writes what is left, then goes."""
+        running = self._read()
+        if running is None or not self._is_alive(running):
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(running.pid, signal.SIGTERM)
+        end = time.monotonic() + deadline_s
+        while self._is_alive(running):
+            if time.monotonic() > end:
+                os.kill(running.pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+    def _start(self) -> None:
+        self._port = self._port if _is_free(self._port) else _free_port()
+        self._write(self._folder / "redis.conf", self._configuration())
+        with (self._folder / "redis.log").open("ab") as output:
+            self._process = subprocess.Popen(
+                [self._executable, str(self._folder / "redis.conf")],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is the buffer's affair
+            )
+        began = psutil.Process(self._process.pid).create_time()
+        running = _Running(self._process.pid, began, self._port, self._password)
+        self._write(self._folder / "server.json", json.dumps(asdict(running)))
+        log.info("started %s with pid %d at 127.0.0.1:%d", self._executable, running.pid, self._port)
+
+    def _configuration(self) -> str:
+        password_digest = hashlib.sha256(self._password.encode()).hexdigest()
+        lines = {
+            "bind": "127.0.0.1",
+            "port": self._port,
+            "protected-mode": "yes",
+            "daemonize": "no",
+            "dir": json.dumps(str(self._folder)),
+            "save": '""',
+            "appendonly": "yes",
+            "appendfsync": _APPENDFSYNC[self._fsync],
+            "aof-load-truncated": "yes",
+            "auto-aof-rewrite-min-size": "256mb",  # payloads come and go: it grows fast and shrinks well
+            "maxmemory-policy": "noeviction",
+        }
+        users = ["user default off", f"user {USER} on #{password_digest} {_RIGHTS}"]
+        return "\n".join([*(f"{key} {value}" for key, value in lines.items()), *users, ""])
+
+    def _write(self, path: Path, text: str) -> None:
+        temporary = path.with_suffix(".new")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        temporary.replace(path)
+
+    def _read(self) -> _Running | None:
+        try:
+            return _Running(**json.loads((self._folder / "server.json").read_text()))
+        except FileNotFoundError:
+            return None
+
+    def _is_alive(self, running: _Running) -> bool:
+        if self._process is not None and self._process.pid == running.pid:
+            return self._process.poll() is None
+        try:
+            process = psutil.Process(running.pid)
+            is_same = abs(process.create_time() - running.began) < 1.0
+            return is_same and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def _await_answer(self) -> None:
+        link, end = RedisLink(self.url), time.monotonic() + START_DEADLINE_S
+        while True:
+            if self.pid is None:
+                raise _Ended
+            try:
+                link.connect()
+                link.call("PING")
+                link.close()
+                return
+            except (*LinkDown, Refusal):
+                link.close()
+            if time.monotonic() > end:
+                raise ServiceFailed(
+                    f"{link.label} did not answer within {START_DEADLINE_S:g} s",
+                    hint=f"Read redis.log in {self._folder}",
+                )
+            time.sleep(0.01)
+
+
+class _Ended(Exception):
+    """The server's process ended before it answered."""
+
+
+def _is_free(port: int) -> bool:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return port != 0
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,324 @@
+"""What replicas may ask of the ledger: leases, renewals, pushes, carries (pure).
+
+Owns admission and the judgement of what comes back. `Ledger` adds what the learner may ask, and
+states the rules.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from asyncrl.buffer.ledger import events as ev
+from asyncrl.buffer.ledger.evaluations import EvaluationOrders
+from asyncrl.buffer.ledger.orders import PromptOrder, ticket_seed
+from asyncrl.buffer.ledger.state import LedgerState
+from asyncrl.buffer.ledger.tickets import (
+    GIVEN_UP_LOST_LEASES,
+    PAYLOAD_STATES,
+    Carry,
+    CarryLoss,
+    DropReason,
+    Grant,
+    LedgerSettings,
+    Reissue,
+    State,
+    Ticket,
+)
+from asyncrl.errors import DataError, LedgerError
+from asyncrl.versions import is_admissible, max_open_tickets
+
+SOURCE = 0
+"""The one source of prompts."""
+
+
+class ReplicaCommands:
+    """Commands of replicas. Each raises before it changes anything, or succeeds whole."""
+
+    def __init__(self, settings: LedgerSettings) -> None:
+        self.settings = settings
+        self.max_lag = settings.max_lag
+        self.state = LedgerState(settings)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set up what is no state: what the events do not determine, or what follows from them."""
+        self.evaluations = EvaluationOrders(self.state, self._emit)
+        self._events: list[ev.Event] = []
+        self._order: PromptOrder | None = None
+        self._judge_all_again()
+
+    def _judge_all_again(self) -> None:
+        """Forget which stored groups were found in bound: lags are others now, after a resume say."""
+        self._judged_step = -1
+        self._unjudged: list[int] = []
+
+    def drain_events(self) -> list[ev.Event]:
+        """Return the events since the last call; the journal must have them before anyone is answered."""
+        drained, self._events = self._events, []
+        return drained
+
+    def _emit(self, event: ev.Event) -> None:
+        self.state.apply(event)
+        self._events.append(event)
+
+    def describe_data(self, num_prompts: int, digest: str) -> None:
+        """Set the number of prompts, or check that it is the same.
+
+        Raises:
+            DataError: Another number or digest than the run began with.
+        """
+        state = self.state
+        if num_prompts < 1:
+            raise DataError("the training data holds no prompt")
+        if not state.num_prompts:
+            self._emit(ev.DataDescribed(num_prompts, digest))
+        elif (num_prompts, digest) != (state.num_prompts, state.data_digest):
+            raise DataError(
+                f"the training data has {num_prompts} prompts and digest {digest}, but the run began with "
+                f"{state.num_prompts} prompts and digest {state.data_digest}",
+                hint="Use the same data file everywhere, or start a new run",
+            )
+
+    def tighten(self, max_lag: int) -> None:
+        """Admit under another bound from now on, at most the configured one, until the next start.
+
+        Raises:
+            LedgerError: It is not between 0 and the configured bound.
+        """
+        if not 0 <= max_lag <= self.settings.max_lag:
+            raise LedgerError(f"a bound of {max_lag} is not between 0 and {self.settings.max_lag}")
+        self.max_lag = max_lag
+
+    def lease(self, replica: str, version: int, want: int, now: float) -> list[Grant]:
+        """Grant up to `want` leases to a replica that serves `version`; oldest tickets first.
+
+        Raises:
+            DataError: The data is not described yet.
+            LedgerError: The version was never registered.
+        """
+        if not self.state.num_prompts:
+            raise DataError("no replica has described the training data yet", hint="Call describe_data first")
+        served_step = self._served_step(version)
+        grants: list[Grant] = []
+        while served_step is not None and len(grants) < want:
+            position = self._admit(served_step)
+            if position is None:
+                break
+            ticket = self.state.tickets[self.state.issued_heap[0]]
+            if ticket.carry is not None and not self._may_go_on(ticket.carry, position):
+                self._emit(ev.CarryDropped(ticket.id, CarryLoss.STALE.value))
+            self._emit(ev.Leased(ticket.id, replica, now + self.settings.lease_s, position, version))
+            grants.append(self._grant(ticket))
+        return grants
+
+    def _served_step(self, version: int) -> int | None:
+        """Return the step that the replica's weights count as, None if it has loaded none yet."""
+        if version == 0:
+            return None
+        if version not in self.state.versions.registered:
+            raise LedgerError(f"version {version} was never registered")
+        return self.state.versions.counted_step(version)
+
+    def _admit(self, served_step: int) -> int | None:
+        """Apply the rules; issue a ticket if none waits. Return the position of the next one to lease."""
+        state, settings = self.state, self.settings
+        first, position = state.next_positions()
+        if state.issued_heap:
+            position = max(first, min(position, state.tickets[state.issued_heap[0]].position))
+        elif not self._may_issue():
+            return None
+        if not is_admissible(position, settings.groups_per_step, served_step, self.max_lag):
+            return None
+        if state.memory_bytes + settings.max_group_bytes > settings.memory_bytes:
+            return None
+        if not state.issued_heap:
+            self._issue_new(position)
+        return position
+
+    def _may_go_on(self, carry: Carry, position: int) -> bool:
+        """Apply rule (b) to work that a ticket carries."""
+        oldest = self.state.versions.lowest_step(carry.versions)
+        return is_admissible(position, self.settings.groups_per_step, oldest, self.settings.max_lag)
+
+    def _may_issue(self) -> bool:
+        settings, state = self.settings, self.state
+        limit = max_open_tickets(settings.groups_per_step, self.max_lag)
+        is_room = state.num_open < min(limit, state.paced_open_tickets or limit)
+        is_room = is_room or state.num_unplaced < state.num_missing
+        return is_room and state.counts[State.STORED] < settings.ready_batches * settings.groups_per_step
+
+    def _issue_new(self, position: int) -> None:
+        state = self.state
+        if self._order is None:
+            self._order = PromptOrder(self.settings.run_seed, state.num_prompts, self.settings.is_shuffled)
+        pass_number, index = self._order.at(state.num_drawn)
+        self._emit(ev.Issued(state.num_issued + 1, SOURCE, pass_number, index, position, 0, 0))
+
+    def _grant(self, ticket: Ticket) -> Grant:
+        seed = ticket_seed(self.settings.run_seed, ticket.id)
+        prompt = (ticket.source, ticket.pass_number, ticket.index)
+        return Grant(ticket.id, ticket.attempt, *prompt, seed, ticket.carry_attempt)
+
+    def renew(self, replica: str, held: Sequence[tuple[int, int]], now: float) -> list[tuple[int, int]]:
+        """Extend leases; return the (ticket, attempt) pairs that the replica does not hold any more."""
+        kept, lost = set(), []
+        for pair in held:
+            if self.holds_lease(replica, *pair):
+                kept.add(pair[0])
+            else:
+                lost.append(pair)
+        if kept:
+            self._emit(ev.Renewed(tuple(sorted(kept)), now + self.settings.lease_s))
+        return lost
+
+    def holds_lease(self, replica: str, ticket: int, attempt: int) -> bool:
+        """Tell whether this replica may push this attempt."""
+        found = self.state.tickets.get(ticket)
+        if found is None or found.state is not State.LEASED:
+            return False
+        return found.attempt == attempt and found.replica == replica
+
+    def judge_push(self, replica: str, ticket: int, attempt: int) -> str:
+        """Return `welcome`, `duplicate` (this attempt was stored before) or `late` (it lost its lease).
+
+        Raises:
+            LedgerError: The ticket was never issued, or this attempt of it was never leased.
+        """
+        if self.holds_lease(replica, ticket, attempt):
+            return "welcome"
+        if not 1 <= ticket <= self.state.num_issued:
+            raise LedgerError(f"ticket {ticket} was never issued")
+        found = self.state.tickets.get(ticket)
+        if found is None:
+            return "late"
+        if attempt > found.attempt or (attempt == found.attempt and found.state is State.ISSUED):
+            raise LedgerError(f"attempt {attempt} at ticket {ticket} was never leased")
+        is_duplicate = attempt == found.attempt and found.state in PAYLOAD_STATES
+        return "duplicate" if is_duplicate else "late"
+
+    def store(self, ticket: int, num_tokens: int, num_bytes: int, versions: tuple[int, int]) -> None:
+        """Store a welcome group; `versions` are the lowest and the highest number that sampled it.
+
+        Raises:
+            LedgerError: The ticket is not leased, or a version was never registered.
+        """
+        self._leased(ticket)
+        self._check_payload(num_bytes, versions)
+        self._emit(ev.Stored(ticket, num_tokens, num_bytes, versions))
+        if self.settings.policy == "drop":
+            self._unjudged.append(ticket)
+
+    def carry(
+        self,
+        replica: str,
+        ticket: int,
+        attempt: int,
+        num_tokens: int,
+        num_bytes: int,
+        versions: tuple[int, int],
+    ) -> str:
+        """Take back a lease with the work done so far, which the ticket's next attempt may go on from.
+
+        Returns:
+            `carried`; `released`, if it finds no room beside the whole groups; or `late`.
+
+        Raises:
+            LedgerError: A version was never registered.
+        """
+        if not self.holds_lease(replica, ticket, attempt):
+            return "late"
+        self._check_payload(num_bytes, versions)
+        state, settings = self.state, self.settings
+        before = state.tickets[ticket].carry
+        others = state.carry_bytes - (before.num_bytes if before is not None else 0)
+        if others + num_bytes > settings.memory_bytes - settings.needed_bytes:
+            self._give_back(state.tickets[ticket], Reissue.RELEASED)
+            return "released"
+        self._emit(ev.Carried(ticket, num_tokens, num_bytes, versions))
+        return "carried"
+
+    def lose_carry(self, ticket: int) -> None:
+        """Forget carried work whose payload is missing or damaged: the ticket starts from its prompt."""
+        found = self.state.tickets.get(ticket)
+        if found is None or found.carry is None:
+            raise LedgerError(f"ticket {ticket} carries no work")
+        self._emit(ev.CarryDropped(ticket, CarryLoss.LOST.value))
+
+    def _check_payload(self, num_bytes: int, versions: tuple[int, int]) -> None:
+        assert num_bytes <= self.settings.max_group_bytes, "checked where groups come in"
+        for number in versions:
+            if number not in self.state.versions.registered:
+                raise LedgerError(f"version {number} was never registered")
+
+    def drop_uniform(self, ticket: int) -> None:
+        """Drop a welcome group whose rewards are all equal; its prompt is given up."""
+        self._leased(ticket)
+        self._emit(ev.Dropped(ticket, DropReason.UNIFORM.value, True))
+
+    def fail(self, replica: str, ticket: int, attempt: int) -> bool:
+        """Count a failed attempt; return False if the replica does not hold it."""
+        if not self.holds_lease(replica, ticket, attempt):
+            return False
+        self._give_back(self.state.tickets[ticket], Reissue.FAILED)
+        return True
+
+    def release(self, replica: str, held: Sequence[tuple[int, int]]) -> int:
+        """Take back the leases that a draining replica returns; return how many it held."""
+        released = [pair[0] for pair in dict.fromkeys(held) if self.holds_lease(replica, *pair)]
+        for ticket in released:
+            self._give_back(self.state.tickets[ticket], Reissue.RELEASED)
+        return len(released)
+
+    def retire(self, replica: str) -> None:
+        """Take back all that a replica holds; the same name may lease again."""
+        for ticket in sorted(self.state.leases.get(replica, ())):
+            self._give_back(self.state.tickets[ticket], Reissue.RETIRED)
+        self.evaluations.free(replica)
+
+    def expire(self, now: float) -> int:
+        """Take back the leases whose deadline has passed; return how many."""
+        state, num_expired = self.state, 0
+        while state.deadlines and state.deadlines[0][0] <= now:
+            _, number, attempt = heapq.heappop(state.deadlines)
+            ticket = state.tickets.get(number)
+            if ticket is None or ticket.state is not State.LEASED or ticket.attempt != attempt:
+                continue
+            if ticket.deadline > now:
+                heapq.heappush(state.deadlines, (ticket.deadline, number, attempt))
+                continue
+            self._give_back(ticket, Reissue.EXPIRED)
+            num_expired += 1
+        return num_expired
+
+    def restart(self, now: float) -> None:
+        """Give every lease a fresh deadline after the service came back.
+
+        Leases stay: their replicas are likely alive and half way through long answers, and a lease
+        whose holder is gone, or whose grant was never sent, expires one `lease_s` later.
+        """
+        self._emit(ev.Restarted(now + self.settings.lease_s))
+
+    def lose_payload(self, ticket: int) -> None:
+        """Issue a stored or reserved ticket again, because its payload is missing or damaged."""
+        found = self.state.tickets.get(ticket)
+        if found is None or found.state not in (State.STORED, State.RESERVED):
+            raise LedgerError(f"ticket {ticket} is neither stored nor reserved: it has no payload to lose")
+        self._emit(ev.Reissued(ticket, Reissue.LOST.value))
+        self._judge_all_again()
+
+    def _leased(self, ticket: int) -> Ticket:
+        found = self.state.tickets.get(ticket)
+        if found is None or found.state is not State.LEASED:
+            raise LedgerError(f"ticket {ticket} is not leased")
+        return found
+
+    def _give_back(self, ticket: Ticket, reason: Reissue) -> None:
+        limit = self.settings.max_attempts
+        has_failed = reason is Reissue.FAILED and ticket.num_failures + 1 >= limit
+        is_lost = reason in (Reissue.EXPIRED, Reissue.RETIRED)
+        has_killed = is_lost and ticket.num_lost_leases + 1 >= GIVEN_UP_LOST_LEASES * limit
+        if has_failed or has_killed:
+            self._emit(ev.Dropped(ticket.id, DropReason.POISON.value, True))
+        else:
+            self._emit(ev.Reissued(ticket.id, reason.value))

@@ -1,0 +1,157 @@
+"""The ledger's state as plain values, and back (pure).
+
+Owns the form of a snapshot: what the events determine and nothing that follows from it, such as
+indexes. Invariant: reading what was written makes an equal state, whatever the state.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import astuple, fields
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.buffer.ledger.lineage import VersionBook
+from asyncrl.buffer.ledger.tickets import (
+    Carry,
+    Checkpoint,
+    DropReason,
+    Evaluation,
+    State,
+    Ticket,
+)
+from asyncrl.errors import WireError
+
+if TYPE_CHECKING:
+    from asyncrl.buffer.ledger.state import LedgerState
+
+SNAPSHOT_VERSION = 1
+
+_PLAIN = (
+    *("num_prompts", "data_digest", "token", "holder", "is_resumed", "num_issued", "num_drawn"),
+    *(
+        "steps_trained",
+        "paced_open_tickets",
+        "acked_steps",
+        "last_reserved",
+        "floor_step",
+        "held_bytes",
+        "held_tokens",
+        "carry_bytes",
+    ),
+    *("folded_trained", "folded_given_up", "num_evaluations"),
+)
+_MAPPINGS = ("replay_sizes", "note")
+_COUNTERS = ("folded_dropped", "reissues")
+_TICKET_FIELDS = tuple(field.name for field in fields(Ticket))
+_STATE_AT, _REASON_AT = _TICKET_FIELDS.index("state"), _TICKET_FIELDS.index("reason")
+_VERSIONS_AT, _CARRY_AT = _TICKET_FIELDS.index("versions"), _TICKET_FIELDS.index("carry")
+_STATES = {state.value: state for state in State}
+
+
+def write_snapshot(state: LedgerState) -> dict[str, Any]:
+    """Return the state as numbers, texts, lists and maps; maps of numbers are lists of pairs."""
+    book = state.versions
+    return {
+        "snapshot_version": SNAPSHOT_VERSION,
+        "plain": {name: getattr(state, name) for name in _PLAIN},
+        "mappings": {name: _pairs(getattr(state, name)) for name in (*_MAPPINGS, *_COUNTERS)},
+        "versions": {
+            "registered": [[number, *at] for number, at in book.registered.items()],
+            "forks": list(book.forks),
+            "firsts": list(book.firsts),
+        },
+        "ticket_fields": list(_TICKET_FIELDS),
+        "tickets": [_write_ticket(ticket) for ticket in state.tickets.values()],
+        "by_step": [[step, [ticket.id for ticket in batch]] for step, batch in state.by_step.items()],
+        "dropped": [ticket.id for ticket in state.dropped],
+        "refused_steps": sorted(state.refused_steps),
+        "checkpoints": [list(astuple(one)) for one in state.checkpoints.values()],
+        "evaluations": [
+            [one.id, one.step, one.replica, one.version, _pairs(one.metrics)]
+            for one in state.evaluations.values()
+        ],
+    }
+
+
+def _pairs(mapping: Mapping[Any, Any]) -> list[list[Any]]:
+    return [[key, value] for key, value in mapping.items()]
+
+
+def _write_ticket(ticket: Ticket) -> list[Any]:
+    row = [getattr(ticket, name) for name in _TICKET_FIELDS]
+    row[_STATE_AT] = ticket.state.value
+    row[_REASON_AT] = ticket.reason and ticket.reason.value
+    row[_VERSIONS_AT] = list(ticket.versions)
+    if ticket.carry is not None:
+        row[_CARRY_AT] = [*ticket.carry[:3], list(ticket.carry.versions)]
+    return row
+
+
+def read_snapshot(state: LedgerState, values: Mapping[str, Any]) -> None:
+    """Fill a new state.
+
+    Raises:
+        WireError: The values are no snapshot of this version.
+    """
+    version = values.get("snapshot_version")
+    if version != SNAPSHOT_VERSION:
+        raise WireError(f"a snapshot has version {version!r}, this process reads {SNAPSHOT_VERSION}")
+    try:
+        _read(state, values)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise WireError(f"a snapshot is not whole: {type(error).__name__}: {error}") from error
+
+
+def _read(state: LedgerState, values: Mapping[str, Any]) -> None:
+    for name in _PLAIN:
+        setattr(state, name, values["plain"][name])
+    for name in _MAPPINGS:
+        setattr(state, name, dict(values["mappings"][name]))
+    for name in _COUNTERS:
+        setattr(state, name, Counter(dict(values["mappings"][name])))
+    book = values["versions"]
+    registered = {number: (lineage, step) for number, lineage, step in book["registered"]}
+    state.versions = VersionBook(registered, list(book["forks"]), list(book["firsts"]))
+    if tuple(values["ticket_fields"]) != _TICKET_FIELDS:
+        raise ValueError("its tickets have other fields")
+    state.tickets = {row[0]: _read_ticket(row) for row in values["tickets"]}
+    state.by_step = {step: [state.tickets[number] for number in batch] for step, batch in values["by_step"]}
+    state.dropped = deque(state.tickets[number] for number in values["dropped"])
+    state.refused_steps = set(values["refused_steps"])
+    found = [Checkpoint(*row) for row in values["checkpoints"]]
+    state.checkpoints = {checkpoint.step: checkpoint for checkpoint in found}
+    state.evaluations = {
+        number: Evaluation(number, step, replica, version, dict(metrics))
+        for number, step, replica, version, metrics in values["evaluations"]
+    }
+    _index(state)
+
+
+def _read_ticket(row: list[Any]) -> Ticket:
+    row = list(row)
+    row[_STATE_AT] = _STATES[row[_STATE_AT]]
+    row[_REASON_AT] = row[_REASON_AT] and DropReason(row[_REASON_AT])
+    row[_VERSIONS_AT] = tuple(row[_VERSIONS_AT])
+    if row[_CARRY_AT] is not None:
+        attempt, num_tokens, num_bytes, versions = row[_CARRY_AT]
+        row[_CARRY_AT] = Carry(attempt, num_tokens, num_bytes, tuple(versions))
+    return Ticket(*row)
+
+
+def _index(state: LedgerState) -> None:
+    """Build what follows from the tickets."""
+    for ticket in state.tickets.values():
+        state.counts[ticket.state] += 1
+        if ticket.state is State.ISSUED:
+            state.issued_heap.append(ticket.id)
+        elif ticket.state is State.STORED:
+            state.stored.add(ticket.id)
+        elif ticket.state is State.LEASED:
+            state.leases.setdefault(ticket.replica, set()).add(ticket.id)
+            if state.settings.policy == "wait":
+                state.leased_by_version.setdefault(ticket.version, set()).add(ticket.id)
+            state.deadlines.append((ticket.deadline, ticket.id, ticket.attempt))
+    heapq.heapify(state.issued_heap)
+    heapq.heapify(state.deadlines)

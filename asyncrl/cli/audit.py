@@ -1,0 +1,70 @@
+"""`asyncrl inspect` and `asyncrl verify`: what a run's journal tells, as text or JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import datetime
+from typing import Any
+
+from asyncrl.buffer.audit import report
+from asyncrl.cli.exits import say
+
+
+def print_account(run: str, runs_dir: str, as_json: bool) -> None:
+    """Print the account of a run."""
+    found = report.inspect_account(run, runs_dir)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for line in _lines(found):
+        print(line)
+
+
+def _lines(values: dict[str, Any], indent: str = "") -> list[str]:
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            lines += [f"{indent}{name}", *_lines(value, indent + "  ")]
+        else:
+            lines.append(f"{indent}{name:<{24 - len(indent)}} {'-' if value is None else value}")
+    return lines
+
+
+def print_ticket(run: str, runs_dir: str, number: int, as_json: bool) -> None:
+    """Print the life of one ticket."""
+    moments = report.inspect_ticket(run, runs_dir, number)
+    if as_json:
+        print(json.dumps([asdict(moment) for moment in moments], indent=2))
+        return
+    for moment in moments:
+        print(f"{_clock_time(moment.time_s):<24} {moment.what}")
+
+
+def _clock_time(time_s: float | None) -> str:
+    return "-" if time_s is None else datetime.fromtimestamp(time_s).isoformat(" ", "milliseconds")
+
+
+def print_verdict(run: str, runs_dir: str, as_json: bool) -> bool:
+    """Print what a recount of the journal found; return whether the run is sound."""
+    found = report.verify_run(run, runs_dir)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        for finding in found["findings"]:
+            print(f"{finding['law']}: {finding['message']}")
+        print(_verdict(found))
+    if found["findings"]:
+        say(f"run '{run}' breaks {', '.join(sorted({one['law'] for one in found['findings']}))}")
+    return not found["findings"]
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    account = found["account"]
+    whole = "" if found["from_the_beginning"] else " since the snapshot that the journal begins with"
+    lag = "not reported" if found["lag_max_trained"] is None else found["lag_max_trained"]
+    return (
+        f"{found['events']} events{whole}: {account['issued']} tickets, {account['trained']} trained in "
+        f"{found['steps_trained']} steps, residue {account['residue']}; largest lag trained {lag}, "
+        f"bound {found['max_lag']}; {len(found['findings'])} findings"
+    )

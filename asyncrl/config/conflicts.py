@@ -1,0 +1,189 @@
+"""Values that are right one by one and do not fit together.
+
+Owns the rules that span several keys or sections of the tree; `Config` asks for them once every value
+by itself is right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.config.tree import BufferSection, Config, LearnerSection
+
+WITH_VALUES = ("gae", "vtrace")
+"""Advantages that need a critic."""
+WITH_GREEDY = ("remax",)
+"""Advantages that need the reward of a greedy answer per group."""
+CONFLICT = "conflict"
+"""The type of the validation error that carries `Conflict`s in its context."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Values that do not fit together: their keys, what is wrong, what to do."""
+
+    keys: tuple[str, ...]
+    what: str
+    hint: str = ""
+
+
+def _journal_conflicts(buffer: BufferSection) -> list[Conflict]:
+    keys = ("buffer.journal", "buffer.url", "buffer.managed")
+    is_told = buffer.url is not None or buffer.managed
+    if buffer.journal != "redis" and is_told:
+        named = "buffer.url" if buffer.url is not None else "buffer.managed"
+        what = f"{named} does nothing with buffer.journal: {buffer.journal}"
+        return [Conflict(keys, what, "Set buffer.journal: redis")]
+    if buffer.journal == "redis" and not is_told:
+        return [Conflict(keys, "buffer.journal: redis names no Redis", "Set buffer.url or managed: true")]
+    if buffer.url is not None and buffer.managed:
+        what = "buffer.url names a Redis, and buffer.managed starts another"
+        return [Conflict(keys, what, "Choose one of them")]
+    return []
+
+
+def find_conflicts(config: Config) -> list[Conflict]:
+    """Return every pair of values that is right by itself and wrong together."""
+    learner, conflicts = config.learner, []
+    if learner.groups_per_step % learner.minibatches:
+        conflicts.append(
+            Conflict(
+                ("learner.minibatches", "learner.groups_per_step"),
+                f"learner.groups_per_step ({learner.groups_per_step}) must be a multiple of "
+                f"learner.minibatches ({learner.minibatches})",
+            )
+        )
+    if learner.groups_per_step // learner.minibatches < learner.dp:
+        conflicts.append(
+            Conflict(
+                ("learner.dp", "learner.minibatches", "learner.groups_per_step"),
+                f"a minibatch of {learner.groups_per_step // learner.minibatches} groups cannot be shared by "
+                f"learner.dp ({learner.dp}) ranks",
+            )
+        )
+    if config.eval.every_steps and config.data.eval is None:
+        conflicts.append(
+            Conflict(
+                ("eval.every_steps", "data.eval"),
+                "eval.every_steps is set, but data.eval names no prompts",
+                "Set data.eval, or eval.every_steps: 0",
+            )
+        )
+    if config.weight_sync.backend == "nccl" and not (config.rollout.gpus and learner.gpus):
+        conflicts.append(
+            Conflict(
+                ("weight_sync.backend", "rollout.gpus", "learner.gpus"),
+                "weight_sync.backend: nccl needs GPUs on both sides",
+                "Set rollout.gpus and learner.gpus, or weight_sync.backend: gloo",
+            )
+        )
+    conflicts.extend(_journal_conflicts(config.buffer))
+    if not (config.launcher.is_local or config.launcher.has_curve):
+        conflicts.append(
+            Conflict(
+                ("launcher.curve", "launcher.host"),
+                f"launcher.curve: off with launcher.host: {config.launcher.host} lets anybody who reaches "
+                "that interface into the run",
+                "Set launcher.curve: auto, or launcher.host: 127.0.0.1",
+            )
+        )
+    if config.model.dtype == "float16" and not (config.rollout.gpus and learner.gpus):
+        conflicts.append(
+            Conflict(
+                ("model.dtype", "rollout.gpus", "learner.gpus"),
+                "model.dtype: float16 needs GPUs on both sides",
+                "Set rollout.gpus and learner.gpus, or model.dtype: bfloat16",
+            )
+        )
+    return [
+        *conflicts,
+        *_find_checkpoint_conflicts(config),
+        *_find_backend_conflicts(learner),
+        *_find_schedule_conflicts(learner),
+        *_find_critic_conflicts(config),
+        *_find_reward_conflicts(config),
+    ]
+
+
+def _find_critic_conflicts(config: Config) -> list[Conflict]:
+    advantage = config.algorithm.advantage
+    if config.critic == type(config.critic)() or advantage in WITH_VALUES or ":" in advantage:
+        return []
+    return [
+        Conflict(
+            ("critic", "algorithm.advantage"),
+            f"critic is set, but algorithm.advantage: {advantage} asks for no values",
+            f"Choose {' or '.join(WITH_VALUES)}, or leave critic out",
+        )
+    ]
+
+
+def _find_reward_conflicts(config: Config) -> list[Conflict]:
+    reward, max_tokens = config.reward, config.rollout.max_tokens
+    if reward.overlong_buffer_tokens > max_tokens:
+        what = f"reward.overlong_buffer_tokens ({reward.overlong_buffer_tokens}) leaves no answer unpunished"
+        hint = f"Keep it at or below rollout.max_tokens ({max_tokens})"
+        return [Conflict(("reward.overlong_buffer_tokens", "rollout.max_tokens"), what, hint)]
+    default = type(reward).model_fields["overlong_penalty"].default
+    if reward.overlong_buffer_tokens or reward.overlong_penalty == default:
+        return []
+    what = "reward.overlong_penalty does nothing: reward.overlong_buffer_tokens is 0"
+    return [Conflict(("reward.overlong_penalty", "reward.overlong_buffer_tokens"), what, "Set both")]
+
+
+def _find_checkpoint_conflicts(config: Config) -> list[Conflict]:
+    checkpoint, every_steps = config.checkpoint, config.eval.every_steps
+    is_by_accuracy = checkpoint.keep_best > 0 and checkpoint.best_metric == "accuracy"
+    if not is_by_accuracy or (every_steps and checkpoint.every_steps % every_steps == 0):
+        return []
+    return [
+        Conflict(
+            ("checkpoint.keep_best", "eval.every_steps", "checkpoint.every_steps"),
+            "checkpoint.keep_best goes by accuracy, but not every checkpoint is evaluated",
+            "Make checkpoint.every_steps a multiple of eval.every_steps, or name another "
+            "checkpoint.best_metric, such as critic/rewards/mean",
+        )
+    ]
+
+
+def _find_schedule_conflicts(learner: LearnerSection) -> list[Conflict]:
+    if learner.lr_schedule != "constant" or not learner.min_lr_ratio:
+        return []
+    return [
+        Conflict(
+            ("learner.min_lr_ratio", "learner.lr_schedule"),
+            f"learner.min_lr_ratio: {learner.min_lr_ratio:g} does nothing with learner.lr_schedule: constant",
+            "Set learner.lr_schedule: cosine, or learner.min_lr_ratio: 0",
+        )
+    ]
+
+
+def _find_backend_conflicts(learner: LearnerSection) -> list[Conflict]:
+    """Return what is set and the chosen backend does not have: it would do nothing."""
+    is_fsdp2 = learner.backend == "fsdp2"
+    lacking = {
+        "tp": is_fsdp2 and learner.tp > 1,
+        "pp": is_fsdp2 and learner.pp > 1,
+        "vpp": is_fsdp2 and learner.vpp > 1,
+        "cp": is_fsdp2 and learner.cp > 1,
+        "overlap": is_fsdp2 and learner.overlap,
+        "recompute": is_fsdp2 and learner.recompute == "selective",
+        "compile": not is_fsdp2 and learner.compile,
+    }
+    hint = (
+        "fsdp2 cuts the model over learner.dp alone, overlaps by itself, and recomputes in full or not at all"
+        if is_fsdp2
+        else "Only learner.backend: fsdp2 has it"
+    )
+    return [
+        Conflict(
+            (f"learner.{name}", "learner.backend"),
+            f"learner.backend: {learner.backend} has no "
+            f"learner.{name}: {str(getattr(learner, name)).lower()}",
+            hint,
+        )
+        for name, is_lacking in lacking.items()
+        if is_lacking
+    ]

@@ -1,0 +1,243 @@
+"""The DEALER side: calls with deadlines, for threads and for asyncio.
+
+Invariant: a call ends by its deadline, with the reply, the service's error, or an error that names
+the operation and the address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from asyncrl import wire
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, WireError
+from asyncrl.keys import ClientKeys
+from asyncrl.rpc.frames import receive_parts, send_parts
+from asyncrl.rpc.request import Reply, read_reply
+from asyncrl.rpc.sockets import prepare_client
+
+log = logging.getLogger(__name__)
+
+_NOBLOCK = int(zmq.NOBLOCK)
+SEND_RETRY_S = 0.002
+
+
+class Client:
+    """Calls from threads, made one at a time; or several begun, then ended one by one.
+
+    >>> # Client("tcp://127.0.0.1:5555").call("status", deadline_s=1.0).args
+
+    Args:
+        keys: Of a server with keys; else its connection never comes about.
+    """
+
+    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
+        self.address = address
+        self._has_keys = keys is not None
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        prepare_client(self._socket, keys)
+        self._socket.connect(address)
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._begun: dict[int, Reply | AsyncrlError | None] = {}
+
+    def call(
+        self, op: str, frames: Sequence[wire.Frame] = (), deadline_s: float = 10.0, **args: Any
+    ) -> Reply:
+        """Call `op` and wait for its reply.
+
+        Raises:
+            DeadlineExceeded: No answer within `deadline_s`. The service may have acted all the same,
+                unless the message says that there was no connection.
+            AsyncrlError: The service's own error, with its class where that is one of ours.
+        """
+        return self.begin(op, frames, deadline_s, **args).end()
+
+    def begin(
+        self, op: str, frames: Sequence[wire.Frame] = (), deadline_s: float = 10.0, **args: Any
+    ) -> PendingCall:
+        """Send a call; its `end` waits for the reply, until `deadline_s` from now.
+
+        Raises:
+            DeadlineExceeded: There was no connection within `deadline_s`.
+        """
+        call = PendingCall(self, next(self._ids), op, deadline_s, time.monotonic() + deadline_s)
+        with self._locked(call):
+            self._socket.setsockopt(zmq.SNDTIMEO, max(1, int((call.end_s - time.monotonic()) * 1000)))
+            try:
+                send_parts(self._socket, [wire.pack_header({"id": call.id, "op": op, "args": args}), *frames])
+            except zmq.Again:
+                raise _unreachable(op, self.address, deadline_s, self._has_keys) from None
+            self._begun[call.id] = None
+        return call
+
+    @contextlib.contextmanager
+    def _locked(self, call: PendingCall) -> Iterator[None]:
+        if not self._lock.acquire(timeout=max(0.0, call.end_s - time.monotonic())):
+            raise _late(call.op, self.address, call.deadline_s)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def take(self, call: PendingCall) -> Reply:
+        """Wait for the reply of a call that was begun, see `PendingCall.end`."""
+        with self._locked(call):
+            try:
+                result = self._begun.get(call.id)
+                while result is None:
+                    left_s = max(0.0, call.end_s - time.monotonic())  # what has come is taken even then
+                    if not self._socket.poll(math.ceil(left_s * 1000)):
+                        raise _late(call.op, self.address, call.deadline_s)
+                    found_id, found = read_reply(receive_parts(self._socket))
+                    if found_id in self._begun:  # else the answer to a call that was given up earlier
+                        self._begun[found_id] = found
+                    result = self._begun.get(call.id)
+            finally:
+                self._begun.pop(call.id, None)
+        if isinstance(result, AsyncrlError):
+            raise result
+        return result
+
+    def forget(self, call: PendingCall) -> None:
+        """Give up a call that was begun; its reply is dropped when it comes."""
+        self._begun.pop(call.id, None)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+@dataclass(frozen=True)
+class PendingCall:
+    """A call that was sent. `end` it once, or `Client.forget` it."""
+
+    client: Client
+    id: int
+    op: str
+    deadline_s: float
+    end_s: float
+
+    def end(self) -> Reply:
+        """Return the reply.
+
+        Raises:
+            DeadlineExceeded, AsyncrlError: As `Client.call`.
+        """
+        return self.client.take(self)
+
+
+class AsyncClient:
+    """Calls from one event loop; any number may be in flight. `counters`: `malformed` replies.
+
+    The loop watches the socket itself: going through `zmq.asyncio` cost more than the sending.
+    """
+
+    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
+        self.address = address
+        self.counters: Counter[str] = Counter()
+        self._has_keys = keys is not None
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        prepare_client(self._socket, keys)
+        self._socket.connect(address)
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def call(
+        self, op: str, frames: Sequence[wire.Frame] = (), deadline_s: float = 10.0, **args: Any
+    ) -> Reply:
+        """As `Client.call`."""
+        loop, call_id, is_sent = self._attach(), next(self._ids), False
+        future: asyncio.Future[Reply] = loop.create_future()
+        self._waiting[call_id] = future
+        header = wire.pack_header({"id": call_id, "op": op, "args": args})
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not self._try_send([header, *frames]):
+                    await asyncio.sleep(SEND_RETRY_S)
+                is_sent = True
+                return await future
+        except TimeoutError as error:
+            if isinstance(error, AsyncrlError):
+                raise
+            if is_sent:
+                raise _late(op, self.address, deadline_s) from None
+            raise _unreachable(op, self.address, deadline_s, self._has_keys) from None
+        finally:
+            self._waiting.pop(call_id, None)
+
+    def _attach(self) -> asyncio.AbstractEventLoop:
+        """Let the running loop watch the socket."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._detach()
+            loop.add_reader(self._socket.fileno(), self._read)
+            self._loop = loop
+        return loop
+
+    def _detach(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._socket.fileno())
+        self._loop = None
+
+    def _try_send(self, parts: Sequence[wire.Frame]) -> bool:
+        """Send if there is room; False while the service is away or far behind."""
+        is_sent = True
+        try:
+            send_parts(self._socket, parts, _NOBLOCK)
+        except zmq.Again:
+            is_sent = False
+        # The descriptor signals changes only, and trying may have taken the signal of an arrival.
+        if self._loop is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._loop.call_soon(self._read)
+        return is_sent
+
+    def _read(self) -> None:
+        """Hand over all replies that are there."""
+        while not self._socket.closed:
+            try:
+                message = receive_parts(self._socket, _NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._resolve(*read_reply(message))
+            except WireError as error:
+                self.counters["malformed"] += 1
+                log.warning("a malformed reply from %s: %s", self.address, error)
+
+    def _resolve(self, call_id: int, result: Reply | AsyncrlError) -> None:
+        future = self._waiting.get(call_id)
+        if future is None or future.done():
+            return  # the answer to a call that was given up earlier
+        if isinstance(result, AsyncrlError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def close(self) -> None:
+        """Close the socket. Calls still in flight end at their deadlines."""
+        self._detach()
+        self._socket.close(linger=0)
+
+
+def _late(op: str, address: str, deadline_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"'{op}' at {address} gave no answer within {deadline_s:g} s")
+
+
+def _unreachable(op: str, address: str, deadline_s: float, has_keys: bool) -> DeadlineExceeded:
+    keys = " with the keys that this process has" if has_keys else " without keys"
+    return DeadlineExceeded(
+        f"'{op}' at {address} was not sent: no connection{keys} came about within {deadline_s:g} s",
+        hint="Is the service up, and were the keys made for this start of its run?",
+    )

@@ -1,0 +1,38 @@
+"""How far this process's memory has grown, for a server that must stay within a bound.
+
+libzmq keeps the parts of a message until its last one is there, without a limit on their number:
+300 MiB of parts that never ended took 301 MiB (docs/security.md). Closing the connections frees them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+_FIELD = "RssAnon:"
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process alone holds, without files and shared segments; 0 if unknown."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return 0  # not Linux
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(_FIELD)), 0)
+
+
+class MemoryGuard:
+    """Says when the process has grown by more than `allowance_bytes` over its smallest size since `reset`."""
+
+    def __init__(self, allowance_bytes: int) -> None:
+        self.allowance_bytes = allowance_bytes
+        self._smallest = resident_bytes()
+
+    def is_passed(self) -> bool:
+        found = resident_bytes()
+        self._smallest = min(self._smallest, found)
+        return found - self._smallest > self.allowance_bytes
+
+    def reset(self) -> None:
+        """Measure from here on."""
+        self._smallest = resident_bytes()

@@ -1,0 +1,96 @@
+"""One call as each side sees it, and what a service must offer to be called."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import zmq
+
+from asyncrl import wire
+from asyncrl.errors import BY_NAME, AsyncrlError, RemoteError, WireError
+from asyncrl.rpc.frames import send_parts
+
+MAX_OP_CHARACTERS = 64
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a call returned."""
+
+    args: dict[str, Any]
+    frames: list[wire.Frame]
+
+
+@dataclass
+class Request:
+    """One call that arrived; answer it once, now or later."""
+
+    op: str
+    args: dict[str, Any]
+    frames: list[wire.Frame]
+    client: bytes
+    id: int
+    _socket: zmq.Socket[bytes] = field(repr=False)
+    is_answered: bool = False
+
+    def reply(self, frames: Sequence[wire.Frame] = (), **args: Any) -> None:
+        """Send the result."""
+        self._send({"id": self.id, "ok": True, "args": args}, frames)
+
+    def fail(self, error: AsyncrlError) -> None:
+        """Send an error, which the caller sees raised with the same class."""
+        kind = type(error).__name__
+        self._send({"id": self.id, "ok": False, "kind": kind, "message": error.message, "hint": error.hint})
+
+    def _send(self, header: dict[str, Any], frames: Sequence[wire.Frame] = ()) -> None:
+        assert not self.is_answered, f"request '{self.op}' was answered twice"
+        self.is_answered = True
+        with contextlib.suppress(zmq.ZMQError):  # the caller is gone; nobody waits for this answer
+            send_parts(self._socket, [self.client, wire.pack_header(header), *frames])
+
+
+class Handler(Protocol):
+    """What a service does with requests, in the server's one thread."""
+
+    def handle(self, request: Request) -> None: ...
+
+    def tick(self, now: float) -> None: ...
+
+
+def read_request(message: list[wire.Frame], socket: zmq.Socket[bytes]) -> Request:
+    """Return the request in `message`: the sender's id, a header, frames.
+
+    Raises:
+        WireError: It has no header, or the header is not one of a request.
+    """
+    if len(message) < 2:
+        raise WireError("a message without a header")
+    fields = wire.unpack_header(message[1], wire.MAX_REQUEST_BYTES)
+    op, call_id = wire.field(fields, "op", str), wire.field(fields, "id", int)
+    if len(op) > MAX_OP_CHARACTERS:
+        raise WireError(f"an operation's name has {len(op)} characters, allowed are {MAX_OP_CHARACTERS}")
+    return Request(
+        op=op,
+        args=wire.field(fields, "args", dict),
+        frames=message[2:],
+        client=bytes(message[0]),
+        id=call_id,
+        _socket=socket,
+    )
+
+
+def read_reply(message: list[wire.Frame]) -> tuple[int, Reply | AsyncrlError]:
+    """Return the call's id and what it returned, or the error that it raised.
+
+    Raises:
+        WireError: The message is no reply.
+    """
+    fields = wire.unpack_header(message[0])
+    call_id = wire.field(fields, "id", int)
+    if wire.field(fields, "ok", bool):
+        return call_id, Reply(wire.field(fields, "args", dict), message[1:])
+    error_class = BY_NAME.get(wire.field(fields, "kind", str), RemoteError)
+    return call_id, error_class(wire.field(fields, "message", str), hint=wire.field(fields, "hint", str))

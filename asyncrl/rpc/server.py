@@ -1,0 +1,191 @@
+"""The ROUTER side of a service.
+
+The server loop
+  consumes: requests from its socket          waits for: a message, at most `tick_s`
+  unblocked by: a message or the tick         produces: replies; errors of a request go to its sender
+Invariant: nothing that arrives ends the loop or runs code; what is malformed or over a limit is
+counted and refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+
+import zmq
+
+from asyncrl.errors import AsyncrlError, RemoteError, WireError
+from asyncrl.keys import ServerKeys
+from asyncrl.rpc.frames import receive_part
+from asyncrl.rpc.gate import Gate
+from asyncrl.rpc.memory import MemoryGuard
+from asyncrl.rpc.request import Handler, Request, read_request
+from asyncrl.rpc.sockets import Limits, prepare_server
+from asyncrl.wire import Frame
+
+log = logging.getLogger(__name__)
+
+_NOBLOCK = int(zmq.NOBLOCK)
+COMPLAIN_EVERY_S = 1.0
+"""A flood of bad messages is a counter, not a full disk."""
+REOPEN_S = 5.0
+MAX_TURN = 256
+"""Messages handled in a row; then the tick and the gate have their turn."""
+
+
+class Server:
+    """One thread calls `serve`, which calls the handler.
+
+    Args:
+        bind: A ZMQ address; `*` as port takes a free one, see `address`.
+        keys: With keys only their allowed clients can connect, encrypted; without, anybody can who
+            reaches the address: loopback or a socket file.
+        limits: What a request may be.
+
+    `counters`: `requests`, `malformed`, `oversized`, `internal_errors`, `refused_keys`, `reopened`.
+    """
+
+    def __init__(
+        self, bind: str = "tcp://127.0.0.1:*", keys: ServerKeys | None = None, limits: Limits | None = None
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self._limits = limits or Limits()
+        # The process's one context: a context of its own would block the collector until it is closed.
+        # With keys there must be one, because libzmq knows one allow-list per context.
+        self._own_context = zmq.Context() if keys is not None else None
+        self._context = self._own_context or zmq.Context.instance()
+        self._keys = keys
+        self._gate = Gate(self._context, keys) if keys is not None else None
+        self._memory = MemoryGuard(self._limits.memory_bytes)
+        self._complain_at = 0.0
+        self._socket: zmq.Socket[bytes] = self._open(bind)
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def serve(self, handler: Handler, stop: threading.Event, tick_s: float = 0.05) -> None:
+        """Answer requests until `stop` is set, then close the socket."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        if self._gate is not None:
+            poller.register(self._gate.socket, zmq.POLLIN)
+        next_tick = time.monotonic()
+        try:
+            while not stop.is_set():
+                if poller.poll(max(0, int((next_tick - time.monotonic()) * 1000))):
+                    self._answer_gate()
+                    self._drain(handler)
+                if time.monotonic() >= next_tick:
+                    handler.tick(time.monotonic())
+                    self._guard_memory(poller)
+                    next_tick = time.monotonic() + tick_s
+        finally:
+            self.close()
+
+    def _answer_gate(self) -> None:
+        if self._gate is not None:
+            self._gate.answer(self.counters)
+
+    def close(self) -> None:
+        """Close the socket; what was sent leaves within 0.2 s."""
+        self._socket.close(linger=200)
+        self._close_gate()
+
+    def _close_gate(self) -> None:
+        if self._gate is not None and self._own_context is not None:
+            self._gate.socket.close(linger=0)
+            self._own_context.term()
+
+    def _open(self, bind: str, deadline_s: float = 0.0) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        prepare_server(socket, self._limits, self._keys)
+        end = time.monotonic() + deadline_s
+        while True:
+            try:
+                socket.bind(bind)
+                return socket
+            except zmq.ZMQError as error:
+                if time.monotonic() < end:
+                    time.sleep(0.01)
+                    continue
+                socket.close(linger=0)
+                self._close_gate()
+                message = f"cannot listen on {bind}: {error.strerror}"
+                raise AsyncrlError(message, hint="Choose a free port") from error
+
+    def _guard_memory(self, poller: zmq.Poller) -> None:
+        """At the limit, drop all connections and what they have sent so far; the honest come back."""
+        if not self._memory.is_passed():
+            return
+        self.counters["reopened"] += 1
+        log.error(
+            "this process grew by more than %d MiB: all connections are dropped",
+            self._limits.memory_bytes >> 20,
+        )
+        poller.unregister(self._socket)
+        self._socket.close(linger=0)
+        self._socket = self._open(self.address, REOPEN_S)
+        poller.register(self._socket, zmq.POLLIN)
+        self._memory.reset()
+
+    def _drain(self, handler: Handler) -> None:
+        for _ in range(MAX_TURN):
+            try:
+                message, is_oversized = self._receive()
+            except zmq.Again:
+                return
+            self._dispatch(handler, message, is_oversized)
+
+    def _receive(self) -> tuple[list[Frame], bool]:
+        """Return the next message and whether it passed a limit; then only its first two parts.
+
+        Raises:
+            zmq.Again: There is none.
+        """
+        part, is_more = receive_part(self._socket, _NOBLOCK)
+        parts, num_bytes, is_oversized = [part], 0, False
+        while is_more:
+            part, is_more = receive_part(self._socket)
+            num_bytes += len(part)
+            if not is_oversized:
+                parts.append(part)
+                is_oversized = self._limits.are_passed(len(parts) - 1, num_bytes)
+        return (parts[:2] if is_oversized else parts), is_oversized
+
+    def _dispatch(self, handler: Handler, message: list[Frame], is_oversized: bool) -> None:
+        try:
+            request = read_request(message, self._socket)
+        except WireError as error:
+            self.counters["malformed"] += 1
+            self._complain("refused a malformed message: %s", error)
+            return
+        if is_oversized:
+            self.counters["oversized"] += 1
+            request.fail(self._describe_excess(request))
+            return
+        self.counters["requests"] += 1
+        try:
+            handler.handle(request)
+        except AsyncrlError as error:
+            self._fail(request, error)
+        except Exception as error:  # process boundary: one bad request must not end the service
+            self.counters["internal_errors"] += 1
+            self._complain("the request '%s' failed", request.op, exc_info=True)
+            self._fail(request, RemoteError(f"'{request.op}' failed: {type(error).__name__}: {error}"))
+
+    def _describe_excess(self, request: Request) -> WireError:
+        limits = self._limits
+        return WireError(
+            f"'{request.op}' has more than {limits.num_parts} parts or {limits.message_bytes} bytes",
+            hint="Send smaller messages",
+        )
+
+    def _complain(self, text: str, *values: object, exc_info: bool = False) -> None:
+        """Log, at most once per `COMPLAIN_EVERY_S`; the counters miss nothing."""
+        if time.monotonic() >= self._complain_at:
+            self._complain_at = time.monotonic() + COMPLAIN_EVERY_S
+            log.warning(text, *values, exc_info=exc_info)
+
+    def _fail(self, request: Request, error: AsyncrlError) -> None:
+        if not request.is_answered:
+            request.fail(error)

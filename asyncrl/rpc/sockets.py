@@ -1,0 +1,102 @@
+"""The options of asyncrl's sockets: what bounds them in time and memory, and their keys.
+
+Invariant: a socket is given its options here and nowhere else, before it is bound or connected.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from asyncrl import wire
+from asyncrl.keys import ClientKeys, ServerKeys
+
+HANDSHAKE_MS = 10_000
+"""A connection that has not finished its handshake by then is closed and its descriptor is free."""
+HEARTBEAT_MS, SILENCE_MS = 5_000, 30_000
+"""A peer is pinged so often, and its connection is dropped after so long without an answer."""
+WAITING_BYTES = 64 << 20
+"""What the messages of one connection that wait for a busy server may take, about."""
+MIN_WAITING, MAX_WAITING = 8, 1000
+SPARE_BYTES = 1 << 30
+"""What a service may take beyond twice the groups that it keeps."""
+UNSENT_REPLIES = 256
+"""Replies kept for a peer that does not read; further ones are dropped."""
+CURVE_DOMAIN = b"asyncrl"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may be.
+
+    Attributes:
+        frame_bytes: The longest part of a message; a longer one ends the connection before it is read.
+        message_bytes: All parts together.
+        num_parts: The header and the frames after it.
+        memory_bytes: By how much the process may grow before the server drops all connections, as the
+            last resort against messages that never end.
+    """
+
+    frame_bytes: int = 64 << 20
+    message_bytes: int = 256 << 20
+    num_parts: int = 64
+    memory_bytes: int = 4 << 30
+
+    @staticmethod
+    def of_groups(max_group_bytes: int, memory_bytes: int) -> Limits:
+        """Return the limits of a service that keeps `memory_bytes` of groups, one per message."""
+        longest = 2 * max_group_bytes + wire.MAX_REQUEST_BYTES  # who is a little over is told, not cut off
+        return Limits(
+            frame_bytes=longest,
+            message_bytes=longest,
+            num_parts=16,
+            memory_bytes=2 * memory_bytes + SPARE_BYTES,
+        )
+
+    def are_passed(self, num_parts: int, num_bytes: int) -> bool:
+        """Tell whether a message so far is more than it may be."""
+        return num_parts > self.num_parts or num_bytes > self.message_bytes
+
+    @property
+    def num_waiting(self) -> int:
+        """Messages of one connection that may wait: about `WAITING_BYTES` of the longest."""
+        return min(MAX_WAITING, max(MIN_WAITING, WAITING_BYTES // self.message_bytes))
+
+
+def prepare_server(socket: zmq.Socket[bytes], limits: Limits, keys: ServerKeys | None) -> None:
+    """Set what a ROUTER needs before it is bound."""
+    socket.setsockopt(zmq.LINGER, 200)
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.frame_bytes)
+    socket.setsockopt(zmq.RCVHWM, limits.num_waiting)
+    socket.setsockopt(zmq.SNDHWM, UNSENT_REPLIES)
+    socket.setsockopt(zmq.BACKLOG, 1024)
+    _bound_in_time(socket)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        socket.setsockopt(zmq.ZAP_DOMAIN, CURVE_DOMAIN)
+        # Without this libzmq lets every key in while nobody answers for the allow-list.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+
+def prepare_client(socket: zmq.Socket[Any], keys: ClientKeys | None) -> None:
+    """Set what a DEALER needs before it connects."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+    _bound_in_time(socket)
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
+
+
+def _bound_in_time(socket: zmq.Socket[Any]) -> None:
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)

@@ -1,0 +1,103 @@
+"""The buffer's benchmark: its processes carry what they should, its verdict is about all targets."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from benchmarks.buffer import check, systems, table
+from benchmarks.buffer_peers.crew import Crew, PeerMissing, make_environment
+from benchmarks.buffer_peers.load import Turn
+
+
+@pytest.mark.parametrize(
+    ("way", "options", "shape", "groups_per_s"),
+    [
+        (("zmq_pipe", "ZmqPipe"), {}, (1, 1), 0.0),
+        (("ours", "Ours"), {"journal": "file"}, (1, 1), 20.0),
+        (("ours", "Ours"), {"journal": "none"}, (2, 2), 0.0),
+    ],
+    ids=str,
+)
+def test_a_turn_delivers_and_counts(
+    way: tuple[str, str], options: dict[str, Any], shape: tuple[int, int], groups_per_s: float
+) -> None:
+    crew = Crew(f"benchmarks.buffer_peers.{way[0]}", way[1])
+    try:
+        turn = Turn("t", 64, 2, *shape, groups_per_s=groups_per_s, per_entry=2, options=options)
+        figures = crew.run(turn, 0.6, 0.4)
+    finally:
+        crew.close()
+    assert figures.per_s > 0
+    if groups_per_s:
+        assert figures.per_s <= 2 * groups_per_s * 1.5
+        assert figures.latencies_s
+        assert min(figures.latencies_s) > 0
+
+
+def make_results(**changed: dict[str, Any]) -> dict[str, Any]:
+    per_s = {"pipe": 1000.0, "xadd": 100.0, "none": 500.0, "file": 400.0, "redis": 90.0}
+    rows = [
+        {
+            "system": name,
+            "size": "4k",
+            "shape": "1x1",
+            "missing": "",
+            "per_s": per_s.get(name, 10.0),
+            "cpu_s_per_1000": 1.0,
+            "p50_s": 0.001,
+            "p99_s": 0.005,
+            "num_latencies": 10,
+            **changed.get(name, {}),
+        }
+        for name in systems()
+    ]
+    return {
+        "quick": False,
+        "rows": rows,
+        "titles": {name: system.title for name, system in systems().items()},
+    }
+
+
+def test_figures_within_the_targets_pass_and_the_worst_is_named() -> None:
+    is_met, verdict = check(make_results())
+    assert is_met
+    assert "worst ratio to a target: 1.25 (none of the pipe" in verdict
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"none": {"per_s": 390.0}}, "none of the pipe"),
+        ({"file": {"per_s": 200.0}}, "file of none"),
+        ({"redis": {"per_s": 45.0}}, "redis of bare XADD"),
+        ({"file": {"p99_s": 0.02}}, "p99 of file"),
+        ({"ray_queue": {"per_s": 120.0}}, "of ray_queue"),
+        ({"pattern": {"missing": "pip: no such thing"}}, "not measured at 4k 1x1: pattern"),
+    ],
+    ids=str,
+)
+def test_every_target_can_be_missed(changed: dict[str, dict[str, Any]], words: str) -> None:
+    is_met, verdict = check(make_results(**changed))
+    assert not is_met
+    assert words in verdict
+
+
+def test_a_quick_run_is_judged_without_the_peers_that_it_leaves_out() -> None:
+    results = make_results(transfer_queue={"missing": "left out"}, ray_queue={"missing": "left out"})
+    assert not check(results)[0]
+    assert check({**results, "quick": True})[0]
+
+
+def test_reverb_may_be_missing_and_its_row_says_why() -> None:
+    results = make_results(reverb={"missing": "pip: ERROR: no matching distribution"})
+    assert check(results)[0]
+    assert "no matching distribution" in table(results)
+
+
+def test_a_peer_that_cannot_be_installed_is_reported_in_pips_words(tmp_path: Any) -> None:
+    assert make_environment("ours", (), tmp_path) == sys.executable
+    with pytest.raises(PeerMissing, match="pip: ERROR"):
+        make_environment("broken", (f"broken @ file://{tmp_path}/nothing.whl",), tmp_path)

@@ -1,0 +1,28 @@
+"""The verdict of the benchmark of hostile input, and that its attacks are what they are called."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl import wire
+from asyncrl.errors import WireError
+from asyncrl.experience import decode_group
+from benchmarks import hostile
+
+
+@pytest.mark.parametrize(("share", "is_met"), [(0.96, True), (0.94, False)])
+def test_a_share_below_the_target_is_a_miss(share: float, is_met: bool) -> None:
+    assert hostile.judge({"share": share})[0] is is_met
+
+
+def test_the_attacks_are_malformed_deep_and_late() -> None:
+    attacker = hostile.Attacker("tcp://127.0.0.1:1")
+    try:
+        for name in ("malformed", "deep"):
+            with pytest.raises(WireError):
+                wire.unpack_header(attacker.messages[name][0])
+        header, *frames = attacker.messages["late_push"]
+        assert wire.unpack_header(header)["op"] == "push"
+        assert decode_group(frames).ticket == 1
+    finally:
+        attacker.close()

@@ -1,0 +1,119 @@
+"""A group is trained whole or not at all: failed trajectories, short groups, groups without a spread."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from asyncrl.buffer.ledger.census import take_census
+from asyncrl.buffer.ledger.tickets import Grant, State
+from asyncrl.buffer.store import ExperienceStore
+from asyncrl.control.record.metering import Meter
+from asyncrl.errors import WireError
+from asyncrl.experience import encode_group
+from tests.buffer.parts import GROUP_SIZE, make_group, make_store
+
+SAME, DIFFERENT = (0.5,) * GROUP_SIZE, (0.0, 1.0)
+
+
+def begin(**changes: object) -> tuple[ExperienceStore, int]:
+    store = make_store(None, True, **changes)
+    store.ledger.describe_data(100, "digest")
+    token = store.ledger.open("learner")
+    store.ledger.register_version(token, 0)
+    return store, token
+
+
+def lease(store: ExperienceStore) -> Grant:
+    (grant,) = store.ledger.lease("a", 1, 1, 0.0)
+    return grant
+
+
+def push(store: ExperienceStore, grant: Grant, rewards: tuple[float, ...] = DIFFERENT) -> str:
+    return store.push(
+        "a",
+        grant.ticket,
+        grant.attempt,
+        encode_group(make_group(grant.ticket, grant.attempt, rewards=rewards)),
+    )
+
+
+@pytest.mark.parametrize("num_trajectories", [1, 3])
+def test_a_short_or_long_group_is_refused_loudly_and_tried_again(num_trajectories: int) -> None:
+    store, token = begin()
+    grant = lease(store)
+    with pytest.raises(WireError, match=f"has {GROUP_SIZE} trajectories, not {num_trajectories}"):
+        push(store, grant, rewards=(0.0, 1.0, 0.5)[:num_trajectories])
+    assert store.counters["malformed"] == 1
+    again = lease(store)
+    assert (again.ticket, again.attempt, again.index) == (grant.ticket, 2, grant.index)
+    assert store.ledger.reserve(token, 0, 0.0) is None
+
+
+def test_a_trajectory_without_a_sampled_token_does_not_count_as_one() -> None:
+    store, _ = begin()
+    grant = lease(store)
+    group = make_group(grant.ticket, grant.attempt)
+    empty = dataclasses.replace(group.trajectories[0], loss_mask=group.trajectories[0].loss_mask * 0)
+    short = dataclasses.replace(group, trajectories=(empty, *group.trajectories[1:]))
+    with pytest.raises(WireError, match="no sampled token"):
+        store.push("a", grant.ticket, grant.attempt, encode_group(short))
+
+
+def test_a_group_with_a_failed_trajectory_is_retried_and_in_the_end_dropped_with_a_reason() -> None:
+    store, _ = begin()
+    for attempt in (1, 2, 3):
+        grant = lease(store)
+        assert (grant.ticket, grant.attempt) == (1, attempt)
+        store.fail("a", grant.ticket, grant.attempt, "EnvironmentDied: no answer")
+    census = take_census(store.ledger.state)
+    assert (census.dropped, census.given_up, census.residue) == ({"poison": 1}, 1, 0)
+    assert store.counters["failed/EnvironmentDied: no answer"] == 3
+    assert lease(store).ticket == 2
+
+
+def test_groups_without_a_spread_of_rewards_are_rejected_and_their_places_filled() -> None:
+    store, token = begin()
+    for number in range(4):
+        verdict = push(store, lease(store), rewards=SAME if number % 3 else DIFFERENT)
+        assert verdict == ("dropped" if number % 3 else "stored")
+    batch = store.ledger.reserve(token, 0, 0.0)
+    assert batch is not None and [ticket.id for ticket in batch] == [1, 4], (
+        "a whole batch of groups with a spread"
+    )
+    positions = [ticket.position for ticket in batch]
+    assert positions == [0, 1], "what was dropped leaves no gap"
+    census = take_census(store.ledger.state)
+    assert (census.dropped, census.prompts_drawn, census.residue) == ({"uniform": 2}, 4, 0)
+
+
+def test_what_was_dropped_is_counted_by_reason_in_the_metrics() -> None:
+    store, _ = begin()
+    push(store, lease(store), rewards=SAME)
+    census = take_census(store.ledger.state).as_values()
+    row = Meter().update(1.0, {"buffer.0": census})
+    assert row["buffer/dropped/uniform"] == 1
+    assert [row[f"buffer/dropped/{reason}"] for reason in ("stale", "poison", "guard")] == [0, 0, 0]
+
+
+def test_carried_work_is_kept_for_the_next_attempt_and_never_trained_as_it_is() -> None:
+    store, token = begin()
+    grant = lease(store)
+    frames = encode_group(make_group(grant.ticket, grant.attempt))
+    assert store.carry("a", grant.ticket, grant.attempt, frames) == "carried"
+    store.settle(0.0)
+    assert store.ledger.state.counts[State.STORED] == 0
+    again = lease(store)
+    assert (again.ticket, again.attempt, again.carry_attempt) == (grant.ticket, 2, 1)
+    found = store.fetch_carry("a", again.ticket, again.attempt)
+    assert found is not None and [bytes(frame) for frame in found] == [bytes(frame) for frame in frames]
+    assert store.fetch_carry("b", again.ticket, again.attempt) is None, "only for who holds the lease"
+    assert store.carry("a", grant.ticket, grant.attempt, frames) == "late"
+    assert push(store, again) == "stored"
+    store.settle(0.0)
+    push(store, lease(store))
+    batch = store.ledger.reserve(token, 0, 0.0)
+    assert batch is not None
+    payloads, lost = store.fetch([ticket.id for ticket in batch])
+    assert (len(payloads), lost) == (2, [])

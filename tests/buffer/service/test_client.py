@@ -1,0 +1,171 @@
+"""The learner's client: payloads that travel ahead, and in parts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from asyncrl.buffer.client import FETCHED_AT_ONCE, LearnerClient, ReplicaClient
+from asyncrl.buffer.journals.journal import MemoryJournal
+from asyncrl.buffer.service import BufferService, Desk
+from asyncrl.buffer.store import ExperienceStore
+from asyncrl.clock import ManualClock
+from asyncrl.errors import FencedError, LedgerError, WireError
+from asyncrl.experience import encode_group
+from asyncrl.rpc import Client
+from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group, make_store, serving
+
+NUM_GROUPS = 2 * FETCHED_AT_ONCE + 1
+
+
+@pytest.fixture
+def service() -> Iterator[BufferService]:
+    store = make_store(groups_per_step=NUM_GROUPS, memory_bytes=4 * NUM_GROUPS * SETTINGS.max_group_bytes)
+    with serving(store) as running:
+        yield running
+
+
+@pytest.fixture
+def learner(service: BufferService) -> Iterator[LearnerClient]:
+    client = LearnerClient(service.address)
+    client.open("learner.0")
+    client.register_version(0)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def raw(service: BufferService, learner: LearnerClient) -> Iterator[Client]:
+    client = Client(service.address)
+    client.call("describe_data", num_prompts=100, digest="d")
+    yield client
+    client.close()
+
+
+def push(raw: Client, num_groups: int) -> list[int]:
+    grants = raw.call("lease", replica="a", version=1, want=num_groups, wait_s=0.0).args["grants"]
+    for grant in grants:
+        ticket, attempt = grant["ticket"], grant["attempt"]
+        frames = encode_group(make_group(ticket, attempt, num_tokens=ticket))
+        raw.call("push", frames, replica="a", ticket=ticket, attempt=attempt)
+    return [grant["ticket"] for grant in grants]
+
+
+def reserve(learner: LearnerClient) -> list[int]:
+    batch = learner.reserve(0, 10.0)
+    assert batch is not None
+    return [ticket.ticket for ticket in batch.tickets]
+
+
+def test_a_batch_larger_than_one_answer_comes_whole_and_in_order(raw: Client, learner: LearnerClient) -> None:
+    tickets = push(raw, NUM_GROUPS)
+    assert reserve(learner) == tickets
+    wanted = tickets[::-1]
+    groups = learner.fetch(wanted)
+    assert [group.ticket for group in groups] == wanted
+    assert [group.trajectories[0].num_tokens for group in groups] == wanted
+
+
+def test_what_was_prefetched_is_not_sent_again(raw: Client, learner: LearnerClient) -> None:
+    tickets = push(raw, NUM_GROUPS)
+    learner.prefetch(3)
+    assert learner.status()["pending"]["reserved"] == 0, "prefetching reserves nothing"
+    reserve(learner)
+    groups = learner.fetch(tickets)
+    assert [group.ticket for group in groups] == tickets
+    np.testing.assert_array_equal(groups[0].prompt_ids, [1, 2, 3])
+    args = {"token": learner.token, "tickets": tickets[:3], "have": [[tickets[0], 1], [tickets[1], 7]]}
+    assert raw.call("fetch", **args).args["frames_per_group"] == [0, 7, 7], "only the right attempt counts"
+
+
+def test_a_prefetch_before_anything_is_complete_brings_nothing_and_harms_nothing(
+    raw: Client, learner: LearnerClient
+) -> None:
+    learner.prefetch(3)
+    tickets = push(raw, NUM_GROUPS)
+    assert reserve(learner) == tickets
+    assert [group.ticket for group in learner.fetch(tickets)] == tickets
+
+
+def test_a_newer_prefetch_takes_the_place_of_an_older_one(raw: Client, learner: LearnerClient) -> None:
+    learner.prefetch(3)
+    tickets = push(raw, NUM_GROUPS)
+    learner.prefetch(NUM_GROUPS)
+    assert reserve(learner) == tickets
+    assert [group.ticket for group in learner.fetch(tickets)] == tickets
+
+
+def test_prefetching_is_refused_beyond_its_bound_and_to_an_older_learner(
+    raw: Client, learner: LearnerClient
+) -> None:
+    with pytest.raises(WireError, match="prefetches"):
+        raw.call("prefetch", token=learner.token, num_groups=1 << 30)
+    with pytest.raises(FencedError):
+        raw.call("prefetch", token=learner.token - 1, num_groups=1)
+
+
+def test_a_step_is_reported_and_the_next_one_reserved_in_one_round_trip(
+    raw: Client, learner: LearnerClient
+) -> None:
+    push(raw, NUM_GROUPS)
+    reserve(learner)
+    assert learner.trained_then_reserve(0, wait_s=0.0) is None
+    tickets = push(raw, NUM_GROUPS)
+    batch = learner.reserve(1, 10.0)
+    assert batch is not None
+    assert [ticket.ticket for ticket in batch.tickets] == tickets
+    with pytest.raises(LedgerError, match="dropped"):
+        learner.trained_then_reserve(1, 0.0, dropped=[(tickets[0], "no such reason")])
+    assert learner.status()["steps_trained"] == 1
+
+
+def test_a_fetch_of_more_parts_than_a_service_keeps_replies_loses_none() -> None:
+    num_groups = 1200  # in 300 parts
+    store = make_store(groups_per_step=num_groups, memory_bytes=4 * num_groups * SETTINGS.max_group_bytes)
+
+    async def fill(address: str) -> None:
+        replica = ReplicaClient(address, "a")
+        await replica.describe_data(10_000, "d")
+        while grants := (await replica.lease(1, 400, 0.0)).grants:
+            await asyncio.gather(*(replica.push(make_group(one.ticket, one.attempt)) for one in grants))
+        replica.close()
+
+    with serving(store) as service:
+        learner = LearnerClient(service.address, deadline_s=20.0)
+        learner.open("learner.0")
+        learner.register_version(0)
+        asyncio.run(fill(service.address))
+        reserved = learner.reserve(0, wait_s=5.0)
+        assert reserved is not None
+        tickets = [one.ticket for one in reserved.tickets]
+        assert [group.ticket for group in learner.fetch(tickets)] == tickets
+        learner.close()
+
+
+@pytest.mark.parametrize("token_id", [-1, 100])
+def test_a_group_with_a_token_that_the_model_lacks_is_refused_and_its_attempt_has_failed(
+    token_id: int,
+) -> None:
+    store = ExperienceStore(SETTINGS, MemoryJournal(), GROUP_SIZE, True, now=0.0, vocab_size=100)
+    store.ledger.describe_data(10, "d")
+    store.ledger.register_version(store.ledger.open("learner"), 0)
+    (grant,) = store.ledger.lease("a", 1, 1, 0.0)
+    group = make_group(grant.ticket)
+    group.trajectories[1].response_ids[-1] = token_id
+    with pytest.raises(WireError, match="vocabulary of 100"):
+        store.push("a", grant.ticket, grant.attempt, encode_group(group))
+    assert store.ledger.state.tickets[grant.ticket].num_failures == 1
+
+
+def test_a_status_tells_the_newest_evaluations_only() -> None:
+    store = make_store()
+    evaluations, ledger = store.ledger.evaluations, store.ledger
+    ledger.register_version(ledger.open("learner"), 0)
+    for step in range(100):
+        evaluations.finish(evaluations.request(step), 1, {"accuracy": 0.5})
+    told = Desk(store, ManualClock()).status()
+    assert [one["step"] for one in told["evaluations"]] == list(range(36, 100))
+    assert told["evaluations_pending"] == 0

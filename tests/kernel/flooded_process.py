@@ -1,0 +1,28 @@
+"""Echoes until killed, and may grow by 64 MiB only: `python -m tests.kernel.flooded_process ADDRESS`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from asyncrl.rpc import Limits, Request, Server
+
+
+class Echo:
+    def handle(self, request: Request) -> None:
+        if request.op == "stall":
+            time.sleep(2.0)
+        request.reply(request.frames, **request.args)
+
+    def tick(self, now: float) -> None: ...
+
+
+def main() -> None:
+    server = Server(sys.argv[1], limits=Limits(frame_bytes=1 << 20, memory_bytes=64 << 20))
+    print(server.address, flush=True)
+    server.serve(Echo(), threading.Event())
+
+
+if __name__ == "__main__":
+    main()

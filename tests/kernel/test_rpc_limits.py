@@ -1,0 +1,163 @@
+"""The bounds of a server: sizes, parts, time, and memory as the last one."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import DeadlineExceeded
+from asyncrl.rpc import Client
+from asyncrl.rpc.memory import MemoryGuard, resident_bytes
+from asyncrl.wire import pack_header
+from tests.buffer.hostile.hostile_parts import raw_part, raw_peer, raw_socket, shake_hands
+
+
+@contextlib.contextmanager
+def flooded(address: str) -> Iterator[tuple[str, int]]:
+    """Yield the address and the pid of an echoing server that may grow by 64 MiB."""
+    command = [sys.executable, "-m", "tests.kernel.flooded_process", address]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip(), process.pid
+    finally:
+        process.kill()
+        process.wait(10.0)
+
+
+def anonymous_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
+
+
+def call_again(client: Client) -> dict[str, int]:
+    """Call as honest clients do: what was on its way when the connection went is sent once more."""
+    for _ in range(10):
+        with contextlib.suppress(DeadlineExceeded):
+            return client.call("echo", deadline_s=2.0, n=2).args
+    raise AssertionError("ten calls had no answer")
+
+
+def flood(end: socket.socket, pid: int) -> int:
+    """Send parts of one message until the server hangs up; return the most memory that it had."""
+    largest, part = 0, raw_part(bytes(1 << 20), has_more=True)
+    for _ in range(1000):
+        end.sendall(part)
+        largest = max(largest, anonymous_bytes(pid))
+        if select.select([end], [], [], 0.0)[0]:
+            return largest
+    raise AssertionError(f"the server took 1000 MiB and has {largest >> 20} MiB")
+
+
+@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+def test_a_message_that_never_ends_costs_its_sender_the_connection_and_nobody_the_service(
+    tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "echo"
+    with flooded("tcp://127.0.0.1:*" if kind == "tcp" else f"ipc://{path}") as (address, pid):
+        client = Client(address)
+        assert client.call("echo", n=1).args == {"n": 1}
+        before = anonymous_bytes(pid)
+        with raw_socket(address) if kind == "tcp" else socket.socket(socket.AF_UNIX) as end:
+            if kind == "ipc":
+                end.connect(str(path))
+            shake_hands(end)
+            end.recv(4096)  # the server's half of the handshake
+            with contextlib.suppress(OSError):
+                assert flood(end, pid) - before < 400 << 20
+        assert call_again(client) == {"n": 2}, "an honest client comes back by itself"
+        assert anonymous_bytes(pid) - before < 64 << 20
+        client.close()
+
+
+def test_the_guard_counts_from_the_smallest_size_and_again_after_a_reset() -> None:
+    guard = MemoryGuard(32 << 20)
+    assert not guard.is_passed()
+    ballast = bytearray(b"x" * (48 << 20))
+    assert guard.is_passed()
+    guard.reset()
+    assert not guard.is_passed()
+    assert resident_bytes() > len(ballast)
+
+
+@pytest.mark.long
+def test_connections_that_say_nothing_are_closed_and_their_descriptors_are_free() -> None:
+    with flooded("tcp://127.0.0.1:*") as (address, pid):
+        descriptors = Path(f"/proc/{pid}/fd")
+        before = len(list(descriptors.iterdir()))
+        strangers = [raw_socket(address) for _ in range(200)]
+        silent = [raw_peer(address) for _ in range(20)]
+        for wait_s, num_left in ((15.0, 20), (45.0, 0)):
+            end = time.monotonic() + wait_s
+            while (found := len(list(descriptors.iterdir())) - before) > num_left:
+                assert time.monotonic() < end, f"{found} connections are left after {wait_s:g} s"
+                time.sleep(0.2)
+        for one in (*strangers, *silent):
+            one.close()
+
+
+def test_a_peer_of_a_service_that_died_is_told_its_address_and_the_operation() -> None:
+    with flooded("tcp://127.0.0.1:*") as (address, _):
+        client = Client(address)
+        assert client.call("echo", n=1).args == {"n": 1}
+    with pytest.raises(DeadlineExceeded, match=f"'echo' at {address}"):
+        client.call("echo", deadline_s=0.2)
+    client.close()
+
+
+def test_a_call_that_waits_for_another_threads_call_ends_at_its_own_deadline() -> None:
+    client = Client("tcp://127.0.0.1:1")
+
+    def call_long() -> None:
+        with contextlib.suppress(DeadlineExceeded):
+            client.call("echo", deadline_s=2.0)
+
+    thread = threading.Thread(target=call_long)
+    thread.start()
+    while not client._lock.locked():
+        time.sleep(0.001)
+    with pytest.raises(DeadlineExceeded):
+        client.call("echo", deadline_s=0.05)
+    assert thread.is_alive()
+    thread.join()
+    client.close()
+
+
+def test_replies_for_a_peer_that_never_reads_are_dropped_and_do_not_pile_up() -> None:
+    with flooded("tcp://127.0.0.1:*") as (address, pid), raw_peer(address) as end:
+        client = Client(address)
+        client.call("echo")
+        before = anonymous_bytes(pid)
+        request = pack_header({"id": 1, "op": "echo", "args": {}})
+        message = raw_part(request, has_more=True) + raw_part(bytes(100_000), has_more=False)
+        for _ in range(1500):
+            end.sendall(message)
+        assert client.call("echo", n=1).args == {"n": 1}
+        assert anonymous_bytes(pid) - before < 50 << 20
+        client.close()
+
+
+def test_messages_that_wait_for_a_busy_server_are_held_back_at_their_sender() -> None:
+    with flooded("tcp://127.0.0.1:*") as (address, pid), raw_peer(address) as end:
+        client = Client(address)
+        client.call("echo")
+        before = anonymous_bytes(pid)
+        end.sendall(raw_part(pack_header({"id": 1, "op": "stall", "args": {}}), has_more=False))
+        request = pack_header({"id": 1, "op": "echo", "args": {}})
+        message = raw_part(request, has_more=True) + raw_part(bytes(1 << 19), has_more=False)
+        end.settimeout(0.5)
+        with contextlib.suppress(TimeoutError):
+            for _ in range(400):
+                end.sendall(message)
+        assert anonymous_bytes(pid) - before < 40 << 20
+        assert client.call("echo", n=1).args == {"n": 1}
+        client.close()

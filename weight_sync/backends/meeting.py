@@ -1,0 +1,56 @@
+"""Where the members of a torch.distributed group meet, listening on one interface only.
+
+Left to itself, a `TCPStore` listens on every interface, whatever host it is given (seen with torch
+2.13: `::`). It asks nobody who they are, so it must not be reachable from where strangers are.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+from torch.distributed import TCPStore
+
+from asyncrl.errors import SyncError
+
+
+def open_store(host: str, port: int, timeout: timedelta) -> TCPStore:
+    """Return a store that listens on `host` alone; port 0 takes a free one.
+
+    Raises:
+        SyncError: Nothing can listen there.
+    """
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise SyncError(f"nothing can listen on {host}:{port}: {error.strerror}") from error
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def join_store(rendezvous: str, rank: int, timeout: timedelta) -> TCPStore:
+    """Return the store at `host:port`, which rank 0 opens; the others may come first.
+
+    Raises:
+        SyncError: Rank 0 cannot listen there.
+    """
+    place = urlsplit(f"tcp://{rendezvous}")
+    assert place.hostname is not None and place.port is not None, f"'{rendezvous}' is no host:port"
+    if rank == 0:
+        return open_store(place.hostname, place.port, timeout)
+    return TCPStore(place.hostname, place.port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def own_address(peer: str) -> str:
+    """Return the address of this host as the peer at the IP address or name `peer` sees it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 1))  # a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
