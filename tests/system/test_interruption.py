@@ -87,7 +87,8 @@ def test_a_killed_service_ends_the_run_by_name_and_leaves_nothing(
     (tmp_path / "my_reward.py").write_text(REWARD)
     reward = f"reward.fn={tmp_path / 'my_reward.py'}:compute_score"
     run = up("killed", "learner.steps=2000", reward, *SHORT)
-    status = run.wait_for(lambda status: status["step"] >= 1)
+    metrics = run.folder / "metrics.jsonl"  # a step is known a moment before its row is written
+    status = run.wait_for(lambda _: metrics.exists() and metrics.read_text().endswith("\n"))
     os.kill(status["services"]["rollout.0"]["pid"], signal.SIGKILL)
     code, output = run.finish()
     assert code == 1, output
