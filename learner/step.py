@@ -23,6 +23,7 @@ from learner.intake import Intake
 from learner.orders import Train
 from learner.report import (
     Stopwatch,
+    describe_baselines,
     describe_batch,
     describe_probabilities,
     describe_rewards,
@@ -67,6 +68,8 @@ def train_step(
         groups = intake.fetch(order.token, mine)
         whole = build_batch(groups, order.step, dict(order.versions))
     metrics = describe_batch(groups, whole, max_prompt_tokens) | _measure_shards(order, shards)
+    if objective.needs_greedy:
+        metrics |= describe_baselines(whole)
     num_sampled = int(whole.loss_mask_N.sum())
     batch = whole.mask_over_age(objective.max_lag)
     num_trained = int(batch.loss_mask_N.sum())

@@ -1,6 +1,8 @@
-"""Which models the Megatron learner can train, by what their `config.json` says (pure).
+"""What a model's `config.json` says: its size, and whether the Megatron learner can train it (pure).
 
 One rule for the check before anything starts and for the backend itself. Must never read a file.
+FLOPs: a matrix product over t tokens with P weights takes 2 P t forward. Attention is counted causally:
+4 x heads x head size per (query, key) pair and layer. The embedding look-up and norms are not counted.
 Invariant: what is not known is refused, because a model that is slightly wrong trains without any sign
 of it.
 """
@@ -8,12 +10,52 @@ of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "llama3")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PLAIN_FORM = {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False, "attention_bias": False}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What of a dense decoder decides its FLOPs."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_key_value_heads: int
+    head_size: int
+    intermediate_size: int
+    vocab_size: int
+
+    @staticmethod
+    def read(table: Mapping[str, Any]) -> ModelSize:
+        """Return what a Hugging Face `config.json` says. Raises KeyError if it does not."""
+        num_heads = int(table["num_attention_heads"])
+        return ModelSize(
+            num_layers=int(table["num_hidden_layers"]),
+            hidden_size=int(table["hidden_size"]),
+            num_heads=num_heads,
+            num_key_value_heads=int(table.get("num_key_value_heads") or num_heads),
+            head_size=int(table.get("head_dim") or table["hidden_size"] // num_heads),
+            intermediate_size=int(table["intermediate_size"]),
+            vocab_size=int(table["vocab_size"]),
+        )
+
+    @property
+    def num_weights(self) -> int:
+        """Weights that every token is multiplied with: the output projection is, the embedding is not."""
+        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_key_value_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
+
+    def forward_flops(self, num_tokens: float, num_pairs: float) -> float:
+        """Return the FLOPs of one forward pass over rows with `num_pairs` causal (query, key) pairs."""
+        attention = 4 * self.num_layers * self.num_heads * self.head_size * num_pairs
+        return 2 * self.num_weights * num_tokens + attention
 
 
 def find_unsupported(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ by itself is right.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -71,14 +72,6 @@ def find_conflicts(config: Config) -> list[Conflict]:
                 "Set data.eval, or eval.every_steps: 0",
             )
         )
-    if config.weight_sync.backend == "nccl" and not (config.rollout.gpus and learner.gpus):
-        conflicts.append(
-            Conflict(
-                ("weight_sync.backend", "rollout.gpus", "learner.gpus"),
-                "weight_sync.backend: nccl needs GPUs on both sides",
-                "Set rollout.gpus and learner.gpus, or weight_sync.backend: gloo",
-            )
-        )
     conflicts.extend(_journal_conflicts(config.buffer))
     if not (config.launcher.is_local or config.launcher.has_curve):
         conflicts.append(
@@ -89,22 +82,29 @@ def find_conflicts(config: Config) -> list[Conflict]:
                 "Set launcher.curve: auto, or launcher.host: 127.0.0.1",
             )
         )
-    if config.model.dtype == "float16" and not (config.rollout.gpus and learner.gpus):
-        conflicts.append(
-            Conflict(
-                ("model.dtype", "rollout.gpus", "learner.gpus"),
-                "model.dtype: float16 needs GPUs on both sides",
-                "Set rollout.gpus and learner.gpus, or model.dtype: bfloat16",
-            )
-        )
     return [
         *conflicts,
+        *_find_gpu_conflicts(config),
         *_find_checkpoint_conflicts(config),
         *_find_backend_conflicts(learner),
         *_find_schedule_conflicts(learner),
         *_find_critic_conflicts(config),
         *_find_reward_conflicts(config),
     ]
+
+
+def _find_gpu_conflicts(config: Config) -> Iterator[Conflict]:
+    """Yield what is set and needs GPUs on both sides, where one side has none."""
+    if config.rollout.gpus and config.learner.gpus:
+        return
+    for key, value, needing, instead in (
+        ("weight_sync.backend", config.weight_sync.backend, "nccl", "gloo"),
+        ("model.dtype", config.model.dtype, "float16", "bfloat16"),
+    ):
+        if value == needing:
+            what = f"{key}: {needing} needs GPUs on both sides"
+            hint = f"Set rollout.gpus and learner.gpus, or {key}: {instead}"
+            yield Conflict((key, "rollout.gpus", "learner.gpus"), what, hint)
 
 
 def _find_critic_conflicts(config: Config) -> list[Conflict]:

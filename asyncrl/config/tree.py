@@ -177,10 +177,11 @@ class CriticSection(Section):
     """The value model of PPO, made when `algorithm.advantage` needs values (`gae`, `vtrace`).
 
     It starts from `path`, or from the policy's model with a value head of zeros, and shares the
-    learner's backend, parallelism and batches.
+    learner's backend, parallelism and batches. `path` and `revision` are as those of `model`.
     """
 
     path: Text | None = None
+    revision: str | None = None
     lr: Annotated[float, Field(gt=0)] = 1e-5
 
 

@@ -76,16 +76,19 @@ def check_replicas(config: Config, replicas: int) -> None:
 
 def _check_models(config: Config) -> Iterator[str]:
     """Say what is wrong with the policy's model, and with the critic's if it has one of its own."""
-    yield from _check_model("model.path", config.model.path, config)
-    if config.critic.path is None:
-        return
-    yield from _check_model("critic.path", config.critic.path, config)
-    policy, critic = _vocabulary(config.model.path), _vocabulary(config.critic.path)
-    if policy is not None and critic is not None and critic < policy:
-        yield (
-            f"critic.path: '{config.critic.path}' knows {critic} tokens and the policy {policy}; "
-            "choose a model of the same family"
-        )
+    named = {"model.path": config.model.path, "critic.path": config.critic.path}
+    paths = {key: path for key, path in named.items() if path is not None}
+    for key, path in paths.items():
+        yield from _check_model(key, path, config)
+    # The policy's tokenizer makes the rows that both read; the sizes of two configs differ by padding alone.
+    num_tokens = _count_token_ids(config.model.path) or _vocabulary(config.model.path) or 0
+    for key, path in paths.items():
+        size = _vocabulary(path)
+        if size is not None and size < num_tokens:
+            yield (
+                f"{key}: '{path}' knows {size} tokens, and the policy's tokenizer in '{config.model.path}' "
+                f"has ids up to {num_tokens - 1}; choose a model of the tokenizer's family"
+            )
 
 
 def _check_model(key: str, path: str, config: Config) -> Iterator[str]:
@@ -120,6 +123,23 @@ def _vocabulary(path: str) -> int | None:
     except (OSError, ValueError, TypeError):
         return None
     return size if isinstance(size, int) else None
+
+
+def _count_token_ids(path: str) -> int | None:
+    """Return one more than the largest id of the tokenizer in the folder `path`, if that can be told.
+
+    Special tokens beyond its model's vocabulary do not count: no row has them (Gemma 3's image token).
+    """
+    size = _vocabulary(path) or 0
+    try:
+        table = _read_table(Path(path) / "tokenizer.json")
+        vocabulary, added = table["model"]["vocab"], table.get("added_tokens") or []
+        # Unigram models list their tokens in the order of their ids, all others map tokens to ids.
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        known = [token["id"] for token in added if token["id"] < size or not token.get("special")]
+        return 1 + max((*ids, *known), default=-1)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _check_lengths(config: Config) -> Iterator[str]:

@@ -47,9 +47,9 @@ def prepare(config: Config, say: Callable[[str], None]) -> Config:
     """
     root = Path(config.run.dir).absolute() / "builtin"
     model, revision = _resolve_model("model.path", config.model.path, config.model.revision, root, say)
-    critic = config.critic.path
+    critic, critic_revision = config.critic.path, config.critic.revision
     if critic is not None:
-        critic, _ = _resolve_model("critic.path", critic, None, root, say)
+        critic, critic_revision = _resolve_model("critic.path", critic, critic_revision, root, say)
     data = {
         name: None if path is None else _resolve_data(name, path, root, say)
         for name, path in (("train", config.data.train), ("eval", config.data.eval))
@@ -58,7 +58,7 @@ def prepare(config: Config, say: Callable[[str], None]) -> Config:
         update={
             "run": config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())}),
             "model": config.model.model_copy(update={"path": model, "revision": revision}),
-            "critic": config.critic.model_copy(update={"path": critic}),
+            "critic": config.critic.model_copy(update={"path": critic, "revision": critic_revision}),
             "data": config.data.model_copy(update=data),
             "reward": config.reward.model_copy(update={"fn": _resolve_reward(config.reward.fn)}),
         }

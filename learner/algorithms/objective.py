@@ -90,6 +90,11 @@ class Objective:
         """Whether `prepare` wants `sum_pi_squared_N` on the batch, of the pass that gives prox."""
         return self._needs("sum_pi_squared")
 
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether `prepare` wants `baseline_R` on the batch."""
+        return self._needs("greedy")
+
     def _needs(self, what: str) -> bool:
         return what in NEEDS.get(self.section.advantage, frozenset())
 
@@ -206,7 +211,7 @@ class Objective:
             raise ConfigError(
                 "algorithm.kl needs the log-probs of a reference policy", hint="Set algorithm.kl.coef: 0"
             )
-        if self._needs("greedy"):
+        if self.needs_greedy:
             _check_baselines(batch)
 
     def _set_advantages(
@@ -228,8 +233,6 @@ class Objective:
                 scores_R = scores_R - coefficient * rows.sum(penalty.kl_N, counted_N)
             metrics["actor/reward_kl_penalty"] = penalty.mean
             metrics["actor/reward_kl_penalty_coeff"] = coefficient
-        if self._needs("greedy") and batch.baseline_R is not None:
-            metrics["critic/greedy_score/mean"] = float(batch.baseline_R.mean())
         found = self.advantage(
             AdvantageInput(
                 rewards_N,

@@ -8,7 +8,6 @@ while training goes on: it owns its bytes. Must never use pickle.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from asyncrl.durable import sync_path
 from learner.checkpoint.pieces import Piece
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")
@@ -67,7 +67,7 @@ class Snapshot:
             tensors |= {piece_key(index, kind): state.values[kind].view(shape) for kind in KINDS}
         path = tensor_file(folder, self.rank)
         save_file(tensors, path)
-        sync_file(path)
+        sync_path(path)
         record = {
             "layout": self.layout,
             "extra": self.extra,
@@ -75,7 +75,7 @@ class Snapshot:
         }
         path = record_file(folder, self.rank)
         path.write_text(json.dumps(record, sort_keys=True))
-        sync_file(path)
+        sync_path(path)
 
 
 class HostCopies:
@@ -118,12 +118,3 @@ def tensor_file(folder: Path, rank: int) -> Path:
 def record_file(folder: Path, rank: int) -> Path:
     """Return where `rank` says what its tensors are."""
     return folder / f"rank-{rank:05d}.json"
-
-
-def sync_file(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,9 +17,9 @@ from typing import Any
 
 import xxhash
 
+from asyncrl.durable import sync_path
 from asyncrl.errors import CheckpointError
 from asyncrl.faults import fault_point
-from learner.checkpoint.snapshot import sync_file
 
 FORMAT = 2
 """Of the folder, manifest and state files. 1 had files that only the same layout of ranks could read."""
@@ -106,11 +106,11 @@ class CheckpointStore:
         manifest = json.dumps({"digest": _digest(body), "body": body}, sort_keys=True, indent=1)
         (folder / MANIFEST).write_text(manifest)
         for path in [*_files(folder), *_folders(folder), folder]:
-            sync_file(path)
+            sync_path(path)
         fault_point("checkpoint.synced", step)
         shutil.rmtree(self.folder(step), ignore_errors=True)  # an uncommitted one of an earlier life
         folder.rename(self.folder(step))
-        sync_file(self._root)
+        sync_path(self._root)
         fault_point("checkpoint.renamed", step)
         return xxhash.xxh3_128_hexdigest(manifest.encode())
 

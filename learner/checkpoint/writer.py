@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.clock import Clock, SystemClock
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, DeadlineExceeded
 from asyncrl.faults import fault_point
 from learner.checkpoint.snapshot import Snapshot
 from learner.checkpoint.store import CheckpointStore, Cut
@@ -31,11 +31,13 @@ CommitCall = Callable[[int, str, Sequence[int]], None]
 
 
 class BackgroundWriter:
-    """Writes one rank's snapshots, one checkpoint at a time."""
+    """Writes one rank's snapshots, one checkpoint at a time, each within `deadline_s`."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, deadline_s: float = WRITE_DEADLINE_S) -> None:
         self._rank = rank
+        self._deadline_s = deadline_s
         self._thread: threading.Thread | None = None
+        self._folder = Path()
 
     def begin(self, folder: Path, take: Mapping[str, Callable[[], Snapshot]]) -> None:
         """Take snapshots and begin to write them; returns when they are taken.
@@ -43,19 +45,34 @@ class BackgroundWriter:
         Args:
             folder: Where `prepare` said.
             take: By subfolder ("" for the policy), what copies the state to the host.
+
+        Raises:
+            DeadlineExceeded: As `join`.
         """
         self.join()
         snapshots = {name: call() for name, call in take.items()}
+        self._folder = folder
         self._thread = threading.Thread(
             target=self._write, args=(folder, snapshots), name="checkpoint-writer", daemon=True
         )
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the checkpoint that is being written, if any."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Wait for the checkpoint that is being written, if any.
+
+        Raises:
+            DeadlineExceeded: It has not been written within the deadline.
+        """
+        if self._thread is None:
+            return
+        self._thread.join(self._deadline_s)
+        if self._thread.is_alive():
+            raise DeadlineExceeded(
+                f"rank {self._rank} has not written its checkpoint into {self._folder} "
+                f"in {self._deadline_s:g} s more",
+                hint="Look at the disk that holds the run: it hangs or is too slow",
+            )
+        self._thread = None
 
     def _write(self, folder: Path, snapshots: Mapping[str, Snapshot]) -> None:
         problem = ""

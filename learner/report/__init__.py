@@ -1,6 +1,7 @@
 """What a learner step says of itself: metrics under verl's names, times, the profiler's window."""
 
 from learner.report.description import (
+    describe_baselines,
     describe_batch,
     describe_probabilities,
     describe_rewards,
@@ -16,6 +17,7 @@ __all__ = [
     "Efficiency",
     "ProfilerWindow",
     "Stopwatch",
+    "describe_baselines",
     "describe_batch",
     "describe_probabilities",
     "describe_rewards",

@@ -78,6 +78,17 @@ def describe_rewards(batch: PackedBatch, prepared: PackedBatch) -> Metrics:
     return _without_nothing(score_metrics(batch.rewards_R, rewards_R, length_R))
 
 
+def describe_baselines(batch: PackedBatch) -> Metrics:
+    """Return the mean reward of the greedy answers, of every row of the share that has one.
+
+    Args:
+        batch: The share as it came: a share whose groups are all over age has greedy answers too.
+    """
+    nothing_R = torch.tensor([math.nan])
+    baseline_R = nothing_R if batch.baseline_R is None else batch.baseline_R
+    return {"critic/greedy_score/mean": float(baseline_R.nanmean())}
+
+
 def describe_targets(batch: PackedBatch) -> Metrics:
     """Return advantages, returns and values over trained tokens.
 

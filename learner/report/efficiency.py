@@ -1,8 +1,7 @@
 """Model FLOPs utilisation and time per token: how well a step used its devices.
 
-A matrix product over t tokens with P weights takes 2 P t FLOPs forward and twice that backward.
-Attention is counted causally: 4 x heads x head size FLOPs forward per (query, key) pair and layer. The
-embedding look-up, norms and recomputation are not counted.
+A backward pass takes twice the FLOPs of the forward pass, which `ModelSize` counts. Recomputation is not
+counted.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.config.architectures import ModelSize
 from learner.algorithms.diagnostics.summary import PER_TOKEN, per_token_metrics
 
 PEAK_TFLOPS = {
@@ -34,31 +34,6 @@ PEAK_TFLOPS = {
 
 _TOKEN_STAGES = ("old_log_prob", *PER_TOKEN)
 _MEASURED_SIZE, _MEASURED_TIMES = 1024, 5
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """What of a dense decoder decides its FLOPs."""
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_key_value_heads: int
-    head_size: int
-    intermediate_size: int
-    vocab_size: int
-
-    @property
-    def num_weights(self) -> int:
-        """Weights that every token is multiplied with: the output projection is, the embedding is not."""
-        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_key_value_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
-
-    def forward_flops(self, num_tokens: float, num_pairs: float) -> float:
-        """Return the FLOPs of one forward pass over rows with `num_pairs` causal (query, key) pairs."""
-        attention = 4 * self.num_layers * self.num_heads * self.head_size * num_pairs
-        return 2 * self.num_weights * num_tokens + attention
 
 
 @dataclass(frozen=True)
@@ -131,16 +106,7 @@ def read_model_size(folder: Path) -> ModelSize | None:
     """Return the shape of the dense decoder in `folder`, None if its config.json does not say it."""
     try:
         table = json.loads((folder / "config.json").read_text())
-        num_heads = int(table["num_attention_heads"])
-        return ModelSize(
-            num_layers=int(table["num_hidden_layers"]),
-            hidden_size=int(table["hidden_size"]),
-            num_heads=num_heads,
-            num_key_value_heads=int(table.get("num_key_value_heads") or num_heads),
-            head_size=int(table.get("head_dim") or table["hidden_size"] // num_heads),
-            intermediate_size=int(table["intermediate_size"]),
-            vocab_size=int(table["vocab_size"]),
-        )
+        return ModelSize.read(table)
     except (FileNotFoundError, KeyError):
         return None
 

@@ -117,7 +117,7 @@ def with_critic(good: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
         (None, "holds no Hugging Face model"),
         ("{not json", "cannot be read"),
         ('{"model_type": "mixtral"}', "'mixtral' is not supported"),
-        ('{"model_type": "qwen3", "vocab_size": 50}', "knows 50 tokens and the policy 100"),
+        ('{"model_type": "qwen3", "vocab_size": 50}', "knows 50 tokens, and the policy's tokenizer"),
     ],
 )
 def test_the_critics_model_is_checked_as_the_policys_is(
@@ -129,6 +129,47 @@ def test_the_critics_model_is_checked_as_the_policys_is(
     file.unlink() if text is None else file.write_text(text)
     (line,) = problems_of(with_critic)
     assert line.startswith("critic.path") and said in line
+
+
+def write_tokenizer(folder: str, vocabulary: object, *added: dict[str, Any]) -> None:
+    table = {"model": {"vocab": vocabulary}, "added_tokens": added}
+    Path(folder, "tokenizer.json").write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize(
+    "vocabulary",
+    [{f"t{index}": index for index in range(89)}, [[f"t{index}", -1.0] for index in range(89)]],
+    ids=["bpe", "unigram"],
+)
+@pytest.mark.parametrize(
+    ("policy", "critic", "refused"),
+    [(100, 92, None), (92, 100, None), (90, 90, None), (92, 89, "critic.path"), (89, 92, "model.path")],
+)
+def test_both_models_must_know_the_tokenizers_ids_however_far_their_configs_are_padded(
+    with_critic: dict[str, Any], vocabulary: object, policy: int, critic: int, refused: str | None
+) -> None:
+    sizes = {with_critic["model"]["path"]: policy, with_critic["critic"]["path"]: critic}
+    for folder, size in sizes.items():
+        table = {"model_type": "qwen3", "vocab_size": size}
+        Path(folder, "config.json").write_text(json.dumps(table))
+    image = {"id": 100, "special": True}
+    write_tokenizer(with_critic["model"]["path"], vocabulary, {"id": 89, "special": False}, image)
+    if refused is None:
+        plan.check(Config(**with_critic))
+        return
+    (line,) = problems_of(with_critic)
+    assert line.startswith(f"{refused}:") and "knows 89 tokens" in line and "has ids up to 89;" in line
+
+
+def test_a_tokenizer_that_cannot_be_read_leaves_the_policys_size_to_compare_with(
+    with_critic: dict[str, Any],
+) -> None:
+    model = with_critic["model"]["path"]
+    Path(model, "config.json").write_text('{"model_type": "qwen3", "vocab_size": 101}')
+    for text in ("{not json", "{}", '{"model": {}}', '{"model": {"vocab": {"a": "b"}}}', "[1]"):
+        Path(model, "tokenizer.json").write_text(text)
+        (line,) = problems_of(with_critic)
+        assert line.startswith("critic.path") and "knows 100 tokens" in line
 
 
 def test_a_critic_that_cannot_be_cut_as_the_policy_is_refused(with_critic: dict[str, Any]) -> None:
@@ -220,6 +261,24 @@ def test_a_hub_id_that_cannot_be_fetched_is_one_clear_error(monkeypatch: pytest.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="could not be fetched from the hub"):
         prepare.fetch("nobody-at-all/no-such-model", None)
+
+
+@pytest.mark.parametrize("name", ["model", "critic"])
+def test_a_model_of_the_hub_is_pinned_to_the_revision_that_was_found_or_is_named(
+    with_critic: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    cached = tmp_path / "hub" / "models--owner--name"
+    newest, older = "a" * 40, "b" * 40
+    for revision in (newest, older):
+        (cached / "snapshots" / revision).mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(newest)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for named, found in ((None, newest), (older, older)):
+        with_critic[name] = {"path": "owner/name", "revision": named}
+        section = getattr(prepare.prepare(Config(**with_critic), print), name)
+        assert (section.path, section.revision) == (str(cached / "snapshots" / found), found)
 
 
 def test_an_unknown_builtin_is_refused_with_the_known_ones(tmp_path: Path) -> None:

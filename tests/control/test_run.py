@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -68,7 +69,11 @@ def test_a_pid_that_another_program_has_by_now_does_not_make_a_run_live(tmp_path
 
 @pytest.mark.parametrize(
     ("section", "name", "value"),
-    [("run", "seed", 7), ("learner", "groups_per_step", 32), ("rollout", "group_size", 4)],
+    [
+        ("run", "seed", 7),
+        ("learner", "groups_per_step", 32),
+        ("rollout", "group_size", 4),
+    ],
 )
 def test_a_run_does_not_go_on_with_values_that_its_journal_depends_on(
     values: dict[str, Any], tmp_path: Path, section: str, name: str, value: int
@@ -109,18 +114,51 @@ def test_a_run_that_has_done_its_steps_is_known_and_one_with_more_to_do_is_not(
     assert run.finished_run(config) is None
 
 
+@pytest.mark.parametrize("name", ["model", "critic"])
 def test_a_run_goes_on_with_the_revision_that_it_fetched_at_first(
-    values: dict[str, Any], tmp_path: Path
+    values: dict[str, Any], tmp_path: Path, name: str
 ) -> None:
-    config = Config(**{**values, "model": {"path": "owner/name"}})
-    assert run.keep_revision(config).model.revision is None
+    values["algorithm"] = {"advantage": "gae"}
+    config = Config(**{**values, name: {"path": "owner/name"}})
+    section = getattr(config, name)
+
+    def kept(**changes: str) -> str | None:
+        changed = config.model_copy(update={name: section.model_copy(update=changes)})
+        found: str | None = getattr(run.keep_revisions(changed), name).revision
+        return found
+
+    assert kept() is None
     snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / "abc"
-    before = config.model.model_copy(update={"path": str(snapshot), "revision": "abc"})
+    before = section.model_copy(update={"path": str(snapshot), "revision": "abc"})
     folder = tmp_path / "again"
     folder.mkdir()
-    RunDir(folder).resolved.write_text(dump_resolved(config.model_copy(update={"model": before})))
-    assert run.keep_revision(config).model.revision == "abc"
-    chosen = config.model.model_copy(update={"revision": "def"})
-    assert run.keep_revision(config.model_copy(update={"model": chosen})).model.revision == "def"
-    other = config.model.model_copy(update={"path": "owner/other"})
-    assert run.keep_revision(config.model_copy(update={"model": other})).model.revision is None
+    RunDir(folder).resolved.write_text(dump_resolved(config.model_copy(update={name: before})))
+    assert kept() == "abc"
+    assert kept(revision="def") == "def"
+    assert kept(path="owner/other") is None
+
+
+def test_a_run_that_had_no_critic_of_its_own_keeps_no_revision_for_one(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    values["algorithm"] = {"advantage": "gae"}
+    folder = tmp_path / "again"
+    folder.mkdir()
+    RunDir(folder).resolved.write_text(dump_resolved(Config(**values)))
+    kept = run.keep_revisions(Config(**values, critic={"path": "owner/name"}))
+    assert (kept.critic.path, kept.critic.revision) == ("owner/name", None)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_refused"),
+    [("grpo", "remax", True), ("remax", "remax", False), ("remax", "grpo", False), ("grpo", "rloo", False)],
+)
+def test_a_run_does_not_go_on_with_remax_when_its_groups_have_no_greedy_answers(
+    values: dict[str, Any], tmp_path: Path, before: str, after: str, is_refused: bool
+) -> None:
+    folder = RunDir(tmp_path / "again")
+    folder.path.mkdir()
+    folder.resolved.write_text(dump_resolved(Config(**values, algorithm={"advantage": before})))
+    said = r"advantage: was 'grpo', is 'remax', which needs a greedy answer.*\n?.*Choose another run.name"
+    with pytest.raises(ConfigError, match=said) if is_refused else contextlib.nullcontext():
+        run._refuse_other_lineage(folder, Config(**values, algorithm={"advantage": after}))

@@ -157,6 +157,7 @@ def test_what_the_page_for_users_of_verl_names_exists_here():
 
 def test_every_key_of_the_learning_sections_has_its_place_on_the_page_for_users_of_verl():
     text = (ROOT / "docs" / "from-verl.md").read_text(encoding="utf-8")
-    sections = ("algorithm.", "learner.", "rollout.", "data.", "metrics.")
+    sections = ("algorithm.", "critic.", "learner.", "rollout.", "weight_sync.", "data.", "metrics.")
     keys = [key for key in config_keys(Config) if key.startswith(sections)]
     assert [key for key in keys if f"`{key}`" not in text] == []
+    assert [name for name in ("publish_s", "apply_s", "version") if f"`weights/{name}`" not in text] == []

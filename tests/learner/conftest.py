@@ -1,6 +1,9 @@
 """One learner rank per process at a time: no test may leave its groups to the next."""
 
+from __future__ import annotations
+
 import os
+from pathlib import Path
 
 import pytest
 
@@ -17,3 +20,11 @@ def leave_groups():
         from learner.megatron.groups import stop_groups
 
         stop_groups()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3, which no test may change."""
+    from tests.learner.parts.samples import save_model
+
+    return save_model(tmp_path_factory.mktemp("model"))

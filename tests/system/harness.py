@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from host_main import host
 
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.config.load import dump_resolved
@@ -21,7 +22,9 @@ from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.faults import VARIABLE as FAULT_VARIABLE
 
-HOST = Path(__file__).with_name("host_main.py")
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["learner.composition", "learner.megatron.backend"])
+"""A learner that imports for itself takes five seconds to its first step; this has a dozen lives of it."""
 
 
 class Harness:
@@ -31,7 +34,7 @@ class Harness:
         self.run_dir = run_dir
         self._run_id = uuid.uuid4().hex[:8]
         self._sockets = Path("/tmp") / f"asyncrl-{self._run_id}"
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, ForkServerProcess] = {}
         self._rendezvous = HeldPort()
         (run_dir / "logs").mkdir(parents=True)
         (run_dir / "resolved.yaml").write_text(dump_resolved(config))
@@ -46,32 +49,21 @@ class Harness:
         for process in self._processes.values():
             process.terminate()
         for process in self._processes.values():
-            try:
-                process.wait(15.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(5.0)
+            process.join(15.0)
+            process.kill()
+            process.join(5.0)
         self._rendezvous.close()
         end_leftovers(self._run_id)
         remove_leftovers(self._run_id, self._sockets)
 
-    def start(self, name: str, fault: str = "") -> subprocess.Popen[bytes]:
+    def start(self, name: str, fault: str = "") -> None:
         """Start a service; `fault` is a point at which it kills itself."""
-        environment = {**os.environ, RUN_VARIABLE: self._run_id, "OMP_NUM_THREADS": "1"}
-        if fault:
-            environment[FAULT_VARIABLE] = fault
-        with (self.run_dir / "logs" / f"{name}.log").open("ab") as log_file:
-            self._processes[name] = subprocess.Popen(
-                [sys.executable, str(HOST), *self._arguments(name)],
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=log_file,
-                env=environment,
-            )
-        return self._processes[name]
-
-    def _arguments(self, name: str) -> list[str]:
-        return [str(self.run_dir), self._run_id, str(self._sockets), name, self._rendezvous.address]
+        environment = {RUN_VARIABLE: self._run_id} | ({FAULT_VARIABLE: fault} if fault else {})
+        places = (self._run_id, str(self._sockets), self._rendezvous.address)
+        self._processes[name] = FORKS.Process(
+            target=host, args=(self.run_dir, name, environment, *places), name=name, daemon=True
+        )
+        self._processes[name].start()
 
     def address(self, name: str) -> str:
         return f"ipc://{self._sockets / name}"
@@ -88,13 +80,16 @@ class Harness:
 
     def await_kill(self, name: str, deadline_s: float = 120.0) -> None:
         """Wait until the service has killed itself at its fault point."""
-        code = self._processes[name].wait(deadline_s)
-        assert code == -signal.SIGKILL, f"{name} ended with {code}\n{self.log(name)[-3000:]}"
+        self._await(name, deadline_s, -signal.SIGKILL)
 
     def await_end(self, name: str, deadline_s: float = 180.0) -> None:
         """Wait until the service has ended by itself without an error."""
-        code = self._processes[name].wait(deadline_s)
-        assert code == 0, f"{name} ended with {code}\n{self.log(name)[-3000:]}"
+        self._await(name, deadline_s, 0)
+
+    def _await(self, name: str, deadline_s: float, wanted: int) -> None:
+        process = self._processes[name]
+        process.join(deadline_s)
+        assert process.exitcode == wanted, f"{name} ended with {process.exitcode}\n{self.log(name)[-3000:]}"
 
 
 def wait_for(claim: Callable[[], bool], deadline_s: float = 60.0) -> None:

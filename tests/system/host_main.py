@@ -1,23 +1,38 @@
-"""`python host_main.py RUN_DIR RUN_ID SOCKETS NAME RENDEZVOUS` hosts one service here, without Ray."""
+"""Hosts one service in a process that was forked with its imports done, without Ray."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import os
 import signal
-import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 from asyncrl.config.load import load_config
 from asyncrl.control.roster import Roster
 
 
-def main() -> None:
-    run_dir, run_id, sockets, name = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4]
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    rendezvous = sys.argv[5]
-    spec = Roster(load_config(run_dir / "resolved.yaml"), run_dir, run_id, sockets, rendezvous).spec(name)
+def host(run_dir: Path, name: str, environment: Mapping[str, str], *places: str) -> None:
+    """Run the service `name` to its end.
+
+    Args:
+        environment: Variables to set; a fault, for example.
+        places: Of the run: its id, the folder of its sockets, its rendezvous.
+    """
+    log = os.open(run_dir / "logs" / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    run_id, sockets, rendezvous = places
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, force=True)
+    roster = Roster(load_config(run_dir / "resolved.yaml"), run_dir, run_id, Path(sockets), rendezvous)
+    spec = roster.spec(name)
     module, _, function = spec.factory.partition(":")
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -26,7 +41,3 @@ def main() -> None:
     thread.start()
     while thread.is_alive():
         thread.join(0.1)
-
-
-if __name__ == "__main__":
-    main()

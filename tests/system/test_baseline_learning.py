@@ -22,7 +22,14 @@ def run(up: Callable[..., UpRun], name: str, *changes: str) -> UpRun:
 
 
 def test_remax_learns_from_its_own_greedy_answers_with_shaped_rewards(up: Callable[..., UpRun]) -> None:
-    rows = run(up, "remax", "algorithm.advantage=remax", "reward.overlong_buffer_tokens=1").rows()
+    rows = run(
+        up,
+        "remax",
+        "algorithm.advantage=remax",
+        "reward.overlong_buffer_tokens=1",
+        "learner.lr=3e-5",
+        "learner.steps=140",
+    ).rows()
     assert gain_in_standard_errors(rows) > 4
     assert all(row["critic/greedy_score/mean"] <= 1 for row in rows)
     # Each advantage is reward less baseline, so their means must fit together: with answers of one length.

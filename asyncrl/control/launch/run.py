@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.conflicts import WITH_GREEDY
 from asyncrl.config.load import dump_resolved, load_config
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import Config, CriticSection, ModelSection
 from asyncrl.control import plan, prepare
 from asyncrl.control.api.client import NotRunning, connect
 from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
@@ -25,12 +26,16 @@ from asyncrl.errors import ConfigError, RemoteError
 SAME_ON_RESUME = (
     ("run", "seed"),
     ("model", "path"),
+    ("critic", "path"),
     ("data", "train"),
     ("data", "shuffle"),
     ("rollout", "group_size"),
     ("learner", "groups_per_step"),
 )
 """What a run's journal and checkpoints depend on: it may not change between two starts."""
+
+FetchedSection = ModelSection | CriticSection
+"""The sections whose `path` may be a hub id."""
 
 
 @dataclass
@@ -97,7 +102,7 @@ def start(config: Config, say: Callable[[str], None] = lambda sentence: None) ->
         ConfigError: Something that it names is missing or does not fit; nothing was started.
     """
     plan.check(config)
-    config = keep_revision(config)
+    config = keep_revisions(config)
     config = prepare.prepare(config, say)
     plan.check(config)
     folder = RunDir(Path(config.run.dir) / config.run.name)
@@ -133,19 +138,29 @@ def start(config: Config, say: Callable[[str], None] = lambda sentence: None) ->
     return RunHandle(folder, head, run_id, sockets)
 
 
-def keep_revision(config: Config) -> Config:
-    """Return `config` with the revision that an earlier life of the run fetched, where it names none.
+def keep_revisions(config: Config) -> Config:
+    """Return `config` with the revisions that an earlier life of the run fetched, where it names none.
 
-    The hub may have moved on since; a run goes on from the model that it began with.
+    The hub may have moved on since; a run goes on from the models that it began with.
     """
     resolved = RunDir(Path(config.run.dir).absolute() / config.run.name).resolved
-    if config.model.revision or not prepare.is_hub_id(config.model.path) or not resolved.exists():
+    if not resolved.exists():
         return config
-    before = load_config(resolved).model
-    if prepare.hub_folder(config.model.path) not in Path(before.path).parts:
-        return config  # another model: refused later, by its path
-    model = config.model.model_copy(update={"revision": before.revision})
-    return config.model_copy(update={"model": model})
+    before = load_config(resolved)
+    kept = {
+        "model": _keep_revision(config.model, before.model),
+        "critic": _keep_revision(config.critic, before.critic),
+    }
+    return config.model_copy(update=kept)
+
+
+def _keep_revision(section: FetchedSection, before: FetchedSection) -> FetchedSection:
+    path = section.path
+    if section.revision or path is None or not prepare.is_hub_id(path):
+        return section
+    if prepare.hub_folder(path) not in Path(before.path or "").parts:
+        return section  # another model: refused later, by its path
+    return section.model_copy(update={"revision": before.revision})
 
 
 def finished_run(config: Config) -> RunDir | None:
@@ -181,6 +196,9 @@ def _refuse_other_lineage(folder: RunDir, config: Config) -> None:
         for section, name in SAME_ON_RESUME
         if (old := _value(before, section, name)) != (new := _value(config, section, name))
     ]
+    old, new = before.algorithm.advantage, config.algorithm.advantage
+    if new in WITH_GREEDY and old not in WITH_GREEDY:  # the journal holds groups without a greedy answer
+        changed.append(f"algorithm.advantage: was {old!r}, is {new!r}, which needs a greedy answer per group")
     if changed:
         raise ConfigError(
             f"the run in {folder.path} cannot go on with other values:\n" + "\n".join(changed),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
-from asyncrl.config.architectures import find_unsupported, read_rope, rope_type_of
+from asyncrl.config.architectures import ModelSize, find_unsupported, read_rope, rope_type_of
 from asyncrl.config.cuts import find_uneven_cuts, pad_vocabulary
 from asyncrl.config.tree import LearnerSection
 from asyncrl.errors import ConfigError
@@ -34,17 +34,10 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Architecture(ModelSize):
     """The shape of a supported model. Sizes are counts; `rope` is the table of rotary parameters."""
 
     model_type: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_key_value_heads: int
-    head_size: int
-    intermediate_size: int
-    vocab_size: int
     norm_eps: float
     is_tied: bool
     rope: dict[str, Any]
@@ -96,16 +89,9 @@ def read_architecture(folder: Path) -> Architecture:
     table = json.loads(path.read_text())
     for problem, hint in find_unsupported(table):
         raise ConfigError(f"{path}: {problem}", hint=hint)
-    num_heads = table["num_attention_heads"]
     return Architecture(
+        **asdict(ModelSize.read(table)),
         model_type=table["model_type"],
-        num_layers=table["num_hidden_layers"],
-        hidden_size=table["hidden_size"],
-        num_heads=num_heads,
-        num_key_value_heads=table.get("num_key_value_heads") or num_heads,
-        head_size=table.get("head_dim") or table["hidden_size"] // num_heads,
-        intermediate_size=table["intermediate_size"],
-        vocab_size=table["vocab_size"],
         norm_eps=table["rms_norm_eps"],
         is_tied=table.get("tie_word_embeddings", False),
         rope=_read_rope(table, path),

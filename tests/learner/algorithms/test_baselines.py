@@ -15,28 +15,15 @@ from learner.algorithms.advantage import ADVANTAGES, AdvantageInput
 from learner.algorithms.objective import rows_of
 from learner.backend import Models
 from learner.batching.batch import build_batch
-from learner.orders import Train
-from learner.report import Stopwatch, reduce_over_ranks
-from learner.step import train_step
-from tests.learner.backends.fsdp2_process import open_fsdp2
+from tests.learner.parts.contract import weights_of
 from tests.learner.parts.samples import make_groups, save_model
-from tests.learner.parts.training import open_backend, open_objective
+from tests.learner.parts.training import open_backend, open_fsdp2, open_objective, take_step
 
 BASELINE = 0.25
 GROUPS = make_groups(4, versions=(1, 2), baseline_reward=BASELINE)
 VERSIONS = {1: 0, 2: 1}
 OPTIMAL = ("optimal_token_baseline", "tir_optimal_token_baseline")
 PLAIN = {"correction": "disabled", "veto": 0}
-
-
-class StoredGroups:
-    """An intake whose groups are in memory."""
-
-    def __init__(self, groups):
-        self._groups = groups
-
-    def fetch(self, token, tickets):
-        return [group for group in self._groups if group.ticket in tickets]
 
 
 @pytest.fixture(params=[open_backend, open_fsdp2], ids=["megatron", "fsdp2"])
@@ -47,19 +34,7 @@ def policy(request, tmp_path):
 
 
 def run_step(policy, objective, groups=GROUPS):
-    order = Train(
-        step=2,
-        token=1,
-        tickets=[group.ticket for group in groups],
-        num_tokens=[group.num_tokens for group in groups],
-        versions=list(VERSIONS.items()),
-    )
-    result = train_step(order, StoredGroups(groups), Models(policy), objective, 2, Stopwatch(), 6)
-    return reduce_over_ranks(policy, result.metrics, result.weight)
-
-
-def weights_of(policy):
-    return {name: tensor.clone() for name, tensor in policy.named_tensors()}
+    return take_step(Models(policy), objective, groups)
 
 
 def assert_trains(policy, objective):
@@ -97,6 +72,20 @@ def test_remax_refuses_a_batch_with_a_group_that_brought_no_greedy_answer(lackin
     with pytest.raises(DataError, match=f"{len(lacking)} groups, the first of them ticket {10 + lacking[0]}"):
         run_step(backend, open_objective(advantage="remax", **PLAIN), groups)
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.named_tensors())
+    backend.close()
+
+
+@pytest.mark.parametrize("num_stale", [1, 4], ids=["one", "all"])
+def test_the_greedy_score_is_that_of_the_whole_batch_also_of_groups_over_age(num_stale, tmp_path):
+    backend = open_backend(save_model(tmp_path))
+    old, fresh = (make_groups(4, versions=(version,), seed=version) for version in (1, 2))
+    groups = [
+        dataclasses.replace(group, baseline_reward=float(group.ticket))
+        for group in (*old[:num_stale], *fresh[num_stale:])
+    ]
+    row = run_step(backend, open_objective(max_lag=1, advantage="remax", **PLAIN), groups)
+    assert ("critic/advantages/mean" in row) == (num_stale < 4), "nothing of a batch over age is trained"
+    assert row["critic/greedy_score/mean"] == pytest.approx((10 + 11 + 12 + 13) / 4)
     backend.close()
 
 

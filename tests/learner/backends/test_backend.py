@@ -1,40 +1,53 @@
-"""The backend alone in one process: exactness of cuts, resume, determinism, guards."""
+"""The backends alone in one process: exactness of cuts, resume, determinism, guards."""
 
 import dataclasses
 import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import CheckpointError, ConfigError, DataError, LedgerError
 from learner.batching.batch import build_batch
-from learner.fsdp2.backend import Fsdp2Backend
-from learner.megatron.backend import MegatronBackend
 from learner.megatron.value import MegatronValueBackend
-from tests.learner.parts.contract import assert_resume_is_bit_exact, is_bit_equal, weights_of
-from tests.learner.parts.samples import make_groups, save_model
-from tests.learner.parts.training import open_backend, open_objective, prepare_step, train, train_values
+from tests.learner.parts.contract import (
+    assert_export_gives_back_every_bit,
+    assert_resume_is_bit_exact,
+    is_bit_equal,
+    weights_of,
+)
+from tests.learner.parts.samples import make_groups
+from tests.learner.parts.training import (
+    open_backend,
+    open_fsdp2,
+    open_objective,
+    prepare_step,
+    train,
+    train_values,
+)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
+@pytest.fixture(params=[open_backend, open_fsdp2], ids=["megatron", "fsdp2"])
+def opener(request):
+    """Each of the backends, for what both must do."""
+    return request.param
 
 
 def plain_loss(logprobs_N, entropy_N, microbatch):
     return (logprobs_N + entropy_N).sum(), {}
 
 
-def run(model, steps, **changes):
-    backend = open_backend(model, **changes)
+def run(model, steps, opener=open_backend, **changes):
+    backend = opener(model, **changes)
     metrics = train(backend, steps)
     weights = weights_of(backend)
     backend.close()
     return metrics, weights
 
 
-def test_two_identical_runs_are_bit_equal(model):
-    first, second = run(model, range(2)), run(model, range(2))
+def test_two_identical_runs_are_bit_equal(model, opener):
+    first, second = run(model, range(2), opener), run(model, range(2), opener)
     assert first[0] == second[0]
     assert is_bit_equal(first[1], second[1])
 
@@ -126,16 +139,29 @@ def test_a_new_critic_starts_at_zero_learns_and_resumes_bit_by_bit(model, tmp_pa
     again.close()
 
 
-def test_a_row_over_the_budget_is_refused_by_ticket(model):
-    backend = open_backend(model, max_tokens_per_microbatch=10)
+def test_a_row_over_the_budget_is_refused_by_ticket(model, opener):
+    backend = opener(model, max_tokens_per_microbatch=10)
     with pytest.raises(DataError, match="ticket 1"):
         backend.logprobs(build_batch(make_groups(), 0, {1: 0}))
     backend.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resume_is_bit_exact(model, tmp_path, dtype):
-    assert_resume_is_bit_exact(open_backend, model, tmp_path, dtype)
+def test_a_resume_is_bit_exact(model, opener, tmp_path, dtype):
+    assert_resume_is_bit_exact(opener, model, tmp_path, dtype)
+
+
+def test_an_export_gives_back_every_bit(model, opener, tmp_path):
+    assert_export_gives_back_every_bit(model, tmp_path, opener)
+
+
+def test_an_export_in_bfloat16_says_so_and_rounds_once(model, opener, tmp_path):
+    backend = opener(model, dtype="bfloat16")
+    backend.save_hf(tmp_path)
+    backend.close()
+    source, found = load_file(model / "model.safetensors"), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert found.dtype is torch.bfloat16
+    assert all(torch.equal(source[name].bfloat16(), tensor) for name, tensor in found.state_dict().items())
 
 
 def test_an_optimizer_that_never_stepped_resumes_too(model, tmp_path):
@@ -177,24 +203,23 @@ def test_warm_up_counts_steps_not_updates(model):
     backend.close()
 
 
-@pytest.mark.parametrize("backend_name", ["megatron", "fsdp2"])
-def test_both_backends_go_down_a_cosine_from_the_rate_that_was_set(model, backend_name):
-    changes = {"lr_schedule": "cosine", "min_lr_ratio": 0.1, "steps": 4, "backend": backend_name}
-    make = {"megatron": MegatronBackend, "fsdp2": Fsdp2Backend}[backend_name]
-    backend = open_backend(model, make=make, warmup_steps=1, **changes)
+def test_both_backends_go_down_a_cosine_from_the_rate_that_was_set(model, opener):
+    changes = {"lr_schedule": "cosine", "min_lr_ratio": 0.1, "steps": 4}
+    backend = opener(model, warmup_steps=1, **changes)
     backend.set_lr(5e-4)
     rates = [metrics["actor/lr"] for metrics in train(backend, range(4))]
     assert rates == pytest.approx([lr * 5e-4 for lr in (1, 1, 1, 1, 0.775, 0.775, 0.325, 0.325)])
     backend.close()
 
 
-def test_an_update_whose_gradient_is_not_finite_is_skipped_and_counted(model):
-    backend = open_backend(model)
+def test_an_update_whose_gradient_is_not_finite_is_skipped_and_counted(model, opener):
+    backend = opener(model)
     before = weights_of(backend)
     batch = build_batch(make_groups(), 0, {1: 0})
     metrics = backend.update(batch, lambda lp, h, part: (lp.sum() * math.inf, {}))
     assert metrics["actor/skipped_updates"] == 1.0
     assert is_bit_equal(weights_of(backend), before)
+    assert backend.num_updates == 1
     backend.close()
 
 

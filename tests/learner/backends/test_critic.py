@@ -13,28 +13,11 @@ from asyncrl.metrics import unknown_names
 from learner.backend import Models, Placement
 from learner.megatron.backend import MegatronBackend
 from learner.megatron.value import MegatronValueBackend
-from learner.orders import Train
-from learner.report import Stopwatch, reduce_over_ranks
-from learner.step import train_step
 from tests.learner.parts.samples import make_groups, save_model
-from tests.learner.parts.training import open_backend, open_objective
+from tests.learner.parts.training import open_backend, open_objective, take_step
 
 KL = KlSection(coef=0.05, where="reward", estimator="k1", controller="adaptive", target=0.01, horizon=100)
 GROUPS = make_groups(4, versions=(1, 2))
-ORDER = Train(
-    step=2,
-    token=1,
-    tickets=[group.ticket for group in GROUPS],
-    num_tokens=[group.num_tokens for group in GROUPS],
-    versions=[(1, 0), (2, 1)],
-)
-
-
-class StoredGroups:
-    """An intake whose groups are in memory."""
-
-    def fetch(self, token, tickets):
-        return [group for group in GROUPS if group.ticket in tickets]
 
 
 @pytest.fixture
@@ -50,11 +33,7 @@ def models(tmp_path):
 
 
 def train(models: Models, objective, num_steps: int) -> list[dict[str, float]]:
-    rows = []
-    for _ in range(num_steps):
-        result = train_step(ORDER, StoredGroups(), models, objective, 2, Stopwatch(), 6)
-        rows.append(reduce_over_ranks(models.policy, result.metrics, result.weight))
-    return rows
+    return [take_step(models, objective, GROUPS) for _ in range(num_steps)]
 
 
 def test_the_critic_learns_the_returns_that_it_is_shown(models):

@@ -1,7 +1,6 @@
 """The fsdp2 backend in one process: against Hugging Face, packing, cuts, resume, guards."""
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -10,38 +9,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config.tree import Config
-from asyncrl.errors import CheckpointError, ConfigError, DataError
+from asyncrl.errors import CheckpointError, ConfigError
 from learner.backend import Placement
 from learner.batching.batch import build_batch
 from learner.fsdp2.backend import Fsdp2ValueBackend
 from learner.fsdp2.groups import join_group
 from learner.guard.memory import GuardedModel
-from tests.learner.backends.fsdp2_process import open_fsdp2
 from tests.learner.parts.contract import (
     assert_equals_hugging_face,
-    assert_resume_is_bit_exact,
     is_bit_equal,
     weights_of,
 )
 from tests.learner.parts.samples import KINDS, make_groups, save_model
-from tests.learner.parts.training import open_backend, open_objective, prepare_step, train, train_values
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def leave_group():
-    """Also after a failed test: one learner rank per process."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+from tests.learner.parts.training import (
+    open_backend,
+    open_fsdp2,
+    open_objective,
+    prepare_step,
+    train,
+    train_values,
+)
 
 
 def save_other(folder, kind):
@@ -120,12 +110,6 @@ def test_rows_never_see_one_another(model):
     backend.close()
 
 
-def test_two_identical_runs_are_bit_equal(model):
-    first, second = run(model, range(2)), run(model, range(2))
-    assert first[0] == second[0]
-    assert is_bit_equal(first[1], second[1])
-
-
 @pytest.mark.parametrize(
     "changes", [{"max_tokens_per_microbatch": 40}, {"recompute": "full"}, {"offload": True}]
 )
@@ -134,18 +118,6 @@ def test_no_way_to_save_memory_changes_the_update(model, changes):
     for ours, reference in zip(other[0], plain[0], strict=True):
         assert ours == pytest.approx(reference, abs=1e-5)
     assert all(torch.allclose(other[1][name], plain[1][name], rtol=0, atol=1e-5) for name in plain[1])
-
-
-def test_a_row_over_the_budget_is_refused_by_ticket(model):
-    backend = open_fsdp2(model, max_tokens_per_microbatch=10)
-    with pytest.raises(DataError, match="ticket 1"):
-        backend.logprobs(build_batch(make_groups(), 0, {1: 0}))
-    backend.close()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resume_is_bit_exact(model, tmp_path, dtype):
-    assert_resume_is_bit_exact(open_fsdp2, model, tmp_path, dtype)
 
 
 def test_a_snapshot_does_not_change_while_training_goes_on(model, tmp_path):
@@ -167,36 +139,6 @@ def test_the_state_of_another_model_is_refused(model, tmp_path):
     with pytest.raises(CheckpointError, match="another model"):
         backend.load_state(tmp_path / "state")
     backend.close()
-
-
-def test_an_update_whose_gradient_is_not_finite_is_skipped_and_counted(model):
-    backend = open_fsdp2(model)
-    before = weights_of(backend)
-    batch = build_batch(make_groups(), 0, {1: 0})
-    metrics = backend.update(batch, lambda lp, h, part: (lp.sum() * math.inf, {}))
-    assert metrics["actor/skipped_updates"] == 1.0
-    assert is_bit_equal(weights_of(backend), before)
-    assert backend.num_updates == 1
-    backend.close()
-
-
-def test_export_gives_back_every_bit(model, tmp_path):
-    backend = open_fsdp2(model)
-    backend.logprobs(build_batch(make_groups(), 0, {1: 0}))
-    backend.save_hf(tmp_path)
-    backend.close()
-    source, export = load_file(model / "model.safetensors"), load_file(tmp_path / "model.safetensors")
-    assert is_bit_equal(source, export)
-    AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_an_export_in_bfloat16_says_so_and_rounds_once(model, tmp_path):
-    backend = open_fsdp2(model, dtype="bfloat16")
-    backend.save_hf(tmp_path)
-    backend.close()
-    source, found = load_file(model / "model.safetensors"), AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert found.dtype is torch.bfloat16
-    assert all(torch.equal(source[name].bfloat16(), tensor) for name, tensor in found.state_dict().items())
 
 
 def test_a_reference_beside_the_policy_shares_its_group_and_stays_as_it_is(model):

@@ -1,47 +1,19 @@
 """Two fsdp2 ranks in processes of their own, over gloo, against one process and against Megatron."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.control.launch.ports import HeldPort
-from tests.learner.backends.fsdp2_process import SHORT_WAYS, WAYS, open_fsdp2
+from tests.learner.backends.fsdp2_ways import SHORT_WAYS, WAYS
+from tests.learner.parts.launching import run_ranks
 from tests.learner.parts.samples import KINDS, save_model
-from tests.learner.parts.training import open_backend, train
-
-ROOT = Path(__file__).resolve().parents[3]
-DEADLINE_S = 240.0
+from tests.learner.parts.training import open_backend, open_fsdp2, train
 
 
-def run_ranks(model, out, ways):
-    """Run two processes to their end."""
-    port = HeldPort()
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    command = [sys.executable, "-m", "tests.learner.backends.fsdp2_process"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(port.number), str(model), str(out), *ways],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=DEADLINE_S)
-            assert process.returncode == 0, errors[-4000:]
-    finally:
-        for process in processes:
-            process.kill()
-        port.close()
+def run_two(model, out, ways):
+    run_ranks(2, [{"name": "resume", "kind": "fsdp2", "model": model, "ways": list(ways)}], out)
 
 
 def run_alone(model, out, opener, **changes):
@@ -65,11 +37,6 @@ def assert_equal_training(found, wanted, weights, wanted_weights):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture(scope="module")
 def out(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
 
@@ -81,7 +48,7 @@ def alone(model, out):
 
 @pytest.fixture(scope="module")
 def ranks(model, out, alone):
-    run_ranks(model, out, SHORT_WAYS)
+    run_two(model, out, SHORT_WAYS)
     return out
 
 
@@ -129,7 +96,7 @@ def test_one_process_state_is_read_by_two_and_two_by_one(model, ranks, alone):
 def test_every_architecture_trains_alike_on_two_ranks_one_and_megatron(kind, tmp_path):
     folder = save_model(tmp_path / "model", kind)
     metrics, weights = run_alone(folder, tmp_path, open_fsdp2)
-    run_ranks(folder, tmp_path, list(WAYS))
+    run_two(folder, tmp_path, WAYS)
     for way in SHORT_WAYS:
         found = json.loads((tmp_path / f"{way}.0.json").read_text())
         assert_equal_training(found, metrics, load_file(tmp_path / way / "model.safetensors"), weights)
@@ -141,7 +108,7 @@ def test_every_architecture_trains_alike_on_two_ranks_one_and_megatron(kind, tmp
 @pytest.mark.long
 def test_bfloat16_on_two_ranks_is_bfloat16_on_one(model, tmp_path):
     metrics, weights = run_alone(model, tmp_path, open_fsdp2, dtype="bfloat16")
-    run_ranks(model, tmp_path, ["bfloat16"])
+    run_two(model, tmp_path, ["bfloat16"])
     found = json.loads((tmp_path / "bfloat16.0.json").read_text())
     for ours, reference in zip(found, metrics, strict=True):
         assert ours["actor/grad_norm"] == pytest.approx(reference["actor/grad_norm"], rel=2e-2)

@@ -17,7 +17,7 @@ from learner.megatron.groups import join_groups
 from learner.megatron.model.architecture import Parallelism, make_transformer_config, read_architecture
 from learner.megatron.model.packing import bucket_length, describe_rows
 from learner.megatron.schedule import Schedule
-from tests.learner.parts.contract import assert_equals_hugging_face
+from tests.learner.parts.contract import assert_equals_hugging_face, assert_export_gives_back_every_bit
 from tests.learner.parts.samples import KINDS, make_groups, save_model
 from tests.learner.parts.training import open_backend
 
@@ -32,26 +32,7 @@ def test_logprobs_and_gradients_are_hugging_faces_on_packed_rows(folder):
 
 
 def test_export_gives_back_every_bit(folder, tmp_path):
-    backend = open_backend(folder)
-    backend.save_hf(tmp_path / "export")
-    backend.close()
-    source, export = load_file(folder / "model.safetensors"), load_file(tmp_path / "export/model.safetensors")
-    assert source.keys() == export.keys()
-    assert all(torch.equal(source[name], export[name]) for name in source)
-    AutoModelForCausalLM.from_pretrained(tmp_path / "export")
-
-
-def test_an_export_in_bfloat16_says_so_and_rounds_once(tmp_path):
-    folder = save_model(tmp_path / "model")
-    backend = open_backend(folder, dtype="bfloat16")
-    backend.save_hf(tmp_path / "export")
-    backend.close()
-    source, model = (
-        load_file(folder / "model.safetensors"),
-        AutoModelForCausalLM.from_pretrained(tmp_path / "export"),
-    )
-    assert model.dtype is torch.bfloat16
-    assert all(torch.equal(source[name].bfloat16(), tensor) for name, tensor in model.state_dict().items())
+    assert_export_gives_back_every_bit(folder, tmp_path, open_backend)
 
 
 def test_a_model_in_several_files_is_read_like_one(tmp_path):

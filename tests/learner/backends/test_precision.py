@@ -5,23 +5,12 @@ import torch
 
 from asyncrl.config.tree import Config
 from learner.batching.batch import build_batch
-from learner.fsdp2.backend import Fsdp2Backend
-from learner.megatron.backend import MegatronBackend
 from learner.precision import GROWTH_UPDATES, LARGEST_SCALE, LossScale
 from tests.learner.parts.contract import weights_of
-from tests.learner.parts.samples import make_groups, save_model
-from tests.learner.parts.training import open_backend, train
+from tests.learner.parts.samples import make_groups
+from tests.learner.parts.training import open_backend, open_fsdp2, train
 
-BACKENDS = {"megatron": MegatronBackend, "fsdp2": Fsdp2Backend}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-def open_named(name, model, **changes):
-    return open_backend(model, make=BACKENDS[name], backend=name, **changes)
+OPENERS = {"megatron": open_backend, "fsdp2": open_fsdp2}
 
 
 def scale_of(backend):
@@ -69,11 +58,11 @@ def test_the_scale_doubles_after_so_many_updates_in_a_row_and_up_to_a_limit():
         assert next(one.attempts()) == LARGEST_SCALE
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", OPENERS)
 def test_a_scaled_loss_gives_the_same_bits(model, name):
     found = []
     for is_scaled in (False, True):
-        backend = open_named(name, model)
+        backend = OPENERS[name](model)
         if is_scaled:
             force_scale(backend)
         found.append((train(backend, range(2)), weights_of(backend)))
@@ -82,9 +71,9 @@ def test_a_scaled_loss_gives_the_same_bits(model, name):
     assert all(torch.equal(found[0][1][tensor], found[1][1][tensor]) for tensor in found[0][1])
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", OPENERS)
 def test_an_update_whose_gradient_overflows_is_computed_again_and_not_skipped(model, name):
-    backend, calls = open_named(name, model, dtype="float16"), []
+    backend, calls = OPENERS[name](model, dtype="float16"), []
 
     def huge(logprobs_N, entropy_N, microbatch):
         calls.append(1)
@@ -104,9 +93,9 @@ def test_an_update_whose_gradient_overflows_is_computed_again_and_not_skipped(mo
     backend.close()
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", OPENERS)
 def test_float16_trains_as_float32_does_but_for_its_rounding_and_resumes_its_scale(model, name, tmp_path):
-    exact, backend = open_named(name, model), open_named(name, model, dtype="float16")
+    exact, backend = OPENERS[name](model), OPENERS[name](model, dtype="float16")
     wanted, found = train(exact, range(2)), train(backend, range(2))
     for ours, reference in zip(found, wanted, strict=True):
         assert ours["actor/grad_norm"] == pytest.approx(reference["actor/grad_norm"], rel=2e-2)

@@ -1,24 +1,18 @@
 """State written at one layout of ranks and read at another: nothing of it changes."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.control.launch.ports import HeldPort
 from learner.checkpoint.reader import StateReader
 from learner.checkpoint.snapshot import KINDS
-from tests.learner.checkpoint.checkpoint_process import FIRST, SECOND
+from tests.learner.checkpoint.resharding import FIRST, SECOND
+from tests.learner.parts.launching import run_ranks
 from tests.learner.parts.samples import save_model
 from tests.learner.parts.training import open_backend, train
 
-ROOT = Path(__file__).resolve().parents[3]
-DEADLINE_S = 240.0
 TWO_RANKS = {
     "tp": {"tp": 2, "sequence_parallel": True},
     "dp": {"dp": 2},
@@ -30,30 +24,14 @@ MORE_RANKS = {
 }
 
 
-def run_ranks(world_size, layouts, model, state, out):
-    """Let `world_size` processes resume `state` at each of the layouts."""
-    ports = [HeldPort() for _ in range(2 * len(layouts))]
-    numbers = ",".join(str(port.number) for port in ports)
-    rest = [str(world_size), numbers, json.dumps(layouts), str(model), str(state), str(out)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.learner.checkpoint.checkpoint_process", str(rank), *rest],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=DEADLINE_S)
-            assert process.returncode == 0, errors[-4000:]
-    finally:
-        for process in processes:
-            process.kill()
-        for port in ports:
-            port.close()
+def run_layouts(world_size, layouts, model, state, out):
+    """Let `world_size` processes go on from `state` at each layout, then from what they saved there."""
+    jobs = []
+    for name, changes in layouts.items():
+        same = {"kind": "resharded", "model": model, "changes": changes}
+        jobs.append(same | {"name": name, "state": state, "seed": 3})
+        jobs.append(same | {"name": f"{name}-again", "state": out / name / "state", "seed": 9})
+    run_ranks(world_size, jobs, out)
 
 
 def train_alone(model, folder):
@@ -68,11 +46,6 @@ def train_alone(model, folder):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture(scope="module")
 def alone(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     return folder, *train_alone(model, folder)
@@ -81,7 +54,7 @@ def alone(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_ranks(model, alone, tmp_path_factory):
     out = tmp_path_factory.mktemp("two_ranks")
-    run_ranks(2, TWO_RANKS, model, alone[0] / "state", out)
+    run_layouts(2, TWO_RANKS, model, alone[0] / "state", out)
     return out
 
 
@@ -94,13 +67,17 @@ def check_same_state(ours, theirs):
                 assert torch.equal(one.read_whole(name, kind), other.read_whole(name, kind)), (name, kind)
 
 
-def check_went_on_the_same(out, world_size, metrics, weights):
+def check_went_on_the_same(out, layout, world_size, metrics, weights):
     for rank in range(world_size):
-        resharded, resumed = json.loads((out / f"metrics.{rank}.json").read_text())
+        resharded, resumed = (
+            json.loads((out / f"{name}.{rank}.json").read_text()) for name in (layout, f"{layout}-again")
+        )
         assert resumed == resharded, "a resume at the same layout is bit-exact"
         for ours, reference in zip(resharded, metrics, strict=True):
             assert ours == pytest.approx(reference, abs=1e-5)
-    first, second = (load_file(out / f"weights-{seed}" / "model.safetensors") for seed in (3, 9))
+    first, second = (
+        load_file(out / name / "weights" / "model.safetensors") for name in (layout, f"{layout}-again")
+    )
     for name, tensor in weights.items():
         assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], tensor, rtol=0, atol=1e-5)
@@ -113,7 +90,7 @@ def test_state_goes_through_another_layout_without_a_changed_bit(layout, two_ran
 
 @pytest.mark.parametrize("layout", TWO_RANKS)
 def test_training_goes_on_at_another_layout_as_it_would_have(layout, two_ranks, alone):
-    check_went_on_the_same(two_ranks / layout, 2, *alone[1:])
+    check_went_on_the_same(two_ranks, layout, 2, *alone[1:])
 
 
 @pytest.mark.parametrize("layout", TWO_RANKS)
@@ -132,6 +109,6 @@ def test_many_ranks_and_other_models_go_on_too(kind, tmp_path):
     model = save_model(tmp_path / "model", kind)
     metrics, weights = train_alone(model, tmp_path)
     for name, (world_size, changes) in MORE_RANKS[kind].items():
-        run_ranks(world_size, {name: changes}, model, tmp_path / "state", tmp_path)
+        run_layouts(world_size, {name: changes}, model, tmp_path / "state", tmp_path)
         check_same_state(tmp_path / name / "state", tmp_path / "state")
-        check_went_on_the_same(tmp_path / name, world_size, metrics, weights)
+        check_went_on_the_same(tmp_path, name, world_size, metrics, weights)

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, DeadlineExceeded
 from learner.checkpoint import CheckpointStore, Commit, Cut
 from learner.checkpoint.pieces import whole
 from learner.checkpoint.reader import StateReader
@@ -153,3 +153,19 @@ def test_the_host_copy_of_a_rank_is_not_taken_again_before_it_is_written(tmp_pat
     writer.begin(tmp_path, {"": again})
     writer.join()
     assert events == ["written", "taken again"]
+
+
+def test_a_disk_that_hangs_is_named_and_does_not_hold_up_a_rank_for_ever(tmp_path):
+    may_write = threading.Event()
+
+    class Hanging(Snapshot):
+        def write(self, folder):
+            assert may_write.wait(WAIT_S)
+
+    writer = BackgroundWriter(3, deadline_s=0.05)
+    writer.begin(tmp_path, {"": lambda: Hanging(3, {}, (), {}, {})})
+    said = rf"rank 3 has not written its checkpoint into {tmp_path} in 0\.05 s"
+    with pytest.raises(DeadlineExceeded, match=said):
+        writer.begin(tmp_path, {"": take})
+    may_write.set()
+    await_marks(tmp_path, 1, deadline_s=WAIT_S)

@@ -14,6 +14,7 @@ from learner.guard.guard import UnstableTraining
 from learner.guard.memory import GuardedModel
 from learner.guard.models import GuardedModels
 from learner.megatron.value import MegatronValueBackend
+from tests.learner.parts.contract import weights_of
 from tests.learner.parts.training import open_backend, open_objective, prepare_step, squared_error
 
 LIMITS = [("actor/grad_norm", 1e3), ("critic/grad_norm", 1e3)]
@@ -38,10 +39,6 @@ def refuse_long(placement: Placement, limit: int, loss_fn: Callable) -> Callable
         return loss_fn(*args)
 
     return loss
-
-
-def read_weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.named_tensors()}
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -71,14 +68,14 @@ def inject(
     placement: Placement, guarded: GuardedModels, model: Any, loss_fn: Callable, minibatches: list, part: str
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    start = read_weights(model)
+    start = weights_of(model)
     for name, factor in (("spike", 1e8), ("nan", math.nan)):
         guarded.begin_step(LIMITS)
         metrics = model.update(minibatches[0], on_rank_1(placement, factor, loss_fn))
         found[name] = {
             "skipped": metrics[f"{part}/skipped_updates"],
             "num_refused": guarded.num_refused,
-            "moved": distance(read_weights(model), start),
+            "moved": distance(weights_of(model), start),
         }
     limit = max(minibatch.num_tokens for minibatch in minibatches) // 2 + 20
     guarded.begin_step([])
@@ -87,7 +84,7 @@ def inject(
     return found | {
         "num_out_of_memory": model.num_out_of_memory,
         "budget": model.max_tokens_per_microbatch,
-        "sums": [float(tensor.double().abs().sum()) for tensor in read_weights(model).values()],
+        "sums": [float(tensor.double().abs().sum()) for tensor in weights_of(model).values()],
     }
 
 
@@ -102,7 +99,7 @@ def run_plain_step(placement: Placement, job: dict[str, Any], out: Path) -> dict
         model._num_updates = 2  # the schedule counts refused updates too
         for minibatch in minibatches:
             model.update(minibatch, loss_fn)
-        result[part] = [float(tensor.double().abs().sum()) for tensor in read_weights(model).values()]
+        result[part] = [float(tensor.double().abs().sum()) for tensor in weights_of(model).values()]
     critic.close()
     policy.close()
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from asyncrl.buffer.ledger.events import EvaluationRequested, Resumed, Trained
 from learner.algorithms.objective import Objective
 from learner.guard.guard import UnstableTraining
 from learner.guard.memory import GuardedModel, is_out_of_memory
-from learner.megatron.backend import MegatronBackend
 from tests.learner.guard.guarded_run import (
     LR,
     NUM_STEPS,
@@ -22,21 +21,9 @@ from tests.learner.guard.guarded_run import (
     check_no_group_was_trained_at_two_steps_of_one_lineage,
     running,
 )
-from tests.learner.parts.samples import save_model
+from tests.learner.parts.contract import weights_of
 from tests.learner.parts.training import open_backend, open_objective, prepare_step, train
-from tests.weight_sync.cluster import Cluster, running_cluster
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with running_cluster() as started:
-        yield started
-
+from tests.weight_sync.cluster import Cluster
 
 # Memory
 
@@ -52,22 +39,18 @@ def refuse_over(limit: int, objective: Objective) -> Callable:
     return loss
 
 
-def weights(backend: MegatronBackend) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in backend.named_tensors()}
-
-
 def test_out_of_memory_halves_the_microbatches_says_so_and_trains_the_same(model, caplog):
     objective = open_objective()
     with contextlib.closing(open_backend(model)) as backend:
         train(backend, range(1))
-        expected = weights(backend)
+        expected = weights_of(backend)
     with contextlib.closing(open_backend(model)) as backend:
         guarded = GuardedModel(backend)
         minibatches = prepare_step(backend, objective, 0)
         limit = max(part.num_tokens for part in minibatches) // 2 + 20
         for minibatch in minibatches:
             guarded.update(minibatch, refuse_over(limit, objective))
-        found = weights(backend)
+        found = weights_of(backend)
         assert backend.num_updates == len(minibatches)
         assert backend.max_tokens_per_microbatch <= limit
     assert guarded.num_out_of_memory >= 1
@@ -105,7 +88,7 @@ def test_an_update_beyond_the_limits_leaves_weights_and_moments_as_they_were(mod
         guarded = GuardedModel(backend)
         first, second = prepare_step(backend, objective, 0)
         guarded.update(first, objective.loss)
-        before = weights(backend)
+        before = weights_of(backend)
         guarded.gate.limits = [("actor/grad_norm", 1e-9)]
         metrics = guarded.update(second, objective.loss)
         assert metrics["actor/skipped_updates"] == 1.0 and guarded.gate.num_refused == 1

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 import torch
 
 from asyncrl.buffer.ledger.events import Checkpointed, Resumed
@@ -19,9 +16,8 @@ from learner.guard.memory import GuardedModel
 from learner.guard.models import GuardedModels
 from learner.megatron.value import MegatronValueBackend
 from tests.learner.guard.guarded_run import NUM_STEPS, Faults, running
-from tests.learner.parts.samples import make_groups, save_model
+from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_backend, squared_error, train_values
-from tests.weight_sync.cluster import Cluster, running_cluster
 
 GAE = {"advantage": "gae"}
 KL = {
@@ -29,17 +25,6 @@ KL = {
         coef=0.05, where="reward", estimator="k1", controller="adaptive", target=0.01, horizon=100
     )
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with running_cluster() as started:
-        yield started
 
 
 # The critic

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from learner.batching.batch import PackedBatch, build_batch
@@ -83,6 +84,17 @@ def assert_gradients_equal(ours: dict[str, torch.Tensor], parameters: dict[str, 
     for name, parameter in parameters.items():
         largest = parameter.grad.abs().max().item()
         torch.testing.assert_close(ours[name], parameter.grad, rtol=0, atol=1e-4 * max(largest, 1e-6))
+
+
+def assert_export_gives_back_every_bit(folder: Path, out: Path, opener: Opener) -> None:
+    """Also right after a forward pass, which gathers weights that are cut."""
+    backend = opener(folder)
+    backend.logprobs(build_batch(make_groups(), 0, {1: 0}))
+    backend.save_hf(out)
+    backend.close()
+    source, export = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
+    assert is_bit_equal(source, export)
+    AutoModelForCausalLM.from_pretrained(out)
 
 
 def assert_resume_is_bit_exact(opener: Opener, model: Path, folder: Path, dtype: str) -> None:

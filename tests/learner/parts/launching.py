@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,34 +26,64 @@ ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 300.0
 
 
+class RankServer:
+    """The process that learner ranks are forked from.
+
+    Example:
+        server = RankServer()
+        codes = server.run({"world_size": 2, "jobs": jobs, "out": folder})
+        server.close()
+    """
+
+    def __init__(self) -> None:
+        # NVML tells whether there is a GPU without a CUDA context, which would not survive a fork.
+        changes = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.learner.parts.rank_process"],
+            cwd=ROOT,
+            env=os.environ | changes,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, request: dict[str, Any]) -> list[int]:
+        """Return the exit codes of the ranks; fail if they take too long, or the server has ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request, default=str) + "\n")
+        self._process.stdin.flush()
+        has_answer, _, _ = select.select([self._process.stdout], [], [], DEADLINE_S)
+        answer = self._process.stdout.readline() if has_answer else ""
+        if not answer:
+            start_server.cache_clear()
+            self.close()
+            pytest.fail(f"the ranks have not ended in {DEADLINE_S:g} s, or their server has")
+        return list(json.loads(answer))
+
+    def close(self) -> None:
+        """End the server, and with it ranks that hang."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
+
+
+@functools.cache
+def start_server() -> RankServer:
+    """Return the one server of all tests: a rank of its own process imports for six seconds."""
+    server = RankServer()
+    atexit.register(server.close)
+    return server
+
+
 def run_ranks(world_size: int, jobs: list[dict[str, Any]], out: Path) -> Path:
     """Run `jobs` one after another in `world_size` processes; return `out`, where the results are."""
-    ports = [HeldPort() for _ in jobs]
-    jobs = [job | {"port": port.number} for job, port in zip(jobs, ports, strict=True)]
-    table = out / "jobs.json"
-    table.write_text(json.dumps(jobs, default=str))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    command = [sys.executable, "-m", "tests.learner.parts.rank_process"]
-    logs = [(out / f"rank.{rank}.log").open("w+") for rank in range(world_size)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(world_size), str(table), str(out)],
-            cwd=ROOT,
-            env=environment,
-            stderr=log,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(timeout=DEADLINE_S) for process in processes]
-        errors = "\n".join(Path(log.name).read_text()[-3000:] for log in logs)
-        assert codes == [0] * world_size, errors
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        for held in (*logs, *ports):
-            held.close()
+    with contextlib.ExitStack() as held:
+        ports = [held.enter_context(HeldPort()) for _ in jobs]
+        placed = [job | {"port": port.number} for job, port in zip(jobs, ports, strict=True)]
+        codes = start_server().run({"world_size": world_size, "jobs": placed, "out": out})
+    logs = (out / f"rank.{rank}.log" for rank in range(world_size))
+    assert codes == [0] * world_size, "\n".join(log.read_text()[-3000:] for log in logs)
     return out
 
 

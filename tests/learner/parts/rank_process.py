@@ -1,14 +1,19 @@
-"""One learner rank in its own process: trains under several layouts and writes what came out.
+"""Learner ranks in processes of their own: train under several layouts and write what came out.
 
-python -m tests.learner.parts.rank_process RANK WORLD_SIZE JOBS OUT
+python -m tests.learner.parts.rank_process
 
-JOBS is a file with a list of jobs: {"name", "port", "model", "changes"}, and "kind" if it is no plain run.
+Reads requests from stdin, a line each: {"world_size", "jobs", "out"}, and forks a process per rank, which
+has all of its imports already (six seconds each). Answers a line with the ranks' exit codes. A job is
+{"name", "port", "model"} and what its kind takes: "changes" for most, and "kind" if it is no plain run.
+This process itself must never compute: a fork has none of its parent's threads.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,8 @@ from learner.backend import Placement
 from learner.batching.batch import build_batch
 from learner.megatron import optimizer
 from learner.megatron.value import MegatronValueBackend
+from tests.learner.backends.fsdp2_ways import run_fsdp2
+from tests.learner.checkpoint.resharding import run_resharded
 from tests.learner.guard.guarding import run_guard, run_plain_step, run_stuck
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_backend, train, train_values
@@ -91,18 +98,51 @@ RUNS = {
     "plain": run_plain,
     "critic": run_critic,
     "resume": run_resume,
+    "fsdp2": run_fsdp2,
+    "resharded": run_resharded,
     "guard": run_guard,
     "plain_step": run_plain_step,
     "stuck": run_stuck,
 }
 
 
-def main(rank: int, world_size: int, jobs: list[dict[str, Any]], out: Path) -> None:
+def run_jobs(rank: int, world_size: int, jobs: list[dict[str, Any]], out: Path) -> None:
+    """Do the jobs one after another; write what each gave to `<name>.<rank>.json`."""
+    torch.set_num_threads(1)
     for job in jobs:
         placement = Placement(rank, world_size, f"127.0.0.1:{job['port']}", timeout_s=60.0)
         result = RUNS[job.get("kind", "plain")](placement, job, out)
         (out / f"{job['name']}.{rank}.json").write_text(json.dumps(result))
 
 
+def fork_rank(rank: int, request: dict[str, Any]) -> int:
+    """Start a rank, whose output goes to `rank.<rank>.log`; return its process id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code, out = 1, Path(request["out"])
+    try:
+        log = os.open(out / f"rank.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        run_jobs(rank, request["world_size"], request["jobs"], out)
+        code = 0
+    except BaseException:  # the end of a process: the exit code tells, and the log says why
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve() -> None:
+    """Answer requests until stdin is closed."""
+    for line in sys.stdin:
+        request = json.loads(line)
+        pids = [fork_rank(rank, request) for rank in range(request["world_size"])]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(json.dumps(codes), flush=True)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text()), Path(sys.argv[4]))
+    serve()

@@ -1,16 +1,22 @@
-"""One short training run, the same for every layout of ranks."""
+"""One short training run, the same for every layout of ranks; and one real step on groups in memory."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from asyncrl.config.tree import AlgorithmSection, LearnerSection
+from asyncrl.experience import Group
 from learner.algorithms.objective import Objective, make_objective
-from learner.backend import LearnerBackend, Placement, ValueBackend, ValueLossFn
+from learner.backend import LearnerBackend, Models, Placement, ValueBackend, ValueLossFn
 from learner.batching.batch import PackedBatch, assign_shards, build_batch, plan_minibatches
+from learner.fsdp2.backend import Fsdp2Backend
 from learner.megatron.backend import MegatronBackend
+from learner.orders import Train
+from learner.report import Stopwatch, reduce_over_ranks
+from learner.step import train_step
 from tests.learner.parts.samples import make_groups
 
 NUM_MINIBATCHES = 2
@@ -26,8 +32,40 @@ def open_backend(folder: Path, placement: Placement | None = None, make=Megatron
     return make(folder, section, placement or Placement(), **({"dtype": "float32"} | options))
 
 
-def open_objective(**changes) -> Objective:
-    return make_objective(AlgorithmSection(**({"veto": 1e-3} | changes)), max_lag=4, max_response_tokens=32)
+def open_fsdp2(folder: Path, placement: Placement | None = None, make=Fsdp2Backend, **changes):
+    """As `open_backend`, on the other backend."""
+    return open_backend(folder, placement, make=make, backend="fsdp2", **changes)
+
+
+def open_objective(max_lag: int = 4, **changes) -> Objective:
+    section = AlgorithmSection(**({"veto": 1e-3} | changes))
+    return make_objective(section, max_lag=max_lag, max_response_tokens=32)
+
+
+class StoredGroups:
+    """An intake whose groups are in memory."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._groups = groups
+
+    def fetch(self, token: int, tickets: Sequence[int]) -> list[Group]:
+        return [group for group in self._groups if group.ticket in tickets]
+
+
+def take_step(
+    models: Models, objective: Objective, groups: Sequence[Group], watch: Stopwatch | None = None
+) -> dict[str, float]:
+    """Train learner step 2 on `groups` of versions 1 and 2, as the service does; return its metrics."""
+    order = Train(
+        step=2,
+        token=1,
+        tickets=[group.ticket for group in groups],
+        num_tokens=[group.num_tokens for group in groups],
+        versions=[(1, 0), (2, 1)],
+    )
+    intake, watch = StoredGroups(groups), watch or Stopwatch()
+    result = train_step(order, intake, models, objective, NUM_MINIBATCHES, watch, max_prompt_tokens=6)
+    return reduce_over_ranks(models.policy, result.metrics, result.weight)
 
 
 def prepare_step(

@@ -16,22 +16,13 @@ from asyncrl.control.record.recorder import FIRST_OF_LIFE
 from asyncrl.metrics import METRICS, find, unknown_names
 from learner.backend import Models
 from learner.megatron.value import MegatronValueBackend
-from learner.orders import Train
-from learner.report import Stopwatch, make_efficiency, reduce_over_ranks
-from learner.step import train_step
+from learner.report import Stopwatch, make_efficiency
 from tests.learner.guard.guarded_run import Faults, running
-from tests.learner.parts.samples import make_groups, save_model
-from tests.learner.parts.training import open_backend, open_objective
+from tests.learner.parts.samples import make_groups
+from tests.learner.parts.training import open_backend, open_objective, take_step
 from tests.weight_sync.cluster import Cluster, running_cluster
 
 GROUPS = [dataclasses.replace(group, baseline_reward=0.5) for group in make_groups(4, versions=(1, 2))]
-ORDER = Train(
-    step=2,
-    token=1,
-    tickets=[group.ticket for group in GROUPS],
-    num_tokens=[group.num_tokens for group in GROUPS],
-    versions=[(1, 0), (2, 1)],
-)
 IN_REWARD = KlSection(coef=0.05, where="reward", estimator="k1")
 IN_LOSS = KlSection(coef=0.05, where="loss")
 OBJECTIVES = {
@@ -42,18 +33,6 @@ OBJECTIVES = {
     "remax": {"advantage": "remax"},
 }
 ON_GPUS = {"perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"}
-
-
-class StoredGroups:
-    """An intake whose groups are in memory."""
-
-    def fetch(self, token, tickets):
-        return [group for group in GROUPS if group.ticket in tickets]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +57,10 @@ def step_rows(model: Path) -> dict[str, dict[str, float]]:
                 critic if objective.needs_values else None,
                 reference if objective.needs_reference else None,
             )
-            result = train_step(ORDER, StoredGroups(), models, objective, 2, watch, 6)
-            row = reduce_over_ranks(policy, result.metrics, result.weight)
+            row = take_step(models, objective, GROUPS, watch)
             stages = watch.read()
-            rows[name] = row | stages | efficiency.describe(row, stages, sum(ORDER.num_tokens))
+            num_tokens = sum(group.num_tokens for group in GROUPS)
+            rows[name] = row | stages | efficiency.describe(row, stages, num_tokens)
     return rows
 
 
@@ -129,11 +108,7 @@ def test_rewards_are_those_after_the_kl_penalty_and_scores_those_before(model):
             open_backend(model, is_frozen=True, temperature=2.0)  # another distribution than the policy's
         ) as reference,
     ):
-        objective = open_objective(kl=IN_REWARD)
-        result = train_step(
-            ORDER, StoredGroups(), Models(policy, None, reference), objective, 2, Stopwatch(), 6
-        )
-        row = reduce_over_ranks(policy, result.metrics, result.weight)
+        row = take_step(Models(policy, None, reference), open_objective(kl=IN_REWARD), GROUPS)
     scores = [one.reward for group in GROUPS for one in group.trajectories]
     assert row["critic/score/mean"] == pytest.approx(sum(scores) / len(scores))
     assert abs(row["actor/reward_kl_penalty"]) > 1e-2

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
+from asyncrl.config.architectures import ModelSize
 from asyncrl.metrics import unknown_names
 from learner.report import Efficiency, ProfilerWindow, Stopwatch, make_efficiency
-from learner.report.efficiency import ModelSize, read_model_size
+from learner.report.efficiency import read_model_size
 from tests.learner.parts.samples import KINDS, save_model
 
 TINY = ModelSize(2, 64, 4, 2, 16, 128, 131)

@@ -14,9 +14,9 @@ from learner.algorithms.diagnostics.divergence import compare_probabilities
 from learner.algorithms.objective import rows_of
 from learner.backend import Models
 from learner.batching.batch import build_batch
-from learner.orders import Train
 from learner.report import (
     Stopwatch,
+    describe_baselines,
     describe_batch,
     describe_probabilities,
     describe_rewards,
@@ -26,9 +26,8 @@ from learner.report import (
     merge_updates,
     reduce_over_ranks,
 )
-from learner.step import train_step
 from tests.learner.parts.samples import make_groups, make_trajectory, save_model
-from tests.learner.parts.training import open_backend, open_objective
+from tests.learner.parts.training import open_backend, open_objective, take_step
 
 STEP_OF_VERSION = {1: 0, 2: 1, 3: 3}
 
@@ -98,7 +97,7 @@ def with_critic(batch):
 def describe(groups):
     """Return what a rank that holds `groups` hands in; values depend on the group only."""
     batch = build_batch(groups, 4, STEP_OF_VERSION)
-    metrics = describe_batch(groups, batch, max_prompt_tokens=6)
+    metrics = describe_batch(groups, batch, max_prompt_tokens=6) | describe_baselines(batch)
     # As if the objective had taken a tenth off the rewards of all groups but the silent one.
     kept = batch.select_groups(set(batch.tickets_G) - {99})
     metrics |= describe_rewards(batch, dataclasses.replace(kept, rewards_R=kept.rewards_R - 0.1))
@@ -117,7 +116,8 @@ def make_ragged():
     generator = np.random.default_rng(0)
     silent = tuple(make_trajectory(generator, 0, 131) for _ in range(2))
     first = dataclasses.replace(groups[0], trajectories=(*groups[0].trajectories, *silent))
-    return [first, *groups[1:], dataclasses.replace(groups[0], ticket=99, trajectories=silent)]
+    ragged = [first, *groups[1:], dataclasses.replace(groups[0], ticket=99, trajectories=silent)]
+    return [dataclasses.replace(group, baseline_reward=float(group.ticket)) for group in ragged]
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5])
@@ -251,31 +251,13 @@ def test_memory_is_registered_and_positive():
     assert all(find(name).unit == "GiB" for name in found)
 
 
-class StoredGroups:
-    """An intake whose groups are in memory."""
-
-    def __init__(self, groups):
-        self._groups = {group.ticket: group for group in groups}
-
-    def fetch(self, token, tickets):
-        return [self._groups[ticket] for ticket in tickets]
-
-
 def test_every_name_of_a_real_step_is_registered(tmp_path):
     backend, watch = open_backend(save_model(tmp_path)), Stopwatch()
     groups = make_groups(4, versions=(1, 2))
-    order = Train(
-        step=2,
-        token=1,
-        tickets=[group.ticket for group in groups],
-        num_tokens=[group.num_tokens for group in groups],
-        versions=[(1, 0), (2, 1)],
-    )
-    result = train_step(order, StoredGroups(groups), Models(backend), open_objective(), 2, watch, 6)
-    row = reduce_over_ranks(backend, result.metrics | measure_memory(), result.weight)
+    row = take_step(Models(backend), open_objective(), groups, watch) | measure_memory()
     stages = watch.read()
     efficiency = make_efficiency(tmp_path, num_devices=1, dtype="float32", peak_tflops=1.0)
-    row |= efficiency.describe(row, stages, sum(order.num_tokens))
+    row |= efficiency.describe(row, stages, sum(group.num_tokens for group in groups))
     backend.close()
     assert unknown_names([*row, *stages]) == {}
     assert all(math.isfinite(value) for value in row.values())
