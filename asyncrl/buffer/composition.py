@@ -125,6 +125,10 @@ def build(context: ServiceContext, clock: Clock | None = None) -> BufferService:
         drops_constant_groups=config.algorithm.drop_constant_groups,
         now=clock.now(),
         needs_baseline=config.algorithm.advantage in WITH_GREEDY,
-        vocab_size=read_vocab_size(Path(config.model.path)) or MAX_VOCAB_SIZE,
+        vocab_size=min(
+            read_vocab_size(Path(path)) or MAX_VOCAB_SIZE
+            for path in (config.model.path, config.critic.path)
+            if path is not None
+        ),
     )
     return BufferService(store, clock, context.bind, context.server_keys)

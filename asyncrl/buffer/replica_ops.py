@@ -56,11 +56,15 @@ class ReplicaOps:
         evaluating = args.get("evaluating")
         if evaluating is not None:
             evaluating = field(args, "evaluating", int)
+        if request.patience_s <= 0.0:  # it lay in the socket while the journal was away
+            self._store.counters["leases_given_up"] += 1
+            self._reply(request, **no_grant())
+            return
 
         def attempt() -> Any:
             return self._grant(replica, version, want, evaluating)
 
-        self._desk.park_until(request, attempt, _no_grant, read_wait_s(args), ("replica", replica))
+        self._desk.park_until(request, attempt, no_grant, read_wait_s(args), ("replica", replica))
 
     def _grant(self, replica: str, version: int, want: int, evaluating: int | None) -> dict[str, Any] | None:
         grants = self._ledger.lease(replica, version, want, self._desk.clock.now())
@@ -82,6 +86,12 @@ class ReplicaOps:
             for grant in grants
         ]
         return {"grants": rows, "evaluate": evaluation and {"id": evaluation.id, "step": evaluation.step}}
+
+    def take_back(self, request: Request, args: dict[str, Any]) -> None:
+        """Take back what `lease` granted in `args`: nobody waits for the answer any more."""
+        held = [(row["ticket"], row["attempt"]) for row in args["grants"]]
+        self._ledger.release(self._replica(request), held)
+        self._store.counters["leases_given_up"] += 1
 
     def renew(self, request: Request) -> None:
         held = read_pairs(request.args)
@@ -158,7 +168,8 @@ class ReplicaOps:
         self._desk.answer(request, args)
 
 
-def _no_grant() -> dict[str, Any]:
+def no_grant() -> dict[str, Any]:
+    """Return the answer to a lease that grants nothing."""
     return {"grants": [], "evaluate": None}
 
 

@@ -15,13 +15,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.buffer.learner_ops import LearnerOps
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.tickets import State
-from asyncrl.buffer.replica_ops import ReplicaOps
+from asyncrl.buffer.replica_ops import ReplicaOps, no_grant
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import Clock
 from asyncrl.errors import AsyncrlError, LedgerError, WireError
@@ -49,6 +49,7 @@ class Parked:
 
     Attributes:
         last: Returns the answer when the wait is over.
+        given_up: From when on nobody waits for the answer.
         owner: (role, name); a newer client of the same owner takes its place.
     """
 
@@ -56,14 +57,20 @@ class Parked:
     attempt: Attempt
     last: Callable[[], dict[str, Any]]
     deadline: float
+    given_up: float
     owner: tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request gets once the turn is durable: arguments and frames, or an error."""
+    """What a request gets once the turn is durable: arguments and frames, or an error.
+
+    Attributes:
+        given_up: From when on nobody waits for it.
+    """
 
     request: Request
+    given_up: float
     args: dict[str, Any]
     frames: Sequence[Frame] = ()
     error: AsyncrlError | None = None
@@ -117,7 +124,7 @@ class Desk:
 
     def answer(self, request: Request, args: dict[str, Any], frames: Sequence[Frame] = ()) -> None:
         """Send this once the turn's events are durable."""
-        self._outbox.append(Answer(request, args, frames))
+        self._outbox.append(Answer(request, self._given_up(request), args, frames))
 
     def park_until(
         self,
@@ -134,9 +141,13 @@ class Desk:
         if args is not None:
             self.answer(request, args)
             return
-        newcomer = Parked(request, attempt, last, self.clock.now() + wait_s, owner)
+        deadline, given_up = self.clock.now() + wait_s, self._given_up(request)
+        newcomer = Parked(request, attempt, last, deadline, given_up, owner)
         self._replace_older(newcomer)
         self._parked.append(newcomer)
+
+    def _given_up(self, request: Request) -> float:
+        return self.clock.now() + request.patience_s
 
     def _replace_older(self, newcomer: Parked) -> None:
         """Answer what a restarted owner left parked: a grant must not go to a client that is gone."""
@@ -151,6 +162,8 @@ class Desk:
         now = self.clock.now()
         if self.store.is_settled:
             self._try_parked(now)
+        else:
+            self._take_back(now)
         if not self.store.settle(now):
             return
         outbox, self._outbox = self._outbox, []
@@ -158,6 +171,17 @@ class Desk:
             answer.send()
         if outbox:
             fault_point("buffer.sent", self.store.num_turns)
+
+    def _take_back(self, now: float) -> None:
+        """While the journal is away, take back leases whose callers stopped waiting to hear of them.
+
+        Else they would be held until they expire, by replicas that do not know of them.
+        """
+        for number, answer in enumerate(self._outbox):
+            if answer.given_up <= now and answer.error is None and answer.args.get("grants"):
+                self._replicas.take_back(answer.request, answer.args)
+                self._outbox[number] = replace(answer, args=no_grant())
+                self._has_changed = True
 
     def _try_parked(self, now: float) -> None:
         has_changed, self._has_changed = self._has_changed, False
@@ -169,15 +193,18 @@ class Desk:
         is_over = now >= parked.deadline
         if not has_changed and not is_over:
             return False
+        if now >= parked.given_up:  # the wait ended while the journal was away
+            self._outbox.append(Answer(parked.request, parked.given_up, parked.last()))
+            return True
         try:
             args = parked.attempt()
         except AsyncrlError as error:
-            self._outbox.append(Answer(parked.request, {}, error=error))
+            self._outbox.append(Answer(parked.request, parked.given_up, {}, error=error))
             return True
         if args is None and is_over:
             args = parked.last()
         if args is not None:
-            self.answer(parked.request, args)
+            self._outbox.append(Answer(parked.request, parked.given_up, args))
         return args is not None
 
     def refresh_status(self) -> None:
@@ -265,7 +292,7 @@ class BufferService:
             self._server.serve(self._desk, stop)
             self._desk.refresh_status()
             self._state = "stopped"
-        except BaseException:
+        except BaseException:  # process boundary, SystemExit too: whoever asks must see how it ended
             self._state = "failed"
             raise
         finally:

@@ -90,12 +90,7 @@ class ExperienceStore:
         if verdict != "welcome":
             self.counters["duplicates" if verdict == "duplicate" else verdict] += 1
             return verdict
-        try:
-            group = self._check(ticket, attempt, frames)
-        except WireError:
-            self.counters["malformed"] += 1
-            self.ledger.fail(replica, ticket, attempt)
-            raise
+        group = self._checked(replica, ticket, attempt, frames)
         if self._drops_constant_groups and group.is_constant:
             self.ledger.drop_uniform(ticket)
             return "dropped"
@@ -119,12 +114,7 @@ class ExperienceStore:
         if not self.ledger.holds_lease(replica, ticket, attempt):
             self.counters["late"] += 1
             return "late"
-        try:
-            group = self._check(ticket, attempt, frames)
-        except WireError:
-            self.counters["malformed"] += 1
-            self.ledger.fail(replica, ticket, attempt)
-            raise
+        group = self._checked(replica, ticket, attempt, frames)
         num_bytes = sum(len(frame) for frame in frames)
         versions = (min(group.versions), max(group.versions))
         result = self.ledger.carry(replica, ticket, attempt, group.num_tokens, num_bytes, versions)
@@ -154,6 +144,19 @@ class ExperienceStore:
         state = self.ledger.state
         for numbers in (state.freed, state.released):
             numbers[:] = [number for number in numbers if number != ticket]
+
+    def _checked(self, replica: str, ticket: int, attempt: int, frames: Sequence[Frame]) -> Outline:
+        """Return the group's outline.
+
+        Raises:
+            WireError: It is malformed; its attempt has failed.
+        """
+        try:
+            return self._check(ticket, attempt, frames)
+        except WireError:
+            self.counters["malformed"] += 1
+            self.ledger.fail(replica, ticket, attempt)
+            raise
 
     def _check(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> Outline:
         num_bytes, limit = sum(len(frame) for frame in frames), self.ledger.settings.max_group_bytes

@@ -24,7 +24,7 @@ from asyncrl import wire
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, WireError
 from asyncrl.keys import ClientKeys
 from asyncrl.rpc.frames import receive_parts, send_parts
-from asyncrl.rpc.request import Reply, read_reply
+from asyncrl.rpc.request import Reply, pack_request, read_reply
 from asyncrl.rpc.sockets import prepare_client
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Client:
         with self._locked(call):
             self._socket.setsockopt(zmq.SNDTIMEO, max(1, int((call.end_s - time.monotonic()) * 1000)))
             try:
-                send_parts(self._socket, [wire.pack_header({"id": call.id, "op": op, "args": args}), *frames])
+                send_parts(self._socket, [pack_request(call.id, op, args, deadline_s), *frames])
             except zmq.Again:
                 raise _unreachable(op, self.address, deadline_s, self._has_keys) from None
             self._begun[call.id] = None
@@ -161,7 +161,7 @@ class AsyncClient:
         loop, call_id, is_sent = self._attach(), next(self._ids), False
         future: asyncio.Future[Reply] = loop.create_future()
         self._waiting[call_id] = future
-        header = wire.pack_header({"id": call_id, "op": op, "args": args})
+        header = pack_request(call_id, op, args, deadline_s)
         try:
             async with asyncio.timeout(deadline_s):
                 while not self._try_send([header, *frames]):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,7 +28,13 @@ class Reply:
 
 @dataclass
 class Request:
-    """One call that arrived; answer it once, now or later."""
+    """One call that arrived; answer it once, now or later.
+
+    Attributes:
+        sent_s: When the caller sent it, by its own monotonic clock; None if it did not say.
+        within_s: How long from then it waits for the answer.
+        lay_s: How long it lay before it was read, at least (`asyncrl.rpc.delays`).
+    """
 
     op: str
     args: dict[str, Any]
@@ -35,6 +43,14 @@ class Request:
     id: int
     _socket: zmq.Socket[bytes] = field(repr=False)
     is_answered: bool = False
+    sent_s: float | None = None
+    within_s: float = math.inf
+    lay_s: float = 0.0
+
+    @property
+    def patience_s(self) -> float:
+        """How much longer the caller waited when this was read, at most; at 0 or below it had given up."""
+        return self.within_s - self.lay_s
 
     def reply(self, frames: Sequence[wire.Frame] = (), **args: Any) -> None:
         """Send the result."""
@@ -60,6 +76,12 @@ class Handler(Protocol):
     def tick(self, now: float) -> None: ...
 
 
+def pack_request(call_id: int, op: str, args: dict[str, Any], within_s: float) -> bytes:
+    """Return the header of a call whose answer is awaited for `within_s` from now."""
+    times = {"sent_s": time.monotonic(), "within_s": float(within_s)}
+    return wire.pack_header({"id": call_id, "op": op, "args": args, **times})
+
+
 def read_request(message: list[wire.Frame], socket: zmq.Socket[bytes]) -> Request:
     """Return the request in `message`: the sender's id, a header, frames.
 
@@ -72,6 +94,7 @@ def read_request(message: list[wire.Frame], socket: zmq.Socket[bytes]) -> Reques
     op, call_id = wire.field(fields, "op", str), wire.field(fields, "id", int)
     if len(op) > MAX_OP_CHARACTERS:
         raise WireError(f"an operation's name has {len(op)} characters, allowed are {MAX_OP_CHARACTERS}")
+    sent_s, within_s = _read_times(fields)
     return Request(
         op=op,
         args=wire.field(fields, "args", dict),
@@ -79,7 +102,19 @@ def read_request(message: list[wire.Frame], socket: zmq.Socket[bytes]) -> Reques
         client=bytes(message[0]),
         id=call_id,
         _socket=socket,
+        sent_s=sent_s,
+        within_s=within_s,
     )
+
+
+def _read_times(fields: dict[str, Any]) -> tuple[float | None, float]:
+    """Return `sent_s` and `within_s` of a header; callers of other makers may leave them out."""
+    if "sent_s" not in fields:
+        return None, math.inf
+    sent_s, within_s = wire.field(fields, "sent_s", float), wire.field(fields, "within_s", float)
+    if not math.isfinite(sent_s) or math.isnan(within_s):
+        raise WireError("a request was sent at no time, or waits for none")
+    return sent_s, within_s
 
 
 def read_reply(message: list[wire.Frame]) -> tuple[int, Reply | AsyncrlError]:

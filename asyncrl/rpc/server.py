@@ -18,6 +18,7 @@ import zmq
 
 from asyncrl.errors import AsyncrlError, RemoteError, WireError
 from asyncrl.keys import ServerKeys
+from asyncrl.rpc.delays import Delays
 from asyncrl.rpc.frames import receive_part
 from asyncrl.rpc.gate import Gate
 from asyncrl.rpc.memory import MemoryGuard
@@ -58,6 +59,7 @@ class Server:
         self._context = self._own_context or zmq.Context.instance()
         self._keys = keys
         self._gate = Gate(self._context, keys) if keys is not None else None
+        self._delays = Delays()
         self._memory = MemoryGuard(self._limits.memory_bytes)
         self._complain_at = 0.0
         self._socket: zmq.Socket[bytes] = self._open(bind)
@@ -164,6 +166,8 @@ class Server:
             request.fail(self._describe_excess(request))
             return
         self.counters["requests"] += 1
+        if request.sent_s is not None:
+            request.lay_s = self._delays.measure_s(request.client, request.sent_s, time.monotonic())
         try:
             handler.handle(request)
         except AsyncrlError as error:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.buffer import check, systems, table
+from benchmarks.buffer import Comparison, cells, check, read_arguments, systems, table
 from benchmarks.buffer_peers.crew import Crew, PeerMissing, make_environment
 from benchmarks.buffer_peers.load import Turn
 
@@ -75,6 +76,7 @@ def test_figures_within_the_targets_pass_and_the_worst_is_named() -> None:
         ({"redis": {"per_s": 45.0}}, "redis of bare XADD"),
         ({"file": {"p99_s": 0.02}}, "p99 of file"),
         ({"ray_queue": {"per_s": 120.0}}, "of ray_queue"),
+        ({"redis": {"per_s": 60.0}, "pattern": {"per_s": 20.0}}, "redis of pattern"),
         ({"pattern": {"missing": "pip: no such thing"}}, "not measured at 4k 1x1: pattern"),
     ],
     ids=str,
@@ -83,6 +85,36 @@ def test_every_target_can_be_missed(changed: dict[str, dict[str, Any]], words: s
     is_met, verdict = check(make_results(**changed))
     assert not is_met
     assert words in verdict
+
+
+def test_a_path_whose_bare_transport_is_not_four_times_the_best_peer_is_judged_by_its_share_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = make_results(pattern={"per_s": 30.0}, none={"per_s": 900.0}, file={"per_s": 800.0})
+    is_met, _ = check(results)
+    assert is_met, "90 of 30 is 3 times, and bare XADD 3.3 times"
+    printed = capsys.readouterr().out
+    assert "  3.33  xadd, bare, of pattern" in printed and "  3.00  redis of pattern" in printed
+    assert "redis of pattern, the best peer, target" not in printed
+    assert not check(make_results(pattern={"per_s": 30.0}, redis={"per_s": 45.0}))[0]
+
+
+def test_the_judged_cell_comes_first_and_a_quick_run_has_no_other() -> None:
+    assert cells(read_arguments([]))[0] == ("4k", "1x1")
+    assert len(set(cells(read_arguments([])))) == 8
+    assert cells(read_arguments(["--quick"])) == [("4k", "1x1")]
+
+
+def test_latencies_are_taken_at_half_of_what_the_same_run_measured(tmp_path: Path) -> None:
+    comparison = Comparison({"none": systems()["none"]}, tmp_path, None)
+    try:
+        (row,) = comparison.measure("1k", "1x1", 1, 0.3, ["none"])
+    finally:
+        comparison.close()
+    values = row.as_values()
+    assert values["offered_per_s"] == pytest.approx(values["per_s"] / 2)
+    assert row.paced is not None and row.paced.per_s <= 0.75 * row.per_s
+    assert values["num_latencies"] > 0
 
 
 def test_a_quick_run_is_judged_without_the_peers_that_it_leaves_out() -> None:

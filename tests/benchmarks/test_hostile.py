@@ -26,3 +26,10 @@ def test_the_attacks_are_malformed_deep_and_late() -> None:
         assert decode_group(frames).ticket == 1
     finally:
         attacker.close()
+
+
+def test_the_interval_of_a_median_holds_it_and_narrows_with_more_values() -> None:
+    few, many = [1.0, 0.8, 1.2, 0.9, 1.1], [0.8 + 0.4 * number / 79 for number in range(80)]
+    assert hostile.interval_of_median(few) == (0.8, 1.2)
+    low, high = hostile.interval_of_median(many)
+    assert low < 1.0 < high < 1.06

@@ -20,8 +20,11 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture
 def own_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A server of one test, which may kill it and wipe it."""
-    server = RedisServer(tmp_path_factory.mktemp("own-redis"))
+    """A server of one test, which may kill it and wipe it.
+
+    `always`: under `everysec` a killed server may lose two seconds if the disk is slow (test_slow_disk.py).
+    """
+    server = RedisServer(tmp_path_factory.mktemp("own-redis"), "always")
     server.ensure()
     yield server
     server.stop()

@@ -89,10 +89,22 @@ def test_a_living_run_and_an_ended_one_are_told_and_verified_alike(tmp_path: Pat
     assert told["lag"] == {"0": 4}
 
 
-def test_the_life_of_a_ticket_is_printed_with_times(tmp_path: Path):
+@pytest.fixture
+def runs_dir(tmp_path: Path) -> Path:
+    """Holds a run with a file journal that has trained two steps."""
     with opened(make_config(tmp_path, JOURNALS[0])) as store:
         train_two_steps(store)
-    lines = ask(tmp_path, "inspect", "ticket", "told", "1").stdout.splitlines()
+    return tmp_path
+
+
+def change_journal(runs_dir: Path, statement: str, *values: object) -> list[tuple[bytes]]:
+    path = runs_dir / "told" / "buffer" / "events.sqlite"
+    with closing(sqlite3.connect(path)) as database, database:
+        return database.execute(statement, values).fetchall()
+
+
+def test_the_life_of_a_ticket_is_printed_with_times(runs_dir: Path):
+    lines = ask(runs_dir, "inspect", "ticket", "told", "1").stdout.splitlines()
     assert lines[0][:2] == "20"
     assert [line[24:].split(":")[0].split(",")[0].strip() for line in lines] == [
         "issued",
@@ -103,30 +115,39 @@ def test_the_life_of_a_ticket_is_printed_with_times(tmp_path: Path):
         "reserved for step 0",
         "trained at step 0",
     ]
-    moments = json.loads(ask(tmp_path, "inspect", "ticket", "told", "1", "--json").stdout)
+    moments = json.loads(ask(runs_dir, "inspect", "ticket", "told", "1", "--json").stdout)
     assert len(moments) == len(lines)
-    unknown = ask(tmp_path, "inspect", "ticket", "told", "99")
+    unknown = ask(runs_dir, "inspect", "ticket", "told", "99")
     assert isinstance(unknown.exception, ConfigError)
 
 
-def test_a_turn_that_vanished_from_the_journal_fails_the_verification_loudly(tmp_path: Path):
-    with opened(make_config(tmp_path, JOURNALS[0])) as store:
+def test_of_a_ticket_whose_events_are_trimmed_the_snapshot_is_told(tmp_path: Path):
+    with opened(make_config(tmp_path, JOURNALS[1])) as store:
         train_two_steps(store)
-    with closing(sqlite3.connect(tmp_path / "told" / "buffer" / "events.sqlite")) as database, database:
-        database.execute("DELETE FROM turns WHERE id = 3")
-    verdict = ask(tmp_path, "verify", "told")
+        store.journal.write_snapshot(store.ledger.state.as_snapshot())
+        token = store.ledger.open("successor")
+        store.ledger.resume(token, 0)
+        assert store.settle(0.0)
+        lines = ask(tmp_path, "inspect", "ticket", "told", "1").stdout.splitlines()
+        unknown = ask(tmp_path, "inspect", "ticket", "told", "99")
+    assert [line.split(maxsplit=1)[0] for line in lines] == ["-", lines[1].split()[0]]
+    assert "in the snapshot that the journal begins with: trained (step 0), attempt 2, 16 tokens" in lines[0]
+    assert lines[1].endswith("reserved for step 0 again: the learner resumed at step 0")
+    assert isinstance(unknown.exception, ConfigError)
+
+
+def test_a_turn_that_vanished_from_the_journal_fails_the_verification_loudly(runs_dir: Path):
+    change_journal(runs_dir, "DELETE FROM turns WHERE id = 3")
+    verdict = ask(runs_dir, "verify", "told")
     assert verdict.exit_code == 1
     assert verdict.stdout.startswith("S1: ")
     assert "breaks S1" in verdict.stderr
 
 
-def test_a_turn_that_was_altered_is_named(tmp_path: Path):
-    with opened(make_config(tmp_path, JOURNALS[0])) as store:
-        train_two_steps(store)
-    with closing(sqlite3.connect(tmp_path / "told" / "buffer" / "events.sqlite")) as database, database:
-        (data,) = database.execute("SELECT data FROM turns WHERE id = 3").fetchone()
-        database.execute("UPDATE turns SET data = ? WHERE id = 3", (data[:-1] + bytes([data[-1] ^ 1]),))
-    found = ask(tmp_path, "verify", "told").exception
+def test_a_turn_that_was_altered_is_named(runs_dir: Path):
+    ((data,),) = change_journal(runs_dir, "SELECT data FROM turns WHERE id = 3")
+    change_journal(runs_dir, "UPDATE turns SET data = ? WHERE id = 3", data[:-1] + bytes([data[-1] ^ 1]))
+    found = ask(runs_dir, "verify", "told").exception
     assert isinstance(found, CheckpointError)
     assert "turn 3" in str(found)
 

@@ -103,14 +103,15 @@ def test_a_host_that_is_not_of_this_machine_is_found_before_anything_starts() ->
         plan.check(Config(**SECTIONS, launcher={"host": OTHER_HOST}))
 
 
-def test_the_ports_of_a_host_are_free_and_in_a_row() -> None:
-    first = head._first_port("127.0.0.1")
-    for port in range(first, first + len(SERVERS)):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-    assert head._first_port(None) == 0
-    with pytest.raises(AsyncrlError, match="free ports in a row"):
-        head._first_port(OTHER_HOST)
+def test_the_ports_of_every_service_that_there_can_be_are_held_for_the_run() -> None:
+    with head._held_ports("127.0.0.1") as first:
+        for port in range(first, first + len(SERVERS)):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+    with head._held_ports(None) as first:
+        assert first == 0
+    with pytest.raises(AsyncrlError, match=OTHER_HOST), head._held_ports(OTHER_HOST):
+        pass
 
 
 def test_a_start_makes_new_keys_and_one_without_removes_those_of_the_last(tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 
-from asyncrl.errors import DeadlineExceeded
+from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.rpc import Client
+from asyncrl.rpc.delays import MAX_CALLERS, WINDOW_S, Delays
 from asyncrl.rpc.memory import MemoryGuard, resident_bytes
+from asyncrl.rpc.request import read_request
 from asyncrl.wire import pack_header
 from tests.buffer.hostile.hostile_parts import raw_part, raw_peer, raw_socket, shake_hands
 
@@ -161,3 +164,46 @@ def test_messages_that_wait_for_a_busy_server_are_held_back_at_their_sender() ->
         assert anonymous_bytes(pid) - before < 40 << 20
         assert client.call("echo", n=1).args == {"n": 1}
         client.close()
+
+
+def test_what_a_request_lay_is_told_without_comparing_clocks() -> None:
+    delays, ahead_s = Delays(), 12_345.0  # of the caller's clock before ours
+    assert delays.measure_s(b"a", ahead_s + 10.0, 10.1) == 0.0, "the first one is taken for the quickest"
+    assert delays.measure_s(b"a", ahead_s + 20.0, 27.1) == pytest.approx(7.0)
+    assert delays.measure_s(b"a", ahead_s + 26.0, 27.1) == pytest.approx(1.0)
+    assert delays.measure_s(b"a", ahead_s + 30.0, 30.0) == 0.0
+    assert delays.measure_s(b"a", ahead_s + 40.0, 40.1) == pytest.approx(0.1)
+    assert delays.measure_s(b"b", 20.0, 27.1) == 0.0, "another connection has a clock of its own"
+
+
+def test_a_long_outage_does_not_make_what_lay_through_it_the_quickest() -> None:
+    delays = Delays()
+    delays.measure_s(b"a", 0.0, 0.1)
+    away_s = 3 * WINDOW_S
+    assert delays.measure_s(b"a", 1.0, 1.1 + away_s) == pytest.approx(away_s)
+    assert delays.measure_s(b"a", 6.0, 1.2 + away_s) == pytest.approx(away_s - 4.9)
+
+
+def test_clocks_that_drift_apart_make_no_request_look_old() -> None:
+    delays, drift = Delays(), 1e-4
+    largest = max(
+        delays.measure_s(b"a", now_s * (1.0 - drift), float(now_s)) for now_s in range(0, 36_000, 10)
+    )
+    assert largest <= 2.1 * WINDOW_S * drift
+
+
+def test_callers_without_end_take_bounded_memory() -> None:
+    delays = Delays()
+    for number in range(2 * MAX_CALLERS):
+        delays.measure_s(number.to_bytes(4), 0.0, 1.0)
+    assert len(delays._callers) == MAX_CALLERS
+    assert delays.measure_s((0).to_bytes(4), 0.0, 5.0) == 0.0, "a forgotten one begins anew"
+
+
+@pytest.mark.parametrize(
+    "times", [{"sent_s": float("nan"), "within_s": 1.0}, {"sent_s": 1.0}, {"sent_s": "x"}]
+)
+def test_a_request_that_was_sent_at_no_time_is_malformed(times: dict[str, object]) -> None:
+    header = pack_header({"id": 1, "op": "echo", "args": {}, **times})
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as end, pytest.raises(WireError):
+        read_request([b"client", header], end)

@@ -18,25 +18,50 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 SHORT = ("rollout.replicas=1", "eval.every_steps=0", "checkpoint.every_steps=10")
 
 
-def test_ctrl_c_stops_with_a_checkpoint_and_up_again_goes_on_from_it(up: Callable[..., UpRun]) -> None:
-    run = up("interrupted", "learner.steps=30", *SHORT)
-    run.wait_for(lambda status: status["step"] >= 5)
+def test_replicas_come_and_go_ctrl_c_stops_with_a_checkpoint_and_up_again_goes_on_from_it_until_down(
+    up: Callable[..., UpRun],
+) -> None:
+    """Two lives of one run: a start costs half a minute."""
+    run = up("interrupted", "learner.steps=2000", *SHORT)
+    run.wait_for(lambda status: status["step"] >= 3)
+    scale_up_and_down(run)
+    assert run.status()["ledger"]["residue"] == 0
     run.interrupt()
     code, output = run.finish()
     assert code == 130, output
     assert leftovers(run.folder) == []
+    assert "rollout.1: SYNCING -> READY" in (run.folder / "logs" / "rollout.1.log").read_text()
     stopped_at = len(run.rows())
-    assert 5 <= stopped_at < 30
 
-    again = up("interrupted", "learner.steps=30", *SHORT)
+    again = up("interrupted", "learner.steps=2000", *SHORT)
+    again.wait_for(lambda status: status["step"] >= stopped_at + 5)
+    assert again.command("down").returncode == 0
     code, output = again.finish()
     assert code == 0, output
     assert f"resumed at step {stopped_at}, residue 0" in output
-    assert [row["training/global_step"] for row in again.rows()] == list(range(1, 31))
+    num_steps = len(again.rows())
+    assert [row["training/global_step"] for row in again.rows()] == list(range(1, num_steps + 1))
     summary = again.summary()
     assert summary["ledger_residue"] == 0
-    assert summary["ledger"]["trained"] + summary["ledger"]["dropped"].get("stale", 0) == 30 * 16
+    assert summary["ledger"]["trained"] + summary["ledger"]["dropped"].get("stale", 0) == num_steps * 16
     assert leftovers(run.folder) == []
+
+
+def scale_up_and_down(run: UpRun) -> None:
+    """Let a second replica join and leave; training must not stand still meanwhile."""
+    assert run.command("scale", "rollout=2").returncode == 0
+    states: set[str] = set()
+
+    def has_joined(status: dict) -> bool:  # type: ignore[type-arg]
+        states.add(status["services"].get("rollout.1", {}).get("state", ""))
+        return "READY" in states
+
+    before = run.status()["step"]
+    joined_at = run.wait_for(has_joined)["step"]
+    assert joined_at > before, "training stood still while the replica joined"
+    assert run.command("scale", "rollout=1").returncode == 0
+    left = run.wait_for(lambda status: "rollout.1" not in status["services"])
+    run.wait_for(lambda status: status["step"] > left["step"] + 3)
 
 
 def test_ctrl_c_while_the_run_starts_leaves_nothing(up: Callable[..., UpRun]) -> None:
@@ -54,30 +79,6 @@ def wait_until_exists(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < end, f"{path} never came"
         time.sleep(0.05)
-
-
-def test_replicas_join_and_leave_while_training_goes_on(up: Callable[..., UpRun]) -> None:
-    run = up("scaled", "learner.steps=2000", *SHORT)
-    run.wait_for(lambda status: status["step"] >= 3)
-    assert run.command("scale", "rollout=2").returncode == 0
-    states: set[str] = set()
-
-    def has_joined(status: dict) -> bool:  # type: ignore[type-arg]
-        states.add(status["services"].get("rollout.1", {}).get("state", ""))
-        return "READY" in states
-
-    before = run.status()["step"]
-    joined_at = run.wait_for(has_joined)["step"]
-    assert joined_at > before, "training stood still while the replica joined"
-    assert run.command("scale", "rollout=1").returncode == 0
-    left = run.wait_for(lambda status: "rollout.1" not in status["services"])
-    run.wait_for(lambda status: status["step"] > left["step"] + 3)
-    assert run.status()["ledger"]["residue"] == 0
-    assert run.command("down").returncode == 0
-    run.finish()
-    assert run.summary()["ledger_residue"] == 0
-    assert "rollout.1: SYNCING -> READY" in (run.folder / "logs" / "rollout.1.log").read_text()
-    assert leftovers(run.folder) == []
 
 
 def test_a_killed_service_ends_the_run_by_name_and_leaves_nothing(

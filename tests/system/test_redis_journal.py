@@ -20,6 +20,8 @@ def server_of(run: UpRun) -> dict[str, object]:
     return found
 
 
+DEADLINE_S = 600.0
+"""Of a start on a busy machine and the steps after it: only a run that hangs takes longer."""
 SETS = ("rollout.replicas=1", "eval.every_steps=0", "checkpoint.every_steps=4")
 
 
@@ -28,10 +30,10 @@ def test_a_run_with_a_managed_redis_trains_through_the_servers_death_and_ends_cl
     up: Callable[..., UpRun],
 ) -> None:
     run = up("redis", "learner.steps=60", *SETS, config=CONFIG)
-    run.wait_for(lambda status: status["step"] >= 2, deadline_s=300.0)
+    run.wait_for(lambda status: status["step"] >= 2, deadline_s=DEADLINE_S)
     server = server_of(run)
     os.kill(int(str(server["pid"])), signal.SIGKILL)
-    code, output = run.finish()
+    code, output = run.finish(DEADLINE_S)
     assert code == 0, output
     assert len(run.rows()) == 60
     assert run.summary()["ledger_residue"] == 0
@@ -50,7 +52,7 @@ def test_a_run_with_a_managed_redis_trains_through_the_servers_death_and_ends_cl
 def test_a_run_with_a_managed_redis_goes_on_where_it_ended(up: Callable[..., UpRun]) -> None:
     for num_steps in (8, 12):
         run = up("redis_resumed", f"learner.steps={num_steps}", *SETS, config=CONFIG)
-        code, output = run.finish()
+        code, output = run.finish(DEADLINE_S)
         assert code == 0, output
         assert run.rows()[-1]["training/global_step"] == num_steps
         assert run.summary()["ledger_residue"] == 0

@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.buffer.audit.recount import PENDING, Recount
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.state import LedgerState
+from asyncrl.buffer.ledger.tickets import State, Ticket
 
 AGE_BOUNDS_S = (1, 10, 60, 600, 3600)
 """Upper ends of the classes of the histogram of ages, in seconds; the last class has none."""
@@ -85,9 +86,15 @@ def _classify(ages_s: Iterable[float]) -> dict[str, int]:
     return classes
 
 
-def trace_ticket(past: Iterable[TimedEvent], number: int) -> list[Moment]:
-    """Return the life of one ticket, oldest first; empty if it was never issued."""
+def trace_ticket(past: Iterable[TimedEvent], number: int, start: LedgerState | None = None) -> list[Moment]:
+    """Return the life of one ticket, oldest first; empty if it was never issued.
+
+    Args:
+        start: The ledger before the first event, where the journal does not begin with the run.
+    """
     tracer = Tracer(number)
+    if start is not None:
+        tracer.begin_at(start)
     for timed in past:
         tracer.take(timed)
     return tracer.moments
@@ -114,6 +121,18 @@ class Tracer:
             ev.Reissued: lambda event: self._again(f"issued again ({event.reason})"),
             ev.Dropped: self._dropped,
         }
+
+    def begin_at(self, state: LedgerState) -> None:
+        """Add what a snapshot of the ledger says of the ticket, whose events are gone."""
+        ticket = state.tickets.get(self.number)
+        if ticket is None:
+            if 0 < self.number <= state.num_issued:
+                what = "settled before the snapshot that the journal begins with: trained or dropped"
+                self.moments.append(Moment(None, what))
+            return
+        self._step, self._attempt = ticket.step, ticket.attempt
+        self._is_settled = ticket.state is State.ACKED
+        self.moments.append(Moment(None, f"in the snapshot that the journal begins with: {_stand(ticket)}"))
 
     def take(self, timed: TimedEvent) -> None:
         """Add what the event says of the ticket, if it does."""
@@ -165,6 +184,16 @@ class Tracer:
     def _dropped(self, event: ev.Dropped) -> str:
         self._step = -1
         return f"dropped ({event.reason})" + (", its prompt is given up" if event.is_given_up else "")
+
+
+def _stand(ticket: Ticket) -> str:
+    """Return what a ticket is, where nobody knows any more how it came about."""
+    prompt = f"row {ticket.index} of source {ticket.source}, pass {ticket.pass_number}"
+    parent = f", repeating ticket {ticket.parent}" if ticket.parent else ""
+    step = f" (step {ticket.step})" if ticket.step >= 0 else ""
+    reason = f" ({ticket.reason.value})" if ticket.reason else ""
+    made = f", {ticket.num_tokens} tokens, {_versions(ticket.versions)}" if ticket.num_tokens else ""
+    return f"{ticket.state.value}{step}{reason}, attempt {ticket.attempt}{made}; {prompt}{parent}"
 
 
 def _versions(versions: tuple[int, int]) -> str:

@@ -96,7 +96,8 @@ def inspect_ticket(run: str, runs_dir: str, number: int) -> list[Moment]:
     Raises:
         ConfigError: The journal does not know it.
     """
-    moments = trace_ticket(open_past(run, runs_dir).events(), number)
+    past = open_past(run, runs_dir)
+    moments = trace_ticket(past.events(), number, None if past.snapshot is None else past.start())
     if not moments:
         raise ConfigError(
             f"the journal of run '{run}' does not know ticket {number}",

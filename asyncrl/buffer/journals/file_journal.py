@@ -3,7 +3,8 @@
 Owns one folder. All events are kept, so that the whole past can be checked afterwards; snapshots only
 spare a restart the way through them. Invariant: what was committed survives the end of the process
 under every `fsync`; a power cut costs nothing under `always`, and under `everysec` what was committed
-since the last sync but one began, see `unsynced_s`.
+since the last sync but one began, see `unsynced_s`. Payloads are deleted once the commits that made them
+needless are as safe as that `fsync` makes them.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class FileJournal:
         self._has_new_payload = False
         self._lock = _take_lock(folder / "lock")
         self._database = _open_database(folder / EVENTS, _SYNCHRONOUS[fsync])
-        self._segments = SegmentFolder(folder / "payloads", segment_bytes, sync)
+        self._segments = SegmentFolder(folder / "payloads", segment_bytes, sync, fsync == "everysec")
+        self._deletable: list[int] = []
         self.counters = self._segments.counters
         self._disk = DiskSync(folder / f"{EVENTS}-wal", sync, self.counters)
 
@@ -170,7 +172,11 @@ class FileJournal:
 
     def tick(self, now: float) -> None:
         if self._fsync == "everysec":
-            self._disk.sync_if_due(self._segments.take_unsynced)
+            if self._disk.take_success():
+                self._segments.delete(self._deletable)
+                self._deletable = []
+            if self._disk.sync_if_due(self._segments.take_unsynced):
+                self._deletable = self._segments.unneeded()
         elif self._fsync == "never":
             self._segments.forget_finished()
 
@@ -203,6 +209,7 @@ class DiskSync:
         self._next = 0.0
         self._unsynced_since: float | None = None
         self._synced_from: float | None = None
+        self._has_succeeded = False
 
     @property
     def unsynced_s(self) -> float:
@@ -214,23 +221,29 @@ class DiskSync:
         if self._unsynced_since is None:
             self._unsynced_since = time.monotonic()
 
-    def sync_if_due(self, take_segments: Callable[[], list[int]]) -> None:
+    def take_success(self) -> bool:
+        """Tell, once, that the last sync that began is done."""
+        found, self._has_succeeded = self._has_succeeded, False
+        return found
+
+    def sync_if_due(self, take_segments: Callable[[], list[int]]) -> bool:
         """Begin a sync unless one is on its way, nothing is new, or the last one is too recent."""
         is_busy = self._thread is not None and self._thread.is_alive()
-        if is_busy or time.monotonic() < self._next:
-            return
-        if self._unsynced_since is None:
-            return
+        if is_busy or time.monotonic() < self._next or self._unsynced_since is None:
+            return False
+        self._has_succeeded = False
         self._next = time.monotonic() + SYNC_EVERY_S
         self._synced_from, self._unsynced_since = self._unsynced_since, None
         arguments = ([*take_segments(), os.open(self._log_file, os.O_RDONLY)],)
         self._thread = threading.Thread(target=self._run, args=arguments, name="journal-sync", daemon=True)
         self._thread.start()
+        return True
 
     def _run(self, descriptors: list[int]) -> None:
         try:
             for descriptor in descriptors:
                 self._sync(descriptor)
+            self._has_succeeded = True
         except OSError as error:
             self.counters["failed_syncs"] += 1
             log.error("the journal could not be synced, a power cut may cost all since then: %s", error)

@@ -30,7 +30,7 @@ from asyncrl.buffer.journals.journal import (
 )
 from asyncrl.buffer.journals.payload_index import PayloadIndex
 from asyncrl.buffer.journals.records import make_record, read_frames
-from asyncrl.buffer.journals.redis_link import Argument, AuthenticationError, LinkDown, RedisLink, Refusal
+from asyncrl.buffer.journals.redis_link import Argument, LinkDown, RedisLink, Refusal, explain_refusal
 from asyncrl.buffer.journals.redis_past import keys_of, read_past
 from asyncrl.buffer.ledger.events import Event
 from asyncrl.clock import Clock, SystemClock
@@ -107,10 +107,9 @@ class RedisJournal:
             except Refusal as error:
                 raise ConfigError(f"Redis at {link.label} refuses: {error}", hint=_RIGHTS_HINT) from None
             except LinkDown as error:
-                if _is_login_failure(error):
-                    raise ConfigError(
-                        f"Redis at {link.label} refuses the user or the password", hint="Check buffer.url"
-                    ) from None
+                refused = explain_refusal(link.label, error)
+                if refused is not None:
+                    raise refused from None
                 if self._clock.now() > end:
                     raise ConfigError(
                         f"Redis at {link.label} cannot be reached within {deadline_s:g} s: {error}",
@@ -451,7 +450,3 @@ class _Refused(Exception):
 def _rank(owner: bytes | None) -> int:
     """Return the number in an owner's name; 0 for none."""
     return int(owner.split(b":")[0]) if owner else 0
-
-
-def _is_login_failure(error: Exception) -> bool:
-    return isinstance(error, AuthenticationError)

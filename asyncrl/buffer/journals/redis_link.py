@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import ssl
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import redis
@@ -26,25 +27,33 @@ LinkDown = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
 """What a broken connection raises; also a server that is loading, or refuses the password."""
 Refusal = redis.exceptions.ResponseError
 """What Redis answers to a command that it does not carry out; comes as a value."""
-AuthenticationError = redis.exceptions.AuthenticationError
+_HOST_MISMATCH = (62, 64)
+"""OpenSSL's codes for a certificate of another host name, and of another address."""
 
 
 class RedisLink:
     """See the module.
 
     Args:
-        url: `redis://` or `rediss://`, with user and password if the server wants them.
+        url: `redis://` or `rediss://`, with user and password if the server wants them, and redis-py's
+            settings as its query: `?ssl_ca_certs=/etc/ca.pem`.
         deadline_s: How long connecting, and waiting for a reply, may take.
 
     Raises:
-        ConfigError: The URL is none.
+        ConfigError: The URL is none, or its query holds what is no setting.
     """
 
     def __init__(self, url: str, deadline_s: float = 5.0) -> None:
         self.label = label_of(url)
         settings = {"socket_timeout": deadline_s, "socket_connect_timeout": deadline_s, "protocol": 2}
         pool = redis.ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **settings)
-        self._connection = pool.make_connection()
+        try:
+            self._connection = pool.make_connection()
+        except (TypeError, redis.exceptions.RedisError) as error:
+            raise ConfigError(
+                f"buffer.url: a {self.label.split(':')[0]}:// URL does not take this query: {error}",
+                hint="TLS settings need rediss://; docs/journals.md lists them",
+            ) from None
         self._expected: deque[OnReply | None] = deque()
         self.is_up = False
 
@@ -115,6 +124,45 @@ class RedisLink:
         self.is_up = False
         self._expected.clear()
         self._connection.disconnect()
+
+
+def explain_refusal(label: str, error: BaseException) -> ConfigError | None:
+    """Return what is wrong with the settings that a connection failed of, None if Redis may just be away.
+
+    Args:
+        label: Of the Redis.
+        error: What connecting raised.
+    """
+    if isinstance(error, redis.exceptions.AuthenticationError):
+        return ConfigError(f"Redis at {label} refuses the user or the password", hint="Check buffer.url")
+    for cause in _causes(error):
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return _explain_certificate(label, cause)
+        if isinstance(cause, ssl.SSLError) and "CERTIFICATE_REQUIRED" in (cause.reason or ""):
+            what = f"Redis at {label} wants a certificate of its clients"
+            return ConfigError(what, hint="Add ?ssl_certfile=FILE&ssl_keyfile=FILE to buffer.url")
+        if isinstance(cause, FileNotFoundError) and label.startswith("rediss:"):
+            what = "buffer.url names a certificate or key that is not on this machine"
+            return ConfigError(what, hint="Check ssl_ca_certs, ssl_certfile and ssl_keyfile in it")
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _explain_certificate(label: str, error: ssl.SSLCertVerificationError) -> ConfigError:
+    if error.verify_code in _HOST_MISMATCH:
+        return ConfigError(
+            f"Redis at {label} has a certificate of another host: {error.verify_message}",
+            hint="Write the host in buffer.url as the certificate names it",
+        )
+    return ConfigError(
+        f"Redis at {label} has a certificate that is not trusted here: {error.verify_message}",
+        hint="Name the file of the CA that signed it: add ?ssl_ca_certs=FILE to buffer.url",
+    )
 
 
 def pack(command: Sequence[Argument]) -> bytes:

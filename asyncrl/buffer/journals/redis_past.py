@@ -7,18 +7,21 @@ nothing over. Invariant: turns come back without a gap, or not at all.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.buffer.journals.journal import Turn, unpack_snapshot, unpack_turn
-from asyncrl.buffer.journals.redis_link import RedisLink
-from asyncrl.errors import CheckpointError
+from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, Refusal, explain_refusal
+from asyncrl.errors import CheckpointError, ConfigError
 
 Ask = Callable[..., Any]
 """Carries out one command and returns Redis' reply."""
 KEYS = ("owner", "turn", "turns", "snapshot", "payloads")
 _PAGE = 1000
+LOOKS, LOOK_AGAIN_S = 10, 0.05
+"""A living buffer trims the stream behind each snapshot, some seconds apart; reading takes well below one."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,12 @@ def keys_of(run: str) -> dict[str, str]:
     return {name: f"asyncrl:{{{run}}}:{name}" for name in KEYS}
 
 
+class TurnMissing(CheckpointError):
+    """The stream lacks a turn that is neither in the snapshot nor the last."""
+
+
 def read_past(ask: Ask, keys: dict[str, str], label: str) -> Past:
-    """Return the snapshot and what came after it.
+    """Return the snapshot and what came after it, for the one buffer that writes there.
 
     Raises:
         CheckpointError: Something is missing or damaged.
@@ -56,7 +63,7 @@ def read_past(ask: Ask, keys: dict[str, str], label: str) -> Past:
     last = max(covered, int(ask("GET", keys["turn"]) or 0))
     turns = list(_read_turns(ask, keys["turns"], covered, last))
     if len(turns) != last - covered:
-        raise CheckpointError(
+        raise TurnMissing(
             f"the journal in Redis at {label} lacks turn {covered + len(turns) + 1} of {last}",
             hint="Restore it, or remove its keys to begin anew",
         )
@@ -84,9 +91,29 @@ def read_run(url: str, run: str) -> Past:
 
     Raises:
         CheckpointError: As `read_past`.
-        LinkDown: Redis cannot be reached.
+        ConfigError: Redis cannot be reached, or refuses the user.
     """
     link = RedisLink(url)
     with contextlib.closing(link):
-        link.connect()
-        return read_past(link.call, keys_of(run), link.label)
+        try:
+            link.connect()
+            return read_living(link.call, keys_of(run), link.label)
+        except (*LinkDown, Refusal) as error:
+            refused = explain_refusal(link.label, error)
+            away = ConfigError(f"Redis at {link.label} cannot be read: {error}", hint="Check buffer.url")
+            raise refused or away from None
+
+
+def read_living(ask: Ask, keys: dict[str, str], label: str) -> Past:
+    """Return what a journal holds at which a buffer may be at work: its snapshots trim the stream meanwhile.
+
+    Raises:
+        CheckpointError: As `read_past`.
+    """
+    for _ in range(LOOKS):
+        try:
+            return read_past(ask, keys, label)
+        except TurnMissing as error:
+            missing = error
+        time.sleep(LOOK_AGAIN_S)
+    raise CheckpointError(missing.message, hint=f"It was so {LOOKS} times; nothing was changed") from missing

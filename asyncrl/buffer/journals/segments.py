@@ -1,7 +1,8 @@
 """Payloads in append-only files.
 
 Owns the files `<number>.segment` of one folder and the index from (ticket, attempt) to record
-(`records`). A record is never rewritten; a file is deleted whole once none of its records is needed.
+(`records`). A record is never rewritten; a file is deleted whole once none of its records is needed, at
+once or when its owner says so.
 Invariant: what `read` returns has the checksum that was written with it; a torn tail is cut, and a
 damaged record is found when it is read. Opening a folder reads headers and no bodies.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.buffer.journals.records import HEADER_BYTES, MAGIC, make_record, read_frames, read_header
+from asyncrl.durable import sync_path
 from asyncrl.faults import fault_point, is_wanted
 from asyncrl.wire import Frame
 
@@ -35,12 +37,18 @@ class SegmentFolder:
         folder: Made if it is missing; one process at a time.
         segment_bytes: A file that has reached this size is closed and the next one begun.
         sync: Forces a file to the disk.
+        keeps_unneeded: Leave files that nobody needs until `delete`: what made them so may not be on the
+            disk yet, and a power cut would take that back but not the deletion.
 
     `counters` counts `torn_tails`, `torn_bytes`, `damaged_headers` and `damaged_payloads`.
     """
 
     def __init__(
-        self, folder: Path, segment_bytes: int = SEGMENT_BYTES, sync: Callable[[int], None] = os.fsync
+        self,
+        folder: Path,
+        segment_bytes: int = SEGMENT_BYTES,
+        sync: Callable[[int], None] = os.fsync,
+        keeps_unneeded: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.counters: Counter[str] = Counter()
@@ -49,6 +57,8 @@ class SegmentFolder:
         self._sync_file = sync
         self._index: dict[int, dict[int, _Place]] = {}
         self._num_live: Counter[int] = Counter()
+        self._keeps_unneeded = keeps_unneeded
+        self._unneeded: list[int] = []
         self._numbers = sorted(int(path.stem) for path in folder.glob("*.segment"))
         self._active = (self._numbers or [0])[-1]
         for number in list(self._numbers):
@@ -154,13 +164,25 @@ class SegmentFolder:
         self._finish_file()
         finished, self._active, self._offset, self._file = self._active, self._active + 1, 0, file
         self._numbers.append(self._active)
-        _sync_folder(self._folder)
+        sync_path(self._folder)
         self._delete_if_unused(finished)
 
     def _delete_if_unused(self, number: int) -> None:
         if number in self._numbers and number != self._active and self._num_live[number] <= 0:
             self._numbers.remove(number)
             del self._num_live[number]
+            self._unneeded.append(number)
+            if not self._keeps_unneeded:
+                self.delete(self.unneeded())
+
+    def unneeded(self) -> list[int]:
+        """Return the numbers of the files that nobody needs and `delete` has not been told of."""
+        return list(self._unneeded)
+
+    def delete(self, numbers: Sequence[int]) -> None:
+        """Delete files that `unneeded` named."""
+        for number in numbers:
+            self._unneeded.remove(number)
             self._path(number).unlink(missing_ok=True)
             fault_point("buffer.deleting", number)
 
@@ -211,12 +233,3 @@ def _write_all(file: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the name of a new file durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,10 +6,9 @@ the terminal only watches. Everything that it starts dies with it or is ended by
 
 from __future__ import annotations
 
+import contextlib
 import os
-import random
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -19,20 +18,17 @@ from asyncrl.config.load import load_config
 from asyncrl.config.tree import Config
 from asyncrl.control import plan
 from asyncrl.control.launch import ray_launcher
-from asyncrl.control.launch.ports import HeldPort
+from asyncrl.control.launch.ports import HeldPort, held_row
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import SERVERS
-from asyncrl.errors import AsyncrlError
 from asyncrl.keys import RunKeys, make_run_keys, write_client_keys
 from asyncrl.service import ServiceContext
 
 POLL_S = 0.2
 SUPERVISOR = "supervisor.0"
 EXIT_TERMINATED = 143
-PORTS = range(20_000, 32_000)
-PORT_TRIES = 50
 
 
 def main() -> int:
@@ -47,7 +43,10 @@ def main() -> int:
     socket_dir.mkdir(mode=0o700)
     try:
         with HeldPort() as rendezvous:
-            _run(run_dir, live, socket_dir, rendezvous.address)
+            config = load_config(run_dir.resolved)
+            with _held_ports(config.launcher.host) as first_port:
+                addresses = {"sockets": str(socket_dir), "first_port": str(first_port)}
+                _run(run_dir, live, config, addresses, rendezvous.address)
     except Exception as error:  # process boundary: whoever watches must learn how it ended
         _write_failure(run_dir, f"{type(error).__name__}: {error}", "head.0")
         raise
@@ -59,15 +58,16 @@ def main() -> int:
     return 0
 
 
-def _run(run_dir: RunDir, live: dict[str, Any], socket_dir: Path, rendezvous: str) -> None:
-    config = load_config(run_dir.resolved)
+def _run(
+    run_dir: RunDir, live: dict[str, Any], config: Config, addresses: dict[str, str], rendezvous: str
+) -> None:
     ray_launcher.start_local(num_cpus=os.cpu_count() or 1, num_gpus=plan.count_gpus())
     context = ServiceContext(
         config=config,
         name=SUPERVISOR,
         run_dir=run_dir.path,
         run_id=live["run_id"],
-        addresses={"sockets": str(socket_dir), "first_port": str(_first_port(config.launcher.host))},
+        addresses=addresses,
         rendezvous=rendezvous,
         keys=_make_keys(config, run_dir),
     )
@@ -104,31 +104,12 @@ def _make_keys(config: Config, run_dir: RunDir) -> RunKeys | None:
     return keys
 
 
-def _first_port(host: str | None) -> int:
-    """Return the first of as many free ports in a row as there can be servers, 0 if none are needed.
+def _held_ports(host: str | None) -> contextlib.AbstractContextManager[int]:
+    """Hold a port for every server that there can be, also those that are started later; yield the first.
 
-    Below the range from which systems take ports for outgoing connections, and above Ray's.
+    Without `launcher.host` the services listen on socket files: 0.
     """
-    if host is None:
-        return 0
-    for _ in range(PORT_TRIES):
-        first = random.randrange(PORTS.start, PORTS.stop - len(SERVERS))
-        if all(_is_free(host, port) for port in range(first, first + len(SERVERS))):
-            return first
-    raise AsyncrlError(
-        f"launcher.host: {host} has no {len(SERVERS)} free ports in a row from {PORTS.start} to {PORTS.stop}",
-        hint="Name an address of this machine",
-    )
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-        return True
+    return contextlib.nullcontext(0) if host is None else held_row(host, len(SERVERS))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.buffer.journals.journal import Need, pack_turn
 from asyncrl.buffer.journals.redis_journal import RedisJournal
 from asyncrl.buffer.journals.redis_link import RedisLink
-from asyncrl.buffer.journals.redis_past import read_run
+from asyncrl.buffer.journals.redis_past import keys_of, read_living, read_run
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.events import DataDescribed, Opened, VersionRegistered
@@ -450,6 +450,47 @@ def test_whoever_looks_at_a_journal_takes_nothing_over(place: Place, own_redis: 
     past = read_run(own_redis.url, place.run)
     assert (past.values, past.last_turn, len(past.turns)) == ({"any": 1}, 2, 1)
     journal.close()
+
+
+def test_whoever_looks_while_a_snapshot_trims_the_stream_looks_again(
+    place: Place, own_redis: RedisServer
+) -> None:
+    journal = place.open()
+    for token in (1, 2):
+        journal.commit([Opened(token, "learner")], 0.0)
+    with raw_link(own_redis.url) as link:
+
+        def ask(*command: str) -> object:
+            if command[0] == "XRANGE" and not journal.counters["trimmed"]:
+                journal.counters["trimmed"] += 1
+                journal.write_snapshot({"any": 1})
+                journal.commit([Opened(3, "learner")], 0.0)
+            return link.call(*command)
+
+        past = read_living(ask, keys_of(place.run), "here")
+    assert (past.values, past.last_turn, len(past.turns)) == ({"any": 1}, 3, 1)
+    journal.close()
+
+
+def test_whoever_looks_at_a_journal_that_lacks_turns_is_not_told_to_remove_it(
+    place: Place, own_redis: RedisServer
+) -> None:
+    journal = place.open()
+    for token in (1, 2, 3):
+        journal.commit([Opened(token, "learner")], 0.0)
+    with raw_link(own_redis.url) as link:
+        link.call("XDEL", key(place, "turns"), "2-0")
+    with pytest.raises(CheckpointError, match="lacks turn 2 of 3") as caught:
+        read_run(own_redis.url, place.run)
+    assert "remove" not in caught.value.hint
+    journal.close()
+
+
+def test_whoever_looks_with_a_wrong_password_is_told_by_a_config_error(own_redis: RedisServer) -> None:
+    with pytest.raises(ConfigError, match="refuses the user or the password"):
+        read_run(own_redis.url.replace("asyncrl:", "asyncrl:x"), "run")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_run("redis://127.0.0.1:1/0", "run")
 
 
 # Users

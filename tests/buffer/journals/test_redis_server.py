@@ -99,7 +99,7 @@ def test_closing_the_journal_ends_the_server_and_the_next_one_finds_all(tmp_path
 
 
 def test_a_managed_server_that_dies_is_started_again(tmp_path: Path) -> None:
-    journal = open_journal(BufferSection(journal="redis", managed=True), tmp_path)
+    journal = open_journal(BufferSection(journal="redis", managed=True, fsync="always"), tmp_path)
     journal.append(1, 1, [b"x"])
     assert journal.commit([Opened(1, "learner")], 0.0)
     kill(RedisServer(tmp_path / "buffer" / "redis"))

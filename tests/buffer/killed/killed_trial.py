@@ -154,10 +154,14 @@ class Trial:
         began, is_over = time.monotonic(), False
         while not is_over and not self.report.problems:
             self._kill_redis()
-            for pid, code in self._nursery.ask(op="poll")["ended"]:
-                is_over |= self._bury(pid, code)
+            is_over = self._bury_ended()
             time.sleep(0.005)
             self._expect(time.monotonic() - began < TRIAL_S, f"not done after {TRIAL_S:g} s")
+
+    def _bury_ended(self) -> bool:
+        """Bury all that have ended since the last call; return whether the consumer is done."""
+        buried = [self._bury(pid, code) for pid, code in self._nursery.ask(op="poll")["ended"]]
+        return any(buried)
 
     def _bury(self, pid: int, code: int) -> bool:
         """Start the next life of a party that was killed; return whether the consumer is done."""
@@ -181,11 +185,15 @@ class Trial:
             self._server.ensure()
 
     def _check_status(self) -> None:
+        """Ask the buffer for its account; it may die as the consumer ends, and is started again then."""
         client = Client(self._address)
-        with contextlib.closing(client), contextlib.suppress(DeadlineExceeded):
-            status = client.call("status", deadline_s=10.0).args
-            self._expect(status["residue"] == 0, f"the residue is {status['residue']}")
-            return
+        with contextlib.closing(client):
+            for _ in range(10):
+                self._bury_ended()
+                with contextlib.suppress(DeadlineExceeded):
+                    status = client.call("status", deadline_s=1.0).args
+                    self._expect(status["residue"] == 0, f"the residue is {status['residue']}")
+                    return
         self._expect(False, "the buffer does not answer")
 
     def _kill_all(self) -> None:

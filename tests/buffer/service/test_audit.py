@@ -234,3 +234,12 @@ def test_a_ticket_that_the_snapshot_knows_may_be_dropped_and_repeated_later():
     found.begin_at(LedgerState.from_snapshot(SETTINGS, values))
     found.take_all(run.ledger.drain_events())
     assert found.conclude() == []
+
+
+def test_a_ticket_that_was_settled_before_the_journal_begins_is_not_called_unknown():
+    run, _ = make_past()
+    state = run.state
+    settled = next(number for number in range(1, state.num_issued + 1) if number not in state.tickets)
+    (moment,) = trace_ticket([], settled, state)
+    assert "settled before the snapshot" in moment.what
+    assert trace_ticket([], state.num_issued + 1, state) == []

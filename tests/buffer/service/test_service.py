@@ -30,30 +30,6 @@ from tests.buffer.parts import SETTINGS, make_group, make_store, serving
 WAIT_S = 20.0
 
 
-@pytest.fixture
-def service() -> Iterator[BufferService]:
-    with serving(make_store()) as running:
-        yield running
-
-
-@pytest.fixture
-def learner(service: BufferService) -> Iterator[LearnerClient]:
-    client = LearnerClient(service.address)
-    client.open("learner.0")
-    client.register_version(0)
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def raw(service: BufferService, learner: LearnerClient) -> Iterator[Client]:
-    """A client that may say anything."""
-    client = Client(service.address)
-    client.call("describe_data", deadline_s=WAIT_S, num_prompts=10, digest="d")
-    yield client
-    client.close()
-
-
 def lease_one(raw: Client, replica: str = "a", wait_s: float = 0.0) -> tuple[int, int]:
     grants = raw.call("lease", replica=replica, version=1, want=1, wait_s=wait_s).args["grants"]
     return grants[0]["ticket"], grants[0]["attempt"]

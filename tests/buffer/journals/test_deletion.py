@@ -1,0 +1,101 @@
+"""When files of payloads that nobody needs leave the disk: never before what made them needless is on it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from asyncrl.buffer.journals import file_journal
+from asyncrl.buffer.journals.file_journal import FileJournal
+from asyncrl.buffer.journals.journal import Fsync
+from asyncrl.buffer.ledger.events import Opened
+
+
+def release_a_full_segment(journal: FileJournal) -> None:
+    """Fill the first file, then commit what makes it needless, as the buffer does in one turn."""
+    for ticket in (1, 2):
+        journal.append(ticket, 1, [b"x" * 600])
+    assert journal.commit([Opened(1, "learner")], 0.0)
+    assert journal.commit([Opened(2, "learner")], 0.0)
+    journal.release(1)
+
+
+def first_segment(folder: Path) -> Path:
+    return folder / "payloads" / "00000001.segment"
+
+
+def tick_until(journal: FileJournal, is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20.0
+    while not is_so():
+        journal.tick(0.0)
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_under_everysec_a_sync_that_fails_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_journal, "SYNC_EVERY_S", 0.01)
+    failures = [OSError("no space left"), OSError("no space left")]
+
+    def sync(descriptor: int) -> None:
+        if failures:
+            assert segment.exists()
+            raise failures.pop()
+
+    journal = FileJournal(tmp_path, segment_bytes=500, sync=sync)
+    segment = first_segment(tmp_path)
+    release_a_full_segment(journal)
+    assert segment.exists()
+    tick_until(journal, lambda: not segment.exists())
+    assert journal.counters["failed_syncs"] == 2
+    assert journal.read(2, 1) == [b"x" * 600]
+    journal.close()
+
+
+def test_under_everysec_a_sync_that_began_before_the_commit_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_journal, "SYNC_EVERY_S", 0.01)
+    turn, begun = threading.Semaphore(0), []
+
+    def sync(descriptor: int) -> None:
+        begun.append(descriptor)
+        assert turn.acquire(timeout=20.0)
+
+    journal = FileJournal(tmp_path, segment_bytes=500, sync=sync)
+    segment = first_segment(tmp_path)
+    journal.commit([Opened(0, "learner")], 0.0)
+    tick_until(journal, lambda: len(begun) == 1)
+    release_a_full_segment(journal)
+    turn.release(2)  # the first segment and the log: the first sync ends
+    tick_until(journal, lambda: len(begun) == 3)
+    assert segment.exists(), "the second sync has only begun"
+    turn.release(100)
+    tick_until(journal, lambda: not segment.exists())
+    journal.close()
+
+
+@pytest.mark.parametrize("fsync", ["always", "never"])
+def test_where_no_sync_is_awaited_a_deletion_is_at_once(tmp_path: Path, fsync: Fsync) -> None:
+    journal = FileJournal(tmp_path, fsync, segment_bytes=500)
+    release_a_full_segment(journal)
+    assert not first_segment(tmp_path).exists()
+    journal.close()
+
+
+def test_what_was_not_deleted_is_deleted_by_the_next_journal(tmp_path: Path) -> None:
+    journal = FileJournal(tmp_path, segment_bytes=500)
+    release_a_full_segment(journal)
+    journal.close()
+    assert first_segment(tmp_path).exists()
+    again = FileJournal(tmp_path, segment_bytes=500)
+    again.keep_only({2})
+    again.commit([Opened(3, "learner")], 0.0)
+    tick_until(again, lambda: not first_segment(tmp_path).exists())
+    assert again.read(2, 1) == [b"x" * 600]
+    again.close()
