@@ -69,6 +69,10 @@ class SyncError(AsyncrlError, RuntimeError):
     """A weight-sync round failed."""
 
 
+class SegmentGone(SyncError, FileNotFoundError):
+    """A shared-memory segment is not, or no longer, there: its owner has ended."""
+
+
 class EngineError(AsyncrlError, RuntimeError):
     """The inference engine failed or cannot be used."""
 
@@ -89,6 +93,7 @@ BY_NAME: dict[str, type[AsyncrlError]] = {
         LedgerError,
         CheckpointError,
         SyncError,
+        SegmentGone,
         EngineError,
         ServiceFailed,
     )

@@ -1,24 +1,73 @@
-"""Named points at which a test can kill the process, exactly and not by luck of timing.
+"""Named points at which a test can kill or stop a process, exactly and not by luck of timing.
 
 `ASYNCRL_FAULT=learner.updated@3` kills the process with SIGKILL when it passes the point
-`learner.updated` at step 3; without `@3`, when it first passes the point.
+`learner.updated` at step 3; without `@3`, when it first passes the point. `receiver.bucket@2.1` is
+bucket 1 of version 2. `stop:` before the name sends SIGSTOP instead; who planned that sends SIGCONT.
+`kill:receiver.bucket@2.1:812,813` strikes those processes, when this one passes the point.
+Invariant: a fault strikes once.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
+from pathlib import Path
 
 VARIABLE = "ASYNCRL_FAULT"
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_STRUCK = "TtZX"  # stopped, traced, zombie, dead: see proc(5)
+_STRIKE_S = 1.0
 
 
-def is_wanted(name: str, step: int | None = None) -> bool:
-    """Tell whether the environment asks for the death of this process here."""
+def is_wanted(name: str, *place: int | None) -> bool:
+    """Tell whether the environment asks for a fault here."""
     wanted = os.environ.get(VARIABLE)
-    return wanted is not None and wanted in (name, f"{name}@{step}")
+    if wanted is None:
+        return False
+    spots = (f"{name}@{'.'.join(map(str, place[:depth]))}" for depth in range(1, len(place) + 1))
+    return _parse(wanted)[1] in (name, *spots)
 
 
-def fault_point(name: str, step: int | None = None) -> None:
-    """Kill this process here if the environment asks for it; do nothing otherwise."""
-    if is_wanted(name, step):
-        os.kill(os.getpid(), signal.SIGKILL)
+def fault_point(name: str, *place: int | None) -> None:
+    """Strike here if the environment asks for it; do nothing otherwise.
+
+    Args:
+        place: Step or version, then what lies within it, such as a bucket.
+    """
+    if not is_wanted(name, *place):
+        return
+    number, _, pids = _parse(os.environ.pop(VARIABLE))
+    others = [pid for pid in pids if pid != os.getpid()]
+    for pid in others:
+        os.kill(pid, number)
+    for pid in others:
+        _wait_until_struck(pid)
+    if len(others) == len(pids) != 0:
+        return
+    if number == signal.SIGKILL:
+        os.kill(os.getpid(), number)
+    else:
+        # To this very thread: another one would take the signal later, when it is scheduled.
+        signal.pthread_kill(threading.get_ident(), number)
+
+
+def _parse(wanted: str) -> tuple[signal.Signals, str, list[int]]:
+    kind, colon, rest = wanted.partition(":")
+    if not colon:
+        kind, rest = "kill", wanted
+    point, _, pids = rest.partition(":")
+    return _SIGNALS[kind], point, [int(pid) for pid in pids.split(",") if pid]
+
+
+def _wait_until_struck(pid: int) -> None:
+    end = time.monotonic() + _STRIKE_S
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+        except OSError:
+            return  # gone
+        if state in _STRUCK:
+            return
+        time.sleep(0.0005)

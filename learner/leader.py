@@ -20,6 +20,7 @@ from asyncrl.buffer.client import LearnerClient
 from asyncrl.config.tree import Config
 from asyncrl.errors import CheckpointError
 from asyncrl.faults import fault_point
+from learner.batching.probe import is_probe_due
 from learner.checkpoint import CheckpointStore, Commit
 from learner.checkpoint.store import Cut
 from learner.checkpoint.writer import WRITE_DEADLINE_S, CheckpointKeeper
@@ -146,7 +147,11 @@ class Leader:
             return
         fault_point("learner.publishing", self.step)
         self._number = self._client.register_version(self.step)
-        yield Publish(self._number, self.step)
+        every = self._config.weight_sync.probe_every
+        yield Publish(self._number, self.step, is_probe_due(self.step, self._published_step, every))
+        taken = self.handoff.published
+        if taken is None or taken.number != self._number:
+            return  # the publisher has died meanwhile; the next try gets another number
         self._published_step = self.step
         fault_point("learner.published", self.step)
         self._evaluate_if_due()

@@ -34,10 +34,11 @@ class Adjust:
 
 @dataclass(frozen=True)
 class Publish:
-    """Hand the current weights over as version `number`."""
+    """Hand the current weights over as version `number`, with the log-probs of a probe if `has_probe`."""
 
     number: int
     step: int
+    has_probe: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from asyncrl.versions import PolicyVersion
 from learner.algorithms.diagnostics.summary import throughput_metrics
 from learner.algorithms.objective import Objective
 from learner.backend import Models
+from learner.batching.batch import PackedBatch
+from learner.batching.probe import build_probe_batch, measure_probe
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
 from learner.checkpoint.writer import BackgroundWriter
@@ -217,17 +219,27 @@ class LearnerService:
             **throughput_metrics(order.num_tokens, total_s, self._ranks.world_size),
             "perf/learner_tokens_per_s": num_tokens / total_s,
             "weights/publish_s": stages.get("timing_s/update_weights", 0.0),
+            **self._leader.handoff.take_times().metrics(),
             "perf/learner_idle_share": waited_s / total_s,
         }
         row |= self._leader.keeper.take_metrics()
         self._leader.keeper.note_metrics(self._step, row)
         self._rows.append(row | self._leader.judge(order.step, row, self._guarded.num_refused))
 
+    @cached_property
+    def _probe_batch(self) -> PackedBatch:
+        longest = self._config.data.max_prompt_tokens + self._config.rollout.max_tokens
+        return build_probe_batch(Path(self._config.model.path), self._config.run.seed, longest)
+
     def _publish(self, order: Publish) -> None:
+        probe = None
+        if order.has_probe:
+            with self._watch.time("probe"):
+                probe = measure_probe(self._policy, self._probe_batch, self._config.rollout.temperature)
         with self._watch.time("update_weights"):
             tensors = self._policy.named_tensors()
             if self._leader is not None:
-                self._leader.handoff.publish(PolicyVersion(order.number, order.step), tensors)
+                self._leader.handoff.publish(PolicyVersion(order.number, order.step), tensors, probe)
             else:
                 for _ in tensors:  # the export is collective
                     pass

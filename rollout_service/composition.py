@@ -131,6 +131,7 @@ def _build_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
         max_sequences=rollout.max_sequences,
         kv_cache_bytes=rollout.kv_cache_bytes,
         recomputes_kv_cache=rollout.kv_cache == "recompute",
+        caches_prefixes=rollout.prefix_caching,
         num_gpus=rollout.gpus,
         seed=config.run.seed,
     )

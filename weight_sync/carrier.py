@@ -4,7 +4,10 @@ Owns the cached transports of one peer, one per membership, and the threads that
 that hangs holds its buffers until its operation's deadline and is never waited for.
 The transfer thread
   consumes: one transfer order    waits for: the other members, until the order's deadline
-  unblocked by: buckets, an error, the deadline    produces: one call of `done`
+  unblocked by: buckets, an error, the deadline    produces: checks, one call of `done`
+The checking thread of a transfer
+  consumes: checks of buckets that have arrived, while later ones travel   waits for: the next check
+  unblocked by: the same, the end of the transfer                          produces: mismatches
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +23,10 @@ import torch
 
 from asyncrl.clock import Clock
 from asyncrl.errors import DeadlineExceeded, SyncError
+from asyncrl.versions import UNLOADED
 from asyncrl.wire import field
 from weight_sync.backends.contract import Group, Transport
+from weight_sync.encoding.courier import CarryBucket, carry_whole
 
 TRANSPORT, DIGEST = "transport", "digest"
 """Causes of a failed transfer: the group broke, or bytes arrived that are not the learner's."""
@@ -32,7 +38,12 @@ class DigestMismatch(SyncError):
 
 @dataclass(frozen=True)
 class TransferOrder:
-    """A transfer as the coordinator orders it."""
+    """A transfer as the coordinator orders it.
+
+    Attributes:
+        base: The version number that every receiver of the round holds, so that differences to it may be
+            sent; 0 if whole buckets are to be.
+    """
 
     round: int
     number: int
@@ -40,6 +51,7 @@ class TransferOrder:
     backend: str
     live: frozenset[int]
     deadline_s: float
+    base: int = UNLOADED
 
     @staticmethod
     def parse(fields: dict[str, Any]) -> TransferOrder:
@@ -57,10 +69,14 @@ class TransferOrder:
             backend=field(fields, "backend", str),
             live=frozenset(field(fields, "live", list)),
             deadline_s=float(field(fields, "deadline_s", (int, float))),
+            base=field(fields, "base", int) if "base" in fields else UNLOADED,
         )
 
 
-AfterBucket = Callable[[int, torch.Tensor], None]
+Check = Callable[[], None]
+"""Raises DigestMismatch if a bucket is not what it should be."""
+AfterBucket = Callable[[int, torch.Tensor], Check | None]
+"""Called on the transfer thread; the check that it returns runs while the next bucket travels."""
 Done = Callable[[TransferOrder, str, str], None]
 """Called on the transfer thread with the order, the cause of a failure (or "") and its message."""
 
@@ -74,7 +90,12 @@ class Carrier:
         self._transports: dict[int, Transport] = {}
 
     def carry(
-        self, order: TransferOrder, buckets: Sequence[torch.Tensor], after_bucket: AfterBucket, done: Done
+        self,
+        order: TransferOrder,
+        buckets: Sequence[torch.Tensor],
+        after_bucket: AfterBucket,
+        done: Done,
+        carry_bucket: CarryBucket = carry_whole,
     ) -> None:
         """Start to send or receive `buckets`; `after_bucket` is called after each, `done` at the end."""
         self._close_unused(order.live)
@@ -89,7 +110,7 @@ class Carrier:
             try:
                 if is_new:
                     transport.form(order.group, until)
-                _carry_all(transport, buckets, after_bucket, until)
+                _carry_all(transport, buckets, carry_bucket, after_bucket, until, self._clock)
             except DigestMismatch as error:
                 cause, message = DIGEST, str(error)
             except (SyncError, DeadlineExceeded) as error:
@@ -116,16 +137,43 @@ class Carrier:
                 self._transports.pop(membership).close()
 
 
+class _Checks:
+    """Runs checks one after another in a thread of its own, which starts with the first one."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="check")
+        self._started: list[Future[None]] = []
+
+    def __enter__(self) -> _Checks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def add(self, check: Check | None) -> None:
+        if check is not None:
+            self._started.append(self._pool.submit(check))
+
+    def finish(self, until: float, clock: Clock) -> None:
+        """Wait for all checks and raise what the first that failed has raised."""
+        for started in self._started:
+            try:
+                started.result(timeout=max(0.0, until - clock.now()))
+            except TimeoutError as error:
+                raise DeadlineExceeded("the buckets were not verified in time") from error
+
+
 def _carry_all(
-    transport: Transport, buckets: Sequence[torch.Tensor], after_bucket: AfterBucket, until: float
+    transport: Transport,
+    buckets: Sequence[torch.Tensor],
+    carry_bucket: CarryBucket,
+    after_bucket: AfterBucket,
+    until: float,
+    clock: Clock,
 ) -> None:
     """Carry every bucket; a mismatch is raised at the end, so that the group stays in step."""
-    mismatch: DigestMismatch | None = None
-    for index, bucket in enumerate(buckets):
-        transport.broadcast(bucket, until)
-        try:
-            after_bucket(index, bucket)
-        except DigestMismatch as error:
-            mismatch = mismatch or error
-    if mismatch is not None:
-        raise mismatch
+    with _Checks() as checks:
+        for index, bucket in enumerate(buckets):
+            carry_bucket(transport, index, bucket, until)
+            checks.add(after_bucket(index, bucket))
+        checks.finish(until, clock)

@@ -31,13 +31,13 @@ STORE_TIMEOUT = timedelta(seconds=30)
 def build_publisher(context: ServiceContext, num_segments: int = 3) -> PublisherService:
     """Return the publisher; it runs on the host of the learner's rank 0."""
     address = context.addresses[COORDINATOR]
-    host = reachable_host(address)
+    host, uses_delta = reachable_host(address), _uses_delta(context)
     store = open_store(host, 0, STORE_TIMEOUT)
     clock = SystemClock()
     return PublisherService(
         address,
         _incarnation(),
-        SegmentPool(f"{context.shm_prefix}publisher-", num_segments),
+        SegmentPool(f"{context.shm_prefix}publisher-", num_segments + uses_delta, keeps_sent=uses_delta),
         Endpoint(host, store.port, abilities()),
         _transports(clock, store),
         clock,
@@ -56,7 +56,7 @@ def build_receiver(
         context.addresses[COORDINATOR],
         context.name,
         _incarnation(),
-        Shelf(f"{context.shm_prefix}{context.name}-"),
+        Shelf(f"{context.shm_prefix}{context.name}-", keeps_base=_uses_delta(context)),
         abilities(),
         _transports(clock, None),
         clock,
@@ -89,6 +89,10 @@ def _transports(clock: Clock, store: TCPStore | None) -> Callable[[str], Transpo
         NCCL: partial(nccl.NcclTransport, clock, store),
     }
     return lambda backend: makers[backend]()
+
+
+def _uses_delta(context: ServiceContext) -> bool:
+    return context.config.weight_sync.encoding == "delta"
 
 
 def _incarnation() -> str:

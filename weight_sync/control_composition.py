@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 from asyncrl.clock import SystemClock
 from asyncrl.service import ServiceContext
 from weight_sync.backends.choice import choose_backend
+from weight_sync.coordination.journal import take_token
 from weight_sync.coordinator import CoordinatorService
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
@@ -19,6 +18,7 @@ def build_coordinator(context: ServiceContext, timing: Timing | None = None) -> 
         timing or Timing.of(section.deadline_s),
         parallelism=section.parallelism,
         backend=choose_backend(context.config),
-        first_id=time.time_ns() // 1_000_000,  # rises over those of a coordinator before this one
+        token=take_token(context.run_dir),
+        uses_delta=section.encoding == "delta",
     )
-    return CoordinatorService(coordination, SystemClock(), context.bind, context.server_keys)
+    return CoordinatorService(coordination, SystemClock(), context.bind, context.server_keys, context.run_dir)

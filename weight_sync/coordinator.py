@@ -2,55 +2,47 @@
 
 Owns who takes part in which round; holds no weights and never touches a transfer.
   consumes: hellos, reports and polls of the publisher and the receivers    waits for: a request or a tick
-  unblocked by: the same    produces: orders, as answers to the parked polls
-Invariant: an order is kept until its peer acknowledges it with its next poll.
+  unblocked by: the same    produces: orders, as answers to the parked polls; the journal of rounds
+Invariants: an order is kept until its peer acknowledges it with its next poll; a coordinator that hears
+of a newer one's fencing token gives no more orders.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from asyncrl.clock import Clock
-from asyncrl.errors import WireError
+from asyncrl.errors import FencedError, WireError
+from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
 from asyncrl.rpc import Request, Server
-from asyncrl.versions import PolicyVersion
-from asyncrl.wire import field as wire_field
+from asyncrl.versions import UNLOADED, PolicyVersion
+from asyncrl.wire import field
+from weight_sync.coordination.journal import Journal
+from weight_sync.coordination.mail import KnownVersion, Mailbox, ReportLog, fill, forget_versions
+from weight_sync.coordination.picture import picture_members, picture_rounds
 from weight_sync.memory.manifest import Manifest
 from weight_sync.protocol.members import Card, PublisherSeat
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
-from weight_sync.protocol.rounds import Order
+from weight_sync.protocol.records import BlameRecord, Record, RoundRecord
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.02
-
-
-@dataclass
-class _Mailbox:
-    """Orders to one peer that it has not acknowledged, and its parked poll."""
-
-    incarnation: str
-    last_seq: int = 0
-    orders: deque[tuple[int, Order]] = field(default_factory=deque)
-    parked: Request | None = None
-    parked_until: float = 0.0
-
-    def put(self, order: Order) -> None:
-        self.last_seq += 1
-        self.orders.append((self.last_seq, order))
-
-    def acknowledge(self, seq: int) -> None:
-        while self.orders and self.orders[0][0] <= seq:
-            self.orders.popleft()
+PICTURE_S = 1.0
+"""The members are journalled at most so often."""
+GOODBYE = "goodbye"
 
 
 class CoordinatorService:
-    """See the module."""
+    """See the module.
+
+    Args:
+        run_dir: Where its rounds are journalled; None keeps no journal.
+    """
 
     def __init__(
         self,
@@ -58,20 +50,30 @@ class CoordinatorService:
         clock: Clock,
         bind: str = "tcp://127.0.0.1:*",
         keys: ServerKeys | None = None,
+        run_dir: Path | None = None,
     ) -> None:
         self._coordination = coordination
         self._clock = clock
         self._server = Server(bind, keys)
-        self._mail: dict[str, _Mailbox] = {}
-        self._manifests: dict[int, bytes] = {}
+        self._journal = Journal(run_dir, coordination.token)
+        self._mail: dict[str, Mailbox] = {}
+        self._reports = ReportLog()
+        self._versions: dict[int, KnownVersion] = {}
+        self._longest_round_s = 0.0
+        self._last_picture: dict[str, Any] = {}
+        self._picture_at = 0.0
+        self._newer_token = 0
         self._snapshot: dict[str, Any] = {**self._describe(), "state": "STARTING"}
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop`."""
-        self._server.serve(self, stop, TICK_S)
+        try:
+            self._server.serve(self, stop, TICK_S)
+        finally:
+            self._journal_members(is_forced=True)
 
     def status(self) -> dict[str, Any]:
-        """Return members, versions, the last round and the counters."""
+        """Return members, versions, rounds and counters."""
         return self._snapshot
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -80,100 +82,141 @@ class CoordinatorService:
 
     def handle(self, request: Request) -> None:
         """Answer one request; see `liaison.py` for the other side."""
+        if request.op == "status":
+            request.reply(**self._snapshot)
+            return
+        self._check_token(request)
         if request.op == "next_order":
             self._park(request)
         elif request.op == "report":
             self._take_report(request)
         elif request.op == "hello":
             self._welcome(request)
-        elif request.op == "status":
-            request.reply(**self._snapshot)
         else:
             raise WireError(f"the coordinator knows no '{request.op}'")
         self._flush()
 
     def tick(self, now: float) -> None:
         """Let deadlines pass and empty polls return."""
-        self._coordination.tick(self._clock.now())
+        if not self._newer_token:
+            self._coordination.tick(self._clock.now())
         self._flush()
         for name, box in self._mail.items():
             if box.parked is not None and self._clock.now() >= box.parked_until:
                 self._answer(name, box)
+        for round_ in self._coordination.rounds:
+            self._longest_round_s = max(self._longest_round_s, self._clock.now() - round_.started)
         self._snapshot = self._describe()
+        self._journal_members()
+
+    def _check_token(self, request: Request) -> None:
+        """Refuse who obeys a newer coordinator: this one was replaced, and must give no more orders."""
+        token = field(request.args, "token", int) if "token" in request.args else 0
+        self._newer_token = max(self._newer_token, token if token > self._coordination.token else 0)
+        if self._newer_token:
+            raise FencedError(
+                f"this coordinator's token {self._coordination.token} is older than {self._newer_token}",
+                hint="Another coordinator has taken over; connect to that one",
+            )
+
+    # --- hellos -----------------------------------------------------------------------------------
 
     def _welcome(self, request: Request) -> None:
+        name, incarnation = field(request.args, "name", str), field(request.args, "incarnation", str)
+        is_welcome = self._seat_publisher(request) if name == PUBLISHER else self._seat_receiver(request)
+        if is_welcome:
+            box = self._mail.get(name)
+            if box is not None and box.parked is not None:
+                is_same, is_fenced = box.incarnation == incarnation, self._is_fenced(name)
+                self._reply(box.parked, known=is_same, orders=[], fenced=is_fenced)
+            # A poll from before this hello may still come: what it acknowledges is none of the new orders.
+            self._mail[name] = Mailbox(incarnation, last_seq=box.last_seq if box is not None else 0)
+        log.info("hello %s %s", name, "" if is_welcome else "(refused)")
+        self._reply(request, poll_s=self._coordination.timing.poll_s, welcome=is_welcome)
+
+    def _seat_publisher(self, request: Request) -> bool:
         args, now = request.args, self._clock.now()
-        name, incarnation = wire_field(args, "name", str), wire_field(args, "incarnation", str)
-        box = self._mail.get(name)
-        if box is not None and box.parked is not None:
-            box.parked.reply(known=False, orders=[], fenced=False)
-        self._mail[name] = _Mailbox(incarnation)
-        abilities = frozenset(wire_field(args, "abilities", list))
-        if name == PUBLISHER:
-            host, port = wire_field(args, "store_host", str), wire_field(args, "store_port", int)
-            seat = PublisherSeat(incarnation, abilities, host, port, now)
-            self._coordination.publisher_hello(seat, self._take_manifest(request), now)
-        else:
-            card = Card(
-                name,
-                incarnation,
-                abilities,
-                serving=wire_field(args, "serving", int),
-                staged=wire_field(args, "staged", int),
-                is_attended=wire_field(args, "attended", bool),
-                is_pinned=wire_field(args, "pinned", bool),
-            )
-            self._coordination.hello(card, now)
-        request.reply(poll_s=self._coordination.timing.poll_s)
+        seat = PublisherSeat(
+            field(args, "incarnation", str),
+            frozenset(field(args, "abilities", list)),
+            field(args, "store_host", str),
+            field(args, "store_port", int),
+            now,
+            born=_optional(args, "born", int, 0),
+        )
+        return self._coordination.publisher_hello(seat, self._take_manifest(request), now)
+
+    def _seat_receiver(self, request: Request) -> bool:
+        args = request.args
+        card = Card(
+            field(args, "name", str),
+            field(args, "incarnation", str),
+            frozenset(field(args, "abilities", list)),
+            serving=field(args, "serving", int),
+            staged=field(args, "staged", int),
+            is_attended=field(args, "attended", bool),
+            is_pinned=field(args, "pinned", bool),
+            is_draining=_optional(args, "draining", bool, False),
+            born=_optional(args, "born", int, 0),
+            base=_optional(args, "base", int, UNLOADED),
+        )
+        return self._coordination.hello(card, self._clock.now())
 
     def _take_manifest(self, request: Request) -> PolicyVersion | None:
         if not request.frames:
             return None
         data = bytes(request.frames[0])
-        version = Manifest.from_bytes(data).version
-        self._manifests[version.number] = data
-        return version
+        manifest = Manifest.from_bytes(data)
+        self._versions[manifest.version.number] = KnownVersion.of(data, manifest)
+        return manifest.version
+
+    # --- polls and reports ------------------------------------------------------------------------
 
     def _park(self, request: Request) -> None:
-        name = wire_field(request.args, "name", str)
+        name = field(request.args, "name", str)
         box = self._mail.get(name)
         if box is None or not self._is_known(request):
-            request.reply(known=False, orders=[], fenced=False)
+            self._reply(request, known=False, orders=[], fenced=False)
             return
-        box.acknowledge(wire_field(request.args, "after", int))
+        box.acknowledge(field(request.args, "after", int))
+        if box.parked is not None:  # after a pause an old poll may be read behind the one that is waited for
+            self._reply(box.parked, known=True, orders=[], fenced=self._is_fenced(name))
         box.parked = request
         box.parked_until = self._clock.now() + self._coordination.timing.poll_s
 
     def _is_known(self, request: Request) -> bool:
-        name = wire_field(request.args, "name", str)
-        incarnation = wire_field(request.args, "incarnation", str)
+        name, incarnation = field(request.args, "name", str), field(request.args, "incarnation", str)
         return self._coordination.seen(name, incarnation, self._clock.now())
 
     def _take_report(self, request: Request) -> None:
+        args = request.args
         if not self._is_known(request):
-            request.reply(known=False)
+            self._reply(request, known=False)
             return
-        name = wire_field(request.args, "name", str)
-        event, fields = wire_field(request.args, "event", str), wire_field(request.args, "fields", dict)
-        if name == PUBLISHER:
-            self._hear_publisher(request, event, fields)
-        else:
-            self._hear_receiver(name, event, fields)
-        request.reply(known=True)
+        name, event = field(args, "name", str), field(args, "event", str)
+        fields = field(args, "fields", dict)
+        seq = _optional(args, "seq", int, 0)
+        if not seq or self._reports.is_new(name, field(args, "incarnation", str), seq):
+            if name == PUBLISHER:
+                self._hear_publisher(request, event, fields)
+            else:
+                self._hear_receiver(name, event, fields)
+        self._reply(request, known=True)
 
     def _hear_publisher(self, request: Request, event: str, fields: dict[str, Any]) -> None:
-        now = self._clock.now()
+        coordination, now = self._coordination, self._clock.now()
         if event == "published":
             version = self._take_manifest(request)
             if version is None:
                 raise WireError("a version was published without a manifest")
-            self._coordination.published(version, now)
+            coordination.published(version, now)
         elif event == "sent":
-            num_bytes = wire_field(fields, "num_bytes", int)
-            self._coordination.sent(wire_field(fields, "round", int), num_bytes, now)
+            coordination.sent(field(fields, "round", int), field(fields, "num_bytes", int), now)
         elif event == "send_failed":
-            cause = wire_field(fields, "cause", str)
-            self._coordination.send_failed(wire_field(fields, "round", int), cause, now)
+            cause, has_begun = field(fields, "cause", str), _optional(fields, "has_begun", bool, True)
+            coordination.send_failed(field(fields, "round", int), cause, now, has_begun)
+        elif event == GOODBYE:
+            coordination.publisher_leaves(now)
         else:
             raise WireError(f"the publisher reports '{event}', which means nothing here")
 
@@ -184,81 +227,108 @@ class CoordinatorService:
             "pin": coordination.pin,
             "unpin": coordination.unpin,
             "drain": coordination.drain,
-            "retire": coordination.retire,
+            GOODBYE: coordination.retire,
         }
         if event in plain:
             plain[event](name, now)
         elif event == "restarted":
-            coordination.restarted(name, wire_field(fields, "serving", int), now)
+            coordination.restarted(name, field(fields, "serving", int), now)
         elif event == "loaded":
-            number, is_ok = wire_field(fields, "number", int), wire_field(fields, "ok", bool)
-            coordination.loaded(name, number, is_ok, wire_field(fields, "error", str), now)
+            number, is_ok = field(fields, "number", int), field(fields, "ok", bool)
+            coordination.loaded(name, number, is_ok, field(fields, "error", str), now)
         else:
             self._hear_of_round(name, event, fields, now)
 
     def _hear_of_round(self, name: str, event: str, fields: dict[str, Any], now: float) -> None:
-        round_id = wire_field(fields, "round", int)
+        round_id = field(fields, "round", int)
         if event == "accepted":
             self._coordination.accepted(name, round_id, now)
         elif event == "verified":
-            self._coordination.verified(name, round_id, wire_field(fields, "number", int), now)
+            fault_point("coordinator.verified", field(fields, "number", int))
+            self._coordination.verified(name, round_id, field(fields, "number", int), now)
         elif event == "failed":
-            self._coordination.failed(name, round_id, wire_field(fields, "cause", str), now)
+            num_buckets = _optional(fields, "num_buckets", int, 0)
+            self._coordination.failed(name, round_id, field(fields, "cause", str), now, num_buckets)
         else:
             raise WireError(f"{name} reports '{event}', which means nothing here")
 
+    # --- orders -----------------------------------------------------------------------------------
+
     def _flush(self) -> None:
         for order in self._coordination.take_orders():
+            fault_point(f"coordinator.{order.kind}", order.fields.get("number"))
             box = self._mail.get(order.to)
             if box is not None:
                 box.put(order)
         for name, box in self._mail.items():
             if box.parked is not None and box.orders:
                 self._answer(name, box)
-        self._forget_manifests()
+        for record in self._coordination.take_records():
+            self._keep(record)
+        current = self._coordination.current
+        in_use = {round_.version.number for round_ in self._coordination.rounds}
+        forget_versions(self._versions, in_use | ({current.number} if current else set()))
 
-    def _answer(self, name: str, box: _Mailbox) -> None:
+    def _answer(self, name: str, box: Mailbox) -> None:
         assert box.parked is not None
         request, box.parked = box.parked, None
-        frames: list[bytes] = []
-        orders = []
-        for seq, order in box.orders:
-            frame = -1
-            if order.kind == "offer" and order.fields["number"] in self._manifests:
-                frame = len(frames)
-                frames.append(self._manifests[order.fields["number"]])
-            orders.append({"seq": seq, "kind": order.kind, "fields": order.fields, "frame": frame})
-        member = self._coordination.members.get(name)
-        request.reply(frames, known=True, orders=orders, fenced=member is not None and member.is_fenced)
+        orders, frames = fill(box, self._versions)
+        self._reply(request, frames, known=True, orders=orders, fenced=self._is_fenced(name))
 
-    def _forget_manifests(self) -> None:
-        current, round_ = self._coordination.current, self._coordination.round
-        keep = {current.number if current else 0, round_.version.number if round_ else 0}
-        for number in set(self._manifests) - keep:
-            del self._manifests[number]
+    def _is_fenced(self, name: str) -> bool:
+        member = self._coordination.members.get(name)
+        return member is not None and member.is_fenced
+
+    def _reply(self, request: Request, frames: list[bytes] | None = None, **args: Any) -> None:
+        request.reply(frames or [], token=self._coordination.token, **args)
+
+    # --- what is told of it -----------------------------------------------------------------------
+
+    def _keep(self, record: Record) -> None:
+        if isinstance(record, BlameRecord):
+            log.warning("blamed: %s: %s", record.culprit, record.cause)
+        elif record.cause:
+            log.warning(
+                "version %d did not reach all: %s, %s", record.number, record.cause, record.causes or "-"
+            )
+        known = self._versions.get(record.number) if isinstance(record, RoundRecord) else None
+        about = {"digest": known.digest, "version_bytes": known.num_bytes} if known else {}
+        self._journal.note(record, **about)
+
+    def _journal_members(self, is_forced: bool = False) -> None:
+        now, members = self._clock.now(), picture_members(self._coordination)
+        if members == self._last_picture or (now - self._picture_at < PICTURE_S and not is_forced):
+            return
+        self._last_picture, self._picture_at = members, now
+        self._journal.write({"kind": "members", "version": self._version(), "members": members})
+
+    def _version(self) -> list[int] | None:
+        current = self._coordination.current
+        return [current.number, current.step] if current else None
 
     def _describe(self) -> dict[str, Any]:
         coordination, now = self._coordination, self._clock.now()
         current = coordination.current
+        known = self._versions.get(current.number) if current else None
+        members = picture_members(coordination)
+        for name, member in coordination.members.items():
+            members[name]["silent_s"] = round(now - member.last_seen, 3)
         return {
-            "state": "RUNNING",
+            "state": "FENCED" if self._newer_token else "RUNNING",
             "address": self._server.address,
-            "version": [current.number, current.step] if current else None,
+            "token": coordination.token,
+            "version": self._version(),
+            "digest": known.digest if known else "",
+            "num_bytes": known.num_bytes if known else 0,
             "round": coordination.round.phase.value if coordination.round else None,
+            "rounds": picture_rounds(coordination, now),
             "last_round_s": coordination.last_round_s,
+            "longest_round_s": self._longest_round_s,
             "culprit": coordination.culprit,
             "counters": dict(coordination.counters),
-            "members": {
-                member.name: {
-                    "state": member.state.value,
-                    "version": member.serving,
-                    "staged": member.staged or 0,
-                    "fenced": member.is_fenced,
-                    "pinned": member.is_pinned,
-                    "last_round_s": member.last_round_s,
-                    "silent_s": round(now - member.last_seen, 3),
-                    "error": member.last_error,
-                }
-                for member in coordination.members.values()
-            },
+            "members": members,
         }
+
+
+def _optional(fields: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+    return field(fields, name, kind) if name in fields else default

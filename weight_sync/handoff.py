@@ -6,25 +6,54 @@ Invariant: all versions of one `Handoff` have the same names, dtypes and shapes 
 
 from __future__ import annotations
 
-import os
+import logging
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
-import xxhash
 
-from asyncrl.errors import AsyncrlError, SyncError, WireError
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, SegmentGone, SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import ClientKeys
-from asyncrl.rpc import Client
+from asyncrl.rpc import Client, Reply
 from asyncrl.versions import PolicyVersion
 from asyncrl.wire import field
-from weight_sync.memory.manifest import Bucket, Layout, Manifest, Planner, Probe, TensorSpec, align, plan
+from weight_sync.memory.manifest import Bucket, Layout, Manifest, Planner, Probe, TensorSpec, plan
 from weight_sync.memory.segments import SHM_DIR
+from weight_sync.memory.writer import GrowingPlace, MappedPlace, Mappings, SegmentWriter, WriteTimes
+
+log = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
 START_DEADLINE_S = 120.0
 """For the first call: the publisher may still be starting."""
+
+
+@dataclass(frozen=True)
+class PublishTimes:
+    """Where the seconds of a publish went; the learner stood still for their sum.
+
+    Attributes:
+        gather_s: Asking for the tensors: collectives over the ranks that share them, and reordering.
+        copy_s: Copying into the segment.
+        digest_s: Digests of the buckets.
+        call_s: Calls of the publisher: for a segment, and to commit.
+        other_s: The rest.
+    """
+
+    gather_s: float = 0.0
+    copy_s: float = 0.0
+    digest_s: float = 0.0
+    call_s: float = 0.0
+    other_s: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the parts by their metrics' names."""
+        return {f"weights/publish_{name}": seconds for name, seconds in asdict(self).items()}
 
 
 class Handoff:
@@ -42,9 +71,13 @@ class Handoff:
             copies, into a file that grows; no extra pass is made.
         keys: Of the run, if the publisher's socket has any.
 
+    Attributes:
+        published: The newest version that the publisher has taken.
+        num_absences: How often the publisher was away, and a publish deferred for it.
+
     Raises:
         FencedError: A newer token is in use.
-        DeadlineExceeded: The publisher does not answer.
+        DeadlineExceeded: The publisher does not answer at the start.
     """
 
     def __init__(
@@ -60,6 +93,11 @@ class Handoff:
         self._bucket_bytes = bucket_bytes
         self._token = token
         self._layout: Layout | None = plan(specs, bucket_bytes) if specs is not None else None
+        self._mappings = Mappings()
+        self._reserved = ""
+        self._times = PublishTimes()
+        self.published: PolicyVersion | None = None
+        self.num_absences = 0
         self._client = Client(address, keys)
         try:
             self._client.call("open", deadline_s=START_DEADLINE_S, token=token)
@@ -72,7 +110,12 @@ class Handoff:
 
         The segment stays reserved for this learner, so the answer holds until the publish.
         """
-        return bool(self._acquire())
+        try:
+            self._reserved = self._acquire()
+        except DeadlineExceeded as error:  # it is being started anew: as with no free segment
+            self._note_absence(error)
+            self._reserved = ""
+        return bool(self._reserved)
 
     def publish(
         self,
@@ -84,23 +127,62 @@ class Handoff:
 
         Returns:
             False if no segment was free: nothing was read from `tensors`, publish a newer version later.
+            Also False if the publisher has died meanwhile; `tensors` was read to its end then.
 
         Raises:
             SyncError: The tensors are not those of the versions before, or there is no room.
             FencedError: A newer token is in use.
             DeadlineExceeded: The publisher does not answer.
         """
-        path = self._acquire()
+        began = time.perf_counter()
+        path, self._reserved = self._reserved or self._acquire(), ""
         if not path:
             return False
-        layout, buckets = self._copy(path, tensors)
+        acquired = time.perf_counter()
+        source = _Timed(tensors)
+        try:
+            layout, buckets, written = self._copy(path, source)
+        except SegmentGone as error:
+            self._note_absence(error)
+            for _ in source:  # other ranks take part in the gathers
+                pass
+            return False
         fault_point("handoff.copied", version.number)
+        copied = time.perf_counter()
         manifest = Manifest(version, layout, buckets, probe)
-        self._client.call(
-            "commit", [manifest.to_bytes()], deadline_s=CALL_DEADLINE_S, token=self._token, path=path
-        )
-        self._layout = layout
+        if not self._commit(path, manifest):
+            return False
+        self._layout, self.published = layout, version
+        call_s = acquired - began + time.perf_counter() - copied
+        other_s = copied - acquired - source.seconds - written.copy_s - written.digest_s
+        self._times = PublishTimes(source.seconds, written.copy_s, written.digest_s, call_s, other_s)
         return True
+
+    def _commit(self, path: str, manifest: Manifest) -> bool:
+        frames = [manifest.to_bytes()]
+        try:
+            self._call("commit", frames, path=path)
+        except (DeadlineExceeded, SegmentGone) as error:
+            self._note_absence(error)
+            return False
+        return True
+
+    def _call(self, op: str, frames: Sequence[bytes] = (), **args: Any) -> Reply:
+        """Call twice if need be: what was sent to a publisher that has just died is lost."""
+        deadline_s = CALL_DEADLINE_S / 2
+        try:
+            return self._client.call(op, frames, deadline_s, token=self._token, **args)
+        except DeadlineExceeded:
+            return self._client.call(op, frames, deadline_s, token=self._token, **args)
+
+    def _note_absence(self, error: AsyncrlError) -> None:
+        self.num_absences += 1
+        log.warning("the publisher is away, the publish is deferred: %s", error)
+
+    def take_times(self) -> PublishTimes:
+        """Return the times of the last publish since the last call; zeros if there was none."""
+        times, self._times = self._times, PublishTimes()
+        return times
 
     def close(self) -> None:
         """Hang up; the publisher keeps what was published."""
@@ -108,9 +190,7 @@ class Handoff:
 
     def _acquire(self) -> str:
         num_bytes = self._layout.total_bytes if self._layout else 0
-        reply = self._client.call(
-            "acquire", deadline_s=CALL_DEADLINE_S, token=self._token, num_bytes=num_bytes
-        )
+        reply = self._call("acquire", num_bytes=num_bytes)
         path: str = field(reply.args, "path", str)
         if path and not path.startswith(self._prefix):
             raise WireError(f"the publisher named {Path(path).name}, which is no segment of this run")
@@ -118,91 +198,59 @@ class Handoff:
 
     def _copy(
         self, path: str, tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> tuple[Layout, tuple[Bucket, ...]]:
-        planner = Planner()
-        with _SegmentWriter(path, self._bucket_bytes) as writer:
-            for index, (name, tensor) in enumerate(tensors):
-                spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                self._check(index, spec)
-                planner.place(spec)
-                writer.write(_bytes_of(tensor))
-            layout = planner.finish(self._bucket_bytes)
-            if self._layout is not None and len(layout.tensors) != len(self._layout.tensors):
-                missing = self._layout.tensors[len(layout.tensors)].name
-                raise SyncError(f"the version ends before the tensor '{missing}'")
-            return layout, writer.finish()
-
-    def _check(self, index: int, spec: TensorSpec) -> None:
+    ) -> tuple[Layout, tuple[Bucket, ...], WriteTimes]:
         if self._layout is None:
-            return
-        wanted = self._layout.tensors[index].spec if index < len(self._layout.tensors) else None
-        if spec != wanted:
-            raise SyncError(
-                f"tensor {index} is {spec}, but the versions before had {wanted}",
-                hint="A run publishes the same names, dtypes and shapes in the same order",
-            )
+            with GrowingPlace(path) as growing:
+                return self._copy_first(SegmentWriter(growing, self._bucket_bytes), tensors)
+        place = MappedPlace(self._mappings.open(path, self._layout.total_bytes))
+        return self._copy_known(self._layout, SegmentWriter(place, self._bucket_bytes), tensors)
+
+    def _copy_first(
+        self, writer: SegmentWriter, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> tuple[Layout, tuple[Bucket, ...], WriteTimes]:
+        planner = Planner()
+        for name, tensor in tensors:
+            planner.place(TensorSpec(name, _name_of(tensor.dtype), tuple(tensor.shape)))
+            writer.write(tensor)
+        return planner.finish(self._bucket_bytes), writer.finish(), writer.times
+
+    def _copy_known(
+        self, layout: Layout, writer: SegmentWriter, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> tuple[Layout, tuple[Bucket, ...], WriteTimes]:
+        wanted = iter(layout.tensors)
+        for name, tensor in tensors:
+            entry = next(wanted, None)
+            spec = (name, _name_of(tensor.dtype), tensor.shape)
+            if entry is None or spec != (entry.name, entry.dtype, entry.shape):
+                raise SyncError(
+                    f"the tensor {spec} came where the versions before had {entry.spec if entry else None}",
+                    hint="A run publishes the same names, dtypes and shapes in the same order",
+                )
+            writer.write(tensor)
+        missing = next(wanted, None)
+        if missing is not None:
+            raise SyncError(f"the version ends before the tensor '{missing.name}'")
+        return layout, writer.finish(), writer.times
 
 
-class _SegmentWriter:
-    """Writes bytes one after another, aligned, and digests each bucket on the way."""
+class _Timed:
+    """Iterates over tensors and adds up how long each was waited for."""
 
-    def __init__(self, path: str, bucket_bytes: int) -> None:
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise SyncError(f"cannot open the segment {path}: {error.strerror}") from error
-        self._path = path
-        self._bucket_bytes = bucket_bytes
-        self._end = 0
-        self._digest = xxhash.xxh3_128()
-        self._buckets: list[Bucket] = []
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = iter(tensors)
+        self.seconds = 0.0
 
-    def __enter__(self) -> _SegmentWriter:
+    def __iter__(self) -> _Timed:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-
-    def write(self, data: memoryview) -> None:
-        """Append `data` and zeros up to the next aligned byte."""
-        self._append(data)
-        padding = align(self._end) - self._end
-        if padding:
-            self._append(memoryview(bytes(padding)))
-
-    def finish(self) -> tuple[Bucket, ...]:
-        """Return the buckets."""
-        if self._end % self._bucket_bytes:
-            self._end_bucket(self._end % self._bucket_bytes)
-        return tuple(self._buckets)
-
-    def _append(self, data: memoryview) -> None:
-        position = 0
-        while position < len(data):
-            room = self._bucket_bytes - self._end % self._bucket_bytes
-            piece = data[position : position + room]
-            self._pwrite(piece)
-            self._digest.update(piece)
-            position, self._end = position + len(piece), self._end + len(piece)
-            if self._end % self._bucket_bytes == 0:
-                self._end_bucket(self._bucket_bytes)
-
-    def _pwrite(self, piece: memoryview) -> None:
-        done = 0
-        while done < len(piece):
-            try:
-                done += os.pwrite(self._fd, piece[done:], self._end + done)
-            except OSError as error:
-                raise SyncError(
-                    f"cannot write to the segment {self._path}: {error.strerror}",
-                    hint="Give the host or the container a larger /dev/shm",
-                ) from error
-
-    def _end_bucket(self, num_bytes: int) -> None:
-        self._buckets.append(Bucket(num_bytes, self._digest.hexdigest()))
-        self._digest = xxhash.xxh3_128()
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        start = time.perf_counter()
+        try:
+            return next(self._tensors)
+        finally:
+            self.seconds += time.perf_counter() - start
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncrl.errors import DeadlineExceeded
 from asyncrl.keys import ClientKeys
 from asyncrl.rpc import AsyncClient
 from asyncrl.wire import field
@@ -21,7 +22,7 @@ class ReceiverLink:
 
     Attributes:
         is_fenced: The coordinator's last word: the replica missed a deadline and may take no leases
-            before it has caught up.
+            before it has caught up. Also while the receiver does not answer.
     """
 
     def __init__(self, receiver_address: str, keys: ClientKeys | None = None) -> None:
@@ -38,9 +39,13 @@ class ReceiverLink:
         Raises:
             DeadlineExceeded: The receiver does not answer.
         """
-        reply = await self._client.call(
-            "next_staged", deadline_s=wait_s + MARGIN_S, serving=serving_number, wait_s=wait_s
-        )
+        try:
+            reply = await self._client.call(
+                "next_staged", deadline_s=wait_s + MARGIN_S, serving=serving_number, wait_s=wait_s
+            )
+        except DeadlineExceeded:
+            self.is_fenced = True  # nobody could tell this replica if it were
+            raise
         self.is_fenced = field(reply.args, "fenced", bool)
         path = field(reply.args, "path", str)
         if not path:

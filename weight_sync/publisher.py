@@ -20,22 +20,26 @@ from typing import Any
 import torch
 
 from asyncrl.clock import Clock
-from asyncrl.errors import WireError
+from asyncrl.errors import SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys
 from asyncrl.rpc import Request, Server
+from asyncrl.versions import UNLOADED
 from asyncrl.wire import field
 from weight_sync.backends.contract import Transport
 from weight_sync.carrier import TRANSPORT, Carrier, TransferOrder
+from weight_sync.encoding.choice import choose_widths
+from weight_sync.encoding.courier import CarryBucket, DeltaSender, carry_whole
 from weight_sync.inbox import WAKE, Inbox
-from weight_sync.liaison import Introduction, Liaison
+from weight_sync.liaison import RESET, Introduction, Liaison
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.pool import SegmentPool, Slot
+from weight_sync.protocol.peer import Attendance
 from weight_sync.protocol.protocol import PUBLISHER
 
 log = logging.getLogger(__name__)
 
-SUPERSEDED = "superseded"
+SUPERSEDED, ABORTED = "superseded", "aborted"
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,28 @@ class Endpoint:
     store_host: str
     store_port: int
     abilities: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Cargo:
+    """What a transfer sends, and the version that its differences are to, if it may send any."""
+
+    slot: Slot
+    base: Slot | None = None
+    sender: DeltaSender | None = None
+
+    @property
+    def carry_bucket(self) -> CarryBucket:
+        return self.sender.carry if self.sender is not None else carry_whole
+
+    @property
+    def num_deltas(self) -> int:
+        return self.sender.num_deltas if self.sender is not None else 0
+
+    @property
+    def num_bytes(self) -> int:
+        assert self.slot.manifest is not None, "a slot that is held holds a version"
+        return self.sender.num_bytes if self.sender is not None else self.slot.manifest.total_bytes
 
 
 class PublisherService:
@@ -78,8 +104,13 @@ class PublisherService:
         self._liaison = Liaison(
             coordinator_address, PUBLISHER, incarnation, self._introduce, self._deliver, client_keys
         )
+        self._clock = clock
+        self._rounds = Attendance()
         self._sending: dict[int, TransferOrder] = {}
-        self._current: Manifest | None = None
+        self._transfer_starts: dict[int, float] = {}  # of threads that run, also of aborted rounds
+        self._longest_transfer_s = 0.0
+        self._current: Manifest | None = pool.current.manifest if pool.current else None
+        self._is_full = False
         self.counters: Counter[str] = Counter()
         self._snapshot: dict[str, Any] = {"state": "STARTING", "address": self._server.address}
 
@@ -121,31 +152,49 @@ class PublisherService:
             raise WireError(f"the publisher knows no '{request.op}'")
 
     def tick(self, now: float) -> None:
-        """Run what the inbox holds and renew the status."""
+        """Run what the inbox holds, make room for the next versions, and renew the status."""
         self._inbox.drain()
+        self._make_room()
         current = self._current.version if self._current else None
         self._snapshot = {
             "state": "RUNNING",
             "address": self._server.address,
             "version": [current.number, current.step] if current else None,
             "segments": self._pool.describe(),
+            "transfers": len(self._transfer_starts),
+            "longest_transfer_s": self._longest_s(),
             "counters": dict(self.counters + self._liaison.counters),
         }
+
+    def _longest_s(self) -> float:
+        """Return how long the longest transfer took, those included that run."""
+        now = self._clock.now()
+        return max([self._longest_transfer_s, *(now - start for start in self._transfer_starts.values())])
 
     def _acquire(self, token: int, num_bytes: int) -> str:
         path = self._pool.acquire(token, num_bytes)
         self.counters["deferred" if path is None else "acquired"] += 1
         return path or ""
 
+    def _make_room(self) -> None:
+        if self._is_full:
+            return
+        try:
+            self._pool.prepare()
+        except SyncError as error:  # the learner hears of it if it asks for a segment before there is room
+            self._is_full = True
+            self.counters["no_room"] += 1
+            log.warning("no room for the next version: %s", error)
+
     def _commit(self, request: Request) -> None:
         if not request.frames:
             raise WireError("a commit without a manifest")
         data = bytes(request.frames[0])
-        manifest = Manifest.from_bytes(data)
+        manifest = Manifest.from_bytes(data, self._current)
         fault_point("publisher.commit", manifest.version.number)
         self._pool.commit(field(request.args, "token", int), field(request.args, "path", str), manifest)
         if manifest != self._current:
-            self._current = manifest
+            self._current, self._is_full = manifest, False
             self._liaison.report("published", [data])
             self.counters["published"] += 1
         request.reply()
@@ -167,41 +216,71 @@ class PublisherService:
             self._send(TransferOrder.parse(fields))
         elif kind == "abort":
             self._abort(field(fields, "round", int))
+        elif kind == RESET:
+            for round_id in self._rounds.open_rounds:
+                self._abort(round_id)
         else:
             log.warning("the order '%s' means nothing to the publisher", kind)
             self.counters["unknown_orders"] += 1
 
     def _send(self, order: TransferOrder) -> None:
-        if order.round in self._sending:
-            return  # the same order again
+        if not self._rounds.begin(order.round, needs_offer=False):
+            return  # the same order again, or its abort has come before
         slot = self._pool.hold(order.number)
         if slot is None or slot.manifest is None or slot.bytes_B is None:
             self.counters[SUPERSEDED] += 1
+            self._rounds.end(order.round)
             self._liaison.report("send_failed", round=order.round, cause=SUPERSEDED)
             return
+        fault_point("publisher.transfer", order.number)
         self._sending[order.round] = order
-        done = partial(self._put_end, slot)
-        self._carrier.carry(order, cut(slot.bytes_B, slot.manifest), _count_bucket(order.number), done)
+        self._transfer_starts[order.round] = self._clock.now()
+        cargo = self._load(order, slot, slot.manifest)
+        buckets, after_bucket = cut(slot.bytes_B, slot.manifest), _count_bucket(order.number)
+        done, carry_bucket = partial(self._put_end, cargo), cargo.carry_bucket
+        self._carrier.carry(order, buckets, after_bucket, done, carry_bucket)
+
+    def _load(self, order: TransferOrder, slot: Slot, manifest: Manifest) -> _Cargo:
+        if order.base == UNLOADED:
+            return _Cargo(slot)
+        base = self._pool.hold(order.base)
+        buckets = None
+        if base is None or base.manifest is None or base.bytes_B is None:
+            self.counters["lost_bases"] += 1
+        elif base.manifest.layout == manifest.layout:
+            buckets = cut(base.bytes_B, base.manifest)
+        return _Cargo(slot, base, DeltaSender(buckets, choose_widths(manifest.layout)))
 
     def _abort(self, round_id: int) -> None:
+        has_begun = self._rounds.stage_of(round_id) is not None
+        self._rounds.abort(round_id)
+        self._liaison.report("send_failed", round=round_id, cause=ABORTED, has_begun=has_begun)
         order = self._sending.pop(round_id, None)
         if order is not None:  # the thread ends by itself and releases the slot then
             self._carrier.abort(order.group.membership)
 
-    def _put_end(self, slot: Slot, order: TransferOrder, cause: str, message: str) -> None:
-        self._inbox.put(partial(self._end, slot, order, cause, message))
+    def _put_end(self, cargo: _Cargo, order: TransferOrder, cause: str, message: str) -> None:
+        self._inbox.put(partial(self._end, cargo, order, cause, message))
 
-    def _end(self, slot: Slot, order: TransferOrder, cause: str, message: str) -> None:
-        self._pool.release(slot)
+    def _end(self, cargo: _Cargo, order: TransferOrder, cause: str, message: str) -> None:
+        took_s = self._clock.now() - self._transfer_starts.pop(order.round)
+        self._longest_transfer_s = max(self._longest_transfer_s, took_s)
+        self._pool.release(cargo.slot)
+        if cargo.base is not None:
+            self._pool.release(cargo.base)
         self._sending.pop(order.round, None)
+        self._rounds.end(order.round)
         if cause:
             self.counters["failed_transfers"] += 1
             log.warning("round %d with version %d failed: %s", order.round, order.number, message)
             self._carrier.abort(order.group.membership)
             self._liaison.report("send_failed", round=order.round, cause=TRANSPORT)
         else:
-            assert slot.manifest is not None
-            self._liaison.report("sent", round=order.round, num_bytes=slot.manifest.total_bytes)
+            self._pool.note_sent(cargo.slot)
+            self.counters["transfers"] += 1
+            self.counters["deltas"] += cargo.num_deltas
+            fault_point("publisher.sent", order.number)
+            self._liaison.report("sent", round=order.round, num_bytes=cargo.num_bytes)
 
 
 def cut(bytes_B: torch.Tensor, manifest: Manifest) -> list[torch.Tensor]:
@@ -212,6 +291,6 @@ def cut(bytes_B: torch.Tensor, manifest: Manifest) -> list[torch.Tensor]:
 
 def _count_bucket(number: int) -> Callable[[int, torch.Tensor], None]:
     def after_bucket(index: int, bucket: torch.Tensor) -> None:
-        fault_point("publisher.bucket", number)
+        fault_point("publisher.bucket", number, index)
 
     return after_bucket

@@ -30,11 +30,13 @@ from asyncrl.rpc import Request, Server
 from asyncrl.versions import UNLOADED
 from asyncrl.wire import field
 from weight_sync.backends.contract import Transport
-from weight_sync.carrier import AfterBucket, Carrier, DigestMismatch, TransferOrder
+from weight_sync.carrier import AfterBucket, Carrier, Check, DigestMismatch, TransferOrder
+from weight_sync.encoding.courier import CarryBucket, DeltaReceiver, carry_whole
 from weight_sync.inbox import WAKE, Inbox
-from weight_sync.liaison import Introduction, Liaison
+from weight_sync.liaison import RESET, Introduction, Liaison
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.shelf import Copy, Shelf
+from weight_sync.protocol.peer import Attendance, Stage
 from weight_sync.publisher import cut
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class _Incoming:
     round: int
     copy: Copy
     order: TransferOrder | None = None
+    num_buckets: int = 0
 
 
 @dataclass
@@ -100,7 +103,10 @@ class ReceiverService:
         self._liaison = Liaison(
             coordinator_address, name, incarnation, self._introduce, self._deliver, client_keys
         )
+        self._rounds = Attendance()
         self._incoming: dict[int, _Incoming] = {}
+        self._transfer_starts: dict[int, float] = {}  # of threads that run, also of aborted rounds
+        self._longest_transfer_s = 0.0
         self._serving = UNLOADED
         self._is_attended = self._is_pinned = self._is_draining = False
         self._parked: _Parked | None = None
@@ -228,6 +234,8 @@ class ReceiverService:
                 "staged": self._shelf.newest_verified,
                 "attended": self._is_attended,
                 "pinned": self._is_pinned,
+                "draining": self._is_draining,
+                "base": self._shelf.base_number,
             }
         )
 
@@ -243,10 +251,12 @@ class ReceiverService:
             elif kind == "abort":
                 self._abort(field(fields, "round", int))
             elif kind == "commit":
-                self._shelf.commit(field(fields, "number", int))
+                self._commit(field(fields, "number", int))
             elif kind == "withdraw":
                 self._shelf.withdraw()
                 self._is_attended = False
+            elif kind == RESET:
+                self._abort_all()
             else:
                 raise WireError(f"the order '{kind}' means nothing to a receiver")
         except AsyncrlError as error:
@@ -255,71 +265,112 @@ class ReceiverService:
         self._answer_poll()
 
     def _accept(self, round_id: int, manifest: bytes) -> None:
-        if round_id not in self._incoming:
+        if self._rounds.offer(round_id):
             try:
                 copy = self._shelf.make_room(Manifest.from_bytes(manifest))
             except (SyncError, WireError) as error:
+                self._rounds.abort(round_id)
                 self._liaison.report("failed", round=round_id, cause=f"refused: {error.message}"[:200])
                 raise
             self._incoming[round_id] = _Incoming(round_id, copy)
+        if round_id not in self._incoming:
+            return  # over already
         fault_point("receiver.offer", self._incoming[round_id].copy.number)
         self._liaison.report("accepted", round=round_id)
 
+    def _commit(self, number: int) -> None:
+        fault_point("receiver.commit", number)
+        self._shelf.commit(number)
+
     def _receive(self, order: TransferOrder) -> None:
-        incoming = self._incoming.get(order.round)
-        if incoming is None or incoming.order is not None:
+        if not self._rounds.begin(order.round):
             return  # aborted meanwhile, or the same order again
+        incoming = self._incoming[order.round]
         incoming.order = order
+        fault_point("receiver.transfer", order.number)
+        self._transfer_starts[order.round] = self._clock.now()
         copy = incoming.copy
         buckets = cut(copy.bytes_B, copy.manifest)
-        self._carrier.carry(order, buckets, self._verifier(copy.manifest), self._put_end)
+        verify = self._verifier(copy.manifest)
+
+        def after_bucket(index: int, bucket: torch.Tensor) -> Check | None:
+            check = verify(index, bucket)
+            incoming.num_buckets = index + 1
+            return check
+
+        self._carrier.carry(order, buckets, after_bucket, self._put_end, self._carry_bucket(order, copy))
+
+    def _carry_bucket(self, order: TransferOrder, copy: Copy) -> CarryBucket:
+        if order.base == UNLOADED:
+            return carry_whole
+        base = self._shelf.find_base(order.base, copy.manifest.layout)
+        if base is None:
+            self.counters["missing_bases"] += 1
+        return DeltaReceiver(cut(base.bytes_B, base.manifest) if base is not None else None).carry
 
     def _verifier(self, manifest: Manifest) -> AfterBucket:
         number = manifest.version.number
 
         def verify(index: int, bucket: torch.Tensor) -> None:
-            fault_point("receiver.bucket", number)
-            self._on_bucket(number, index, bucket)
             if xxhash.xxh3_128(bucket.numpy().data).hexdigest() != manifest.buckets[index].digest:
                 raise DigestMismatch(f"bucket {index} of version {number} is not what the learner wrote")
 
-        return verify
+        def after_bucket(index: int, bucket: torch.Tensor) -> Check:
+            fault_point("receiver.bucket", number, index)
+            self._on_bucket(number, index, bucket)
+            return partial(verify, index, bucket)
+
+        return after_bucket
 
     def _put_end(self, order: TransferOrder, cause: str, message: str) -> None:
         self._inbox.put(partial(self._end, order, cause, message))
 
     def _end(self, order: TransferOrder, cause: str, message: str) -> None:
-        incoming = self._incoming.pop(order.round, None)
-        if incoming is None:  # it was aborted; only now is nobody writing into its segment
+        took_s = self._clock.now() - self._transfer_starts.pop(order.round)
+        self._longest_transfer_s = max(self._longest_transfer_s, took_s)
+        if not self._rounds.end(order.round):  # aborted; only now is nobody writing into its segment
             self._shelf.end_abandoned(order.round)
-        elif cause:
+            self._answer_poll()
+            return
+        incoming = self._incoming.pop(order.round)
+        if cause:
             self.counters[f"failed/{cause}"] += 1
             log.warning("round %d with version %d failed: %s", order.round, order.number, message)
             self._shelf.give_back(incoming.copy)
-            self._liaison.report("failed", round=order.round, cause=cause)
+            self._liaison.report("failed", round=order.round, cause=cause, num_buckets=incoming.num_buckets)
         else:
             self._shelf.put_verified(incoming.copy)
+            fault_point("receiver.verified", order.number)
             self._liaison.report("verified", round=order.round, number=order.number)
         self._answer_poll()
 
     def _abort(self, round_id: int) -> None:
-        incoming = self._incoming.pop(round_id, None)
-        if incoming is None:
+        stage = self._rounds.abort(round_id)
+        if stage is None:
             return
+        incoming = self._incoming.pop(round_id)
         self.counters["aborted"] += 1
-        if incoming.order is None:
+        if stage is Stage.OFFERED or incoming.order is None:
             self._shelf.give_back(incoming.copy)
         else:
             self._shelf.abandon(round_id, incoming.copy)
             self._carrier.abort(incoming.order.group.membership)
-        self._liaison.report("failed", round=round_id, cause="aborted")
+        self._liaison.report("failed", round=round_id, cause="aborted", num_buckets=incoming.num_buckets)
+
+    def _abort_all(self) -> None:
+        for round_id in self._rounds.open_rounds:
+            self._abort(round_id)
 
     def _act_alone(self) -> None:
-        for round_id in list(self._incoming):
-            self._abort(round_id)
+        self._abort_all()
         if self._shelf.commit_verified():
             self.counters["committed_alone"] += 1
             log.warning("the coordinator is lost: version %d is committed alone", self._shelf.newest_verified)
+
+    def _longest_s(self) -> float:
+        """Return how long the longest transfer took, those included that run."""
+        now = self._clock.now()
+        return max([self._longest_transfer_s, *(now - start for start in self._transfer_starts.values())])
 
     def _describe(self) -> dict[str, Any]:
         return {
@@ -331,5 +382,7 @@ class ReceiverService:
             "pinned": self._is_pinned,
             "fenced": self._liaison.is_fenced,
             "receiving": len(self._incoming),
+            "transfers": len(self._transfer_starts),
+            "longest_transfer_s": self._longest_s(),
             "counters": dict(self.counters + self._liaison.counters),
         }

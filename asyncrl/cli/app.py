@@ -28,7 +28,7 @@ PLAIN = {"no_args_is_help": True, "rich_markup_mode": None, "add_completion": Fa
 app = typer.Typer(help="Asynchronous reinforcement learning for language models.", **PLAIN)  # type: ignore[arg-type]
 data = typer.Typer(help="Make prompt files.", **PLAIN)  # type: ignore[arg-type]
 bench = typer.Typer(help="Measure.", **PLAIN)  # type: ignore[arg-type]
-inspect = typer.Typer(help="Read a run's journal.", **PLAIN)  # type: ignore[arg-type]
+inspect = typer.Typer(help="Read a run's journals.", **PLAIN)  # type: ignore[arg-type]
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 app.add_typer(inspect, name="inspect")
@@ -44,6 +44,9 @@ BENCHMARKS = {
     "staleness_policies": "Simulate what each staleness policy costs, beside published rules.",
     "restart": "Measure how soon the buffer serves again with 10,000 groups in its journal.",
     "staleness_study": "Measure what lag does to learning under each correction.",
+    "weight_sync": "Measure a weight sync beside bare broadcasts and copies.",
+    "weight_sync_delta": "Measure differences between versions: bytes, seconds, and how much changes.",
+    "weight_sync_publish": "Measure how long a learner stands still to publish.",
 }
 """Benchmarks that read their own arguments: modules of `benchmarks` with a `main(arguments) -> exit code`."""
 
@@ -164,6 +167,20 @@ def ticket(
     from asyncrl.cli.audit import print_ticket
 
     print_ticket(run, runs_dir, number, as_json)
+
+
+@inspect.command()
+def weights(
+    run: Annotated[
+        str | None, typer.Argument(help="The run's name or folder; without it, the one started last.")
+    ] = None,
+    runs_dir: RunsDir = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Print which version each replica serves, how it came there, and who was to blame for failures."""
+    from asyncrl.cli.weights import print_weights
+
+    print_weights(run, runs_dir, as_json)
 
 
 @app.command()

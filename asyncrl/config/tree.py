@@ -77,7 +77,9 @@ class RewardSection(Section):
 class RolloutSection(Section):
     """The rollout services. Training samples with the temperature only: no top-p, top-k or penalty.
 
-    `response_tokens` forces response lengths (`lognormal:<sigma>:<median>`), for benchmarks.
+    `response_tokens` forces response lengths (`lognormal:<sigma>:<median>`), for benchmarks. With
+    `prefix_caching` equal prompts share their KV cache within one version; a response then depends, in the
+    last digits, on what ran before it.
     """
 
     replicas: NonNegative = 1
@@ -88,6 +90,7 @@ class RolloutSection(Section):
     max_tokens: Count = 1024
     temperature: Annotated[float, Field(gt=0)] = 1.0
     kv_cache: Literal["recompute", "keep"] = "recompute"
+    prefix_caching: bool = False
     max_sequences: Count = 128
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     response_tokens: str | None = None
@@ -237,12 +240,20 @@ class LearnerSection(Section):
 
 
 class WeightSyncSection(Section):
-    """How new weights reach the replicas."""
+    """How new weights reach the replicas.
+
+    Every `probe_every` steps a version brings the learner's log-probs of a fixed sequence, and a replica
+    that has loaded it serves it only if its engine computes the same; 0 turns that off. With `encoding:
+    delta` receivers that hold the version before get what has changed, where that is shorter; publisher and
+    receivers keep one version more in shared memory for it.
+    """
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     parallelism: Count = 1
     deadline_s: Seconds = 60.0
-    bucket_bytes: Annotated[int, Field(ge=1 << 10)] = 64 << 20
+    bucket_bytes: Annotated[int, Field(ge=1 << 10)] = 16 << 20
+    probe_every: NonNegative = 10
+    encoding: Literal["full", "delta"] = "full"
 
 
 class EvalSection(Section):

@@ -38,6 +38,7 @@ def build(context: ServiceContext) -> Supervisor:
         key=live["key"],
         routes={
             "GET /status": lambda _: supervisor.status(),
+            "GET /weights": lambda _: supervisor.weights(),
             "POST /scale": lambda body: supervisor.command("scale", body),
             "POST /tighten": lambda body: supervisor.command("tighten", body),
             "POST /stop": lambda body: supervisor.command("stop", body),

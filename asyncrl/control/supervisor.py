@@ -21,6 +21,7 @@ from asyncrl.control.record import metering
 from asyncrl.control.record.recorder import FIRST_OF_LIFE, Recorder, load_rows
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.record.summary import write_summary
+from asyncrl.control.record.syncing import weights_answer
 from asyncrl.control.roster import MAX_REPLICAS, Roster
 from asyncrl.control.vitals import DRAINING, SILENT, Vitals
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, ServiceFailed
@@ -93,6 +94,10 @@ class Supervisor:
             "ledger": {key: buffer[key] for key in metering.LEDGER_KEYS if key in buffer},
             "accuracy": self._accuracy,
         }
+
+    def weights(self) -> dict[str, Any]:
+        """Return what the coordinator, the publisher and the replicas said of weights in the last pulse."""
+        return weights_answer(self._statuses)
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """`scale {replicas}`, `tighten {max_lag}` or `stop {}`."""

@@ -23,6 +23,7 @@ PLACEHOLDERS = {
     "stage": r"[a-z][a-z0-9_]*",
     "option": r"(?:token|seq_sum|seq_mean|seq_max)_k[123]",
     "reason": r"[a-z][a-z0-9_]*",
+    "cause": r"[a-z][a-z0-9_]*",
     "signal": r"[a-z][a-z0-9_]*",
     "source": r"[^/]+",
     "variable": r"[^/]+",

@@ -11,6 +11,10 @@ import signal
 import threading
 
 BACKEND = "asyncrl"
+WORKER_EXTENSION = "rollout_service.engine.weight_transfer.LoadReporter"
+REPORT = "report_staged_load"
+OTHER_WORKER = "another worker of this engine"
+"""How a worker begins that stopped because of another one."""
 WATCHER = "asyncrl-parent-watcher"
 
 

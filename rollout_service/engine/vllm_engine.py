@@ -26,7 +26,8 @@ from asyncrl.errors import EngineError
 from asyncrl.versions import UNLOADED, PolicyVersion, Span
 from rollout_service.engine import core_nursery
 from rollout_service.engine.environment import prepare_environment
-from rollout_service.engine.plugin import BACKEND
+from rollout_service.engine.features import check_features
+from rollout_service.engine.plugin import BACKEND, OTHER_WORKER, REPORT, WORKER_EXTENSION
 from rollout_service.engine.protocol import Completion, EngineDied, Sampling
 
 if TYPE_CHECKING:
@@ -42,14 +43,6 @@ WARM_UP_DEADLINE_S = 300.0
 CPU_BATCH_TOKENS = 8192
 SHUTDOWN_S = 1.0
 """Nothing is to be saved: a core that has not ended by then is killed."""
-NEEDED_OF_ASYNC_LLM = (
-    "pause_generation",
-    "resume_generation",
-    "start_weight_update",
-    "update_weights",
-    "finish_weight_update",
-    "update_weight_version",
-)
 
 
 @dataclass(frozen=True)
@@ -63,7 +56,10 @@ class VllmSettings:
         max_sequences: Most requests in a batch.
         kv_cache_bytes: Size of the KV cache on CPU; a GPU's is sized by its free memory.
         recomputes_kv_cache: After a swap, compute the KV cache of running requests anew.
+        caches_prefixes: Share the KV cache of equal prompts, within one version. What a request is
+            sampled from then depends a little on what ran before it.
         num_gpus: Tensor-parallel size; 0 runs on CPU.
+        cpu_workers: Tensor-parallel size on CPU; each is a process of its own.
         seed: Seeds the engine; requests carry their own seeds.
     """
 
@@ -73,7 +69,9 @@ class VllmSettings:
     max_sequences: int
     kv_cache_bytes: int
     recomputes_kv_cache: bool = True
+    caches_prefixes: bool = False
     num_gpus: int = 0
+    cpu_workers: int = 1
     seed: int = 0
 
 
@@ -86,6 +84,7 @@ class VllmEngine:
         self._serving = PolicyVersion(UNLOADED, 0)
         self._is_loaded = False
         self._swap_lock = asyncio.Lock()
+        self._has_open_update = False
         self._child_pids: list[int] = []
 
     @property
@@ -116,13 +115,17 @@ class VllmEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         """Sample one response; cancelling the call aborts the request in the engine."""
         output = await self._final_output(list(prompt_ids), sampling, request_id)
-        return _completion(output)
+        completion = read_output(output)
+        if completion.finish_reason not in ("stop", "length"):
+            raise EngineError(f"vLLM ended request {request_id} with '{completion.finish_reason}'")
+        return completion
 
     async def swap(self, staged: Staged) -> None:
         """Load `staged` with requests in flight, and label what follows with its number.
 
         Raises:
-            EngineError: The load failed; generation stays paused until a swap works.
+            EngineError: The load failed, or the probe did not match; generation stays paused until a swap
+            works.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
@@ -134,11 +137,27 @@ class VllmEngine:
             self._is_loaded = False
             clear_cache = self._settings.recomputes_kv_cache
             await self._control(llm.pause_generation(mode="keep", clear_cache=clear_cache), "the pause")
-            await self._control(llm.start_weight_update(), f"the load of version {number}")
-            await self._control(llm.update_weights(update), f"the load of version {number}")
-            await self._control(llm.finish_weight_update(str(number)), f"the commit of version {number}")
+            await self._load(number, update)
+            await self._control(llm.update_weight_version(str(number)), f"the label of version {number}")
             self._serving, self._is_loaded = staged.version, True
             await self._control(llm.resume_generation(), "the resumption")
+
+    async def _load(self, number: int, update: Any) -> None:
+        """Load on all workers, or raise what the first of them says. The label stays as it was."""
+        llm, what = self._llm, f"the load of version {number}"
+        if self._has_open_update:  # an earlier load outlasted its deadline
+            await self._control(llm.finish_weight_update(), "the end of an earlier load")
+            self._has_open_update = False
+        await self._control(llm.start_weight_update(), what)
+        self._has_open_update = True
+        await self._control(llm.update_weights(update), what)
+        outcomes: list[str] = await self._control(llm.collective_rpc(REPORT), what)
+        await self._control(llm.finish_weight_update(), what)
+        self._has_open_update = False
+        failures = [outcome for outcome in outcomes if outcome]
+        if failures:
+            told = [failure for failure in failures if OTHER_WORKER not in failure]
+            raise EngineError(f"vLLM refused {what}: {(told or failures)[0]}")
 
     def child_pids(self) -> list[int]:
         return list(self._child_pids)
@@ -152,7 +171,9 @@ class VllmEngine:
         from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        prompt = {"type": "token", "prompt_token_ids": prompt_ids}
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt_ids}
+        if self._settings.caches_prefixes:
+            prompt["cache_salt"] = str(self._serving.number)  # no prefix of an older version is found
         try:
             async for output in self._llm.generate(prompt, _sampling_params(sampling), request_id):
                 if output.finished:
@@ -163,13 +184,13 @@ class VllmEngine:
             raise EngineError(f"vLLM failed request {request_id}: {_describe(error)}") from error
         raise EngineError(f"vLLM ended request {request_id} without a final output")
 
-    async def _control(self, call: Any, what: str) -> None:
+    async def _control(self, call: Any, what: str) -> Any:
         """Await one of vLLM's control calls, within a deadline, under our error class."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             async with asyncio.timeout(CONTROL_DEADLINE_S):
-                await call
+                return await call
         except TimeoutError as error:
             raise EngineError(f"vLLM did not finish {what} within {CONTROL_DEADLINE_S:g} s") from error
         except EngineDeadError as error:
@@ -188,19 +209,10 @@ class VllmEngine:
 
 
 def _start_async_llm(settings: VllmSettings) -> Any:
-    try:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.outputs import CompletionOutput
-        from vllm.v1.engine.async_llm import AsyncLLM
-    except ImportError as error:
-        raise EngineError(
-            f"vllm cannot be imported: {error}", hint="Install asyncrl[cpu] or asyncrl[gpu]"
-        ) from error
-    missing = [name for name in NEEDED_OF_ASYNC_LLM if not hasattr(AsyncLLM, name)]
-    if "weight_versions" not in CompletionOutput.__annotations__:
-        missing.append("CompletionOutput.weight_versions")
-    if missing:
-        raise EngineError(f"this vllm has no {', '.join(missing)}", hint="Install vllm 0.32")
+    check_features()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     start_core = contextlib.nullcontext() if settings.num_gpus else core_nursery.forked_cores()
     try:
         with start_core:
@@ -216,17 +228,18 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "max_model_len": settings.max_model_tokens,
         "max_num_seqs": settings.max_sequences,
         "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": settings.caches_prefixes,
         "disable_log_stats": True,
         "seed": settings.seed,
         "weight_transfer_config": {"backend": BACKEND},
+        "worker_extension_cls": WORKER_EXTENSION,
     }
+    num_workers = settings.num_gpus or settings.cpu_workers
+    everywhere["tensor_parallel_size"] = num_workers
+    everywhere["distributed_executor_backend"] = "uni" if num_workers == 1 else "mp"
     if settings.num_gpus:
-        parallel = "uni" if settings.num_gpus == 1 else "mp"
-        on_gpu = {"tensor_parallel_size": settings.num_gpus, "distributed_executor_backend": parallel}
-        return {**everywhere, **on_gpu}
+        return everywhere
     on_cpu = {
-        "distributed_executor_backend": "uni",
         "enforce_eager": True,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         # A prefill in chunks rewinds the generator of a seeded request, which a CPU generator cannot do:
@@ -254,15 +267,13 @@ def _sampling_params(sampling: Sampling) -> Any:
     )
 
 
-def _completion(output: RequestOutput) -> Completion:
-    """Return the one completion of a final output.
+def read_output(output: RequestOutput) -> Completion:
+    """Return the one completion of a final output, also that of a request that was aborted.
 
     Raises:
-        EngineError: It was aborted, or vLLM gives no log-probs or versions for some of its tokens.
+        EngineError: vLLM gives no log-probs or versions for some of its tokens.
     """
     completion = output.outputs[0]
-    if completion.finish_reason not in ("stop", "length"):
-        raise EngineError(f"vLLM ended request {output.request_id} with '{completion.finish_reason}'")
     logprobs: Any = completion.logprobs
     versions = completion.weight_versions
     if versions is None or len(logprobs.logprobs) != len(completion.token_ids):

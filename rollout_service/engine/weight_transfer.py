@@ -1,10 +1,13 @@
 """vLLM's side of a swap: loads a staged file into the worker's model. Runs inside vLLM's workers.
 
-The names and shapes in the file must equal those of the checkpoint that the worker was started
+The names, shapes and dtypes in the file must be those of the checkpoint that the worker was started
 from; that is checked before anything is overwritten. The whole load is one `update_weights` call,
 because vLLM's layer-wise reload overwrites in place and keeps references to what it was given
-until it is finalized: the mapping of the file has to outlive that.
+until it is finalized: the mapping of the file has to outlive that. Workers that share a model take
+each stage together: one that cannot go on stops all of them.
 
+A load never raises into vLLM: its executor for several workers reads no further reply after the first
+failure, and the unread ones are taken for the answers to later calls. How a load ended is asked for.
 Invariant: after an error no layer is left waiting for the rest of its weights, so that the next
 load starts clean. The weights may be neither old nor new then; the caller keeps generation paused.
 """
@@ -12,12 +15,16 @@ load starts clean. The weights may be neither old nor new then; the caller keeps
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -25,12 +32,42 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, SyncError
+from asyncrl.faults import is_wanted
+from rollout_service.engine.plugin import OTHER_WORKER
+from rollout_service.engine.probe import check_probe
 from weight_sync.memory.manifest import Manifest, check_tensors
 from weight_sync.memory.staging import Staged, open_tensors
 
-Shapes = dict[str, tuple[int, ...]]
+log = logging.getLogger(__name__)
+# It warns at every load of the layers that no weights belong to; `_load` says what is really missing.
+logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
+
+Tensors = Sequence[tuple[str, torch.Tensor]]
 TIED_HEAD = "lm_head.weight"
+TORCH_DTYPES = {
+    "BOOL": "bool",
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+}
+"""Torch's name of a dtype by that of safetensors."""
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """What a checkpoint says about one tensor; `dtype` is torch's name."""
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass
@@ -56,6 +93,9 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     init_info_cls = StagedInitInfo
     update_info_cls = StagedUpdateInfo
+    outcome = ""
+    """What went wrong in the last load of this worker; empty if nothing did."""
+    _newest: Manifest | None = None
 
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
         """Do nothing: there is no connection."""
@@ -67,41 +107,109 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         """Do nothing: `receive_weights` has finalized the reload."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class does, but without synchronizing an accelerator that is not there."""
-        self.receive_weights(self.parse_update_info(update_info))
+        """Load, and keep in `outcome` what went wrong. No accelerator is waited for that is not there."""
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+            self.outcome = ""
+        except Exception as error:  # of any kind: see the module
+            log.exception("a load failed")
+            self.outcome = f"{type(error).__name__}: {error}"
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: StagedUpdateInfo) -> None:
-        """Load the staged file.
+        """Load the staged file, and let the probe judge if the version brings one.
 
         Raises:
-            SyncError: Its names or shapes do not fit, or it is gone; then nothing was overwritten.
+            SyncError: Its names, shapes or dtypes do not fit, or it is gone; then nothing was overwritten.
+                Or the load or the probe failed, here or on another worker of this model.
         """
-        manifest = Manifest.from_bytes(update_info.manifest)
-        check_tensors(manifest, self._expected_shapes(manifest))
-        tensors = list(open_tensors(Staged(manifest.version, update_info.path, manifest)))
-        initialize_layerwise_reload(self.model)
-        try:
-            self.model.load_weights(iter(tensors))
-        finally:
-            finalize_layerwise_reload(self.model, self.model_config)
-        # `tensors` keeps the mapping of the file until here.
+        with self._together("check the tensors"):
+            # Generation is paused: a layout like that of the version before is not parsed anew.
+            manifest = self._newest = Manifest.from_bytes(update_info.manifest, self._newest)
+            self._check(manifest)
+            tensors = list(open_tensors(Staged(manifest.version, update_info.path, manifest)))
+        with self._together("load"):
+            self._load(manifest.version.number, tensors)
+        if manifest.probe is not None:
+            with self._together("match the probe"):
+                check_probe(self.model, self.vllm_config, manifest.probe)
 
     def shutdown(self) -> None:
         """Do nothing: no resource outlives an update."""
 
-    def _expected_shapes(self, manifest: Manifest) -> Shapes:
-        """Return the checkpoint's shapes; a tied head may be there or not, vLLM skips it."""
-        shapes = checkpoint_shapes(Path(self.model_config.model))
+    def _check(self, manifest: Manifest) -> None:
+        """Compare with the checkpoint; a tied head may be there or not, vLLM skips it."""
+        expected = read_tensors(Path(self.model_config.model))
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
-            shapes.pop(TIED_HEAD, None)
-            shapes.update({t.name: t.shape for t in manifest.tensors if t.name == TIED_HEAD})
-        return shapes
+            expected.pop(TIED_HEAD, None)
+            tied = (entry for entry in manifest.tensors if entry.name == TIED_HEAD)
+            expected.update({entry.name: CheckpointTensor(entry.shape, entry.dtype) for entry in tied})
+        served = str(self.model_config.dtype).removeprefix("torch.")
+        check_tensors(
+            manifest,
+            {name: tensor.shape for name, tensor in expected.items()},
+            {name: {served, tensor.dtype} for name, tensor in expected.items()},
+        )
+
+    def _load(self, number: int, tensors: Tensors) -> None:
+        """Overwrite the model. Layers refer to `tensors`, and so to the file, until they are finalized."""
+        try:
+            # Read before, for the reload takes tied parameters apart until it is finalized.
+            parameters = {name for name, _ in self.model.named_parameters()}
+            initialize_layerwise_reload(self.model)
+            loaded = self.model.load_weights(_with_faults(number, tensors))
+        finally:
+            finalize_layerwise_reload(self.model, self.model_config)
+        # Most models say what they have loaded. What is not among it has its old values back.
+        is_told = loaded is not None and self.model_config.quantization is None
+        missing = sorted(parameters - loaded) if is_told else []
+        if missing:
+            raise SyncError(f"version {number} brought nothing for the engine's parameters {missing[:5]}")
+
+    @contextmanager
+    def _together(self, stage: str) -> Iterator[None]:
+        """Run the block on all workers of the model; if one raises, all do.
+
+        Else one worker would overwrite what another refuses.
+        """
+        if self.parallel_config.world_size == 1:
+            yield
+            return
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # whatever it is, the others must hear of it; it is raised below
+            error = caught
+        num_failed = torch.tensor([int(error is not None)])
+        torch.distributed.all_reduce(num_failed, group=get_world_group().cpu_group)
+        if error is not None:
+            raise error
+        if num_failed:
+            raise SyncError(f"{OTHER_WORKER} could not {stage}")
 
 
-def checkpoint_shapes(folder: Path) -> Shapes:
-    """Return the shape of every tensor of the safetensors checkpoint in `folder`, by name.
+class LoadReporter:
+    """Mixed into vLLM's workers as their `worker_extension_cls`: tells the adapter how a load ended."""
+
+    weight_transfer_engine: StagedWeightTransferEngine
+
+    def report_staged_load(self) -> str:
+        """Return what went wrong in the last load of this worker; empty if nothing did."""
+        return self.weight_transfer_engine.outcome
+
+
+def _with_faults(number: int, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors; a test may have the load of version `number` fail at one of them, on one worker."""
+    rank = get_world_group().rank
+    for index, tensor in enumerate(tensors):
+        if is_wanted("engine.load", number, index, rank):
+            raise SyncError(f"the load of version {number} was told to fail at tensor {index}")
+        yield tensor
+
+
+def read_tensors(folder: Path) -> dict[str, CheckpointTensor]:
+    """Return shape and dtype of every tensor of the safetensors checkpoint in `folder`, by name.
 
     Raises:
         EngineError: There is no such checkpoint.
@@ -113,10 +221,11 @@ def checkpoint_shapes(folder: Path) -> Shapes:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise EngineError(f"{folder} has no safetensors files", hint="Save the model with save_pretrained")
-    shapes: Shapes = {}
+    found: dict[str, CheckpointTensor] = {}
     for file in files:
         with safe_open(file, framework="pt") as checkpoint:
-            shapes.update(
-                {name: tuple(checkpoint.get_slice(name).get_shape()) for name in list(checkpoint.keys())}
-            )
-    return shapes
+            for name in list(checkpoint.keys()):
+                piece = checkpoint.get_slice(name)
+                dtype = str(piece.get_dtype())
+                found[name] = CheckpointTensor(tuple(piece.get_shape()), TORCH_DTYPES.get(dtype, dtype))
+    return found

@@ -65,6 +65,7 @@ def test_a_run_ends_finished_when_the_learner_has_done_its_steps(tmp_path: Path)
     assert (summary["accuracy_start"], summary["ledger_residue"], summary["masked_share"]) == (0.25, 0, 0.1)
     assert summary["ledger"]["trained"] == 6, "the account is taken after the last event"
     assert (tmp_path / "curves.png").exists()
+    assert sorted(supervisor.weights()["replicas"]) == ["rollout.0", "rollout.1"]
     assert sorted(launcher.killed) == sorted(
         [
             "buffer.0",

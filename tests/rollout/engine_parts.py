@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from asyncrl.versions import PolicyVersion
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
 from rollout_service.tasks.digit_sort.warm_start import build_model
 from weight_sync.memory import segments
-from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
+from weight_sync.memory.manifest import Bucket, Manifest, Probe, TensorSpec, plan
 from weight_sync.memory.staging import Staged
 
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Change = Callable[[NamedTensors], NamedTensors]
 BUCKET_BYTES = 1 << 20
 CALL_DEADLINE_S = 120.0
 
@@ -43,20 +45,25 @@ def save_model(model: Qwen3ForCausalLM, folder: Path) -> Path:
 
 
 @contextmanager
-def stage(model: Qwen3ForCausalLM, version: PolicyVersion, leave_out: str = "") -> Iterator[Staged]:
-    """Write the model's weights as a receiver stages them."""
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != leave_out}
-    specs = [TensorSpec(name, "float32", tuple(tensor.shape)) for name, tensor in tensors.items()]
+def stage(
+    model: Qwen3ForCausalLM, version: PolicyVersion, probe: Probe | None = None, change: Change = list
+) -> Iterator[Staged]:
+    """Write the model's weights as a receiver stages them; `change` may spoil them before."""
+    tensors = dict(change(model.state_dict().items()))
+    specs = [
+        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
     layout = plan(specs, BUCKET_BYTES)
     data = bytearray(layout.total_bytes)
     for entry in layout.tensors:
-        data[entry.offset : entry.offset + entry.num_bytes] = tensors[entry.name].numpy().tobytes()
+        data[entry.offset : entry.offset + entry.num_bytes] = bytes_of(tensors[entry.name])
     parts = [bytes(data[start : start + BUCKET_BYTES]) for start in range(0, len(data), BUCKET_BYTES)]
     buckets = tuple(Bucket(len(part), xxhash.xxh3_128(part).hexdigest()) for part in parts)
     path = segments.create(f"asyncrl-test-{uuid.uuid4().hex[:8]}", len(data))
     try:
         Path(path).write_bytes(data)
-        yield Staged(version, path, Manifest(version, layout, buckets))
+        yield Staged(version, path, Manifest(version, layout, buckets, probe))
     finally:
         segments.unlink(path)
 
@@ -69,6 +76,18 @@ def logprobs_of(
     ids = torch.tensor([[*prompt, *response]])
     logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(list(response))[:, None])[:, 0]
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return the tensor's bytes, of any dtype: numpy knows no bfloat16."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def probe_of(model: Qwen3ForCausalLM, temperature: float = 1.0) -> Probe:
+    """Return what a learner that holds `model` would ship."""
+    tokens = (11, 3, 1, 4, 13, 1, 3, 4, 12, 0, 7, 5)
+    logprobs = logprobs_of(model, tokens[:1], tokens[1:], temperature)
+    return Probe(tokens, tuple(logprobs.tolist()), temperature)
 
 
 @torch.no_grad()

@@ -11,16 +11,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from asyncrl.errors import EngineError
+from asyncrl.faults import VARIABLE
 from asyncrl.versions import PolicyVersion, Span
 from rollout_service.engine.protocol import Completion, Sampling
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
 from rollout_service.tasks.digit_sort.vocabulary import EOS, encode_prompt
-from tests.rollout.engine_parts import LoopThread, greedy_of, logprobs_of, make_model, save_model, stage
+from tests.rollout.engine_parts import (
+    Change,
+    LoopThread,
+    NamedTensors,
+    greedy_of,
+    logprobs_of,
+    make_model,
+    probe_of,
+    save_model,
+    stage,
+)
+from weight_sync.memory.staging import Staged
 
 TOLERANCE = 1e-4
+NAME = "model.layers.1.self_attn.k_proj.weight"
+NORM = "model.norm.weight"
+DOOMED, HALF = 500, 12
+"""The load of this version fails at this one of its tensors."""
 PROMPT = encode_prompt([3, 1, 4, 2])
 LONG = 900
 
@@ -40,13 +57,40 @@ class Running:
         sampling = Sampling(temperature, max_tokens, seed)
         return self.engine.generate(PROMPT, sampling, f"r{seed}.{max_tokens}.{temperature}")
 
-    def swap(self, seed: int) -> int:
+    def swap(self, seed: int, has_probe: bool = False) -> int:
         """Load a new model and return its version number."""
         number = max(self.models) + 1
         self.models[number] = make_model(seed)
-        with stage(self.models[number], PolicyVersion(number, number - 1)) as staged:
+        probe = probe_of(self.models[number], 0.7) if has_probe else None
+        with stage(self.models[number], PolicyVersion(number, number - 1), probe) as staged:
             self.loop.call(self.engine.swap(staged))
         return number
+
+    def fail_to_swap(self, staged: Staged, reason: str) -> None:
+        """Offer what cannot be served: generation pauses, nothing is labelled."""
+        served = self.engine.serving
+        with pytest.raises(EngineError, match=reason):
+            self.loop.call(self.engine.swap(staged))
+        assert not self.engine.is_loaded
+        assert self.engine.serving == served
+        assert self.loop.call(self.engine._llm.get_weight_version()) == str(served.number)
+        assert self.loop.call(self.engine._llm.is_paused())
+
+    def peek(self) -> Completion:
+        """Generate with the weights as they are, although the adapter keeps the engine paused."""
+
+        async def generate() -> Completion:
+            await self.engine._llm.resume_generation()
+            completion = await self.sample(77)
+            await self.engine._llm.pause_generation(mode="keep", clear_cache=True)
+            return completion
+
+        return self.loop.call(generate())
+
+    def distance(self, completion: Completion, model: Qwen3ForCausalLM) -> float:
+        """Return how far the log-probs are from the model's, in nats per token."""
+        wanted = logprobs_of(model, PROMPT, completion.token_ids.tolist())
+        return float((torch.tensor(completion.logprobs) - wanted).abs().mean())
 
     def check_logprobs(self, completion: Completion, temperature: float = 1.0) -> None:
         """Every span's log-probs are those of the version that it names."""
@@ -64,7 +108,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     loop = LoopThread()
     engine = VllmEngine(VllmSettings(str(folder), "float32", 1024, 64, 64 << 20))
     try:
-        loop.call(engine.start(), 240.0)
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv(VARIABLE, f"engine.load@{DOOMED}.{HALF}")
+            loop.call(engine.start(), 240.0)
         yield Running(loop, engine, {0: model})
     finally:
         loop.call(engine.shutdown())
@@ -152,18 +198,40 @@ def test_after_a_swap_greedy_answers_are_those_of_hugging_face_on_the_new_weight
     assert [span.version for span in found.spans] == [number]
 
 
-@pytest.mark.parametrize("fault", ["a missing tensor", "a missing file"])
-def test_a_load_that_fails_pauses_generation_until_one_works(running: Running, fault: str):
+def _drop(name: str) -> Change:
+    return lambda tensors: [(n, t) for n, t in tensors if n != name]
+
+
+def _retype(tensors: NamedTensors, name: str, dtype: torch.dtype) -> NamedTensors:
+    return [(n, t.to(dtype) if n == name else t) for n, t in tensors]
+
+
+MISFITS: dict[str, Change] = {
+    rf"missing \['{NAME}'\]": _drop(NAME),
+    r"unexpected \['model.extra.weight'\]": lambda tensors: [*tensors, ("model.extra.weight", torch.ones(8))],
+    rf"of another shape \['{NAME}'\]": lambda tensors: [(n, t[1:] if n == NAME else t) for n, t in tensors],
+    rf"of another dtype \['{NAME}'\]": lambda tensors: _retype(tensors, NAME, torch.int8),
+}
+
+
+@pytest.mark.parametrize("reason", MISFITS)
+def test_what_does_not_fit_the_engine_is_refused_before_anything_is_overwritten(
+    running: Running, reason: str
+):
     served = running.swap(6)
-    is_file_gone = fault == "a missing file"
-    left_out = "" if is_file_gone else "model.layers.1.self_attn.k_proj.weight"
-    with stage(make_model(7), PolicyVersion(served + 1, served), left_out) as staged:
-        if is_file_gone:
-            Path(staged.path).unlink()
-        with pytest.raises(EngineError, match=r"cannot open the segment|k_proj"):
-            running.loop.call(running.engine.swap(staged))
-    assert not running.engine.is_loaded
-    assert running.engine.serving.number == served
+    with stage(make_model(7), PolicyVersion(served + 1, served), change=MISFITS[reason]) as staged:
+        running.fail_to_swap(staged, reason)
+    assert running.distance(running.peek(), running.models[served]) < TOLERANCE
+    running.check_logprobs(_generate_at(running, running.swap(8)))
+
+
+def test_a_load_that_breaks_half_way_is_never_served_and_the_next_one_repairs_it(running: Running):
+    served = running.swap(6)
+    doomed = make_model(7)
+    with stage(doomed, PolicyVersion(DOOMED, served)) as staged:
+        running.fail_to_swap(staged, f"told to fail at tensor {HALF}")
+    mixed = running.peek()
+    assert min(running.distance(mixed, model) for model in (running.models[served], doomed)) > 0.1
 
     async def ask_while_paused() -> asyncio.Task[Completion]:
         request = asyncio.create_task(running.sample(300))
@@ -176,6 +244,48 @@ def test_a_load_that_fails_pauses_generation_until_one_works(running: Running, f
     completion = running.loop.call(_result(request))
     assert [span.version for span in completion.spans] == [number]
     running.check_logprobs(completion)
+
+
+def test_a_parameter_that_got_nothing_is_named_even_if_the_checkpoint_lost_it_too(running: Running):
+    served = running.swap(6)
+    file = Path(running.engine._settings.model) / "model.safetensors"
+    whole = file.read_bytes()
+    save_file({n: t for n, t in load_file(file).items() if n != NORM}, file, {"format": "pt"})
+    try:
+        with stage(make_model(7), PolicyVersion(served + 1, served), change=_drop(NORM)) as staged:
+            running.fail_to_swap(staged, rf"brought nothing for the engine's parameters \['{NORM}'\]")
+    finally:
+        file.write_bytes(whole)
+    running.check_logprobs(_generate_at(running, running.swap(8)))
+
+
+def test_a_staged_file_that_is_gone_is_refused(running: Running):
+    served = running.swap(6)
+    with stage(make_model(7), PolicyVersion(served + 1, served)) as staged:
+        Path(staged.path).unlink()
+        running.fail_to_swap(staged, "SegmentGone: .* is gone")
+    running.check_logprobs(_generate_at(running, running.swap(8)))
+
+
+def test_the_label_moves_only_when_the_probe_matches(running: Running):
+    served = running.swap(6, has_probe=True)
+    loaded, probed = make_model(7), make_model(9)
+    with stage(loaded, PolicyVersion(served + 1, served), probe_of(probed)) as staged:
+        running.fail_to_swap(staged, "the probe does not match")
+    assert running.distance(running.peek(), loaded) < TOLERANCE
+    running.check_logprobs(_generate_at(running, running.swap(9, has_probe=True)))
+
+
+def test_a_load_that_outlasted_its_deadline_does_not_bar_the_next_one(running: Running):
+    running.loop.call(running.engine._llm.start_weight_update())
+    running.engine._has_open_update = True  # as a deadline leaves it
+    running.check_logprobs(_generate_at(running, running.swap(8)))
+
+
+def _generate_at(running: Running, number: int) -> Completion:
+    completion = running.generate(301)
+    assert [span.version for span in completion.spans] == [number]
+    return completion
 
 
 async def _result(task: asyncio.Task[Completion]) -> Completion:

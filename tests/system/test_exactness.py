@@ -40,6 +40,7 @@ class Record:
     completions: list[Completion] = field(default_factory=list)
     weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     greedy: list[int] = field(default_factory=list)
+    probed: list[int] = field(default_factory=list)
 
 
 def config_for(folder: Path, tp: int, model: Path) -> list[str]:
@@ -57,6 +58,7 @@ def config_for(folder: Path, tp: int, model: Path) -> list[str]:
         "learner.lr=1e-3",
         "learner.warmup_steps=0",
         f"learner.steps={NUM_STEPS}",
+        "weight_sync.probe_every=2",
     ]
 
 
@@ -135,6 +137,8 @@ class Player:
         if staged is not None:
             self.record.weights[staged.version.number] = copy_weights(staged)
             await self.engine.swap(staged)
+            if staged.manifest.probe is not None:
+                self.record.probed.append(staged.version.number)
             await self.link.report_loaded(staged.version.number, ok=True)
 
     async def lease(self) -> None:
@@ -226,6 +230,12 @@ def test_a_span_names_another_version_exactly_where_the_log_probs_change(
         found = torch.from_numpy(completion.logprobs[second.start : second.end].copy())
         num_told_apart += bool((found - under_first).abs().max() > 1e-3)
     assert num_told_apart == len(telling)
+
+
+def test_versions_were_served_whose_probe_is_the_learners(played: tuple[Record, Path]) -> None:
+    record, _ = played
+    assert len(record.probed) >= 3, "the engine compared its log-probs with the learner's too seldom"
+    assert set(record.probed) <= set(record.weights)
 
 
 def _num_tokens(span: Span) -> int:

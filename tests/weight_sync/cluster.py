@@ -5,13 +5,15 @@ Every child ends with its test: it is killed by pid, and its segments are remove
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 
 from asyncrl.config.tree import Config
+from asyncrl.faults import VARIABLE
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext
 from asyncrl.versions import PolicyVersion
@@ -35,20 +38,20 @@ WAIT_S = 60.0
 TIMING = Timing(deadline_s=8.0, offer_s=3.0, settle_s=1.0, silence_s=2.0, dead_s=30.0)
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["weight_sync.composition"])
+processes.set_forkserver_preload(["tests.weight_sync.cluster", "tests.weight_sync.faults.parties"])
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What a receiver does to itself when it has received `bucket` of version `number`."""
+    """What a receiver does to itself when it has received `bucket` of version `number`; None is any."""
 
     kind: str
-    number: int
-    bucket: int = 0
+    number: int | None
+    bucket: int | None = 0
     seconds: float = 0.0
 
     def __call__(self, number: int, bucket: int, data: torch.Tensor) -> None:
-        if (number, bucket) != (self.number, self.bucket):
+        if self.number not in (None, number) or self.bucket not in (None, bucket):
             return
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -72,64 +75,108 @@ class Role:
     timing: Timing
     fault: Callable[[int, int, torch.Tensor], None] = _no_fault
     num_segments: int = 3
+    lost_s: float = 2.0
+    log_path: Path | None = None
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def serve(role: Role, addresses: Connection) -> None:
+def serve(role: Role, test: Connection) -> None:
     """Entry of a child process."""
     os.environ.update(role.environment)
-    torch.set_num_threads(1)
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stop = prepare_child(role.log_path)
     if role.context.kind == "weight_sync":
         service: Any = control_composition.build_coordinator(role.context, role.timing)
     elif role.context.kind == "publisher":
         service = composition.build_publisher(role.context, role.num_segments)
     else:
-        service = composition.build_receiver(role.context, lost_s=2.0, on_bucket=role.fault)
-    addresses.send(service.status()["address"])
-    threading.Thread(target=_stop_with_test, args=(addresses, stop), daemon=True).start()
+        service = composition.build_receiver(role.context, lost_s=role.lost_s, on_bucket=role.fault)
+    test.send(service.status()["address"])
+    threading.Thread(target=follow_test, args=(test, stop), daemon=True).start()
     service.run(stop)
 
 
-def _stop_with_test(test: Connection, stop: threading.Event) -> None:
-    """A test process that was killed ends nobody: its end of the pipe closing is the sign."""
+def prepare_child(log_path: Path | None) -> threading.Event:
+    """Return the event that SIGTERM sets; log to `log_path`, stamped with the machine's monotonic clock."""
+    torch.set_num_threads(1)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    if log_path is not None:
+        handler = logging.FileHandler(log_path)
+        handler.setFormatter(_MonotonicFormatter("%(name)s %(message)s"))
+        logging.basicConfig(level=logging.INFO, handlers=[handler])
+    return stop
+
+
+class _MonotonicFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{time.monotonic():.3f} {super().format(record)}"
+
+
+def follow_test(test: Connection, stop: threading.Event) -> None:
+    """Take up the environment that the test sends; its end of the pipe closing is the sign to end."""
     try:
-        test.recv()
+        while True:
+            os.environ.update(test.recv())
+            test.send("armed")
     except (EOFError, OSError):
         stop.set()
 
 
+def fork(target: Callable[[Any, Connection], None], role: Any) -> tuple[Any, Connection]:
+    """Start a child that runs `target`; return it and this side of its pipe."""
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=target, args=(role, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
 @dataclass
-class Child:
-    """One running service."""
+class Party:
+    """One running process and the pipe to it, which ends it when it closes."""
 
     process: Any
-    address: str
-    client: Client
     lifeline: Connection
 
     @property
     def pid(self) -> int:
         return int(self.process.pid)
 
-    def status(self) -> dict[str, Any]:
-        return self.client.call("status", deadline_s=WAIT_S).args
-
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def arm(self, fault: str) -> None:
+        """Have it strike at a point that it will pass, see `asyncrl.faults`."""
+        self.lifeline.send({VARIABLE: fault})
+        assert self.lifeline.poll(WAIT_S), "the child did not take up its fault"
+        self.lifeline.recv()
 
     def kill(self) -> None:
         if self.process.is_alive():
             self.signal(signal.SIGKILL)
             self.process.join(WAIT_S)
-        self.client.close()
+        self.lifeline.close()
 
     def end(self) -> None:
         """Ask it to stop, as the control plane does."""
         self.signal(signal.SIGTERM)
         self.process.join(WAIT_S)
         assert self.process.exitcode == 0
+
+
+@dataclass
+class Child(Party):
+    """One running service."""
+
+    address: str
+    client: Client
+
+    def status(self) -> dict[str, Any]:
+        return self.client.call("status", deadline_s=WAIT_S).args
+
+    def kill(self) -> None:
+        super().kill()
+        self.client.close()
 
 
 class Cluster:
@@ -142,8 +189,12 @@ class Cluster:
         bucket_bytes: int = 4096,
         parallelism: int = 1,
         socket_dir: Path | None = None,
+        lost_s: float = 2.0,
+        services: Sequence[str] = ("weight_sync.0", "publisher.0"),
+        encoding: str = "full",
     ) -> None:
         self._socket_dir = socket_dir
+        self._lost_s = lost_s
         self.timing = timing
         self.bucket_bytes = bucket_bytes
         self.children: dict[str, Child] = {}
@@ -158,13 +209,17 @@ class Cluster:
                     "deadline_s": timing.deadline_s,
                     "bucket_bytes": bucket_bytes,
                     "parallelism": parallelism,
+                    "encoding": encoding,
                 },
             }
         )
         run_id = uuid.uuid4().hex[:8]
-        self._context = ServiceContext(config, "weight_sync.0", Path("runs/test"), run_id)
-        self.start("weight_sync.0")
-        self.start("publisher.0", num_segments=num_segments)
+        self._own_dir = None if socket_dir else tempfile.TemporaryDirectory(prefix="asyncrl-test-")
+        run_dir = socket_dir or Path(self._own_dir.name if self._own_dir else "")
+        self._context = ServiceContext(config, "weight_sync.0", run_dir, run_id)
+        self._num_segments = num_segments
+        for name in services:
+            self.start(name)
 
     @property
     def shm_prefix(self) -> str:
@@ -182,22 +237,28 @@ class Cluster:
         self,
         name: str,
         fault: Callable[[int, int, torch.Tensor], None] = _no_fault,
-        num_segments: int = 3,
         environment: dict[str, str] | None = None,
     ) -> Child:
         """Start a service and wait until it listens."""
-        ours, theirs = processes.Pipe()
+        bind = self.address_of(name) if self._socket_dir else "tcp://127.0.0.1:*"
         addresses = {child: self.children[child].address for child in self.children}
-        bind = f"ipc://{self._socket_dir / name}" if self._socket_dir else "tcp://127.0.0.1:*"
+        if self._socket_dir and "weight_sync.0" not in addresses:
+            addresses["weight_sync.0"] = self.address_of("weight_sync.0")
         context = replace(self._context, name=name, addresses=addresses, bind=bind)
-        role = Role(context, self.timing, fault, num_segments, environment or {})
-        process = processes.Process(target=serve, args=(role, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        assert ours.poll(WAIT_S), f"{name} did not start"
-        address = ours.recv()
-        self.children[name] = Child(process, address, Client(address), ours)
+        log_path = self._socket_dir / f"{name}.log" if self._socket_dir else None
+        role = Role(
+            context, self.timing, fault, self._num_segments, self._lost_s, log_path, environment or {}
+        )
+        process, lifeline = fork(serve, role)
+        assert lifeline.poll(WAIT_S), f"{name} did not start"
+        address = lifeline.recv()
+        self.children[name] = Child(process, lifeline, address, Client(address))
         return self.children[name]
+
+    def address_of(self, name: str) -> str:
+        """Return where a service will listen; known before it is started if there is a socket folder."""
+        assert self._socket_dir is not None
+        return f"ipc://{self._socket_dir / name}"
 
     def handoff(self, token: int = 1, **kwargs: Any) -> Handoff:
         made = Handoff(self.publisher.address, self.shm_prefix, self.bucket_bytes, token, **kwargs)
@@ -216,6 +277,8 @@ class Cluster:
         for child in self.children.values():
             child.kill()
         segments.unlink_all(self.shm_prefix)
+        if self._own_dir is not None:
+            self._own_dir.cleanup()
 
 
 @contextmanager

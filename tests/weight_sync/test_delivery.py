@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from asyncrl.rpc import Client
 from asyncrl.versions import PolicyVersion
 from tests.weight_sync.cluster import (
     WAIT_S,
@@ -278,3 +279,16 @@ def test_a_publisher_that_was_started_again_serves_the_learner_s_next_version(tm
         cluster.start("publisher.0")
         publish(handoff, 2)
         assert load(receiver, 1).number == 2
+
+
+def test_of_two_polls_of_one_peer_none_stays_without_an_answer():
+    """After a pause the coordinator reads polls of connections that are gone beside the one that counts."""
+    with running_cluster(services=("weight_sync.0",)) as cluster:
+        who = {"name": "receiver.0", "incarnation": "1"}
+        card = {"abilities": ["gloo"], "serving": 0, "staged": 0, "attended": False, "pinned": False}
+        cluster.coordinator.client.call("hello", deadline_s=WAIT_S, **who, **card)
+        clients = [Client(cluster.coordinator.address) for _ in range(2)]
+        polls = [client.begin("next_order", deadline_s=6.0, after=0, **who) for client in clients]
+        assert [poll.end().args["known"] for poll in polls] == [True, True]
+        for client in clients:
+            client.close()

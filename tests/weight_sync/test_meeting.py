@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -10,7 +12,7 @@ import psutil
 import pytest
 
 from asyncrl.errors import SyncError
-from weight_sync.backends.meeting import join_store, open_store, own_address
+from weight_sync.backends.meeting import connect_store, join_store, meet, open_store, own_address
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -42,3 +44,30 @@ def test_a_host_of_another_machine_is_refused_by_name() -> None:
 
 def test_a_peer_on_loopback_is_met_there() -> None:
     assert own_address("127.0.0.1") == "127.0.0.1"
+
+
+def test_who_meets_goes_on_when_all_are_there_and_fails_in_time_if_one_stays_away() -> None:
+    store = open_store("127.0.0.1", 0, TIMEOUT)
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(meet, store.clone(), 1, 2, TIMEOUT)
+        meet(store, 0, 2, TIMEOUT)
+        other.result()
+    with pytest.raises(RuntimeError):
+        meet(store, 0, 3, timedelta(seconds=0.1))
+
+
+def test_who_waits_in_the_store_holds_up_no_other() -> None:
+    store = open_store("127.0.0.1", 0, TIMEOUT)
+
+    def wait_in_vain() -> None:
+        with pytest.raises(RuntimeError):
+            connect_store(store, "127.0.0.1", store.port, TIMEOUT).wait(["never"], timedelta(seconds=1.5))
+
+    waiter = threading.Thread(target=wait_in_vain)
+    waiter.start()
+    own = connect_store(store, "127.0.0.1", store.port, TIMEOUT)
+    for index in range(20):
+        own.set(f"key {index}", "")
+        time.sleep(0.01)
+    assert waiter.is_alive()
+    waiter.join()

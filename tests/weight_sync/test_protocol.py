@@ -110,6 +110,7 @@ def test_a_member_that_fails_alone_is_blamed_and_tried_again_later():
     world.publish(1)
     world.coordination.accepted("a", 1, world.now)
     world.coordination.failed("a", 1, "transport", world.now)
+    world.hear_publisher(1)
     assert world.coordination.culprit.startswith("a:") and world.member("a").is_fenced
     world.coordination.seen("a", "1", world.now)
     world.coordination.tick(world.now)
@@ -298,10 +299,9 @@ def test_a_suspect_that_is_behind_stays_fenced_until_it_has_caught_up():
     world = World("a")
     world.publish(1)
     world.obey("a")
-    world.now += TIMING.silence_s
-    world.coordination.seen(PUBLISHER, "p", world.now)
+    world.pass_time(TIMING.silence_s - 0.25)
     world.publish(2)
-    world.coordination.tick(world.now)
+    world.pass_time(0.25)
     world.coordination.seen("a", "1", world.now)
     assert world.states() == {"a": "SYNCING"} and world.member("a").is_fenced
     world.pass_time(0.25, "a")
@@ -347,11 +347,10 @@ def test_a_lost_publisher_breaks_the_round_and_blames_no_member():
     world = World("a")
     world.publish(1)
     world.coordination.accepted("a", 1, world.now)
-    world.now += TIMING.silence_s
-    world.coordination.seen("a", "1", world.now)
-    world.coordination.tick(world.now)
+    world.pass_time(TIMING.silence_s, "a", is_publisher_alive=False)
     world.coordination.failed("a", 1, "aborted", world.now)
-    assert world.coordination.round is None and not world.coordination.culprit
+    assert not world.member("a").is_fenced
+    assert world.coordination.round is None and world.coordination.culprit == "publisher: silent"
     assert world.coordination.counters["rounds_failed/publisher_lost"] == 1
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,6 +27,7 @@ from weight_sync.backends.choice import agree_on_backend, choose_backend
 from weight_sync.backends.contract import Group, Transport
 from weight_sync.backends.gloo import GlooTransport
 from weight_sync.backends.nccl import NcclTransport
+from weight_sync.carrier import DIGEST, TRANSPORT, Carrier, DigestMismatch, TransferOrder
 
 CLOCK = SystemClock()
 BIG_BYTES = 64 << 20
@@ -129,6 +134,26 @@ def test_a_member_that_is_stopped_fails_the_broadcast_at_its_deadline_and_the_ot
     peers.next(0)
     with pytest.raises(DeadlineExceeded):
         transport.broadcast(bucket_of(BIG_BYTES, 1), until(0.5))
+
+
+def test_closing_a_group_does_not_wait_for_an_operation_that_hangs(peers):
+    store = make_store()
+    peers.start(make_group(store, 2, rank=1), [1, -BIG_BYTES])
+    transport, deadline = GlooTransport(CLOCK, store), until(20.0)
+    transport.form(make_group(store, 2), deadline)
+    transport.broadcast(bucket_of(1, 1), deadline)
+    peers.next(0)
+    with ThreadPoolExecutor() as pool:
+        hanging = pool.submit(transport.broadcast, bucket_of(BIG_BYTES, 1), deadline)
+        time.sleep(0.2)  # if it has not begun by then, the test shows nothing, but it does not fail
+        transport.abort()
+        transport.close()
+        assert CLOCK.now() < deadline
+        assert not hanging.done()
+        peers.kill(0)
+        with pytest.raises(SyncError):
+            hanging.result()
+    assert transport._process_group is None
 
 
 def test_two_memberships_of_the_same_members_do_not_meet(peers):
@@ -239,3 +264,52 @@ def test_a_group_with_a_member_that_cannot_do_nccl_uses_gloo():
     both, one = frozenset({"gloo", "nccl"}), frozenset({"gloo"})
     assert agree_on_backend("nccl", [both, both]) == "nccl"
     assert agree_on_backend("nccl", [both, one]) == "gloo"
+
+
+class LateMismatch:
+    """Checks of buckets: the second one fails, and only after the fourth bucket has arrived."""
+
+    def __init__(self) -> None:
+        self.arrived: list[int] = []
+        self.fourth = threading.Event()
+
+    def __call__(self, index: int, bucket: torch.Tensor) -> Callable[[], None]:
+        self.arrived.append(index)
+        if index == 3:
+            self.fourth.set()
+        return partial(self._check, index)
+
+    def _check(self, index: int) -> None:
+        if index == 1:
+            assert self.fourth.wait(WAIT_S), "the transfer waited for a check"
+            raise DigestMismatch("bucket 1")
+
+
+def carry_alone(after_bucket: Any, deadline_s: float) -> tuple[str, str]:
+    """Carry five buckets in a group of one member; return the cause and the message of the end."""
+    store = make_store()
+    carrier = Carrier(CLOCK, lambda backend: GlooTransport(CLOCK, store))
+    order = TransferOrder(1, 1, make_group(store, 1), "gloo", frozenset({1}), deadline_s)
+    ends: queue.Queue[tuple[str, str]] = queue.Queue()
+    buckets = [bucket_of(10, index) for index in range(5)]
+    carrier.carry(order, buckets, after_bucket, lambda order, cause, message: ends.put((cause, message)))
+    end = ends.get(timeout=WAIT_S)
+    carrier.close()
+    return end
+
+
+def test_buckets_are_checked_while_later_ones_travel_and_a_mismatch_fails_the_transfer():
+    checks = LateMismatch()
+    assert carry_alone(checks, WAIT_S) == (DIGEST, "bucket 1")
+    assert checks.arrived == [0, 1, 2, 3, 4]
+
+
+def test_a_check_that_does_not_end_fails_the_transfer_at_its_deadline():
+    never = threading.Event()
+    cause, message = carry_alone(lambda index, bucket: partial(never.wait, WAIT_S), 0.3)
+    never.set()
+    assert (cause, message) == (TRANSPORT, "the buckets were not verified in time")
+
+
+def test_buckets_without_checks_are_carried():
+    assert carry_alone(lambda index, bucket: None, WAIT_S) == ("", "")

@@ -17,9 +17,9 @@ GLOO = frozenset({"gloo"})
 class World:
     """A coordination with a clock and with peers that answer as they are told to."""
 
-    def __init__(self, *names: str, parallelism: int = 1) -> None:
+    def __init__(self, *names: str, parallelism: int = 1, uses_delta: bool = False) -> None:
         self.now = 100.0
-        self.coordination = Coordination(TIMING, parallelism)
+        self.coordination = Coordination(TIMING, parallelism, uses_delta=uses_delta)
         self.sent: list[Order] = []
         self.publisher = "p"
         self.after_step: Callable[[], None] = lambda: None
@@ -57,11 +57,16 @@ class World:
         elif order.kind == "commit" and loads:
             coordination.loaded(name, fields["number"], True, "", self.now)
 
-    def pass_time(self, seconds: float, *alive: str) -> None:
+    def hear_publisher(self, round_id: int) -> None:
+        """The publisher answers an abort."""
+        self.coordination.send_failed(round_id, "aborted", self.now)
+
+    def pass_time(self, seconds: float, *alive: str, is_publisher_alive: bool = True) -> None:
         """Let time pass in small steps while `alive` and the publisher keep polling."""
         for _ in range(int(seconds / 0.25)):
             self.now += 0.25
-            self.coordination.seen(PUBLISHER, self.publisher, self.now)
+            if is_publisher_alive:
+                self.coordination.seen(PUBLISHER, self.publisher, self.now)
             for name in alive:
                 self.coordination.seen(name, self.member(name).incarnation, self.now)
             self.coordination.tick(self.now)

@@ -2,7 +2,9 @@
 
 Touches no global state of torch.distributed, so it can live beside an engine's or a learner's own
 groups. Observed with torch 2.13: `abort` does not wake a waiter, and a peer that was stopped is only
-noticed by a timeout. Hence each operation's own timeout is the time left until the deadline.
+noticed by a timeout. Hence each operation's own timeout is the time left until the deadline. Destroying
+a group waits for its operation too (seen: until its deadline), so the thread that waits for the
+operation anyway does that, and never the one that aborts.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch.distributed import BroadcastOptions, DistError, PrefixStore, ProcessG
 from asyncrl.clock import Clock
 from asyncrl.errors import DeadlineExceeded, SyncError
 from weight_sync.backends.contract import Group
-from weight_sync.backends.meeting import own_address
+from weight_sync.backends.meeting import connect_store, own_address
 
 LOOPBACK = "127.0.0.1"
 _FAILURES = (RuntimeError, DistError, ValueError)
@@ -34,23 +36,25 @@ class GlooTransport:
     def form(self, group: Group, until: float) -> None:
         left = self._left(until, "form a group")
         try:
-            store = self._store or TCPStore(
-                group.store_host, group.store_port, is_master=False, wait_for_workers=False, timeout=left
-            )
+            store = connect_store(self._store, group.store_host, group.store_port, left)
             self._process_group = _connect(PrefixStore(f"membership/{group.membership}", store), group, left)
         except _FAILURES as error:
             raise self._explain(error, until, f"membership {group.membership} did not form") from error
 
     def broadcast(self, bucket: torch.Tensor, until: float) -> None:
-        if self._process_group is None or self._is_aborted:
+        # Held here until the operation has ended: whoever drops the last reference waits for that.
+        process_group = self._process_group
+        if process_group is None or self._is_aborted:
             raise SyncError("the gloo group is not usable: it never formed or was aborted")
         left = self._left(until, "broadcast")
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, left
         try:
-            self._process_group.broadcast([bucket], options).wait(left)
+            process_group.broadcast([bucket], options).wait(left)
         except _FAILURES as error:
             raise self._explain(error, until, "a broadcast failed") from error
+        finally:
+            del process_group  # an error's traceback would keep it
 
     def abort(self) -> None:
         self._is_aborted = True

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from typing import Any, cast
 from urllib.parse import urlsplit
 
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
 from asyncrl.errors import SyncError
 
@@ -47,6 +48,28 @@ def join_store(rendezvous: str, rank: int, timeout: timedelta) -> TCPStore:
     if rank == 0:
         return open_store(place.hostname, place.port, timeout)
     return TCPStore(place.hostname, place.port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def connect_store(store: TCPStore | None, host: str, port: int, timeout: timedelta) -> Store:
+    """Return a connection of its own to `store`, or to the one at `host:port`.
+
+    While one thread waits for a key, the others that share its connection wait too (seen with torch 2.13):
+    a group that does not come together would hold up all that form after it.
+    """
+    if store is not None:
+        known: Any = store  # a TCPStore, whose type stub lacks `clone`
+        return cast(Store, known.clone())
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def meet(store: Store, rank: int, world: int, timeout: timedelta) -> None:
+    """Say that `rank` is here and wait until all are, for libraries that wait for them without a deadline.
+
+    Raises:
+        RuntimeError: Not all came within `timeout`.
+    """
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{other}" for other in range(world)], timeout)
 
 
 def own_address(peer: str) -> str:

@@ -3,6 +3,8 @@
 Owns the deadline of a communicator that cannot be given one. Buckets go host → GPU → peers → host.
 NCCL's own watchdog would kill the process when a peer hangs; it is switched off here, and a watcher
 thread aborts the communicator at the deadline instead, which wakes the waiter.
+Making the communicator has no deadline of its own either: members meet in the store before, and NCCL
+makes it without blocking, within a time of torch's that is fixed by the first one of a process.
   watcher  consumes: one operation   waits for: its end, until the deadline
            unblocked by: the end     produces: an abort
 """
@@ -10,6 +12,7 @@ thread aborts the communicator at the deadline instead, which wakes the waiter.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -23,12 +26,16 @@ from torch.distributed import PrefixStore, TCPStore
 from asyncrl.clock import Clock
 from asyncrl.errors import DeadlineExceeded, SyncError
 from weight_sync.backends.contract import Group
+from weight_sync.backends.meeting import connect_store, meet
 
 WATCHDOG_OFF = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
+NONBLOCKING = "TORCH_NCCL_USE_COMM_NONBLOCKING"
+NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+"""Seconds; 30 minutes without it, and an abort waits for them: torch holds the communicator's lock."""
 
 
 class Communicator(Protocol):
@@ -75,6 +82,7 @@ class NcclTransport:
             with self._watched(left_s):
                 communicator.broadcast(bucket)
         except RuntimeError as error:
+            self.abort()  # a shutdown would wait for what can no longer end
             raise self._explain(error, until, "a broadcast failed") from error
         if self._is_aborted.is_set():  # the kernel ended because it was aborted, not because it was done
             raise self._explain(RuntimeError("aborted"), until, "a broadcast failed")
@@ -84,12 +92,14 @@ class NcclTransport:
             return
         self._is_aborted.set()
         if self._communicator is not None:
-            self._communicator.abort()
+            # In a thread: torch's abort waits for the communicator's lock, which its making holds.
+            threading.Thread(target=self._communicator.abort, name="nccl-abort", daemon=True).start()
 
     def close(self) -> None:
+        was_aborted = self._is_aborted.is_set()
         self._is_aborted.set()
         communicator, self._communicator = self._communicator, None
-        if communicator is not None:
+        if communicator is not None and not was_aborted:
             communicator.close()
 
     @contextlib.contextmanager
@@ -124,14 +134,15 @@ class ProcessGroupCommunicator:
     """The real communicator: a private ProcessGroupNCCL and a staging buffer on the GPU."""
 
     def __init__(self, group: Group, store: TCPStore | None, timeout: timedelta) -> None:
-        os.environ.update(WATCHDOG_OFF)  # read by NCCL's group when it is made
-        store = store or TCPStore(
-            group.store_host, group.store_port, is_master=False, wait_for_workers=False, timeout=timeout
-        )
+        # Read by torch's group when it is made.
+        limit = {NONBLOCKING: "1", NONBLOCKING_TIMEOUT: str(math.ceil(timeout.total_seconds()))}
+        os.environ.update(WATCHDOG_OFF | limit)
         process_group_class: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]
         options = process_group_class.Options()
         options._timeout = timeout
-        prefixed = PrefixStore(f"membership/{group.membership}", store)
+        own_store = connect_store(store, group.store_host, group.store_port, timeout)
+        prefixed = PrefixStore(f"membership/{group.membership}", own_store)
+        meet(prefixed, group.rank, group.world, timeout)
         self._process_group = process_group_class(prefixed, group.rank, group.world, options)
         self._rank = group.rank
         self._device = torch.device("cuda", torch.cuda.current_device())

@@ -7,20 +7,26 @@ Invariant: names carry the fencing token and a serial number, so no two writers 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 
 import torch
 
-from asyncrl.errors import FencedError, SyncError
+from asyncrl.errors import FencedError, SegmentGone, SyncError
 from asyncrl.versions import UNLOADED
 from weight_sync.memory import segments
+from weight_sync.memory.legacy import Legacy, LegacyFile
 from weight_sync.memory.manifest import Manifest
 
 NO_TOKEN = -1
+PREPARE_STEP_BYTES = 64 << 20
+"""Reserved at once while requests wait: about 20 ms."""
+ACQUIRE_STEP_BYTES = 2 << 30
+"""Reserved at once while the learner waits: less than a second."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """One segment.
 
@@ -51,15 +57,50 @@ class SegmentPool:
     Args:
         prefix: Start of all its segments' names.
         num_slots: At least 2; with 3 a publish is deferred only if two old transfers hang.
+        keeps_sent: Keep the newest version that was sent, for differences to it; takes a slot more.
     """
 
-    def __init__(self, prefix: str, num_slots: int = 3) -> None:
+    def __init__(self, prefix: str, num_slots: int = 3, keeps_sent: bool = False) -> None:
         assert num_slots >= 2, "one slot is always current"
         self._prefix = prefix
         self._slots = [Slot() for _ in range(num_slots)]
         self._serial = 0
+        self._keeps_sent = keeps_sent
+        self.sent: Slot | None = None
         self.token = NO_TOKEN
         self.current: Slot | None = None
+        self._legacy = LegacyFile(prefix)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Go on where a publisher that was killed has stopped; remove what else it has left."""
+        legacy = self._legacy.read()
+        kept = {str(self._legacy.path)}
+        if legacy is not None:
+            self.token = legacy.token
+        if legacy is not None and legacy.manifest is not None and legacy.path.startswith(self._base):
+            with contextlib.suppress(SyncError):  # gone: then nothing is current
+                num_bytes = legacy.manifest.total_bytes
+                bytes_B = torch.frombuffer(segments.attach(legacy.path, num_bytes), dtype=torch.uint8)
+                slot = Slot(legacy.path, NO_TOKEN, num_bytes, manifest=legacy.manifest, bytes_B=bytes_B)
+                self._slots[0] = self.current = slot
+                kept.add(legacy.path)
+        for path in segments.find(self._prefix):
+            serial = path.rpartition("-")[2]
+            if serial.isdigit():  # names are never used twice, even if the process's number is
+                self._serial = max(self._serial, int(serial))
+            if path not in kept:
+                segments.unlink(path)
+
+    @property
+    def _base(self) -> str:
+        return str(segments.SHM_DIR / self._prefix)
+
+    def _leave(self) -> None:
+        current = self.current
+        self._legacy.write(
+            Legacy(self.token, current.path if current else "", current.manifest if current else None)
+        )
 
     def open(self, token: int) -> None:
         """Let the learner with `token` write; an older one is refused from now on.
@@ -74,6 +115,7 @@ class SegmentPool:
             )
         if token > self.token:
             self.token = token
+            self._leave()
             for slot in self._slots:
                 slot.is_writing = False  # its writer is fenced: whatever it wrote is not committed
 
@@ -92,25 +134,39 @@ class SegmentPool:
         if slot is None:
             return None
         slot.manifest = None
-        if slot.num_bytes != num_bytes or slot.token != token or num_bytes == 0:
-            self._renew(slot, token, num_bytes)
+        self._fit(slot, num_bytes, ACQUIRE_STEP_BYTES)
+        if slot.num_bytes != num_bytes:
+            return None  # a large one is reserved in steps: `prepare` goes on, the learner comes again
         slot.is_writing = True
         return slot.path
+
+    def prepare(self) -> None:
+        """Reserve some of the memory that the next versions will need; called while nobody waits."""
+        if self.current is None or self.current.token != self.token:
+            return
+        num_bytes = self.current.num_bytes
+        kept = (self.current, self.sent)
+        waiting = [slot for slot in self._slots if slot not in kept and not slot.num_transfers]
+        for slot in waiting:
+            if not slot.is_writing and (slot.num_bytes != num_bytes or slot.token != self.token):
+                slot.manifest = None
+                self._fit(slot, num_bytes, PREPARE_STEP_BYTES)
+                return
 
     def commit(self, token: int, path: str, manifest: Manifest) -> None:
         """Make what was written to `path` the current version.
 
         Raises:
             FencedError: The token is old.
-            SyncError: The segment is not the one acquired, has another size than the manifest, or the
-                number does not rise.
+            SegmentGone: The segment is not the one acquired, as after the publisher was started anew.
+            SyncError: It has another size than the manifest, or the number does not rise.
         """
         self.open(token)
         slot = next((slot for slot in self._slots if slot.path == path), None)
         if slot is not None and slot is self.current and slot.manifest == manifest:
             return  # the same commit again
         if slot is None or not slot.is_writing:
-            raise SyncError(f"the segment {path} was not acquired for writing")
+            raise SegmentGone(f"the segment {path} was not acquired for writing")
         newest = self.current.number if self.current else UNLOADED
         if manifest.version.number <= newest:
             raise SyncError(f"version {manifest.version.number} does not rise over {newest}")
@@ -120,6 +176,7 @@ class SegmentPool:
             raise SyncError(f"the segment {path} has {slot.num_bytes} bytes, wanted {manifest.total_bytes}")
         slot.num_bytes, slot.manifest, slot.is_writing = manifest.total_bytes, manifest, False
         self.current = slot
+        self._leave()
 
     def hold(self, number: int) -> Slot | None:
         """Return the slot of version `number` and keep it as it is until `release`."""
@@ -134,8 +191,14 @@ class SegmentPool:
         assert slot.num_transfers > 0, "released more often than held"
         slot.num_transfers -= 1
 
+    def note_sent(self, slot: Slot) -> None:
+        """The slot's version has reached receivers: the next one may be sent as a difference to it."""
+        if self._keeps_sent and (self.sent is None or slot.number > self.sent.number):
+            self.sent = slot
+
     def close(self) -> None:
         """Unlink everything."""
+        segments.unlink(str(self._legacy.path))
         for slot in self._slots:
             if slot.path:
                 segments.unlink(slot.path)
@@ -153,14 +216,26 @@ class SegmentPool:
 
     def _free_slot(self) -> Slot | None:
         # The oldest: one that was just replaced may still be asked for.
-        free = [slot for slot in self._slots if slot is not self.current and not slot.num_transfers]
+        kept = (self.current, self.sent)
+        free = [slot for slot in self._slots if slot not in kept and not slot.num_transfers]
         return min(free, key=lambda slot: slot.number, default=None)
 
-    def _renew(self, slot: Slot, token: int, num_bytes: int) -> None:
+    def _fit(self, slot: Slot, num_bytes: int, step_bytes: int) -> None:
+        """Give the slot a segment of the current token that is up to `step_bytes` nearer to `num_bytes`."""
+        is_ours = slot.token == self.token and slot.num_bytes > 0
+        if is_ours and slot.num_bytes == num_bytes:
+            return
+        if not is_ours or slot.bytes_B is not None or slot.num_bytes > num_bytes:
+            self._renew(slot)
+        if slot.num_bytes < num_bytes:
+            more = min(step_bytes, num_bytes - slot.num_bytes)
+            segments.reserve(slot.path, slot.num_bytes, more)
+            slot.num_bytes += more
+
+    def _renew(self, slot: Slot) -> None:
         if slot.path:
             segments.unlink(slot.path)
         self._serial += 1
         slot.path, slot.bytes_B, slot.num_bytes = "", None, 0
-        name = f"{self._prefix}t{token}-{os.getpid()}-{self._serial}"
-        slot.path = segments.create(name, num_bytes)
-        slot.token, slot.num_bytes = token, num_bytes
+        slot.path = segments.create(f"{self._prefix}t{self.token}-{os.getpid()}-{self._serial}", 0)
+        slot.token = self.token

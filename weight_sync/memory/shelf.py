@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.versions import UNLOADED
 from weight_sync.memory import segments
-from weight_sync.memory.manifest import Manifest
+from weight_sync.memory.manifest import Layout, Manifest
 
 MAX_FREE = 2
 
@@ -32,9 +32,12 @@ class Copy:
 
 
 class Shelf:
-    """See the module. `prefix` starts the names of all its segments; leftovers of it are removed."""
+    """See the module. `prefix` starts the names of all its segments; leftovers of it are removed.
 
-    def __init__(self, prefix: str) -> None:
+    With `keeps_base` the newest verified copy stays, loaded or not, for differences to it: one segment more.
+    """
+
+    def __init__(self, prefix: str, keeps_base: bool = False) -> None:
         self._prefix = prefix
         self._serial = 0
         self._free: list[tuple[str, torch.Tensor]] = []
@@ -42,6 +45,8 @@ class Shelf:
         self._verified: Copy | None = None
         self._committed: Copy | None = None
         self._taken: Copy | None = None
+        self._keeps_base = keeps_base
+        self._base: Copy | None = None
         segments.unlink_all(prefix)
 
     @property
@@ -53,6 +58,17 @@ class Shelf:
     def committed_number(self) -> int:
         """The version number that the engine may take next; 0 for none."""
         return self._committed.number if self._committed else UNLOADED
+
+    @property
+    def base_number(self) -> int:
+        """The version number that differences can be applied to; 0 for none."""
+        return self._base.number if self._base else UNLOADED
+
+    def find_base(self, number: int, layout: Layout) -> Copy | None:
+        """Return the copy of version `number` if it is here and laid out like that."""
+        base = self._base
+        is_it = base is not None and base.number == number and base.manifest.layout == layout
+        return base if is_it else None
 
     def make_room(self, manifest: Manifest) -> Copy:
         """Return an empty copy for `manifest`; raises SyncError if there is no room."""
@@ -67,7 +83,7 @@ class Shelf:
 
     def give_back(self, copy: Copy | None) -> None:
         """Nobody writes or reads the copy any more."""
-        if copy is None:
+        if copy is None or copy is self._base:
             return
         self._free.append((copy.path, copy.bytes_B))
         while len(self._free) > MAX_FREE:
@@ -83,8 +99,12 @@ class Shelf:
 
     def put_verified(self, copy: Copy) -> None:
         """Keep a verified copy until its commit."""
-        self.give_back(self._verified)
-        self._verified = copy
+        older, self._verified = self._verified, copy
+        if self._keeps_base:
+            base, self._base = self._base, copy
+            if base not in (older, self._committed, self._taken):
+                self.give_back(base)
+        self.give_back(older)
 
     def commit(self, number: int) -> None:
         """Let the engine have version `number`, or the newer one that has replaced it."""

@@ -6,6 +6,7 @@ The file is reused once the load was reported, so no view may be kept beyond tha
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ def open_tensors(staged: Staged) -> Iterator[tuple[str, torch.Tensor]]:
     """
     if staged.manifest.version != staged.version:
         raise SyncError(f"a copy of {staged.version} has the manifest of {staged.manifest.version}")
-    mapping = segments.attach(staged.path, staged.manifest.total_bytes, is_private=True)
+    mapping = segments.attach(staged.path, staged.manifest.total_bytes, mmap.MAP_PRIVATE)
     for entry in staged.manifest.tensors:
         yield entry.name, view_tensor(mapping, entry)
 

@@ -1,7 +1,8 @@
 """The coordinator's picture of one member (pure).
 
 A member is a receiver, beside one engine. Its states and the allowed moves are one table.
-Invariant: there is no way from DEAD to READY but through SYNCING; RETIRED has no way out.
+Invariant: there is no way from DEAD to READY but through SYNCING, and no one leaves SYNCING before its
+replica has spoken; RETIRED has no way out.
 """
 
 from __future__ import annotations
@@ -13,30 +14,43 @@ from asyncrl.versions import UNLOADED
 
 
 class MemberState(StrEnum):
-    """SYNCING has no usable weights yet; SUSPECT missed a deadline; DRAINING gets nothing new."""
+    """STARTING: no replica has asked for weights yet. SYNCING has no usable weights, SUSPECT missed a
+    deadline, DRAINING gets nothing new, PINNED stays at its version for an evaluation."""
 
+    STARTING = "STARTING"
     SYNCING = "SYNCING"
     READY = "READY"
     SUSPECT = "SUSPECT"
+    PINNED = "PINNED"
     DRAINING = "DRAINING"
     RETIRED = "RETIRED"
     DEAD = "DEAD"
 
 
-_ALIVE_ENDS = frozenset({MemberState.DRAINING, MemberState.RETIRED, MemberState.DEAD})
+_ENDS = frozenset({MemberState.DRAINING, MemberState.RETIRED, MemberState.DEAD})
 ALLOWED: dict[MemberState, frozenset[MemberState]] = {
-    MemberState.SYNCING: _ALIVE_ENDS | {MemberState.READY, MemberState.SUSPECT},
-    MemberState.READY: _ALIVE_ENDS | {MemberState.SYNCING, MemberState.SUSPECT},
-    MemberState.SUSPECT: _ALIVE_ENDS | {MemberState.SYNCING, MemberState.READY},
+    MemberState.STARTING: _ENDS | {MemberState.SYNCING},
+    MemberState.SYNCING: _ENDS | {MemberState.READY, MemberState.SUSPECT},
+    MemberState.READY: _ENDS | {MemberState.SYNCING, MemberState.SUSPECT, MemberState.PINNED},
+    MemberState.SUSPECT: _ENDS | {MemberState.SYNCING, MemberState.READY},
+    MemberState.PINNED: _ENDS | {MemberState.READY, MemberState.SYNCING, MemberState.SUSPECT},
     MemberState.DRAINING: frozenset({MemberState.RETIRED, MemberState.DEAD}),
     MemberState.RETIRED: frozenset(),
     MemberState.DEAD: frozenset({MemberState.SYNCING}),
 }
+_STARTED = frozenset({MemberState.SYNCING, MemberState.READY, MemberState.SUSPECT, MemberState.PINNED})
+MAX_LONE_ROUNDS = 32
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a receiver says of itself in its hello; 0 stands for no version."""
+    """What a receiver says of itself in its hello; 0 stands for no version.
+
+    Attributes:
+        born: Start of its process, in milliseconds of the wall clock; an older one is refused while a
+            newer one lives under the same name.
+        base: Version number whose bytes it keeps, verified, so that a difference to it can be sent.
+    """
 
     name: str
     incarnation: str
@@ -45,17 +59,27 @@ class Card:
     staged: int = UNLOADED
     is_attended: bool = False
     is_pinned: bool = False
+    is_draining: bool = False
+    born: int = 0
+    base: int = UNLOADED
 
 
 @dataclass
 class PublisherSeat:
-    """The publisher as the coordinator knows it."""
+    """The publisher as the coordinator knows it.
+
+    Attributes:
+        is_missed: It has been blamed for its silence and has not spoken since.
+        born: As in `Card`.
+    """
 
     incarnation: str
     abilities: frozenset[str]
     store_host: str
     store_port: int
     last_seen: float
+    is_missed: bool = False
+    born: int = 0
 
 
 @dataclass
@@ -68,10 +92,15 @@ class Member:
         fenced_until: Missed a deadline; its replica may take no leases before it serves this number.
         is_pinned: Held at its version for evaluation: no offers, no commits.
         is_attended: A replica has asked for weights, so a commit will be taken up.
+        is_unheard: It came back from the dead and its replica has not spoken since: what the hello says
+            of it is not believed.
+        base: As in `Card`.
         staging: Version number in transfer to it.
         staged: Verified version number that waits for its turn to swap.
         swapping: Version number that the engine was told to load.
-        is_alone: Its last transfer failed for no known reason; the next one is tried without others.
+        lone_rounds_left: Transfers broke or were late for no better known reason than it: so many that
+            work it is served without others, who would wait for it.
+        num_buckets: How far it had come in the transfer that failed last.
         retry_at: No offers before this time.
     """
 
@@ -80,19 +109,26 @@ class Member:
     abilities: frozenset[str]
     last_seen: float
     serving: int = UNLOADED
-    state: MemberState = MemberState.SYNCING
+    state: MemberState = MemberState.STARTING
     fenced_until: int | None = None
     is_pinned: bool = False
     is_attended: bool = False
+    is_unheard: bool = False
+    born: int = 0
+    base: int = UNLOADED
     staging: int | None = None
     staged: int | None = None
     swapping: int | None = None
+    swap_began: float = 0.0
     swap_until: float = 0.0
-    is_alone: bool = False
+    lone_rounds_left: int = 0
+    num_parted: int = 0
+    num_buckets: int = 0
     retry_at: float = 0.0
     num_failures: int = 0
     num_load_failures: int = 0
     last_round_s: float | None = None
+    last_swap_s: float | None = None
     last_error: str = ""
 
     def move(self, state: MemberState) -> None:
@@ -112,6 +148,11 @@ class Member:
         return self.state not in (MemberState.RETIRED, MemberState.DEAD)
 
     @property
+    def may_fall_silent(self) -> bool:
+        """Whether its silence is news."""
+        return self.state in (MemberState.SYNCING, MemberState.READY, MemberState.PINNED)
+
+    @property
     def has_free_slot(self) -> bool:
         """Whether a receiver with two staging segments has one free (see `receiver.py`)."""
         return self.staging is None and (self.staged is None or self.swapping is None)
@@ -121,10 +162,15 @@ class Member:
         """The newest version number that it has or is getting."""
         return max(self.serving, self.staging or 0, self.staged or 0, self.swapping or 0)
 
+    @property
+    def is_lone(self) -> bool:
+        """Whether it is served without others."""
+        return self.lone_rounds_left > 0
+
     def may_be_offered(self, number: int, now: float) -> bool:
         """Tell whether a round with version `number` may include it."""
         return (
-            self.state in (MemberState.SYNCING, MemberState.READY)
+            self.state in (MemberState.STARTING, MemberState.SYNCING, MemberState.READY)
             and not self.is_pinned
             and self.has_free_slot
             and self.newest < number
@@ -137,16 +183,48 @@ class Member:
         wants_to = self.staged is not None and self.swapping is None
         return is_live and wants_to and self.is_attended and not self.is_pinned
 
+    def part_from_others(self) -> None:
+        """Serve it alone for a while, twice as long each time that it comes to this."""
+        self.lone_rounds_left = min(MAX_LONE_ROUNDS, 2**self.num_parted)
+        self.num_parted += 1
+
+    def note_transfer(self, is_lone: bool) -> None:
+        """A transfer to it has worked, without others or with them."""
+        self.num_failures = 0
+        if is_lone:
+            self.lone_rounds_left = max(0, self.lone_rounds_left - 1)
+        else:
+            self.num_parted = 0
+
+    def forget_progress(self) -> None:
+        """Nothing that it holds, gets or was told to load counts any more."""
+        self.staging = self.staged = self.swapping = None
+
     def fence(self, newest_number: int) -> None:
         """Take its leases away until it serves `newest_number`, the newest when it failed."""
         self.fenced_until = newest_number
-        if self.state in (MemberState.SYNCING, MemberState.READY):
+        if self.state in (MemberState.SYNCING, MemberState.READY, MemberState.PINNED):
             self.move(MemberState.SUSPECT)
+
+    def hear_replica(self, is_attended: bool) -> None:
+        """Its replica has spoken, which makes what is known of it true."""
+        self.is_unheard = False
+        self.is_attended = self.is_attended or is_attended
+        self.catch_up()
 
     def catch_up(self) -> None:
         """It was heard from or has loaded: lift the fence and the suspicion if they no longer hold."""
         if self.fenced_until is not None and self.serving >= self.fenced_until:
             self.fenced_until = None
-        if self.state in (MemberState.SYNCING, MemberState.READY, MemberState.SUSPECT):
-            is_usable = self.serving != UNLOADED and self.fenced_until is None
-            self.move(MemberState.READY if is_usable else MemberState.SYNCING)
+        has_weights = self.serving != UNLOADED and not self.is_unheard
+        if self.state is MemberState.STARTING and (self.is_attended or has_weights):
+            self.move(MemberState.SYNCING)
+        if self.state not in _STARTED:
+            return
+        if not has_weights or self.is_fenced:
+            self.move(MemberState.SYNCING)
+            return
+        if self.state is not MemberState.PINNED or not self.is_pinned:
+            self.move(MemberState.READY)
+        if self.is_pinned:
+            self.move(MemberState.PINNED)

@@ -2,11 +2,13 @@
 
 Owns who was offered, who accepted, who holds a verified copy, and who is to blame. A round only moves
 forward: OFFER → TRANSFER → closed; each phase has a deadline, and a broken group a shorter one.
+Invariant: from its offer to its end a round takes at most `Timing.deadline_s`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -14,6 +16,21 @@ from typing import Any
 from asyncrl.versions import PolicyVersion
 
 MAX_CACHED_GROUPS = 8
+TRANSPORT, DEADLINE, DIGEST, SILENT = "transport", "deadline", "digest", "silent"
+PUBLISHER_LOST, SUPERSEDED, LEFT = "publisher_lost", "superseded", "left"
+ASKING_CAUSES = (TRANSPORT, DEADLINE)
+"""Causes for which the publisher may be the culprit as well as a member, so that both are asked."""
+
+
+class Lane(StrEnum):
+    """Rounds run side by side, at most one in each lane; a member is in one round at a time."""
+
+    MAIN = "MAIN"
+    """Everyone who can take the newest version."""
+    JOINERS = "JOINERS"
+    """Members that have nothing yet, while a main round runs: they do not wait for its end."""
+    LONE = "LONE"
+    """One member that transfers broke with or were late with: the others do not wait for it."""
 
 
 class Phase(StrEnum):
@@ -22,7 +39,7 @@ class Phase(StrEnum):
 
 
 class Part(StrEnum):
-    """What a member has done in the round; the last three are final."""
+    """What a member has done in the round; the last four are final. LEFT went of its own accord."""
 
     OFFERED = "OFFERED"
     ACCEPTED = "ACCEPTED"
@@ -30,6 +47,10 @@ class Part(StrEnum):
     VERIFIED = "VERIFIED"
     FAILED = "FAILED"
     LEFT_OUT = "LEFT_OUT"
+    LEFT = "LEFT"
+
+
+FINAL_PARTS = (Part.VERIFIED, Part.FAILED, Part.LEFT_OUT, Part.LEFT)
 
 
 class Sender(StrEnum):
@@ -45,7 +66,7 @@ class Timing:
     """All deadlines of weight sync, in seconds.
 
     Attributes:
-        deadline_s: A transfer with its verification; a swap.
+        deadline_s: A round from its offer to its end, the settling of a broken one included; a swap.
         offer_s: An answer to an offer.
         settle_s: An answer to an abort, once a group has broken: it tells the living from the culprit.
         silence_s: Without a word for so long, a member is SUSPECT. Members speak every third of it.
@@ -64,7 +85,9 @@ class Timing:
     def of(deadline_s: float) -> Timing:
         """Return the usual proportions for `weight_sync.deadline_s`."""
         silence_s = min(3.0, deadline_s)
-        return Timing(deadline_s, min(5.0, deadline_s), min(1.0, deadline_s), silence_s, 10 * silence_s)
+        return Timing(
+            deadline_s, min(5.0, deadline_s / 4), min(1.0, deadline_s / 8), silence_s, 10 * silence_s
+        )
 
     @property
     def poll_s(self) -> float:
@@ -74,18 +97,33 @@ class Timing:
 
 @dataclass
 class Round:
-    """See the module. `parts` is in rank order: the first member has rank 1."""
+    """See the module. `parts` is in rank order: the first member has rank 1.
+
+    Attributes:
+        receivers: Who the transfer began with.
+        until: End of the phase.
+        broken_at: When the group was given up; then all have until `settle_until` to answer.
+        has_publisher_spoken: The publisher was heard after that.
+        causes: Why a member, or under `PUBLISHER` the whole round, failed.
+    """
 
     id: int
+    lane: Lane
     version: PolicyVersion
     started: float
     until: float
     parts: dict[str, Part]
     phase: Phase = Phase.OFFER
     membership: int = 0
+    receivers: tuple[str, ...] = ()
     sender: Sender = Sender.PENDING
+    num_bytes: int = 0
+    broken_at: float | None = None
+    broken_by: str = ""
     settle_until: float | None = None
+    has_publisher_spoken: bool = False
     causes: dict[str, str] = field(default_factory=dict)
+    culprits: list[str] = field(default_factory=list)
 
     def those(self, *parts: Part) -> list[str]:
         """Return the members whose part is one of `parts`."""
@@ -97,10 +135,27 @@ class Round:
         return self.settle_until is not None
 
     @property
+    def awaits_publisher(self) -> bool:
+        """Whether the publisher may be the one that broke the round: it has given no sign of life since."""
+        return self.is_broken and self.broken_by in ASKING_CAUSES and not self.has_publisher_spoken
+
+    @property
     def is_over(self) -> bool:
         """Whether nobody is waited for any more."""
         is_sending = self.phase is Phase.TRANSFER and self.sender is Sender.PENDING
-        return not is_sending and not self.those(Part.OFFERED, Part.ACCEPTED, Part.RECEIVING)
+        is_open = self.those(Part.OFFERED, Part.ACCEPTED, Part.RECEIVING)
+        return not is_sending and not is_open and not self.awaits_publisher
+
+    @property
+    def has_spoilt_group(self) -> bool:
+        """Whether its group must not be used again: it broke, or one of it was told to give up."""
+        return self.is_broken or any(self.parts[name] is Part.LEFT_OUT for name in self.receivers)
+
+    def shift(self, seconds: float) -> None:
+        """Put its deadlines off by a time in which the coordinator did not run."""
+        self.until += seconds
+        if self.settle_until is not None:
+            self.settle_until += seconds
 
 
 @dataclass(frozen=True)
@@ -124,9 +179,9 @@ class GroupCache:
     def __init__(self) -> None:
         self._numbers: OrderedDict[tuple[tuple[str, str], ...], int] = OrderedDict()
 
-    @property
-    def live(self) -> list[int]:
-        return list(self._numbers.values())
+    def live(self, in_use: Iterable[int]) -> list[int]:
+        """Return the numbers that are open, and those that rounds are using."""
+        return sorted({*self._numbers.values(), *in_use} - {0})
 
     def find(self, key: tuple[tuple[str, str], ...]) -> int | None:
         """Return the number of a group that is open already."""

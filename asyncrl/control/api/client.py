@@ -33,6 +33,10 @@ class RunClient:
         """Return the run's snapshot."""
         return self._call("GET", "/status")
 
+    def weights(self) -> dict[str, Any]:
+        """Return what its services say of weight sync, see `syncing.weights_answer`."""
+        return self._call("GET", "/weights")
+
     def scale(self, replicas: int) -> dict[str, Any]:
         """Ask for `replicas` rollout replicas."""
         return self._call("POST", "/scale", {"replicas": replicas})

@@ -1,7 +1,7 @@
 """The control API: HTTP on loopback, one bearer key per run. The CLI's only way to a live run.
 
-GET /status -> snapshot; POST /scale {"replicas": n}; POST /tighten {"max_lag": n}; POST /stop.
-Bodies are small and bounded.
+GET /status -> snapshot; GET /weights -> who serves which version; POST /scale {"replicas": n};
+POST /tighten {"max_lag": n}; POST /stop. Bodies are small and bounded.
 """
 
 from __future__ import annotations

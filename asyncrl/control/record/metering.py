@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from asyncrl.buffer.ledger.tickets import DropReason
+from asyncrl.control.record.syncing import weights_metrics
 
 LEDGER_KEYS = (
     "issued",
@@ -46,7 +47,7 @@ class Meter:
         buffer = statuses.get("buffer.0", {})
         return (
             _overlong_metrics(gain)
-            | _weights_metrics(replicas.values())
+            | weights_metrics(statuses)
             | {
                 "perf/rollout_tokens_per_s": gain["tokens"] / (now - then) if now > then else 0.0,
                 "perf/rollout_idle_share": gain["idle_s"] / wall if wall else 0.0,
@@ -66,17 +67,6 @@ def _overlong_metrics(gain: dict[str, float]) -> dict[str, float]:
     return {
         "rollout/overlong_share": gain["overlong"] / gain["scored"],
         "rollout/overlong_penalty": gain["taken_off"] / gain["scored"],
-    }
-
-
-def _weights_metrics(replicas: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Return how the newest weights arrive at the replicas; nothing while none serves a version."""
-    serving = [status for status in replicas if status.get("version")]
-    if not serving:
-        return {}
-    return {
-        "weights/version": float(min(status["version"] for status in serving)),
-        "weights/apply_s": float(max(status.get("last_swap_s", 0.0) for status in serving)),
     }
 
 

@@ -1,7 +1,8 @@
 """The files of a run: where each lies, written whole or not at all.
 
 runs/<name>/: resolved.yaml, run.json and keys.json (of the live run), outcome.json, metrics.jsonl,
-summary.json, curves.png, tensorboard/, logs/, journal/, checkpoints/, weights/ (Hugging Face).
+weight_sync.jsonl, summary.json, curves.png, tensorboard/, logs/, journal/, checkpoints/, weights/ (Hugging
+Face).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.learner.parts.launching import assert_trained_alike, run_alone, run_ranks
+from tests.learner.parts.publishing import assert_published_alike, publish_job, publishing_cluster
 from tests.learner.parts.samples import save_model
 
 OF_TWO = {
@@ -35,13 +36,21 @@ def tied(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model, tied, tmp_path_factory):
+def cluster():
+    with publishing_cluster() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model, tied, cluster, tmp_path_factory):
     """Train in two processes, all layouts, and return the folder of results."""
     jobs = [{"name": name, "model": model, "changes": changes} for name, changes in OF_TWO.items()]
     jobs += [
         {"name": "tied", "model": tied, "changes": {"pp": 2}},
         {"name": "resume", "kind": "resume", "model": model, "changes": OF_TWO["dp_overlap"]},
         {"name": "resume_stages", "kind": "resume", "model": tied, "changes": OF_TWO["vpp"]},
+        publish_job(cluster, "publish_tp", 1, model, tp=2),
+        publish_job(cluster, "publish_pp", 2, tied, pp=2),
         {"name": "guard", "kind": "guard", "model": model, "changes": {"dp": 2}},
         {"name": "calm", "kind": "plain_step", "model": model, "changes": {"dp": 2}},
         {"name": "stuck", "kind": "stuck", "model": model, "changes": {"tp": 2}},  # the last: ends the groups
@@ -69,6 +78,11 @@ def test_two_ranks_train_as_one_process_does(layout, two_ranks, alone):
 
 def test_tied_embeddings_stay_one_over_two_stages(tied, two_ranks, tmp_path):
     assert_trained_alike(two_ranks, "tied", 2, run_alone(tied, tmp_path), tmp_path)
+
+
+def test_what_two_ranks_publish_is_what_one_process_publishes(model, tied, cluster, two_ranks, tmp_path):
+    assert_published_alike(two_ranks, publish_job(cluster, "publish_tp", 3, model), tmp_path)
+    assert_published_alike(two_ranks, publish_job(cluster, "publish_pp", 4, tied), tmp_path)
 
 
 def test_a_critic_and_a_reference_share_the_policys_groups(tied, four_ranks, tmp_path):

@@ -26,6 +26,7 @@ from learner.megatron.value import MegatronValueBackend
 from tests.learner.backends.fsdp2_ways import run_fsdp2
 from tests.learner.checkpoint.resharding import run_resharded
 from tests.learner.guard.guarding import run_guard, run_plain_step, run_stuck
+from tests.learner.parts.publishing import run_publish
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_backend, train, train_values
 
@@ -103,6 +104,7 @@ RUNS = {
     "guard": run_guard,
     "plain_step": run_plain_step,
     "stuck": run_stuck,
+    "publish": run_publish,
 }
 
 

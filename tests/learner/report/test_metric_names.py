@@ -75,9 +75,19 @@ def run_rows(model: Path, cluster: Cluster, tmp_path_factory: pytest.TempPathFac
 def watched_names() -> set[str]:
     """Return what the supervisor and an evaluation add."""
     status = {"tokens": 1, "busy_s": 1.0, "idle_s": 1.0, "scored": 1, "version": 2, "last_swap_s": 0.1}
+    syncing = {
+        "weight_sync.0": {
+            "counters": {"rounds_failed/digest": 1},
+            "members": {"receiver.0": {"fenced": False}},
+            "version": [2, 1],
+            "num_bytes": 8,
+            "last_round_s": 0.1,
+        },
+        "publisher.0": {"counters": {}},
+    }
     meter = Meter()
     meter.update(0.0, {"rollout.0": status | {"scored": 0}, "buffer.0": {}})
-    made = meter.update(1.0, {"rollout.0": status, "buffer.0": {}})
+    made = meter.update(1.0, {"rollout.0": status, "buffer.0": {}, **syncing})
     measured = ("accuracy", "reward_mean", "response_tokens_mean", "cut_share", "num_prompts", "num_failed")
     evaluation = {"step": 1, "id": 1, "version": 1, "metrics": dict.fromkeys(measured, 0.0)}
     return {*made, *evaluation_row(evaluation), FIRST_OF_LIFE}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import uuid
 from collections.abc import Iterator
@@ -11,11 +12,14 @@ import torch
 
 from asyncrl.errors import FencedError, SyncError
 from asyncrl.versions import PolicyVersion
+from weight_sync.memory import pool as pool_module
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.shelf import Shelf
 from weight_sync.memory.staging import Staged, open_tensors
+
+PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture
@@ -218,3 +222,89 @@ def test_a_withdrawn_commit_waits_for_another(prefix):
     assert shelf.take(0) is None and shelf.newest_verified == 1
     shelf.commit(1)
     assert shelf.take(0) is not None
+
+
+# Ahead of the learner, and for differences
+
+
+def test_the_segments_of_the_next_versions_are_reserved_before_they_are_asked_for(prefix):
+    pool = SegmentPool(prefix, num_slots=3)
+    current = commit(pool, 1)
+    for _ in range(5):
+        pool.prepare()
+    paths = [path for path in segments.find(prefix) if os.path.getsize(path) == 64]
+    assert len(paths) == 3
+    assert pool.acquire(1, 64) in set(paths) - {current}
+
+
+def test_a_large_segment_is_reserved_in_steps_and_the_learner_comes_again(prefix, monkeypatch):
+    monkeypatch.setattr(pool_module, "ACQUIRE_STEP_BYTES", 2 * PAGE)
+    monkeypatch.setattr(pool_module, "PREPARE_STEP_BYTES", PAGE)
+    pool = SegmentPool(prefix, num_slots=2)
+    assert pool.acquire(1, 4 * PAGE) is None
+    pool.prepare()  # nothing is current, so nobody knows what will be needed
+    path = pool.acquire(1, 4 * PAGE)
+    assert path is not None and os.path.getsize(path) == 4 * PAGE
+    pool.commit(1, path, make_manifest(1, num_floats=PAGE))
+    for size in (1, 2, 3, 4, 4):
+        pool.prepare()
+        (other,) = (found for found in segments.find(prefix) if found != path and "t1-" in found)
+        assert os.path.getsize(other) == size * PAGE
+    assert pool.acquire(1, 4 * PAGE) == other
+
+
+def test_what_was_sent_last_stays_for_differences_to_it(prefix):
+    pool = SegmentPool(prefix, num_slots=3, keeps_sent=True)
+    commit(pool, 1)
+    slot = pool.hold(1)
+    assert slot is not None
+    pool.release(slot)
+    pool.note_sent(slot)
+    for number in range(2, 6):
+        commit(pool, number)
+        pool.prepare()
+    assert pool.hold(1) is slot
+    newer = pool.hold(5)
+    assert newer is not None
+    pool.note_sent(newer)
+    pool.note_sent(slot)  # an older round that ended late
+    pool.release(slot)
+    pool.release(newer)
+    for number in range(6, 9):
+        commit(pool, number)
+    assert pool.hold(1) is None
+    assert pool.hold(5) is newer
+
+
+def test_the_newest_verified_copy_stays_as_a_base_while_others_come_and_go(prefix):
+    shelf = Shelf(prefix, keeps_base=True)
+    for number in (1, 2, 3, 4):
+        copy = shelf.make_room(make_manifest(number))
+        before = shelf.find_base(number - 1, copy.manifest.layout)
+        assert before is None if number == 1 else before is not None and before.path != copy.path
+        shelf.put_verified(copy)
+        shelf.commit(number)
+        assert shelf.take(number - 1) is copy
+        shelf.finish_load(number, is_ok=True)
+        assert shelf.base_number == number
+    assert shelf.find_base(3, make_manifest(3).layout) is None
+    assert shelf.find_base(4, make_manifest(4, num_floats=32).layout) is None
+    assert len(segments.find(prefix)) == 2
+
+
+def test_a_base_that_the_engine_reads_is_not_reused_when_a_newer_one_comes(prefix):
+    shelf = Shelf(prefix, keeps_base=True)
+    first = shelf.make_room(make_manifest(1))
+    shelf.put_verified(first)
+    shelf.commit(1)
+    assert shelf.take(0) is first
+    shelf.put_verified(shelf.make_room(make_manifest(2)))
+    assert shelf.make_room(make_manifest(3)).path != first.path
+    shelf.finish_load(1, is_ok=True)
+    assert shelf.make_room(make_manifest(4)).path == first.path
+
+
+def test_without_delta_no_base_is_kept(prefix):
+    shelf = Shelf(prefix)
+    shelf.put_verified(shelf.make_room(make_manifest(1)))
+    assert shelf.base_number == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,11 +46,11 @@ def published(cluster: Cluster) -> list[int]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors[::-1], "tensor 0 is"),
+        (lambda tensors: tensors[::-1], "before had"),
         (lambda tensors: tensors[:-1], "ends before the tensor 'head'"),
-        (lambda tensors: [*tensors, ("more", torch.ones(1))], "tensor 5 is"),
-        (lambda tensors: [("embed", tensors[0][1].T), *tensors[1:]], "tensor 0 is"),
-        (lambda tensors: [("embed", tensors[0][1].double()), *tensors[1:]], "tensor 0 is"),
+        (lambda tensors: [*tensors, ("more", torch.ones(1))], "before had None"),
+        (lambda tensors: [("embed", tensors[0][1].T), *tensors[1:]], "before had"),
+        (lambda tensors: [("embed", tensors[0][1].double()), *tensors[1:]], "before had"),
     ],
 )
 def test_a_version_with_other_names_shapes_or_dtypes_is_not_published(handoff, change, message):
@@ -65,7 +64,7 @@ def test_specs_given_at_the_start_are_checked_from_the_first_version_on(cluster)
     tokens[0] += 1
     specs = [TensorSpec("w", "float32", (4,))]
     handoff = cluster.handoff(token=tokens[0], specs=specs)
-    with pytest.raises(SyncError, match="tensor 0 is"):
+    with pytest.raises(SyncError, match="before had"):
         handoff.publish(next_version(), [("w", torch.ones(5))])
     assert handoff.publish(next_version(), [("w", torch.ones(4))])
     handoff.close()
@@ -95,9 +94,9 @@ def test_a_learner_that_is_replaced_in_the_middle_of_a_copy_cannot_commit(cluste
 def test_tensors_may_come_one_at_a_time_and_need_not_be_contiguous(cluster, handoff):
     whole = torch.arange(24.0).reshape(4, 6)
     assert handoff.publish(next_version(), ((name, tensor) for name, tensor in [("t", whole.T)]))
-    path = max(segments.find(f"{cluster.shm_prefix}publisher-t{tokens[0]}"), key=os.path.getmtime)
-    stored = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.float32)
-    assert torch.equal(stored[:24], whole.T.contiguous().reshape(-1))
+    paths = segments.find(f"{cluster.shm_prefix}publisher-t{tokens[0]}")
+    stored = [Path(path).read_bytes() for path in paths]
+    assert whole.T.contiguous().numpy().tobytes() in [data[: 24 * 4] for data in stored]
 
 
 def test_a_number_that_does_not_rise_is_refused(handoff):

@@ -1,0 +1,103 @@
+"""Reads what the weight-sync coordinator has journalled in a run's folder, for `asyncrl inspect weights`.
+
+Owns the form of the report: of a living run the coordinator's own word, else the journal's last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError
+
+JOURNAL_FILE = "weight_sync.jsonl"
+MAX_ROUNDS, MAX_FAILURES = 10, 20
+
+
+def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the journal's lines, oldest first; none if there is no journal. A torn last line is left out."""
+    path = folder / JOURNAL_FILE
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def find_newest_folder(runs_dir: str) -> Path:
+    """Return the folder of the run that was started last. Raises ConfigError if there is none."""
+    found = list(Path(runs_dir).glob("*/resolved.yaml"))
+    if not found:
+        raise ConfigError(f"there is no run in {runs_dir}", hint="Say where the runs are with --dir")
+    return max(found, key=lambda path: path.stat().st_mtime).parent
+
+
+def report_weights(folder: Path, living: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return how versions reached the replicas of a run.
+
+    Args:
+        living: The answer of the run's supervisor (see `syncing.weights_answer`), None once it has ended.
+
+    Raises:
+        ConfigError: The run has ended, and its coordinator has journalled nothing.
+    """
+    lines = list(read_lines(folder))
+    if not lines and living is None:
+        raise ConfigError(
+            f"run '{folder.name}' has no {JOURNAL_FILE}", hint="Its weight sync has never started"
+        )
+    rounds = [line for line in lines if line["kind"] == "round"]
+    report = _from_journal(lines, rounds) | (_from_coordinator(living) if living else {})
+    return {
+        "run": folder.name,
+        **report,
+        "membership": _membership(rounds),
+        "rounds": rounds[-MAX_ROUNDS:],
+        "failures": [line for line in lines if line["kind"] == "blame"][-MAX_FAILURES:],
+    }
+
+
+def _from_journal(lines: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    last: dict[str, Any] = next((line for line in reversed(lines) if line["kind"] == "members"), {})
+    token = next((line["token"] for line in reversed(lines) if line["kind"] == "start"), None)
+    newest = last.get("version") or ([rounds[-1]["number"], rounds[-1]["step"]] if rounds else None)
+    known: dict[str, Any] = next((r for r in reversed(rounds) if newest and r["number"] == newest[0]), {})
+    failed = [line for line in rounds if line["cause"]]
+    return {
+        "told_by": "journal",
+        "token": token,
+        "version": newest,
+        "digest": known.get("digest", ""),
+        "num_bytes": known.get("version_bytes", 0),
+        "under_way": [],
+        "replicas": last.get("members", {}),
+        "counters": {"rounds": len(rounds), "rounds_failed": len(failed)} if rounds else {},
+    }
+
+
+def _from_coordinator(living: Mapping[str, Any]) -> dict[str, Any]:
+    status = living["coordinator"]
+    if "members" not in status:
+        return {}
+    return {
+        "told_by": "coordinator",
+        "token": status["token"],
+        "version": status["version"],
+        "digest": status["digest"],
+        "num_bytes": status["num_bytes"],
+        "under_way": status["rounds"],
+        "replicas": {name: dict(member) for name, member in status["members"].items()},
+        "counters": {**status["counters"], "deferred": _deferred(living)},
+    }
+
+
+def _deferred(living: Mapping[str, Any]) -> int:
+    return int(living["publisher"].get("counters", {}).get("deferred", 0))
+
+
+def _membership(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the number and the members of the newest group that carried a version."""
+    last = next((line for line in reversed(rounds) if line["membership"]), None)
+    return None if last is None else {"number": last["membership"], "members": sorted(last["parts"])}

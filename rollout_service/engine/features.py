@@ -1,0 +1,112 @@
+"""What the adapter needs of vLLM, looked for one by one (vLLM's versions differ in more than numbers).
+
+Owns the list and the search. Must never compare version strings: builds carry patches, and a name that
+is there can be used. Invariant: whatever is missing is named at the start of an engine, all of it at
+once, and not by the first swap that falls over it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from asyncrl.errors import EngineError
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One name in vLLM, and what a caller hands to it.
+
+    Attributes:
+        module: Where it is.
+        name: A name in that module, dotted for an attribute of a class.
+        takes: Parameters of the function, or fields of the class.
+    """
+
+    module: str
+    name: str
+    takes: tuple[str, ...] = ()
+
+
+ENGINE = "vllm.v1.engine.async_llm"
+TRANSFER = "vllm.distributed.weight_transfer"
+RELOAD = "vllm.model_executor.model_loader.reload"
+NEEDED = (
+    Feature(ENGINE, "AsyncLLM.from_engine_args"),
+    Feature(ENGINE, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id")),
+    Feature(ENGINE, "AsyncLLM.pause_generation", ("mode", "clear_cache")),
+    Feature(ENGINE, "AsyncLLM.resume_generation"),
+    Feature(ENGINE, "AsyncLLM.start_weight_update"),
+    Feature(ENGINE, "AsyncLLM.update_weights", ("request",)),
+    Feature(ENGINE, "AsyncLLM.finish_weight_update"),
+    Feature(ENGINE, "AsyncLLM.update_weight_version", ("new_version",)),
+    Feature(ENGINE, "AsyncLLM.collective_rpc", ("method",)),
+    Feature(
+        "vllm.engine.arg_utils",
+        "AsyncEngineArgs",
+        ("logprobs_mode", "weight_transfer_config", "worker_extension_cls"),
+    ),
+    Feature("vllm.outputs", "CompletionOutput", ("weight_versions",)),
+    Feature(
+        "vllm.sampling_params",
+        "SamplingParams",
+        ("logprobs", "flat_logprobs", "detokenize", "output_kind", "seed", "ignore_eos", "skip_clone"),
+    ),
+    Feature("vllm.sampling_params", "RequestOutputKind.FINAL_ONLY"),
+    Feature("vllm.exceptions", "VLLMValidationError"),
+    Feature("vllm.v1.engine.exceptions", "EngineDeadError"),
+    Feature("vllm.v1.engine.exceptions", "EngineGenerateError"),
+    Feature(f"{TRANSFER}.factory", "WeightTransferEngineFactory.register_engine"),
+    Feature(f"{TRANSFER}.base", "WeightTransferUpdateRequest", ("update_info",)),
+    Feature(f"{TRANSFER}.base", "WeightTransferEngine.start_weight_update"),
+    Feature(f"{TRANSFER}.base", "WeightTransferEngine.update_weights", ("update_info",)),
+    Feature(f"{TRANSFER}.base", "WeightTransferEngine.finish_weight_update"),
+    Feature(RELOAD, "initialize_layerwise_reload", ("model",)),
+    Feature(RELOAD, "finalize_layerwise_reload"),
+    Feature("vllm.distributed.parallel_state", "get_world_group"),
+    Feature("vllm.forward_context", "set_forward_context", ("attn_metadata", "vllm_config", "num_tokens")),
+    Feature("vllm.model_executor.layers.attention", "Attention"),
+)
+
+
+def check_features(needed: Iterable[Feature] = NEEDED) -> None:
+    """Return if this vLLM has all of `needed`.
+
+    Raises:
+        EngineError: vLLM is not installed, or lacks some of it; all that is missing is named.
+    """
+    try:
+        importlib.import_module("vllm")
+    except ImportError as error:
+        raise EngineError(
+            f"vllm cannot be imported: {error}", hint="Install asyncrl[cpu] or asyncrl[gpu]"
+        ) from error
+    missing = [name for feature in needed for name in find_missing(feature)]
+    if missing:
+        raise EngineError(f"this vllm has no {', '.join(missing)}", hint="Install vllm 0.32")
+
+
+def find_missing(feature: Feature) -> Iterator[str]:
+    """Yield what of `feature` is not there, as it is written in code."""
+    where = f"{feature.module}.{feature.name}"
+    try:
+        module = importlib.import_module(feature.module)
+        found = reduce(getattr, feature.name.split("."), module)
+    except (ImportError, AttributeError):
+        yield where
+        return
+    known = _names_of(found)
+    yield from (f"{where}({name})" for name in feature.takes if name not in known)
+
+
+def _names_of(found: Any) -> set[str]:
+    """Return the parameters of a function, or the fields of a class that is a struct of any kind."""
+    fields = {*getattr(found, "__annotations__", {}), *getattr(found, "__struct_fields__", ())}
+    try:
+        return fields | set(inspect.signature(found).parameters)
+    except (TypeError, ValueError):
+        return fields

@@ -1,0 +1,100 @@
+"""The weight-sync benchmarks: their processes carry versions, their verdict is about all targets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import weight_sync
+from benchmarks.gpu import weight_sync as gpu_weight_sync
+from benchmarks.weight_sync_peers.weights import count_bytes, make_weights
+
+
+def test_made_up_weights_have_about_the_bytes_asked_for_and_one_large_tensor() -> None:
+    weights = make_weights(4 * 10**6)
+    assert 0.9 < count_bytes(weights) / 4e6 < 1.5
+    sizes = sorted(tensor.numel() for _, tensor in weights)
+    assert len(sizes) == len({name for name, _ in weights}) > 3
+
+
+def test_a_turn_times_a_whole_sync_and_every_other_way() -> None:
+    row = weight_sync.measure_size(10**6, num_receivers=1, bucket_bytes=1 << 18, num_turns=1)
+    assert all(len(row[f"{name}_s"]) == 1 for name in ("transfer", "publish", "copy", *weight_sync.WAYS))
+    assert 0 < row["transfer_s"][0] < row["ready_s"][0]
+    assert row["bucketed_s"][0] > 0
+
+
+def make_results(**changed: float) -> dict[str, Any]:
+    row = {
+        "num_bytes": 100 * 10**6,
+        "num_receivers": 1,
+        "first_transfer_s": 0.3,
+        "transfer_s": [0.1, 0.1, 0.4],
+        "bucketed_s": [0.09, 0.09, 0.09],
+        "tensors_s": [0.2, 0.2, 0.2],
+        "memcpy_s": [0.02, 0.02, 0.02],
+        "copy_s": [0.02, 0.02, 0.02],
+        "publish_s": [0.024, 0.024, 0.024],
+        "ready_s": [0.2, 0.2, 0.2],
+    }
+    engine = {"pause_s": 0.1, "load_s": 0.09, "reload_s": 0.2, "tokens_per_s_alone": 100.0}
+    engine |= {"tokens_per_s_during_transfers": 80.0, "transfer_share": 0.5}
+    engine |= {name: value for name, value in changed.items() if name in engine}
+    return {
+        "quick": False,
+        "bucket_bytes": 16 << 20,
+        "rows": [row | {name: [value] * 3 for name, value in changed.items() if name in row}],
+        "publish": [{"learner": "tensors", "num_bytes": 10**8, "ratio": changed.get("stall", 1.2)}],
+        "engine": {"num_bytes": 10**8, "num_requests": 8, **{name: [engine[name]] for name in engine}},
+        "vllm_clients": {"nccl": "RuntimeError: no GPU"},
+    }
+
+
+def test_figures_within_the_targets_pass_and_the_worst_is_named() -> None:
+    is_met, verdict = weight_sync.check(make_results())
+    assert is_met
+    assert "worst ratio to a target: 1.12 (transfer and digest of bare gloo, 100 MB" in verdict
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"transfer_s": 0.13}, "transfer and digest of bare gloo"),
+        ({"stall": 1.6}, "learner stall"),
+        ({"pause_s": 0.15}, "pause of a local load"),
+    ],
+    ids=str,
+)
+def test_every_target_can_be_missed(changed: dict[str, float], words: str) -> None:
+    is_met, verdict = weight_sync.check(make_results(**changed))
+    assert not is_met
+    assert words in verdict
+
+
+def test_the_table_shows_ratios_the_engine_and_the_words_of_vllms_client() -> None:
+    text = weight_sync.table(make_results())
+    assert "0.9" in text
+    assert "pause 0.100 s, 1.11 of the same load at rest" in text
+    assert "vLLM's trainer client nccl: RuntimeError: no GPU" in text
+
+
+def test_the_picture_is_drawn(tmp_path: Any) -> None:
+    weight_sync.draw(make_results(), tmp_path / "rates.png")
+    assert (tmp_path / "rates.png").stat().st_size > 1000
+
+
+def test_the_gpu_benchmark_moves_exact_bytes_and_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_weight_sync.main(["--device", "cpu", "--bytes", "300000", "--bucket-bytes", "65536"]) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert results["is_exact"]
+    assert len(results["bytes_per_s"]) == 8
+    assert min(results["bytes_per_s"].values()) > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+def test_without_a_gpu_the_gpu_benchmark_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_weight_sync.main([]) == 1
+    assert "--device cpu" in capsys.readouterr().err

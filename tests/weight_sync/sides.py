@@ -1,0 +1,281 @@
+"""Both sides of the protocol in one process, as models around the parts that decide.
+
+The coordinator's side is `Coordination`, the peers' side `Attendance`, `Allegiance` and the real `Shelf`
+with its segments in shared memory. Bytes move when they are told to, also into copies that were given up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import xxhash
+
+from asyncrl.versions import UNLOADED, PolicyVersion
+from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
+from weight_sync.memory.shelf import Copy, Shelf
+from weight_sync.protocol.members import Card, PublisherSeat
+from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Stage
+from weight_sync.protocol.protocol import PUBLISHER, Coordination
+from weight_sync.protocol.rounds import Order
+
+GLOO = frozenset({"gloo"})
+BUCKET_BYTES, NUM_BUCKETS = 64, 2
+Report = Callable[[Coordination, float], None]
+
+
+def manifest_of(number: int) -> Manifest:
+    """Every byte of version `number` is `number`."""
+    layout = plan([TensorSpec("w", "uint8", (BUCKET_BYTES * NUM_BUCKETS,))], BUCKET_BYTES)
+    digest = xxhash.xxh3_128(bytes([number % 256]) * BUCKET_BYTES).hexdigest()
+    return Manifest(PolicyVersion(number, number), layout, (Bucket(BUCKET_BYTES, digest),) * NUM_BUCKETS)
+
+
+class Boss:
+    """One coordinator. `is_deposed`: it heard of a newer one and gives no more orders."""
+
+    def __init__(self, coordination: Coordination) -> None:
+        self.coordination = coordination
+        self.is_deposed = False
+
+    def hears(self, token: int) -> bool:
+        """A peer that obeys the coordinator with `token` speaks to it."""
+        self.is_deposed = self.is_deposed or token > self.coordination.token
+        return not self.is_deposed
+
+
+@dataclass(eq=False)
+class Peer:
+    """What the publisher and the receivers have in common: a way to a coordinator, and rounds."""
+
+    name: str
+    incarnation: str
+    born: int
+    boss: Boss | None = None
+    is_stopped: bool = False
+    orders: deque[tuple[int, Order]] = field(default_factory=deque)
+    old_orders: list[tuple[int, Order]] = field(default_factory=list)
+    reports: deque[Report] = field(default_factory=deque)
+    rounds: Attendance = field(default_factory=Attendance)
+    allegiance: Allegiance = field(default_factory=Allegiance)
+
+    def report(self, call: Report) -> None:
+        self.reports.append(call)
+
+    def take_order(self, keep: bool = False) -> None:
+        token, order = self.orders.popleft()
+        if keep:
+            self.old_orders.append((token, order))
+        self.hear_order(token, order)
+
+    def hear_order(self, token: int, order: Order) -> None:
+        if self.allegiance.hear(token) is not Hearing.OLDER:
+            self.obey(order)
+
+    def send_report(self, now: float) -> None:
+        """Report to the coordinator; one that does not know this peer gets a hello instead."""
+        call = self.reports.popleft()
+        if self.boss is None or not self.boss.hears(self.allegiance.token):
+            return
+        if self.boss.coordination.seen(self.name, self.incarnation, now):
+            call(self.boss.coordination, now)
+        else:
+            self.say_hello(self.boss, now)
+
+    def poll(self, now: float) -> None:
+        if self.boss is None or not self.boss.hears(self.allegiance.token):
+            self.boss = None
+        elif not self.boss.coordination.seen(self.name, self.incarnation, now):
+            self.say_hello(self.boss, now)
+
+    def say_hello(self, boss: Boss, now: float) -> bool:
+        """Give up all rounds and introduce itself, as `liaison.py` does."""
+        for round_id in self.rounds.open_rounds:
+            self.abort(round_id)
+        self.boss = None
+        if not boss.hears(self.allegiance.token):
+            return False
+        self.orders.clear()
+        self.boss = boss if self.introduce(boss.coordination, now) else None
+        self.allegiance.hear(boss.coordination.token)
+        return self.boss is not None
+
+    def introduce(self, coordination: Coordination, now: float) -> bool:
+        raise NotImplementedError
+
+    def obey(self, order: Order) -> None:
+        raise NotImplementedError
+
+    def abort(self, round_id: int) -> None:
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class Thread:
+    """A transfer thread of a receiver: it writes until it ends, whatever its receiver wants by then."""
+
+    round: int
+    number: int
+    copy: Copy
+    num_buckets: int = 0
+    is_corrupt: bool = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_buckets == NUM_BUCKETS
+
+    def move(self, is_corrupt: bool = False) -> None:
+        start = self.num_buckets * BUCKET_BYTES
+        self.copy.bytes_B[start : start + BUCKET_BYTES] = self.number % 256 ^ is_corrupt
+        self.num_buckets += 1
+
+    def has_right_digests(self) -> bool:
+        buckets = self.copy.manifest.buckets
+        parts = self.copy.bytes_B.reshape(NUM_BUCKETS, BUCKET_BYTES)
+        pairs = zip(buckets, parts, strict=True)
+        return all(xxhash.xxh3_128(part.numpy().data).hexdigest() == bucket.digest for bucket, part in pairs)
+
+
+class ModelReceiver(Peer):
+    """Does what `receiver.py` does, without sockets and threads."""
+
+    def __init__(self, name: str, incarnation: str, born: int, prefix: str) -> None:
+        super().__init__(name, incarnation, born)
+        self.shelf = Shelf(f"{prefix}{incarnation}-")
+        self.incoming: dict[int, Copy] = {}
+        self.threads: dict[int, Thread] = {}
+        self.serving = UNLOADED
+        self.is_attended = self.is_pinned = self.is_draining = False
+        self.loading: Copy | None = None
+
+    def introduce(self, coordination: Coordination, now: float) -> bool:
+        card = Card(
+            self.name,
+            self.incarnation,
+            GLOO,
+            serving=self.serving,
+            staged=self.shelf.newest_verified,
+            is_attended=self.is_attended,
+            is_pinned=self.is_pinned,
+            is_draining=self.is_draining,
+            born=self.born,
+        )
+        return coordination.hello(card, now)
+
+    def obey(self, order: Order) -> None:
+        fields = order.fields
+        if order.kind == "offer":
+            self._accept(fields["round"], fields["number"])
+        elif order.kind == "transfer" and self.rounds.begin(fields["round"]):
+            thread = Thread(fields["round"], fields["number"], self.incoming[fields["round"]])
+            self.threads[fields["round"]] = thread
+        elif order.kind == "abort":
+            self.abort(fields["round"])
+        elif order.kind == "commit":
+            self.shelf.commit(fields["number"])
+        elif order.kind == "withdraw":
+            self.shelf.withdraw()
+            self.is_attended = False
+
+    def _accept(self, round_id: int, number: int) -> None:
+        if self.rounds.offer(round_id):
+            self.incoming[round_id] = self.shelf.make_room(manifest_of(number))
+        if round_id in self.incoming:
+            self.report(lambda c, now: c.accepted(self.name, round_id, now))
+
+    def abort(self, round_id: int) -> None:
+        stage = self.rounds.abort(round_id)
+        if stage is None:
+            return
+        copy = self.incoming.pop(round_id)
+        if stage is Stage.OFFERED:
+            self.shelf.give_back(copy)
+        else:
+            self.shelf.abandon(round_id, copy)
+        self.report(lambda c, now: c.failed(self.name, round_id, "aborted", now))
+
+    def end(self, thread: Thread, cause: str = "") -> None:
+        """The transfer thread ends, by itself or because the group broke."""
+        del self.threads[thread.round]
+        if not self.rounds.end(thread.round):
+            self.shelf.end_abandoned(thread.round)
+            return
+        copy = self.incoming.pop(thread.round)
+        cause = cause or ("" if thread.has_right_digests() else "digest")
+        if cause:
+            self.shelf.give_back(copy)
+            self.report(lambda c, now: c.failed(self.name, thread.round, cause, now, thread.num_buckets))
+        else:
+            self.shelf.put_verified(copy)
+            self.report(lambda c, now: c.verified(self.name, thread.round, thread.number, now))
+
+    # --- the replica ------------------------------------------------------------------------------
+
+    def ask(self) -> None:
+        """The replica asks for weights and takes what is committed."""
+        if not self.is_attended:
+            self.is_attended = True
+            self.report(lambda c, now: c.attended(self.name, now))
+        if self.loading is None and not self.is_pinned:
+            self.loading = self.shelf.take(self.serving)
+
+    def load(self, is_ok: bool) -> None:
+        """The engine reads the copy that was taken: all of one version, and newer than what it has."""
+        assert self.loading is not None
+        number, found = self.loading.number, set(self.loading.bytes_B.tolist())
+        assert found == {number % 256}, f"{self.name} loads {found} as version {number}"
+        assert number > self.serving, f"{self.name} goes from {self.serving} to {number}"
+        self.loading = None
+        self.shelf.finish_load(number, is_ok)
+        self.serving = number if is_ok else UNLOADED
+        self.report(lambda c, now: c.loaded(self.name, number, is_ok, "" if is_ok else "broken", now))
+
+    def restart_replica(self) -> None:
+        self.loading, self.serving = None, UNLOADED
+        self.shelf.untake()
+        self.report(lambda c, now: c.restarted(self.name, UNLOADED, now))
+
+    def tell(self, what: str) -> None:
+        self.is_pinned = {"pin": True, "unpin": False}.get(what, self.is_pinned)
+        self.is_draining = self.is_draining or what == "drain"
+        self.report(lambda c, now: getattr(c, what)(self.name, now))
+
+
+class ModelPublisher(Peer):
+    """Does what `publisher.py` does; `number` is the version in its shared memory."""
+
+    def __init__(self, incarnation: str, born: int) -> None:
+        super().__init__(PUBLISHER, incarnation, born)
+        self.number = UNLOADED
+        self.sending: dict[int, int] = {}
+
+    def introduce(self, coordination: Coordination, now: float) -> bool:
+        seat = PublisherSeat(self.incarnation, GLOO, "127.0.0.1", 1, now, born=self.born)
+        current = PolicyVersion(self.number, self.number) if self.number else None
+        return coordination.publisher_hello(seat, current, now)
+
+    def publish(self, number: int) -> None:
+        self.number = number
+        self.report(lambda c, now: c.published(PolicyVersion(number, number), now))
+
+    def obey(self, order: Order) -> None:
+        round_id = order.fields.get("round", 0)
+        if order.kind == "transfer" and self.rounds.begin(round_id, needs_offer=False):
+            self.sending[round_id] = order.fields["number"]
+        elif order.kind == "abort":
+            self.abort(round_id)
+
+    def abort(self, round_id: int) -> None:
+        has_begun = self.rounds.stage_of(round_id) is not None
+        self.rounds.abort(round_id)
+        self.sending.pop(round_id, None)
+        self.report(lambda c, now: c.send_failed(round_id, "aborted", now, has_begun))
+
+    def end(self, round_id: int, is_ok: bool) -> None:
+        del self.sending[round_id]
+        self.rounds.end(round_id)
+        if is_ok:
+            self.report(lambda c, now: c.sent(round_id, BUCKET_BYTES * NUM_BUCKETS, now))
+        else:
+            self.report(lambda c, now: c.send_failed(round_id, "transport", now))

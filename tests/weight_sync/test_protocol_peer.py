@@ -1,0 +1,267 @@
+"""The peers' side of the protocol, and coordinators that are replaced while they live."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.clock import SystemClock
+from asyncrl.errors import FencedError
+from asyncrl.rpc import Client, Request, Server
+from weight_sync.coordination.journal import JOURNAL_FILE, TOKEN_FILE, Journal, newest_token, take_token
+from weight_sync.coordination.mail import ReportLog
+from weight_sync.coordinator import CoordinatorService
+from weight_sync.liaison import RESET, Introduction, Liaison
+from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Stage
+from weight_sync.protocol.protocol import Coordination
+from weight_sync.protocol.records import BlameRecord
+from weight_sync.protocol.rounds import Timing
+
+TIMING = Timing(deadline_s=2.0, offer_s=0.5, settle_s=0.25, silence_s=0.6, dead_s=6.0)
+WAIT_S = 20.0
+
+
+def test_the_same_start_twice_begins_once():
+    rounds = Attendance()
+    assert rounds.offer(1) and not rounds.offer(1)
+    assert rounds.begin(1) and not rounds.begin(1)
+    assert rounds.end(1) and not rounds.end(1)
+    assert not rounds.offer(1) and not rounds.begin(1), "a round that is over does not begin again"
+
+
+def test_a_transfer_without_an_offer_does_not_begin_but_the_publisher_needs_none():
+    rounds = Attendance()
+    assert not rounds.begin(1)
+    assert rounds.begin(2, needs_offer=False) and not rounds.begin(2, needs_offer=False)
+
+
+def test_an_abort_of_an_unknown_round_keeps_its_late_offer_out():
+    rounds = Attendance()
+    assert rounds.abort(1) is None
+    assert not rounds.offer(1) and not rounds.begin(1, needs_offer=False)
+
+
+def test_an_abort_is_obeyed_once_and_not_after_the_end():
+    rounds = Attendance()
+    rounds.offer(1)
+    rounds.offer(2)
+    rounds.begin(2)
+    assert rounds.open_rounds == [1, 2]
+    assert rounds.abort(1) is Stage.OFFERED and rounds.abort(1) is None
+    assert rounds.end(2) and rounds.abort(2) is None
+    assert rounds.open_rounds == []
+
+
+def test_a_transfer_that_ends_after_its_abort_counts_for_nothing():
+    rounds = Attendance()
+    rounds.offer(1)
+    rounds.begin(1)
+    assert rounds.abort(1) is Stage.MOVING
+    assert not rounds.end(1)
+
+
+def test_only_so_many_rounds_are_remembered():
+    rounds = Attendance()
+    for round_id in range(1000):
+        rounds.offer(round_id)
+        rounds.abort(round_id)
+    assert sum(rounds.stage_of(round_id) is not None for round_id in range(1000)) == 256
+
+
+def test_a_peer_obeys_the_newest_coordinator_that_it_has_heard():
+    allegiance = Allegiance()
+    heard = [allegiance.hear(token) for token in (5, 5, 7, 5, 7)]
+    assert heard == [Hearing.SAME, Hearing.SAME, Hearing.NEWER, Hearing.OLDER, Hearing.SAME]
+
+
+def test_a_report_that_is_repeated_is_taken_once():
+    reports = ReportLog()
+    assert reports.is_new("a", "1", 1) and not reports.is_new("a", "1", 1)
+    assert reports.is_new("a", "1", 2) and reports.is_new("a", "2", 1)
+
+
+# --- the token and the journal --------------------------------------------------------------------
+
+
+def test_tokens_rise_also_if_the_clock_was_set_back(tmp_path):
+    first = take_token(tmp_path)
+    (tmp_path / TOKEN_FILE).write_text(f"{first + 10**9}\n")
+    assert take_token(tmp_path) == first + 10**9 + 1 == newest_token(tmp_path)
+    assert take_token(tmp_path / "none") > 0
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / JOURNAL_FILE).read_text().splitlines()]
+
+
+def test_the_journal_stays_small_and_its_newest_lines_stay(tmp_path):
+    journal = Journal(tmp_path, 1, max_bytes=4000)
+    for number in range(200):
+        journal.note(BlameRecord("a", "silent", number))
+        assert (tmp_path / JOURNAL_FILE).stat().st_size <= 4000
+    assert lines_of(tmp_path)[-1]["number"] == 199
+
+
+def test_a_coordinator_that_was_replaced_journals_no_more(tmp_path):
+    older = Journal(tmp_path, take_token(tmp_path))
+    newer = Journal(tmp_path, take_token(tmp_path))
+    older.note(BlameRecord("a", "silent", 1))
+    newer.note(BlameRecord("b", "silent", 1))
+    assert [line.get("culprit") for line in lines_of(tmp_path)] == [None, None, "b"]
+
+
+# --- coordinators and liaisons over real sockets ---------------------------------------------------
+
+
+@contextmanager
+def coordinator(token: int, bind: str = "tcp://127.0.0.1:*") -> Iterator[CoordinatorService]:
+    service = CoordinatorService(Coordination(TIMING, token=token), SystemClock(), bind)
+    stop = threading.Event()
+    thread = threading.Thread(target=service.run, args=(stop,))
+    thread.start()
+    try:
+        yield service
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+
+
+CARD = {
+    "abilities": ["gloo"],
+    "serving": 0,
+    "staged": 0,
+    "attended": False,
+    "pinned": False,
+    "draining": False,
+}
+
+
+@contextmanager
+def liaison(address: str, incarnation: str, heard: list[str]) -> Iterator[Liaison]:
+    made = Liaison(
+        address, "receiver.0", incarnation, lambda: Introduction(CARD), lambda kind, *_: heard.append(kind)
+    )
+    made.start()
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def wait_until(is_true: Any) -> None:
+    end = time.monotonic() + WAIT_S
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def address_of(service: CoordinatorService) -> str:
+    return str(service.status()["address"])
+
+
+def test_a_coordinator_that_hears_of_a_newer_one_gives_no_more_orders():
+    with coordinator(token=5) as service:
+        client = Client(address_of(service))
+        who = {"name": "receiver.0", "incarnation": "1"}
+        assert client.call("hello", token=5, born=1, **CARD, **who).args["token"] == 5
+        with pytest.raises(FencedError, match="token 5 is older than 6"):
+            client.call("next_order", token=6, after=0, **who)
+        with pytest.raises(FencedError):
+            client.call("hello", token=0, born=1, **CARD, **who)
+        wait_until(lambda: service.status()["state"] == "FENCED")
+        client.close()
+
+
+def test_an_older_coordinator_that_gets_the_address_back_knows_from_its_peers_that_it_was_replaced(tmp_path):
+    address = f"ipc://{tmp_path}/c"
+    with ExitStack() as stack:
+        with coordinator(7, address) as first:
+            peer = stack.enter_context(liaison(address, "1", []))
+            wait_until(lambda: "receiver.0" in first.status()["members"])
+        with coordinator(3, address) as older:
+            wait_until(lambda: older.status()["state"] == "FENCED")
+            assert not older.status()["members"]
+        with coordinator(9, address) as newer:
+            wait_until(lambda: "receiver.0" in newer.status()["members"])
+            assert peer.counters["newer_coordinators"] == 1
+
+
+class DeafCoordinator:
+    """Orders the same in every answer and looks at no token, as one that was thawed may."""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+
+    def handle(self, request: Request) -> None:
+        order = {"seq": 1, "kind": f"by {self._token}", "fields": {}, "frame": -1}
+        request.reply(token=self._token, known=True, welcome=True, poll_s=0.1, fenced=False, orders=[order])
+
+    def tick(self, now: float) -> None:
+        return
+
+
+@contextmanager
+def deaf_coordinator(token: int, address: str) -> Iterator[None]:
+    stop = threading.Event()
+    thread = threading.Thread(target=Server(address).serve, args=(DeafCoordinator(token), stop))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+
+
+def test_a_peer_does_not_obey_an_older_coordinator_than_the_newest_it_has_heard(tmp_path):
+    address, heard = f"ipc://{tmp_path}/c", []
+    with ExitStack() as stack:
+        with deaf_coordinator(7, address):
+            peer = stack.enter_context(liaison(address, "1", heard))
+            wait_until(lambda: "by 7" in heard)
+        with deaf_coordinator(3, address):
+            wait_until(lambda: peer.counters["older_coordinators"] > 2)
+    assert "by 3" not in heard
+
+
+def test_a_peer_leaves_a_coordinator_that_was_stopped_for_the_one_that_took_its_address(tmp_path):
+    address = f"ipc://{tmp_path}/c"
+    stopped = Server(address)  # takes connections, answers nothing
+    with ExitStack() as stack:
+        stack.callback(stopped.close)
+        stack.enter_context(liaison(address, "1", []))
+        with coordinator(7, address) as newer:
+            wait_until(lambda: "receiver.0" in newer.status()["members"])
+
+
+def test_a_process_whose_name_a_newer_one_has_taken_is_fenced_and_gets_no_orders():
+    with coordinator(token=1) as service:
+        address = address_of(service)
+        with liaison(address, "old", old_heard := []) as old:
+            wait_until(lambda: "receiver.0" in service.status()["members"])
+            with liaison(address, "new", []) as new:
+                wait_until(lambda: old.counters["hellos_refused"])
+                assert old.is_fenced and not new.is_fenced
+    assert set(old_heard) <= {RESET}
+
+
+def test_who_ends_in_order_has_retired_at_once():
+    with coordinator(token=1) as service:
+        with liaison(address_of(service), "1", []):
+            wait_until(lambda: "receiver.0" in service.status()["members"])
+        wait_until(lambda: service.status()["members"]["receiver.0"]["state"] == "RETIRED")
+
+
+def test_a_time_in_which_a_peer_did_not_run_is_no_silence_of_the_coordinator():
+    with coordinator(token=1) as service:
+        with liaison(address_of(service), "1", []) as peer:
+            wait_until(lambda: "receiver.0" in service.status()["members"])
+            peer._asked_at -= 60.0
+            peer._heard_at -= 60.0
+            assert peer.lost_for_s < 5.0

@@ -1,0 +1,95 @@
+"""Orders on their way to peers, and the manifests that offers carry.
+
+Owns what was not acknowledged yet. Invariant: an order is kept until its peer acknowledges it with its
+next poll; a report that comes twice is taken once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import xxhash
+
+from asyncrl.rpc import Request
+from weight_sync.memory.manifest import Manifest
+from weight_sync.protocol.rounds import Order
+
+
+@dataclass
+class Mailbox:
+    """Orders to one peer that it has not acknowledged, and its parked poll."""
+
+    incarnation: str
+    last_seq: int = 0
+    orders: deque[tuple[int, Order]] = field(default_factory=deque)
+    parked: Request | None = None
+    parked_until: float = 0.0
+
+    def put(self, order: Order) -> None:
+        """Add an order behind the others."""
+        self.last_seq += 1
+        self.orders.append((self.last_seq, order))
+
+    def acknowledge(self, seq: int) -> None:
+        """The peer has got all orders up to `seq`."""
+        while self.orders and self.orders[0][0] <= seq:
+            self.orders.popleft()
+
+
+class ReportLog:
+    """Tells a report that is repeated, because its answer was lost, from a new one."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[str, int]] = {}
+
+    def is_new(self, name: str, incarnation: str, seq: int) -> bool:
+        """Note report `seq` of a process; False if it, or a later one, was taken before."""
+        known, last = self._last.get(name, ("", 0))
+        if known == incarnation and seq <= last:
+            return False
+        self._last[name] = (incarnation, seq)
+        return True
+
+
+@dataclass(frozen=True)
+class KnownVersion:
+    """A version's manifest as it came, and what is told of it."""
+
+    data: bytes
+    digest: str
+    num_bytes: int
+    num_tensors: int
+    num_buckets: int
+
+    @staticmethod
+    def of(data: bytes, manifest: Manifest) -> KnownVersion:
+        """Return what is kept of a manifest. The digest is one over those of all buckets."""
+        buckets = "".join(bucket.digest for bucket in manifest.buckets)
+        return KnownVersion(
+            data,
+            xxhash.xxh3_128(buckets.encode()).hexdigest(),
+            manifest.total_bytes,
+            len(manifest.tensors),
+            len(manifest.buckets),
+        )
+
+
+def fill(box: Mailbox, versions: dict[int, KnownVersion]) -> tuple[list[dict[str, object]], list[bytes]]:
+    """Return the box's orders as they go over the wire, and the frames that they refer to."""
+    frames: list[bytes] = []
+    orders: list[dict[str, object]] = []
+    for seq, order in box.orders:
+        frame = -1
+        if order.kind == "offer" and order.fields["number"] in versions:
+            frame = len(frames)
+            frames.append(versions[order.fields["number"]].data)
+        orders.append({"seq": seq, "kind": order.kind, "fields": order.fields, "frame": frame})
+    return orders, frames
+
+
+def forget_versions(versions: dict[int, KnownVersion], keep: Iterable[int]) -> None:
+    """Drop the versions that no round and no joiner needs any more."""
+    for number in set(versions) - set(keep):
+        del versions[number]

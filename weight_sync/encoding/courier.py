@@ -1,0 +1,104 @@
+"""Carries buckets in the shorter of two forms: a head that says which, then that form.
+
+Owns what goes over a transport in a round with a base, on both sides. Never decides whether a bucket is
+right: its digest does, after the difference has been applied. A receiver whose base or whose bytes are not
+what they should be stays in step with the others and fails at the digest.
+Invariant: a head is of fixed size, and nothing in it makes a receiver take more than the bucket's bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+
+from asyncrl.errors import SyncError, WireError
+from weight_sync.backends.contract import Transport
+from weight_sync.encoding.choice import choose
+from weight_sync.encoding.sparse import Code, Sparse, decode
+
+HEAD = struct.Struct("<BBxxxxxxQQ")
+"""Code (0: the bucket as it is), bytes per element, changed elements, bytes that follow."""
+WHOLE = 0
+
+CarryBucket = Callable[[Transport, int, torch.Tensor, float], None]
+"""Sends or fills one bucket: over this transport, of this index, until then."""
+
+
+def carry_whole(transport: Transport, index: int, bucket: torch.Tensor, until: float) -> None:
+    """Carry the bucket as it is."""
+    transport.broadcast(bucket, until)
+
+
+class DeltaSender:
+    """Sends each bucket as its bytes or as the difference to the base's.
+
+    Args:
+        base: The base's buckets; None if it is gone, and every bucket goes as it is.
+        widths: Bytes per element, bucket by bucket.
+
+    Attributes:
+        num_bytes: Sent so far, heads included.
+    """
+
+    def __init__(self, base: Sequence[torch.Tensor] | None, widths: Sequence[int]) -> None:
+        self._base = base
+        self._widths = widths
+        self.num_bytes = 0
+        self.num_deltas = 0
+
+    def carry(self, transport: Transport, index: int, bucket: torch.Tensor, until: float) -> None:
+        """See `CarryBucket`."""
+        old = self._base[index].numpy() if self._base is not None else None
+        sparse = choose(old, bucket.numpy(), self._widths[index])
+        body = bucket if sparse is None else torch.from_numpy(sparse.data)
+        if sparse is None:
+            head = HEAD.pack(WHOLE, 1, 0, len(body))
+        else:
+            head = HEAD.pack(sparse.code, sparse.width, sparse.num_changed, len(body))
+            self.num_deltas += 1
+        transport.broadcast(torch.frombuffer(bytearray(head), dtype=torch.uint8), until)
+        if len(body):
+            transport.broadcast(body, until)
+        self.num_bytes += len(head) + len(body)
+
+
+class DeltaReceiver:
+    """Fills each bucket with the bytes that come, or with the base's and the difference that comes.
+
+    Args:
+        base: The base's buckets; None if this receiver does not hold it.
+
+    Attributes:
+        num_refused: Differences that were none, or had no base.
+    """
+
+    def __init__(self, base: Sequence[torch.Tensor] | None) -> None:
+        self._base = base
+        self.num_refused = 0
+
+    def carry(self, transport: Transport, index: int, bucket: torch.Tensor, until: float) -> None:
+        """See `CarryBucket`; raises SyncError if the others can no longer be followed."""
+        head = torch.empty(HEAD.size, dtype=torch.uint8)
+        transport.broadcast(head, until)
+        code, width, num_changed, num_bytes = HEAD.unpack(head.numpy().tobytes())
+        if code == WHOLE and num_bytes == len(bucket):
+            transport.broadcast(bucket, until)
+            return
+        if code not in tuple(Code) or num_bytes > len(bucket):
+            raise SyncError(f"bucket {index} has a head of code {code} and {num_bytes} bytes")
+        body = torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes:
+            transport.broadcast(body, until)
+        self._apply(index, bucket, Sparse(Code(code), width, num_changed, body.numpy()))
+
+    def _apply(self, index: int, bucket: torch.Tensor, sparse: Sparse) -> None:
+        if self._base is None:
+            self.num_refused += 1
+            return  # what the bucket holds is of an older version, and its digest will say so
+        bucket.copy_(self._base[index])
+        try:
+            decode(bucket.numpy(), sparse)
+        except WireError:
+            self.num_refused += 1  # the bucket holds the base's bytes, and its digest will say so

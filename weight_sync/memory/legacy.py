@@ -1,0 +1,67 @@
+"""What outlives a publisher that is killed: its fencing token and where the current version lies.
+
+Owns one small file beside the segments, replaced whole. Without it the next publisher would take an old
+learner's word, and replicas would wait for a version that lies in shared memory already.
+Invariant: what is read was written by `write` of the same run; anything else counts as nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+
+from asyncrl.errors import WireError
+from asyncrl.wire import field
+from weight_sync.memory import segments
+from weight_sync.memory.manifest import Manifest
+
+SUFFIX = "legacy"
+
+
+@dataclass(frozen=True)
+class Legacy:
+    """See the module.
+
+    Attributes:
+        token: The newest fencing token that was seen.
+        path: Segment of the current version; empty if there is none.
+        manifest: Of the current version.
+    """
+
+    token: int
+    path: str = ""
+    manifest: Manifest | None = None
+
+
+class LegacyFile:
+    """The file of the publisher whose segments' names start with `prefix`."""
+
+    def __init__(self, prefix: str) -> None:
+        self.path = segments.SHM_DIR / f"{prefix}{SUFFIX}"
+
+    def write(self, legacy: Legacy) -> None:
+        """Replace what was written before; best effort, for a full /dev/shm must stop nobody."""
+        manifest = legacy.manifest.to_bytes() if legacy.manifest else b""
+        data = msgpack.packb({"token": legacy.token, "path": legacy.path, "manifest": manifest})
+        draft = Path(f"{self.path}.new")
+        with contextlib.suppress(OSError):
+            descriptor = os.open(draft, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            draft.rename(self.path)
+
+    def read(self) -> Legacy | None:
+        """Return what the publisher before this one has left, or None."""
+        try:
+            plain = msgpack.unpackb(self.path.read_bytes(), raw=False)
+            if not isinstance(plain, dict):
+                return None
+            data = field(plain, "manifest", bytes)
+            manifest = Manifest.from_bytes(data) if data else None
+            return Legacy(field(plain, "token", int), field(plain, "path", str), manifest)
+        except (OSError, ValueError, msgpack.UnpackException, WireError):
+            return None

@@ -1,0 +1,261 @@
+"""The rounds under way, from offer to end: who is asked, who is waited for, when it is over (pure).
+
+Owns the active rounds, one per lane, and the memberships. A round per version and set of members:
+offer → transfer → verify. Invariants: an offer is always of the newest published version; a membership
+number names one set of processes for ever; no round outlasts its deadline.
+"""
+
+from __future__ import annotations
+
+from asyncrl.versions import UNLOADED
+from weight_sync.backends.choice import agree_on_backend
+from weight_sync.protocol.floor import PUBLISHER, Floor
+from weight_sync.protocol.judgement import Judgement
+from weight_sync.protocol.members import Member
+from weight_sync.protocol.rounds import (
+    DEADLINE,
+    FINAL_PARTS,
+    LEFT,
+    PUBLISHER_LOST,
+    SILENT,
+    GroupCache,
+    Lane,
+    Part,
+    Phase,
+    Round,
+    Sender,
+)
+
+OPEN_PARTS = (Part.OFFERED, Part.ACCEPTED, Part.RECEIVING)
+
+
+class Conduct:
+    """See the module."""
+
+    def __init__(self, floor: Floor) -> None:
+        self._floor = floor
+        self._judgement = Judgement(floor)
+        self.active: dict[Lane, Round] = {}
+        self.groups = GroupCache()
+        self.last_round_s: float | None = None
+        self._num_unanswered = 0
+
+    def advance(self, now: float) -> None:
+        """Go on with every round and start those that can start."""
+        for round_ in list(self.active.values()):
+            if round_.phase is Phase.OFFER:
+                self._progress_offer(round_, now)
+            else:
+                self._progress_transfer(round_, now)
+            if round_.is_over:
+                self._close(round_, now)
+        self._start_rounds(now)
+
+    def find(self, round_id: int) -> Round | None:
+        """Return the active round with that id."""
+        return next((round_ for round_ in self.active.values() if round_.id == round_id), None)
+
+    def has(self, member: Member) -> bool:
+        """Tell whether a round waits for the member."""
+        return any(round_.parts.get(member.name) in OPEN_PARTS for round_ in self.active.values())
+
+    def set_part(self, round_: Round, name: str, part: Part) -> None:
+        """Note what a member has done."""
+        round_.parts[name] = part
+        if part in FINAL_PARTS:
+            self._floor.members[name].staging = None
+
+    def leave(self, member: Member, now: float, is_gone: bool = True) -> None:
+        """Take a member out of its round without blame.
+
+        One that is not gone, only no longer wanted, goes on receiving: the others need it in the group.
+        """
+        for round_ in list(self.active.values()):
+            part = round_.parts.get(member.name)
+            if part not in OPEN_PARTS or (part is Part.RECEIVING and not is_gone):
+                continue
+            self.set_part(round_, member.name, Part.LEFT)
+            self._floor.order(member.name, "abort", round=round_.id)
+            if part is Part.RECEIVING:
+                self.break_up(round_, LEFT, now)
+
+    def forget(self, name: str) -> None:
+        """Another process has the member's name: what the one before has done is not its fault."""
+        self.groups.forget(name)
+        for round_ in self.active.values():
+            if round_.parts.get(name) is Part.FAILED:
+                round_.parts[name] = Part.LEFT
+
+    def check_publisher(self, now: float) -> None:
+        """A publisher that falls silent is named once; rounds that still need it end."""
+        seat = self._floor.publisher
+        if seat is None or seat.is_missed or not self._floor.is_silent(seat.last_seen, now):
+            return
+        seat.is_missed = True
+        needing = [round_ for round_ in self.active.values() if round_.sender is Sender.PENDING]
+        for round_ in needing:
+            self._lose_publisher(round_, SILENT, now)
+        if not needing:
+            self._floor.blame_publisher(SILENT)
+
+    def leave_publisher(self, cause: str, now: float) -> None:
+        """The publisher is gone, and every group with it; no `cause` blames nobody."""
+        self.groups.clear()
+        for round_ in self.active.values():
+            self._lose_publisher(round_, cause, now)
+
+    def hear_publisher(self, round_: Round, has_begun: bool) -> None:
+        """The publisher has spoken of the round; one that never began to send kept all waiting."""
+        if round_.awaits_publisher and not has_begun:
+            self._floor.blame_publisher("had not begun to send", round_)
+        round_.has_publisher_spoken = True
+        self._num_unanswered = 0
+
+    def break_up(self, round_: Round, cause: str, now: float) -> None:
+        """The group is lost: ask all for a sign of life; who gives none in time is the culprit."""
+        if round_.is_broken:
+            return
+        round_.broken_at, round_.broken_by = now, cause
+        round_.settle_until = now + self._floor.timing.settle_s
+        round_.causes[PUBLISHER] = cause
+        round_.has_publisher_spoken = cause == DEADLINE and round_.sender is Sender.SENT  # in time, that is
+        if round_.sender is Sender.PENDING:
+            round_.sender = Sender.FAILED
+        self._floor.order(PUBLISHER, "abort", round=round_.id)
+        for name in round_.those(*OPEN_PARTS):
+            self._floor.order(name, "abort", round=round_.id)
+        for name in round_.those(Part.OFFERED, Part.ACCEPTED):
+            self.set_part(round_, name, Part.FAILED)
+
+    # --- start --------------------------------------------------------------------------------------
+
+    def _start_rounds(self, now: float) -> None:
+        floor = self._floor
+        if floor.current is None or floor.publisher is None:
+            return
+        if floor.is_silent(floor.publisher.last_seen, now):
+            return
+        number = floor.current.number
+        busy = {name for round_ in self.active.values() for name in round_.parts}  # not judged yet
+        free = [member for name, member in floor.members.items() if name not in busy]
+        able = [m for m in free if m.may_be_offered(number, now) and not floor.is_silent(m.last_seen, now)]
+        together = [member for member in able if not member.is_lone]
+        if Lane.MAIN not in self.active:
+            self._offer(Lane.MAIN, together, now)
+        elif Lane.JOINERS not in self.active:
+            self._offer(Lane.JOINERS, [member for member in together if not member.newest], now)
+        if Lane.LONE not in self.active:
+            lone = [member for member in able if member.is_lone]
+            # The one that came furthest first: it is the least likely to take all of its deadline.
+            self._offer(Lane.LONE, sorted(lone, key=lambda member: -member.num_buckets)[:1], now)
+
+    def _offer(self, lane: Lane, members: list[Member], now: float) -> None:
+        version = self._floor.current
+        if not members or version is None:
+            return
+        until = now + self._floor.timing.offer_s
+        parts = dict.fromkeys((member.name for member in members), Part.OFFERED)
+        round_ = self.active[lane] = Round(self._floor.next_id(), lane, version, now, until, parts)
+        for member in members:
+            member.staging = version.number
+            self._floor.order(member.name, "offer", round=round_.id, number=version.number)
+
+    # --- progress -----------------------------------------------------------------------------------
+
+    def _progress_offer(self, round_: Round, now: float) -> None:
+        for name in round_.those(Part.OFFERED, Part.ACCEPTED):
+            is_late = round_.parts[name] is Part.OFFERED and now >= round_.until
+            if is_late or self._floor.is_silent(self._floor.members[name].last_seen, now):
+                self._leave_out(round_, name, "no answer to the offer" if is_late else SILENT)
+        if not round_.those(Part.OFFERED) and round_.those(Part.ACCEPTED):
+            self._start_transfer(round_, now)
+
+    def _start_transfer(self, round_: Round, now: float) -> None:
+        floor, names = self._floor, round_.those(Part.ACCEPTED)
+        assert floor.publisher is not None, "a round without a publisher is broken"
+        end = round_.started + floor.timing.deadline_s - floor.timing.settle_s
+        round_.phase, round_.receivers = Phase.TRANSFER, tuple(names)
+        round_.until = max(end, now + floor.timing.settle_s)
+        key = tuple((name, floor.members[name].incarnation) for name in names)
+        round_.membership = self.groups.find(key) or self.groups.add(key, floor.next_id())
+        abilities = [floor.publisher.abilities, *(floor.members[name].abilities for name in names)]
+        shared = {
+            "round": round_.id,
+            "number": round_.version.number,
+            "membership": round_.membership,
+            "live": self.groups.live(other.membership for other in self.active.values()),
+            "world": len(names) + 1,
+            "backend": agree_on_backend(floor.backend, abilities),
+            "store_host": floor.publisher.store_host,
+            "store_port": floor.publisher.store_port,
+            "deadline_s": round_.until - now,
+            "base": self._base_of(names, round_.version.number),
+        }
+        floor.order(PUBLISHER, "transfer", rank=0, **shared)
+        for rank, name in enumerate(names, start=1):
+            self.set_part(round_, name, Part.RECEIVING)
+            floor.order(name, "transfer", rank=rank, **shared)
+
+    def _base_of(self, names: list[str], number: int) -> int:
+        """Return the version that all of `names` hold and differences may be to; 0 for whole buckets."""
+        bases = {self._floor.members[name].base for name in names}
+        base = bases.pop() if len(bases) == 1 and self._floor.uses_delta else UNLOADED
+        return base if base < number else UNLOADED
+
+    def _progress_transfer(self, round_: Round, now: float) -> None:
+        floor = self._floor
+        for name in round_.those(Part.RECEIVING):
+            if floor.is_silent(floor.members[name].last_seen, now):
+                self._leave_out(round_, name, SILENT)
+                if round_.sender is Sender.PENDING:
+                    self.break_up(round_, SILENT, now)
+        if now >= round_.until:
+            self.break_up(round_, DEADLINE, now)
+        if round_.settle_until is not None and now >= round_.settle_until:
+            self._end_settling(round_)
+
+    def _end_settling(self, round_: Round) -> None:
+        assert round_.broken_at is not None, "only a broken round settles"
+        for name in round_.those(Part.RECEIVING):
+            has_spoken = self._floor.members[name].last_seen > round_.broken_at
+            self._leave_out(round_, name, "no answer to an abort" if has_spoken else SILENT)
+        if round_.awaits_publisher:
+            self._miss_publisher(round_, round_.broken_at)
+
+    def _miss_publisher(self, round_: Round, asked: float) -> None:
+        """The publisher has not answered an abort: it is gone, or, as it polls, busy, which happens once."""
+        seat = self._floor.publisher
+        has_polled = seat is not None and seat.last_seen > asked
+        self._num_unanswered += 1
+        round_.has_publisher_spoken = True
+        round_.broken_by = round_.causes[PUBLISHER] = PUBLISHER_LOST
+        if not has_polled:
+            self._floor.blame_publisher(SILENT, round_)
+        elif self._num_unanswered > 1:
+            self._floor.blame_publisher("no answer to aborts", round_)
+
+    def _lose_publisher(self, round_: Round, cause: str, now: float) -> None:
+        if round_.is_broken or round_.is_over:
+            return
+        self.break_up(round_, PUBLISHER_LOST, now)
+        if cause:
+            self._floor.blame_publisher(cause, round_)
+
+    def _leave_out(self, round_: Round, name: str, cause: str) -> None:
+        member = self._floor.members[name]
+        member.part_from_others()
+        self.set_part(round_, name, Part.LEFT_OUT)
+        round_.causes[name] = cause
+        self._floor.order(name, "abort", round=round_.id)
+        self._floor.blame(member, cause, round_)
+
+    def _close(self, round_: Round, now: float) -> None:
+        del self.active[round_.lane]
+        self._floor.counters["rounds"] += 1
+        if round_.has_spoilt_group:
+            self.groups.drop(round_.membership)
+        if round_.is_broken or round_.those(Part.FAILED, Part.LEFT_OUT):
+            self._floor.counters["rounds_failed"] += 1
+        else:
+            self.last_round_s = now - round_.started
+        self._judgement.judge(round_, now)

@@ -1,0 +1,104 @@
+"""What all parts of the coordination share (pure): members, publisher, orders, blame.
+
+Owns the numbers of rounds and memberships, and who is blamed. Decides nothing by itself.
+Invariant: an id is given once, and those of a coordinator with a newer token are larger.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.versions import UNLOADED, PolicyVersion
+from weight_sync.protocol.members import Member, PublisherSeat
+from weight_sync.protocol.records import BlameRecord, Record
+from weight_sync.protocol.rounds import Order, Round, Timing
+
+PUBLISHER = "publisher"
+ID_BITS = 20
+"""Of an id that count up; the bits above them are the coordinator's token."""
+MAX_BACKOFF_S = 5.0
+
+
+@dataclass
+class Floor:
+    """See the module.
+
+    Attributes:
+        current: The version that the publisher can send.
+        newest_number: Of all versions that any publisher had; an older one is never offered.
+        uses_delta: Let differences be sent to members that hold the same base.
+    """
+
+    timing: Timing
+    parallelism: int
+    backend: str
+    token: int
+    uses_delta: bool = False
+    members: dict[str, Member] = field(default_factory=dict)
+    publisher: PublisherSeat | None = None
+    current: PolicyVersion | None = None
+    newest_number: int = UNLOADED
+    culprit: str = ""
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._orders: list[Order] = []
+        self._records: list[Record] = []
+        self._last_id = self.token << ID_BITS
+
+    def order(self, to: str, kind: str, **fields: Any) -> None:
+        """Have a peer told to do something."""
+        self._orders.append(Order(to, kind, fields))
+
+    def take_orders(self) -> list[Order]:
+        """Return the orders since the last call, oldest first."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def note(self, record: Record) -> None:
+        """Keep a record until it is taken."""
+        self._records.append(record)
+
+    def take_records(self) -> list[Record]:
+        """Return the records since the last call, oldest first."""
+        records, self._records = self._records, []
+        return records
+
+    def next_id(self) -> int:
+        """Return a number that was never given before."""
+        self._last_id += 1
+        return self._last_id
+
+    def is_silent(self, last_seen: float, now: float) -> bool:
+        """Tell whether who was seen at `last_seen` has not spoken for too long."""
+        return now - last_seen >= self.timing.silence_s
+
+    def blame(self, member: Member, cause: str, round_: Round | None = None) -> None:
+        """Name the member as the culprit and fence it until it has caught up."""
+        member.last_error = cause
+        self._name(member.name, cause, round_)
+        if member.is_listening:
+            self.fence(member)
+
+    def blame_publisher(self, cause: str, round_: Round | None = None) -> None:
+        """Name the publisher as the culprit."""
+        self._name(PUBLISHER, cause, round_)
+
+    def fence(self, member: Member) -> None:
+        """Take the member's leases away until it has caught up with the newest version."""
+        member.fence(max(self.newest_number, UNLOADED + 1))
+
+    def back_off(self, member: Member, now: float) -> None:
+        """Offer the member nothing for a while."""
+        member.num_failures += 1
+        wait_s = self.timing.backoff_s * 2 ** min(member.num_failures - 1, 16)
+        member.retry_at = now + min(MAX_BACKOFF_S, wait_s)
+
+    def _name(self, name: str, cause: str, round_: Round | None) -> None:
+        self.culprit = f"{name}: {cause}"
+        self.counters["culprits"] += 1
+        if round_ is not None:
+            round_.culprits.append(self.culprit)
+        self.note(BlameRecord(name, cause, self.newest_number))

@@ -1,0 +1,107 @@
+"""What becomes of those that failed in a round: who is to blame, who is tried alone, who just again (pure).
+
+Invariant: a member that answered in time is blamed only for what it reported of itself, for being late
+when others were not, or for failing without others while the publisher is alive.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from weight_sync.protocol.floor import PUBLISHER, Floor
+from weight_sync.protocol.members import Member
+from weight_sync.protocol.records import RoundRecord
+from weight_sync.protocol.rounds import (
+    DEADLINE,
+    DIGEST,
+    LEFT,
+    PUBLISHER_LOST,
+    SUPERSEDED,
+    TRANSPORT,
+    Part,
+    Round,
+    Sender,
+)
+
+ABORTED = "aborted"
+BLAMELESS = (PUBLISHER_LOST, SUPERSEDED, LEFT)
+"""Causes of a broken round for which no member is suspected."""
+UNEXPLAINED = ("", TRANSPORT, ABORTED)
+"""What a member reports that suffers from what another one, or the publisher, has done."""
+
+
+class Judgement:
+    """See the module."""
+
+    def __init__(self, floor: Floor) -> None:
+        self._floor = floor
+
+    def judge(self, round_: Round, now: float) -> None:
+        """Decide about the members of a round that has ended, and put it on record."""
+        failed = [self._floor.members[name] for name in round_.those(Part.FAILED)]
+        explained = [member for member in failed if self._cause_of(member, round_) not in UNEXPLAINED]
+        self._judge_explained(explained, round_, now)
+        self._judge_rest([member for member in failed if member not in explained], round_, now)
+        self._count(round_)
+        self._floor.note(_record(round_, now))
+
+    def _judge_explained(self, members: list[Member], round_: Round, now: float) -> None:
+        """Members that said themselves what was wrong; bytes that are wrong for all were sent wrong."""
+        causes = {self._cause_of(member, round_) for member in members}
+        is_everyone = len(members) > 1 and len(members) == len(round_.receivers)
+        if is_everyone and causes == {DIGEST}:
+            self._floor.blame_publisher("the bytes of every member differ from the digests", round_)
+        for member in members:
+            if not (is_everyone and causes == {DIGEST}):
+                self._floor.blame(member, self._cause_of(member, round_), round_)
+            self._floor.back_off(member, now)
+
+    def _judge_rest(self, members: list[Member], round_: Round, now: float) -> None:
+        """Members that answered and cannot say what was wrong."""
+        if not members or round_.culprits or round_.broken_by in BLAMELESS:
+            return
+        if len(round_.parts) == 1:
+            self._floor.blame(members[0], f"{round_.broken_by or 'a failure'} without others", round_)
+            self._floor.back_off(members[0], now)
+            members[0].part_from_others()
+        elif round_.broken_by == DEADLINE and round_.sender is Sender.SENT and round_.those(Part.VERIFIED):
+            for member in members:
+                self._floor.blame(member, "late: all was sent, others were done", round_)
+                member.part_from_others()
+        else:  # one of them, or none; those that came furthest go on together, and faster
+            members.sort(key=lambda member: -member.num_buckets)
+            for member in members[len(members) // 2 :]:
+                member.part_from_others()
+
+    def _cause_of(self, member: Member, round_: Round) -> str:
+        return round_.causes.get(member.name, "")
+
+    def _count(self, round_: Round) -> None:
+        if round_.is_broken or round_.those(Part.FAILED, Part.LEFT_OUT):
+            causes = Counter(_kind(cause) for cause in set(round_.causes.values()))
+            for kind in sorted(causes or {DEADLINE: 1}):
+                self._floor.counters[f"rounds_failed/{kind}"] += 1
+
+
+def _kind(cause: str) -> str:
+    """Return the cause without what is special to one member: `refused: no room ...` is `refused`."""
+    return cause.partition(":")[0].replace(" ", "_")
+
+
+def _record(round_: Round, now: float) -> RoundRecord:
+    is_failed = round_.is_broken or bool(round_.those(Part.FAILED, Part.LEFT_OUT))
+    causes = {name: cause for name, cause in round_.causes.items() if name != PUBLISHER}
+    first = next(iter(causes.values()), "")
+    return RoundRecord(
+        round=round_.id,
+        lane=round_.lane.value,
+        number=round_.version.number,
+        step=round_.version.step,
+        membership=round_.membership,
+        parts={name: part.value for name, part in round_.parts.items()},
+        seconds=now - round_.started,
+        num_bytes=round_.num_bytes,
+        cause=(round_.broken_by or first) if is_failed else "",
+        causes=causes,
+        culprits=list(round_.culprits),
+    )

@@ -1,0 +1,94 @@
+"""Permits to swap: which members may load a verified version now (pure).
+
+Owns the queue of members that hold a verified copy. A permit is held from the commit to the report of
+the load, at most `deadline_s`.
+Invariant: at no moment do more than `parallelism` members hold a permit.
+"""
+
+from __future__ import annotations
+
+from asyncrl.versions import UNLOADED
+from weight_sync.protocol.floor import Floor
+from weight_sync.protocol.members import Member, MemberState
+
+MAX_LOAD_FAILURES = 3
+
+
+class Permits:
+    """See the module."""
+
+    def __init__(self, floor: Floor) -> None:
+        self._floor = floor
+        self._queue: list[str] = []
+
+    def ask(self, member: Member, number: int) -> None:
+        """The member holds the verified version `number`."""
+        member.staged = number
+        if member.name not in self._queue:
+            self._queue.append(member.name)
+
+    def forget(self, name: str) -> None:
+        """Another process has taken the member's name."""
+        self._queue = [waiting for waiting in self._queue if waiting != name]
+
+    def take_back(self, member: Member) -> None:
+        """The member will not take up its commit; it waits for another one, behind the others."""
+        if member.swapping is not None:
+            member.staged = max(member.swapping, member.staged or 0)
+            member.swapping = None
+            self._requeue(member)
+
+    def note_load(self, member: Member, number: int, now: float) -> None:
+        """The member's engine has loaded `number`."""
+        if member.swapping is not None and number >= member.swapping:
+            member.swapping, member.last_swap_s = None, now - member.swap_began
+        member.serving, member.num_load_failures = number, 0
+        if member.staged is not None and member.staged <= number:
+            member.staged = None
+        self._floor.counters["swaps"] += 1
+        member.hear_replica(is_attended=False)
+
+    def note_failed_load(self, member: Member, number: int, error: str, now: float) -> None:
+        """The engine could not load `number` and holds nothing usable; it loads again from staging."""
+        self._floor.counters["failed_loads"] += 1
+        member.swapping, member.serving, member.last_error = None, UNLOADED, error
+        member.is_unheard = False
+        member.num_load_failures += 1
+        if member.num_load_failures >= MAX_LOAD_FAILURES:
+            member.num_load_failures, member.staged = 0, None
+            self._floor.blame(member, f"load failed {MAX_LOAD_FAILURES} times: {error}")
+            self._floor.back_off(member, now)
+        else:
+            member.staged = max(number, member.staged or 0)
+            self._requeue(member)
+        if member.state in (MemberState.SYNCING, MemberState.READY, MemberState.PINNED):
+            member.move(MemberState.SYNCING)
+
+    def check_deadlines(self, now: float) -> None:
+        """Take the permits back that were held for too long, and blame their holders."""
+        for member in self._floor.members.values():
+            if member.swapping is not None and now >= member.swap_until:
+                self._floor.counters["missed_swaps"] += 1
+                self.take_back(member)
+                member.is_attended = False
+                self._floor.order(member.name, "withdraw")
+                self._floor.blame(member, "swap not done in time")
+
+    def grant(self, now: float) -> None:
+        """Commit to the next members; those that serve nothing first, for they generate nothing."""
+        members = self._floor.members
+        num_swapping = sum(member.swapping is not None for member in members.values())
+        waiting = [members[name] for name in self._queue if members[name].may_swap()]
+        for member in sorted(waiting, key=lambda member: member.serving != UNLOADED):
+            if num_swapping >= self._floor.parallelism:
+                return
+            self._queue.remove(member.name)
+            member.swapping, member.staged = member.staged, None
+            member.swap_began, member.swap_until = now, now + self._floor.timing.deadline_s
+            self._floor.order(member.name, "commit", number=member.swapping)
+            num_swapping += 1
+
+    def _requeue(self, member: Member) -> None:
+        if member.name in self._queue:
+            self._queue.remove(member.name)
+        self._queue.append(member.name)
