@@ -113,7 +113,7 @@ class Carrier:
                 _carry_all(transport, buckets, carry_bucket, after_bucket, until, self._clock)
             except DigestMismatch as error:
                 cause, message = DIGEST, str(error)
-            except (SyncError, DeadlineExceeded) as error:
+            except Exception as error:  # of any kind: whoever waits for this round must hear of its end
                 transport.close()  # the sockets close with it, which wakes the other members
                 cause, message = TRANSPORT, str(error)
             done(order, cause, message)
@@ -128,8 +128,9 @@ class Carrier:
             transport.close()
 
     def close(self) -> None:
-        """Free all groups."""
-        self._close_unused(frozenset())
+        """Give up what is going on, and free all groups."""
+        for membership in list(self._transports):
+            self.abort(membership)
 
     def _close_unused(self, live: frozenset[int]) -> None:
         for membership in set(self._transports) - live:

@@ -29,6 +29,7 @@ from weight_sync.memory.writer import GrowingPlace, MappedPlace, Mappings, Segme
 log = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
+ACQUIRE_DEADLINE_S = 3.0
 START_DEADLINE_S = 120.0
 """For the first call: the publisher may still be starting."""
 
@@ -190,7 +191,10 @@ class Handoff:
 
     def _acquire(self) -> str:
         num_bytes = self._layout.total_bytes if self._layout else 0
-        reply = self._call("acquire", num_bytes=num_bytes)
+        # Once, not twice: without an answer the publish is deferred, and the learner goes on.
+        reply = self._client.call(
+            "acquire", deadline_s=ACQUIRE_DEADLINE_S, token=self._token, num_bytes=num_bytes
+        )
         path: str = field(reply.args, "path", str)
         if path and not path.startswith(self._prefix):
             raise WireError(f"the publisher named {Path(path).name}, which is no segment of this run")

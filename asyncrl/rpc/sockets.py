@@ -22,8 +22,10 @@ WAITING_BYTES = 64 << 20
 MIN_WAITING, MAX_WAITING = 8, 1000
 SPARE_BYTES = 1 << 30
 """What a service may take beyond twice the groups that it keeps."""
-UNSENT_REPLIES = 256
-"""Replies kept for a peer that does not read; further ones are dropped."""
+UNSENT_REPLIES = 512
+"""Replies kept for a peer that does not read; further ones are dropped. libzmq learns in steps of half of
+this what was read, so half is room for sure: `server.MAX_TURN`, whose replies may leave at once. With
+256 here, 200 calls in flight lost up to 32 answers."""
 CURVE_DOMAIN = b"asyncrl"
 
 

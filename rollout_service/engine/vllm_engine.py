@@ -139,17 +139,22 @@ class VllmEngine:
             await self._control(llm.pause_generation(mode="keep", clear_cache=clear_cache), "the pause")
             await self._load(number, update)
             await self._control(llm.update_weight_version(str(number)), f"the label of version {number}")
-            self._serving, self._is_loaded = staged.version, True
+            self._serving = staged.version
             await self._control(llm.resume_generation(), "the resumption")
+            self._is_loaded = True
 
     async def _load(self, number: int, update: Any) -> None:
         """Load on all workers, or raise what the first of them says. The label stays as it was."""
         llm, what = self._llm, f"the load of version {number}"
-        if self._has_open_update:  # an earlier load outlasted its deadline
-            await self._control(llm.finish_weight_update(), "the end of an earlier load")
-            self._has_open_update = False
-        await self._control(llm.start_weight_update(), what)
+        if self._has_open_update:  # an earlier load, or only its start, outlasted its deadline
+            try:
+                await self._control(llm.finish_weight_update(), "the end of an earlier load")
+            except EngineDied:
+                raise
+            except EngineError as error:  # none is open any more, or the start below says what is wrong
+                log.warning("%s", error)
         self._has_open_update = True
+        await self._control(llm.start_weight_update(), what)
         await self._control(llm.update_weights(update), what)
         outcomes: list[str] = await self._control(llm.collective_rpc(REPORT), what)
         await self._control(llm.finish_weight_update(), what)

@@ -162,3 +162,31 @@ def test_a_run_does_not_go_on_with_remax_when_its_groups_have_no_greedy_answers(
     said = r"advantage: was 'grpo', is 'remax', which needs a greedy answer.*\n?.*Choose another run.name"
     with pytest.raises(ConfigError, match=said) if is_refused else contextlib.nullcontext():
         run._refuse_other_lineage(folder, Config(**values, algorithm={"advantage": after}))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_refused"),
+    [
+        (("gae", "a"), ("gae", "b"), True),
+        (("gae", "a"), ("gae", "a"), False),
+        (("grpo", None), ("gae", None), True),
+        (("gae", "a"), ("grpo", None), False),
+        (("gae", "a"), ("vtrace", "a"), False),
+    ],
+)
+def test_a_run_goes_on_with_the_critic_that_its_checkpoints_hold(
+    values: dict[str, Any],
+    tmp_path: Path,
+    before: tuple[str, str | None],
+    after: tuple[str, str | None],
+    is_refused: bool,
+) -> None:
+    def make(advantage: str, critic: str | None) -> Config:
+        extra = {"critic": {"path": critic}} if critic else {}
+        return Config(**values, algorithm={"advantage": advantage}, **extra)
+
+    folder = RunDir(tmp_path / "again")
+    folder.path.mkdir()
+    folder.resolved.write_text(dump_resolved(make(*before)))
+    with pytest.raises(ConfigError, match="critic: was") if is_refused else contextlib.nullcontext():
+        run._refuse_other_lineage(folder, make(*after))

@@ -141,8 +141,8 @@ def test_replies_for_a_peer_that_never_reads_are_dropped_and_do_not_pile_up() ->
         client.call("echo")
         before = anonymous_bytes(pid)
         request = pack_header({"id": 1, "op": "echo", "args": {}})
-        message = raw_part(request, has_more=True) + raw_part(bytes(100_000), has_more=False)
-        for _ in range(1500):
+        message = raw_part(request, has_more=True) + raw_part(bytes(60_000), has_more=False)
+        for _ in range(2500):
             end.sendall(message)
         assert client.call("echo", n=1).args == {"n": 1}
         assert anonymous_bytes(pid) - before < 50 << 20
@@ -186,9 +186,7 @@ def test_a_long_outage_does_not_make_what_lay_through_it_the_quickest() -> None:
 
 def test_clocks_that_drift_apart_make_no_request_look_old() -> None:
     delays, drift = Delays(), 1e-4
-    largest = max(
-        delays.measure_s(b"a", now_s * (1.0 - drift), float(now_s)) for now_s in range(0, 36_000, 10)
-    )
+    largest = max(delays.measure_s(b"a", now_s * (1.0 - drift), float(now_s)) for now_s in range(36_000))
     assert largest <= 2.1 * WINDOW_S * drift
 
 

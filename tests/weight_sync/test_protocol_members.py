@@ -195,3 +195,29 @@ def test_a_load_that_is_reported_late_does_not_take_a_member_back():
         world.obey("a")
     world.coordination.loaded("a", 1, True, "", world.now)
     assert world.member("a").serving == 2
+
+
+def test_a_fence_stays_with_the_replica_when_its_receiver_is_started_anew():
+    world = World("a")
+    world.publish(1)
+    world.obey("a")
+    world.publish(2)
+    world.pass_time(TIMING.offer_s + 0.5, "a")
+    assert world.member("a").is_fenced
+    world.join("a", incarnation="2", serving=1)
+    assert world.member("a").is_fenced
+    world.obey("a")
+    assert world.member("a").serving == 2 and not world.member("a").is_fenced
+
+
+def test_who_verifies_after_its_round_has_ended_is_the_base_of_later_differences():
+    world = World("a", uses_delta=True)
+    world.publish(1)
+    world.obey("a")
+    world.publish(2)
+    (offer,) = [order for order in world.take() if order.kind == "offer"]
+    world.coordination.accepted("a", offer.fields["round"], world.now)
+    world.take()
+    world.pass_time(TIMING.deadline_s + 1.0, "a")
+    world.coordination.verified("a", offer.fields["round"], 2, world.now)
+    assert world.member("a").base == 2

@@ -117,6 +117,11 @@ def test_a_coordinator_that_was_replaced_journals_no_more(tmp_path):
     assert [line.get("culprit") for line in lines_of(tmp_path)] == [None, None, "b"]
 
 
+def test_a_full_disk_ends_no_coordinator(tmp_path):
+    (tmp_path / JOURNAL_FILE).symlink_to("/dev/full")
+    Journal(tmp_path, 1).note(BlameRecord("a", "silent", 1))
+
+
 # --- coordinators and liaisons over real sockets ---------------------------------------------------
 
 

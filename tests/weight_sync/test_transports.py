@@ -313,3 +313,10 @@ def test_a_check_that_does_not_end_fails_the_transfer_at_its_deadline():
 
 def test_buckets_without_checks_are_carried():
     assert carry_alone(lambda index, bucket: None, WAIT_S) == ("", "")
+
+
+def test_an_error_that_nobody_foresaw_ends_the_transfer_with_its_cause():
+    def after_bucket(index: int, bucket: torch.Tensor) -> None:
+        raise MemoryError("no memory is left")
+
+    assert carry_alone(after_bucket, WAIT_S) == (TRANSPORT, "no memory is left")

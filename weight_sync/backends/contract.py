@@ -7,7 +7,6 @@ broken and only good for `close`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +56,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Free the transport; may be called twice."""
-
-
-TransportFactory = Callable[[], Transport]

@@ -21,7 +21,7 @@ from weight_sync.backends.contract import Group
 from weight_sync.backends.meeting import connect_store, own_address
 
 LOOPBACK = "127.0.0.1"
-_FAILURES = (RuntimeError, DistError, ValueError)
+_FAILURES = (RuntimeError, DistError, ValueError, OSError)
 
 
 class GlooTransport:

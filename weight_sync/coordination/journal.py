@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import time
 from dataclasses import asdict
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from weight_sync.protocol.records import Record, RoundRecord
+
+log = logging.getLogger(__name__)
 
 TOKEN_FILE, JOURNAL_FILE = "weight_sync.token", "weight_sync.jsonl"
 MAX_BYTES = 1 << 20
@@ -71,11 +74,14 @@ class Journal:
         """Append one line, unless a newer coordinator writes here."""
         if self._path is None or newest_token(self._path.parent) > self._token:
             return
-        with self._path.open("a") as file:
-            file.write(json.dumps({"time": time.time(), **line}) + "\n")
-            num_bytes = file.tell()
-        if num_bytes > self._max_bytes:
-            self._shorten()
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps({"time": time.time(), **line}) + "\n")
+                num_bytes = file.tell()
+            if num_bytes > self._max_bytes:
+                self._shorten()
+        except OSError as error:  # a full disk must not end weight sync
+            log.warning("the journal of weight sync was not written: %s", error)
 
     def _shorten(self) -> None:
         assert self._path is not None, "only what is written grows"

@@ -71,7 +71,7 @@ def attach(path: str, num_bytes: int, flags: int = mmap.MAP_SHARED) -> mmap.mmap
 
     Raises:
         SegmentGone: It is not there.
-        SyncError: It is of another size.
+        SyncError: It is of another size, or there is no memory to map it.
     """
     try:
         fd = os.open(path, (os.O_RDONLY if flags & mmap.MAP_PRIVATE else os.O_RDWR) | os.O_CLOEXEC)
@@ -84,6 +84,8 @@ def attach(path: str, num_bytes: int, flags: int = mmap.MAP_SHARED) -> mmap.mmap
         if size != num_bytes:
             raise SyncError(f"the segment {path} has {size} bytes, wanted {num_bytes}")
         return mmap.mmap(fd, num_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise SyncError(f"cannot map the segment {path}: {error.strerror}") from error
     finally:
         os.close(fd)
 

@@ -60,6 +60,11 @@ class Shelf:
         return self._committed.number if self._committed else UNLOADED
 
     @property
+    def taken_number(self) -> int:
+        """The version number that the engine is loading; 0 for none."""
+        return self._taken.number if self._taken else UNLOADED
+
+    @property
     def base_number(self) -> int:
         """The version number that differences can be applied to; 0 for none."""
         return self._base.number if self._base else UNLOADED
@@ -130,9 +135,17 @@ class Shelf:
             self.give_back(older)
 
     def take(self, serving: int) -> Copy | None:
-        """Return the copy that an engine serving `serving` should load; the same one if asked again."""
+        """Return the copy that an engine serving `serving` should load; the same one if asked again.
+
+        What it serves already, or what is older, makes room.
+        """
+        if self._taken is not None and self._taken.number <= serving:
+            self.finish_load(self._taken.number, is_ok=True)
+        if self._committed is not None and self._committed.number <= serving:
+            older, self._committed = self._committed, None
+            self.give_back(older)
         if self._taken is not None:
-            return self._taken if self._taken.number > serving else None
+            return self._taken
         if self._committed is None:
             return None
         self._taken, self._committed = self._committed, None

@@ -33,7 +33,7 @@ class Allegiance:
         if token < self.token:
             return Hearing.OLDER
         is_newer = token > self.token > 0
-        self.token = token
+        self.token = max(self.token, token)
         return Hearing.NEWER if is_newer else Hearing.SAME
 
 

@@ -123,7 +123,9 @@ class Coordination:
             if known.state is MemberState.DEAD:
                 self._raise(known)
         else:
-            known = self.members[card.name] = Member(card.name, card.incarnation, card.abilities, now)
+            fence = known.fenced_until if known is not None else None
+            known = Member(card.name, card.incarnation, card.abilities, now, fenced_until=fence)
+            self.members[card.name] = known
             self._permits.forget(card.name)
             self._conduct.forget(card.name)
         self._take_card(known, card, now)
@@ -260,7 +262,7 @@ class Coordination:
             self._conduct.set_part(round_, name, Part.VERIFIED)
             member.last_round_s = now - round_.started
             member.note_transfer(round_.lane is Lane.LONE)
-            member.base = number
+        member.base = number  # also if its round is over: it holds these bytes
         if member.is_listening and number > max(member.serving, member.staged or 0, member.swapping or 0):
             self._permits.ask(member, number)
         self._advance(now)

@@ -67,7 +67,7 @@ class Timing:
 
     Attributes:
         deadline_s: A round from its offer to its end, the settling of a broken one included; a swap.
-        offer_s: An answer to an offer.
+        offer_s: An answer to an offer: a receiver reserves a segment for it, at 2 GB/s or so.
         settle_s: An answer to an abort, once a group has broken: it tells the living from the culprit.
         silence_s: Without a word for so long, a member is SUSPECT. Members speak every third of it.
         dead_s: Without a word for so long, it is DEAD.
@@ -85,9 +85,7 @@ class Timing:
     def of(deadline_s: float) -> Timing:
         """Return the usual proportions for `weight_sync.deadline_s`."""
         silence_s = min(3.0, deadline_s)
-        return Timing(
-            deadline_s, min(5.0, deadline_s / 4), min(1.0, deadline_s / 8), silence_s, 10 * silence_s
-        )
+        return Timing(deadline_s, deadline_s / 4, min(1.0, deadline_s / 8), silence_s, 10 * silence_s)
 
     @property
     def poll_s(self) -> float:

@@ -13,6 +13,7 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -36,15 +37,16 @@ class RedisLink:
 
     Args:
         url: `redis://` or `rediss://`, with user and password if the server wants them, and redis-py's
-            settings as its query: `?ssl_ca_certs=/etc/ca.pem`.
+            settings for TLS as its query: `?ssl_ca_certs=/etc/ca.pem`.
         deadline_s: How long connecting, and waiting for a reply, may take.
 
     Raises:
-        ConfigError: The URL is none, or its query holds what is no setting.
+        ConfigError: The URL is none, or its query holds what is no setting of TLS.
     """
 
     def __init__(self, url: str, deadline_s: float = 5.0) -> None:
         self.label = label_of(url)
+        _check_query(url)
         settings = {"socket_timeout": deadline_s, "socket_connect_timeout": deadline_s, "protocol": 2}
         pool = redis.ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **settings)
         try:
@@ -65,7 +67,10 @@ class RedisLink:
         """
         if not self.is_up:
             self._expected.clear()
-            self._connection.connect()
+            try:
+                self._connection.connect()
+            except ValueError as error:  # such as a TLS version that there is none of
+                raise ConfigError(f"buffer.url: {error}", hint="Check the ssl_ settings in it") from None
             self.is_up = True
 
     def send(self, *command: Argument, on_reply: OnReply | None = None) -> None:
@@ -124,6 +129,16 @@ class RedisLink:
         self.is_up = False
         self._expected.clear()
         self._connection.disconnect()
+
+
+def _check_query(url: str) -> None:
+    """Refuse what would override the link's own settings, such as its deadlines."""
+    for name in parse_qs(urlsplit(url).query, keep_blank_values=True):
+        if name != "db" and not name.startswith("ssl_"):
+            raise ConfigError(
+                f"buffer.url does not take this query: '{name}' is no setting of TLS",
+                hint="docs/journals.md lists what it takes",
+            )
 
 
 def explain_refusal(label: str, error: BaseException) -> ConfigError | None:

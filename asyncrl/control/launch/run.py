@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.conflicts import WITH_GREEDY
+from asyncrl.config.conflicts import WITH_GREEDY, WITH_VALUES
 from asyncrl.config.load import dump_resolved, load_config
 from asyncrl.config.tree import Config, CriticSection, ModelSection
 from asyncrl.control import plan, prepare
@@ -26,7 +26,6 @@ from asyncrl.errors import ConfigError, RemoteError
 SAME_ON_RESUME = (
     ("run", "seed"),
     ("model", "path"),
-    ("critic", "path"),
     ("data", "train"),
     ("data", "shuffle"),
     ("rollout", "group_size"),
@@ -160,7 +159,8 @@ def _keep_revision(section: FetchedSection, before: FetchedSection) -> FetchedSe
         return section
     if prepare.hub_folder(path) not in Path(before.path or "").parts:
         return section  # another model: refused later, by its path
-    return section.model_copy(update={"revision": before.revision})
+    # A snapshot's folder is named by its commit; runs of older versions kept nothing else of a critic's.
+    return section.model_copy(update={"revision": before.revision or Path(before.path or "").name})
 
 
 def finished_run(config: Config) -> RunDir | None:
@@ -199,6 +199,9 @@ def _refuse_other_lineage(folder: RunDir, config: Config) -> None:
     old, new = before.algorithm.advantage, config.algorithm.advantage
     if new in WITH_GREEDY and old not in WITH_GREEDY:  # the journal holds groups without a greedy answer
         changed.append(f"algorithm.advantage: was {old!r}, is {new!r}, which needs a greedy answer per group")
+    was, now = before.critic.path, config.critic.path
+    if new in WITH_VALUES and (old not in WITH_VALUES or was != now):  # checkpoints hold its weights
+        changed.append(f"critic: was {was!r} under {old}, is {now!r} under {new}")
     if changed:
         raise ConfigError(
             f"the run in {folder.path} cannot go on with other values:\n" + "\n".join(changed),

@@ -14,7 +14,7 @@ from asyncrl.buffer.composition import open_journal, run_key
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.journals.redis_journal import RedisJournal
-from asyncrl.buffer.journals.redis_link import LinkDown, Refusal, find_server, label_of
+from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, Refusal, find_server, label_of
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.ledger.events import Opened
 from asyncrl.config.explain import show
@@ -207,3 +207,9 @@ def test_a_stopped_server_is_gone_by_its_pid(tmp_path: Path) -> None:
     server.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("query", ["socket_timeout=0", "decode_responses=true", "protocol=3", "retry="])
+def test_a_url_cannot_override_the_links_own_settings(query: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{query.split('=')[0]}' is no setting of TLS"):
+        RedisLink(f"redis://127.0.0.1:6379/0?{query}")

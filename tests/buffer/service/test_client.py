@@ -113,7 +113,7 @@ def test_a_fetch_of_more_parts_than_a_service_keeps_replies_loses_none() -> None
         replica = ReplicaClient(address, "a")
         await replica.describe_data(10_000, "d")
         # A turn's replies leave at once, and half of `UNSENT_REPLIES` is what is kept for sure.
-        while grants := (await replica.lease(1, 100, 0.0)).grants:
+        while grants := (await replica.lease(1, 250, 0.0)).grants:
             await asyncio.gather(*(replica.push(make_group(one.ticket, one.attempt)) for one in grants))
         replica.close()
 

@@ -308,3 +308,26 @@ def test_without_delta_no_base_is_kept(prefix):
     shelf = Shelf(prefix)
     shelf.put_verified(shelf.make_room(make_manifest(1)))
     assert shelf.base_number == 0
+
+
+def test_a_copy_of_what_the_engine_serves_already_makes_room(prefix):
+    shelf = Shelf(prefix)
+    for _ in range(2):  # once more after a coordinator that did not know of the first
+        shelf.put_verified(shelf.make_room(make_manifest(4)))
+        shelf.commit(4)
+    assert shelf.take(4) is None
+    newer = shelf.make_room(make_manifest(5))
+    shelf.put_verified(newer)
+    shelf.commit(5)
+    assert shelf.take(4) is newer
+
+
+def test_a_copy_whose_load_is_not_heard_of_makes_room_once_the_engine_serves_it(prefix):
+    shelf = Shelf(prefix)
+    shelf.put_verified(shelf.make_room(make_manifest(4)))
+    shelf.commit(4)
+    assert shelf.take(3) is not None and shelf.taken_number == 4
+    newer = shelf.make_room(make_manifest(5))
+    shelf.put_verified(newer)
+    shelf.commit(5)
+    assert shelf.take(4) is newer
