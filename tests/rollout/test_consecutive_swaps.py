@@ -19,7 +19,7 @@ from rollout_service.engine.vllm_engine import VllmEngine
 from tests.rollout.engine_parts import LoopThread, logprobs_of, make_model, probe_of, save_model, stage
 from tests.rollout.flight_parts import TOLERANCE, Answer, Flight, settings_for
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 NUM_SWAPS = 20
 MANY = 30
 DOOMED, HALF = 500, 12
