@@ -27,9 +27,7 @@ from asyncrl.versions import UNLOADED
 from asyncrl.wire import field
 from weight_sync.backends.contract import Group, Transport
 from weight_sync.encoding.courier import CarryBucket, carry_whole
-
-TRANSPORT, DIGEST = "transport", "digest"
-"""Causes of a failed transfer: the group broke, or bytes arrived that are not the learner's."""
+from weight_sync.protocol.rounds import DIGEST, TRANSPORT
 
 
 class DigestMismatch(SyncError):

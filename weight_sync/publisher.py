@@ -27,7 +27,7 @@ from asyncrl.rpc import Request, Server
 from asyncrl.versions import UNLOADED
 from asyncrl.wire import field
 from weight_sync.backends.contract import Transport
-from weight_sync.carrier import TRANSPORT, Carrier, TransferOrder
+from weight_sync.carrier import Carrier, TransferOrder
 from weight_sync.encoding.choice import choose_widths
 from weight_sync.encoding.courier import CarryBucket, DeltaSender, carry_whole
 from weight_sync.inbox import WAKE, Inbox
@@ -36,10 +36,9 @@ from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.pool import SegmentPool, Slot
 from weight_sync.protocol.peer import Attendance
 from weight_sync.protocol.protocol import PUBLISHER
+from weight_sync.protocol.rounds import ABORTED, SUPERSEDED, TRANSPORT
 
 log = logging.getLogger(__name__)
-
-SUPERSEDED, ABORTED = "superseded", "aborted"
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from weight_sync.liaison import RESET, Introduction, Liaison
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.shelf import Copy, Shelf
 from weight_sync.protocol.peer import Attendance, Stage
+from weight_sync.protocol.rounds import ABORTED
 from weight_sync.publisher import cut
 
 log = logging.getLogger(__name__)
@@ -358,7 +359,7 @@ class ReceiverService:
         else:
             self._shelf.abandon(round_id, incoming.copy)
             self._carrier.abort(incoming.order.group.membership)
-        self._liaison.report("failed", round=round_id, cause="aborted", num_buckets=incoming.num_buckets)
+        self._liaison.report("failed", round=round_id, cause=ABORTED, num_buckets=incoming.num_buckets)
 
     def _abort_all(self) -> None:
         for round_id in self._rounds.open_rounds:

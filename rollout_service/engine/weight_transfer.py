@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     def _check(self, manifest: Manifest) -> None:
         """Compare with the checkpoint; a tied head may be there or not, vLLM skips it."""
-        expected = read_tensors(Path(self.model_config.model))
+        expected = dict(read_tensors(Path(self.model_config.model)))
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             expected.pop(TIED_HEAD, None)
             tied = (entry for entry in manifest.tensors if entry.name == TIED_HEAD)
@@ -171,7 +172,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     def _together(self, stage: str) -> Iterator[None]:
         """Run the block on all workers of the model; if one raises, all do.
 
-        Else one worker would overwrite what another refuses.
+        Else one worker would overwrite what another refuses. The adapter's deadline bounds the wait for them.
         """
         if self.parallel_config.world_size == 1:
             yield
@@ -208,8 +209,11 @@ def _with_faults(number: int, tensors: Tensors) -> Iterator[tuple[str, torch.Ten
         yield tensor
 
 
-def read_tensors(folder: Path) -> dict[str, CheckpointTensor]:
+@cache
+def read_tensors(folder: Path) -> Mapping[str, CheckpointTensor]:
     """Return shape and dtype of every tensor of the safetensors checkpoint in `folder`, by name.
+
+    Its files are opened once: generation is paused while a load is checked.
 
     Raises:
         EngineError: There is no such checkpoint.

@@ -94,7 +94,7 @@ def test_the_gpu_benchmark_moves_exact_bytes_and_prints_json(capsys: pytest.Capt
     assert min(results["bytes_per_s"].values()) > 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_without_a_gpu_the_gpu_benchmark_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_weight_sync.main([]) == 1
     assert "--device cpu" in capsys.readouterr().err

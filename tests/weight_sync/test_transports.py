@@ -27,7 +27,8 @@ from weight_sync.backends.choice import agree_on_backend, choose_backend
 from weight_sync.backends.contract import Group, Transport
 from weight_sync.backends.gloo import GlooTransport
 from weight_sync.backends.nccl import NcclTransport
-from weight_sync.carrier import DIGEST, TRANSPORT, Carrier, DigestMismatch, TransferOrder
+from weight_sync.carrier import Carrier, DigestMismatch, TransferOrder
+from weight_sync.protocol.rounds import DIGEST, TRANSPORT
 
 CLOCK = SystemClock()
 BIG_BYTES = 64 << 20

@@ -60,7 +60,6 @@ class KnownVersion:
     data: bytes
     digest: str
     num_bytes: int
-    num_tensors: int
     num_buckets: int
 
     @staticmethod
@@ -71,7 +70,6 @@ class KnownVersion:
             data,
             xxhash.xxh3_128(buckets.encode()).hexdigest(),
             manifest.total_bytes,
-            len(manifest.tensors),
             len(manifest.buckets),
         )
 

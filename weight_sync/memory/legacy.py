@@ -53,6 +53,7 @@ class LegacyFile:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
             draft.rename(self.path)
+        draft.unlink(missing_ok=True)  # what no room was left for
 
     def read(self) -> Legacy | None:
         """Return what the publisher before this one has left, or None."""

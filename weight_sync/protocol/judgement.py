@@ -12,6 +12,7 @@ from weight_sync.protocol.floor import PUBLISHER, Floor
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.records import RoundRecord
 from weight_sync.protocol.rounds import (
+    ABORTED,
     DEADLINE,
     DIGEST,
     LEFT,
@@ -23,7 +24,6 @@ from weight_sync.protocol.rounds import (
     Sender,
 )
 
-ABORTED = "aborted"
 BLAMELESS = (PUBLISHER_LOST, SUPERSEDED, LEFT)
 """Causes of a broken round for which no member is suspected."""
 UNEXPLAINED = ("", TRANSPORT, ABORTED)

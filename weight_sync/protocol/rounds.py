@@ -17,7 +17,7 @@ from asyncrl.versions import PolicyVersion
 
 MAX_CACHED_GROUPS = 8
 TRANSPORT, DEADLINE, DIGEST, SILENT = "transport", "deadline", "digest", "silent"
-PUBLISHER_LOST, SUPERSEDED, LEFT = "publisher_lost", "superseded", "left"
+PUBLISHER_LOST, SUPERSEDED, LEFT, ABORTED = "publisher_lost", "superseded", "left", "aborted"
 ASKING_CAUSES = (TRANSPORT, DEADLINE)
 """Causes for which the publisher may be the culprit as well as a member, so that both are asked."""
 

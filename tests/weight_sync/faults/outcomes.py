@@ -38,3 +38,10 @@ def check_nothing_is_left(stage: Stage) -> None:
     """All have ended: with the processes their sockets and descriptors are gone, the segments must be too."""
     assert segments.find(stage.cluster.shm_prefix) == []
     assert all(state_of(stage.party(name).pid) == "X" for name in stage.names())
+
+
+def finish(stage: Stage) -> None:
+    """Look at all loads once more, let everybody end, and see that nothing is left."""
+    check_loads(stage)
+    stage.end()
+    check_nothing_is_left(stage)

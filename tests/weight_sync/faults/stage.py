@@ -158,6 +158,11 @@ class Stage:
         error, _ = self.hear_learner()
         assert not error, error
 
+    def serve(self, number: int, wait_s: float = WAIT_S) -> None:
+        """Publish a version and wait until all replicas serve it."""
+        self.publish(number)
+        self.wait_served(number, self.replicas, wait_s)
+
     def loads(self, index: int) -> list[Load]:
         """Return all loads of the engines that have run as replica `index`."""
         path, known = self._loads_path(f"engine.{index}"), self._loads[index]

@@ -10,19 +10,12 @@ import pytest
 from asyncrl.errors import DeadlineExceeded
 from tests.weight_sync.cluster import Fault, wait_until
 from tests.weight_sync.faults.cases import FIRST, LAST, MIDDLE
-from tests.weight_sync.faults.outcomes import bound_s, check_loads, check_nothing_is_left, check_transfers
+from tests.weight_sync.faults.outcomes import bound_s, check_transfers, finish
 from tests.weight_sync.faults.stage import SERVICES, Stage, running_stage
 from tests.weight_sync.faults.traces import state_of
 from weight_sync.link import ReceiverLink
 
 pytestmark = pytest.mark.long
-
-
-def finish(stage: Stage) -> None:
-    check_loads(stage)
-    check_transfers(stage)
-    stage.end()
-    check_nothing_is_left(stage)
 
 
 def counters(stage: Stage) -> dict[str, int]:
@@ -43,30 +36,28 @@ def test_a_corrupt_bucket_is_never_loaded_and_costs_only_its_receiver(bucket, nu
         stage.wait_served(3, [0, 1] if number else [1], bound_s(stage))
         assert number or stage.loads(0) == []
         assert {line.split(":")[0] for line in stage.blamed()} == {"receiver.0"}
+        check_transfers(stage)
         finish(stage)
 
 
 def test_a_load_that_fails_half_way_stays_paused_and_loads_again_from_staging(tmp_path):
     with running_stage(tmp_path) as stage:
-        stage.publish(1)
-        stage.wait_served(1, stage.replicas)
+        stage.serve(1)
         wait_until(lambda: counters(stage).get("rounds") == 1, "the first round to be over")
         stage.party("engine.0").arm("kill:engine.fails@2")
-        stage.publish(2)
-        stage.wait_served(2, stage.replicas, bound_s(stage))
+        stage.serve(2, bound_s(stage))
         assert [(load.number, load.ok) for load in stage.loads(0)] == [(1, True), (2, False), (2, True)]
         wait_until(lambda: counters(stage).get("failed_loads") == 1, "the failed load to be counted")
         wait_until(lambda: counters(stage).get("rounds") == 2, "the second round to be over")
-        stage.publish(3)
-        stage.wait_served(3, stage.replicas, bound_s(stage))
+        stage.serve(3, bound_s(stage))
         wait_until(lambda: counters(stage).get("rounds") == 3, "no version to have been sent twice")
+        check_transfers(stage)
         finish(stage)
 
 
 def test_a_replica_takes_no_leases_while_its_receiver_is_gone(tmp_path):
     with running_stage(tmp_path, num_replicas=1) as stage:
-        stage.publish(1)
-        stage.wait_served(1, stage.replicas)
+        stage.serve(1)
         stage.party("engine.0").end()  # this test is in its place
         link_address = stage.service("receiver.0").address
 
@@ -84,8 +75,8 @@ def test_a_replica_takes_no_leases_while_its_receiver_is_gone(tmp_path):
 
         assert asyncio.run(poll()) == [False, True, False]
         stage.start("engine.0")
-        stage.publish(2)
-        stage.wait_served(2, stage.replicas, bound_s(stage))
+        stage.serve(2, bound_s(stage))
+        check_transfers(stage)
         finish(stage)
 
 
@@ -101,6 +92,7 @@ def test_members_of_a_group_may_meet_in_any_order(late, tmp_path):
         stage.bring_back(late)
         stage.hear_learner()
         stage.wait_served(1, stage.replicas, bound_s(stage))
+        check_transfers(stage)
         finish(stage)
 
 
@@ -109,10 +101,10 @@ def test_processes_may_be_started_in_the_opposite_order(tmp_path):
         for name in ("engine.1", "engine.0", "receiver.1", "receiver.0", "publisher", "coordinator"):
             stage.start(name)
         stage.replicas += [0, 1]
-        stage.publish(1)
-        stage.wait_served(1, stage.replicas)
+        stage.serve(1)
         assert not stage.blamed()
         assert all(state_of(stage.party(name).pid) != "X" for name in SERVICES)
+        check_transfers(stage)
         finish(stage)
 
 
@@ -124,4 +116,5 @@ def test_a_receiver_that_is_ten_times_slower_holds_nobody_up_for_longer_than_a_d
             stage.wait_served(number, [1, 2], bound_s(stage))
         stage.wait_served(6, [0], 2 * bound_s(stage))
         assert {load.ok for index in stage.replicas for load in stage.loads(index)} == {True}
+        check_transfers(stage)
         finish(stage)

@@ -5,19 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.weight_sync.cluster import WAIT_S, Fault, wait_until
-from tests.weight_sync.faults.outcomes import bound_s, check_loads, check_nothing_is_left, check_transfers
+from tests.weight_sync.faults.outcomes import bound_s, check_transfers, finish
 from tests.weight_sync.faults.stage import SLACK_S, Stage, running_stage
 
 pytestmark = pytest.mark.long
 SLOW_S = 0.3
 """Per bucket: a transfer then takes over a second, and is under way while a test acts."""
-
-
-def finish(stage: Stage) -> None:
-    check_loads(stage)
-    check_transfers(stage)
-    stage.end()
-    check_nothing_is_left(stage)
 
 
 def counters(stage: Stage) -> dict[str, int]:
@@ -43,6 +36,7 @@ def test_a_late_joiner_is_ready_after_one_transfer_and_one_load(tmp_path):
         wait_until(lambda: stage.status("coordinator")["members"]["receiver.1"]["state"] == "READY", "READY")
         assert not stage.blamed() and counters(stage).get("rounds_failed", 0) == 0
         stage.start("learner")
+        check_transfers(stage)
         finish(stage)
 
 
@@ -62,23 +56,21 @@ def test_the_learner_publishes_on_while_a_joiner_hangs_in_its_transfer(tmp_path)
         stage.wait_served(3, [0], bound_s(stage))
         stage.bring_back("receiver.1")
         stage.wait_served(3, [1], 2 * bound_s(stage))
-        check_loads(stage)
         check_transfers(stage, ("receiver.1",))
-        stage.end()
-        check_nothing_is_left(stage)
+        finish(stage)
 
 
 def test_who_joins_in_the_middle_of_a_transfer_gets_the_version_and_breaks_nothing(tmp_path):
     faults = {"receiver.0": Fault("slow", 2, None, seconds=SLOW_S)}
     with running_stage(tmp_path, faults=faults) as stage:
-        stage.publish(1)
-        stage.wait_served(1, stage.replicas)
+        stage.serve(1)
         stage.publish(2)
         wait_for_transfer(stage, "receiver.0")
         stage.add_replica(2)
         assert stage.status("receiver.0")["transfers"] == 1, "the transfer ended too early for this test"
         stage.wait_served(2, stage.replicas, bound_s(stage))
         assert counters(stage).get("rounds_failed", 0) == 0 and not stage.blamed()
+        check_transfers(stage)
         finish(stage)
 
 
@@ -86,33 +78,31 @@ def test_who_joins_in_the_middle_of_a_transfer_gets_the_version_and_breaks_nothi
 def test_who_leaves_in_the_middle_of_a_transfer_costs_the_others_nothing_but_time(leaver, tmp_path):
     faults = {"receiver.0": Fault("slow", 2, None, seconds=SLOW_S)}
     with running_stage(tmp_path, num_replicas=3, faults=faults) as stage:
-        stage.publish(1)
-        stage.wait_served(1, stage.replicas)
+        stage.serve(1)
         stage.publish(2)
         wait_for_transfer(stage, "receiver.0")
         stage.remove_replica(leaver)
         stage.wait_served(2, stage.replicas, 2 * bound_s(stage))
-        stage.publish(3)
-        stage.wait_served(3, stage.replicas, bound_s(stage))
+        stage.serve(3, bound_s(stage))
         assert not [line for line in stage.blamed() if not line.startswith(f"receiver.{leaver}")]
+        check_transfers(stage)
         finish(stage)
 
 
 def test_no_more_replicas_swap_at_once_than_configured(tmp_path):
     with running_stage(tmp_path, num_replicas=4, parallelism=2, load_s=0.3) as stage:
-        stage.publish(1)
-        stage.wait_served(1, stage.replicas)
+        stage.serve(1)
         loads = [load for index in stage.replicas for load in stage.loads(index)]
         at_once = [sum(other.began_s <= load.began_s < other.at_s for other in loads) for load in loads]
         assert max(at_once) == 2
+        check_transfers(stage)
         finish(stage)
 
 
 def test_a_replica_pinned_in_the_middle_of_a_transfer_stays_at_its_version(tmp_path):
     faults = {"receiver.0": Fault("slow", 2, None, seconds=SLOW_S)}
     with running_stage(tmp_path, faults=faults) as stage:
-        stage.publish(1)
-        stage.wait_served(1, stage.replicas)
+        stage.serve(1)
         stage.publish(2)
         wait_for_transfer(stage, "receiver.0")
         receiver = stage.service("receiver.0").client
@@ -124,4 +114,5 @@ def test_a_replica_pinned_in_the_middle_of_a_transfer_stays_at_its_version(tmp_p
         receiver.call("unpin", deadline_s=WAIT_S)
         stage.wait_served(3, [0], bound_s(stage))
         assert not stage.blamed()
+        check_transfers(stage)
         finish(stage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.weight_sync.faults.outcomes import bound_s, check_loads, check_nothing_is_left
+from tests.weight_sync.faults.outcomes import bound_s, finish
 from tests.weight_sync.faults.stage import Stage, running_stage
 from tests.weight_sync.faults.traces import Holdings, num_segments, settled_holdings_of
 
@@ -46,15 +46,12 @@ def test_five_hundred_syncs_in_a_row_leave_every_process_as_it_was(tmp_path):
         counters = stage.status("coordinator")["counters"]
         assert counters.get("rounds_failed", 0) == 0 and not stage.blamed()
         assert all(len(stage.loads(index)) == NUM_SYNCS for index in stage.replicas)
-        check_loads(stage)
-        stage.end()
-        check_nothing_is_left(stage)
+        finish(stage)
 
 
 def test_what_a_receiver_s_deaths_cost_the_others_does_not_add_up(tmp_path):
     with running_stage(tmp_path) as stage:
-        stage.publish(1)
-        stage.wait_served(1, stage.replicas)
+        stage.serve(1)
         number = 1
         held: list[dict[str, Holdings]] = []
         for num_deaths in range(1, NUM_DEATHS + 1):
@@ -75,6 +72,4 @@ def test_what_a_receiver_s_deaths_cost_the_others_does_not_add_up(tmp_path):
             assert late.num_descriptors <= early.num_descriptors + 2, held
             assert late.num_threads <= early.num_threads, held
             assert late.num_children == 0
-        check_loads(stage)
-        stage.end()
-        check_nothing_is_left(stage)
+        finish(stage)

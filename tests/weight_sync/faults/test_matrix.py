@@ -49,15 +49,13 @@ def test_the_others_go_on_while_one_is_stopped_until_it_counts_as_dead(case, tmp
 def play(case: Case, folder: Path, timing: Timing = TIMING, stop_s: float = STOP_S) -> None:
     """Bring version 1 everywhere, strike on the way of version 2, let all return, and bring version 3."""
     with running_stage(folder, case.num_replicas, timing=timing) as stage:
-        stage.publish(1)
-        stage.wait_served(1, stage.replicas)
+        stage.serve(1)
         witness, point = case.trigger
         stage.arm(witness, case.kind, point, case.victims)
         stage.tell_learner(2)
         stage.wait_for_strike(*case.victims)
         endure(stage, case, stop_s)
-        stage.publish(3)
-        stage.wait_served(3, stage.replicas, bound_s(stage))
+        stage.serve(3, bound_s(stage))
         check(stage, case)
         stage.end()
         check_nothing_is_left(stage)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.weight_sync.cluster import WAIT_S, wait_until
 from tests.weight_sync.faults.cases import LEARNER_POINTS
-from tests.weight_sync.faults.outcomes import bound_s, check_loads, check_nothing_is_left, check_transfers
+from tests.weight_sync.faults.outcomes import bound_s, check_transfers, finish
 from tests.weight_sync.faults.stage import running_stage
 from tests.weight_sync.faults.traces import num_segments
 
@@ -19,15 +19,13 @@ pytestmark = pytest.mark.long
 @pytest.mark.parametrize("publisher_dies", [False, True], ids=["", "after the publisher has died too"])
 def test_a_thawed_learner_is_refused_once_a_newer_one_has_opened(point, publisher_dies, tmp_path):
     with running_stage(tmp_path) as stage:
-        stage.publish(1)
-        stage.wait_served(1, stage.replicas)
+        stage.serve(1)
         stage.arm("learner", "stop", point, ("learner",))
         stage.tell_learner(2)
         stage.wait_for_strike("learner")
         zombie = stage.others["learner"]
         stage.start("learner")
-        stage.publish(3)
-        stage.wait_served(3, stage.replicas, bound_s(stage))
+        stage.serve(3, bound_s(stage))
         if publisher_dies:
             stage.party("publisher").signal(signal.SIGKILL)
             stage.bring_back("publisher")
@@ -35,39 +33,31 @@ def test_a_thawed_learner_is_refused_once_a_newer_one_has_opened(point, publishe
         assert zombie.lifeline.poll(WAIT_S)
         error, _ = zombie.lifeline.recv()
         assert error.startswith("FencedError"), error
-        stage.publish(4)
-        stage.wait_served(4, stage.replicas, bound_s(stage))
+        stage.serve(4, bound_s(stage))
         zombie.end()
-        check_loads(stage)
         assert not [load for index in stage.replicas for load in stage.loads(index) if load.number == 2]
         assert num_segments(stage.cluster.shm_prefix, "publisher") <= 3
-        stage.end()
-        check_nothing_is_left(stage)
+        finish(stage)
 
 
 @pytest.mark.parametrize("point", LEARNER_POINTS)
 def test_a_learner_killed_while_it_hands_over_leaves_room_for_the_next_one(point, tmp_path):
     with running_stage(tmp_path) as stage:
-        stage.publish(1)
-        stage.wait_served(1, stage.replicas)
+        stage.serve(1)
         for number in (2, 3, 4, 5):  # more often than there are segments
             stage.arm("learner", "kill", point.replace("@2", f"@{number}"), ("learner",))
             stage.tell_learner(number)
             stage.wait_for_strike("learner")
             stage.bring_back("learner")
-        stage.publish(6)
-        stage.wait_served(6, stage.replicas, bound_s(stage))
-        check_loads(stage)
+        stage.serve(6, bound_s(stage))
         assert not stage.blamed()
         assert num_segments(stage.cluster.shm_prefix, "publisher") <= 3
-        stage.end()
-        check_nothing_is_left(stage)
+        finish(stage)
 
 
 def test_two_coordinators_at_once_do_no_harm_and_the_younger_one_remains(tmp_path):
     with running_stage(tmp_path) as stage:
-        stage.publish(1)
-        stage.wait_served(1, stage.replicas)
+        stage.serve(1)
         stage.arm("coordinator", "stop", "coordinator.transfer@2", ("coordinator",))
         stage.publish(2)
         stage.wait_for_strike("coordinator")
@@ -81,16 +71,13 @@ def test_two_coordinators_at_once_do_no_harm_and_the_younger_one_remains(tmp_pat
         older.kill()
         stage.publish(4)
         stage.wait_served(4, [0, 1, 2], 2 * bound_s(stage))
-        check_loads(stage)
         check_transfers(stage)
-        stage.end()
-        check_nothing_is_left(stage)
+        finish(stage)
 
 
 def test_a_thawed_receiver_whose_place_was_taken_does_not_get_it_back(tmp_path):
     with running_stage(tmp_path) as stage:
-        stage.publish(1)
-        stage.wait_served(1, stage.replicas)
+        stage.serve(1)
         stage.arm("receiver.0", "stop", "receiver.bucket@2.1", ("receiver.0",))
         stage.publish(2)
         stage.wait_for_strike("receiver.0")
@@ -108,6 +95,4 @@ def test_a_thawed_receiver_whose_place_was_taken_does_not_get_it_back(tmp_path):
             stage.publish(number)
             stage.wait_served(number, [0, 1], bound_s(stage))
         zombie.kill()
-        check_loads(stage)
-        stage.end()
-        check_nothing_is_left(stage)
+        finish(stage)
