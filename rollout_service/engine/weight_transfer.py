@@ -141,7 +141,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     def _check(self, manifest: Manifest) -> None:
         """Compare with the checkpoint; a tied head may be there or not, vLLM skips it."""
-        expected = dict(read_tensors(Path(self.model_config.model)))
+        expected = read_tensors(Path(self.model_config.model))
         if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             expected.pop(TIED_HEAD, None)
             tied = (entry for entry in manifest.tensors if entry.name == TIED_HEAD)
@@ -209,11 +209,10 @@ def _with_faults(number: int, tensors: Tensors) -> Iterator[tuple[str, torch.Ten
         yield tensor
 
 
-@cache
-def read_tensors(folder: Path) -> Mapping[str, CheckpointTensor]:
+def read_tensors(folder: Path) -> dict[str, CheckpointTensor]:
     """Return shape and dtype of every tensor of the safetensors checkpoint in `folder`, by name.
 
-    Its files are opened once: generation is paused while a load is checked.
+    A file is opened again only if it was written since: generation is paused while a load is checked.
 
     Raises:
         EngineError: There is no such checkpoint.
@@ -227,9 +226,17 @@ def read_tensors(folder: Path) -> Mapping[str, CheckpointTensor]:
         raise EngineError(f"{folder} has no safetensors files", hint="Save the model with save_pretrained")
     found: dict[str, CheckpointTensor] = {}
     for file in files:
-        with safe_open(file, framework="pt") as checkpoint:
-            for name in list(checkpoint.keys()):
-                piece = checkpoint.get_slice(name)
-                dtype = str(piece.get_dtype())
-                found[name] = CheckpointTensor(tuple(piece.get_shape()), TORCH_DTYPES.get(dtype, dtype))
+        found.update(_read_file(file, file.stat().st_mtime_ns))
+    return found
+
+
+@cache
+def _read_file(file: Path, written_ns: int) -> Mapping[str, CheckpointTensor]:
+    """Return the tensors of `file` as it was when it was written last, at `written_ns`."""
+    found: dict[str, CheckpointTensor] = {}
+    with safe_open(file, framework="pt") as checkpoint:
+        for name in list(checkpoint.keys()):
+            piece = checkpoint.get_slice(name)
+            dtype = str(piece.get_dtype())
+            found[name] = CheckpointTensor(tuple(piece.get_shape()), TORCH_DTYPES.get(dtype, dtype))
     return found
