@@ -1,8 +1,9 @@
 """What a weight sync costs, beside what its bytes cost anyway.
 
 Real services on loopback: a coordinator, a publisher, 1, 2 and 4 receivers, a learner's process that
-publishes. In turns with each sync, in the same run: bare gloo broadcasts of the same bytes in the same
-buckets, and tensor by tensor, between processes of their own; a memcpy; a plain copy by the learner.
+publishes; then receivers that join late. In turns with each sync, in the same run: bare gloo broadcasts
+of the same bytes in the same buckets, and tensor by tensor, between processes of their own; a memcpy; a
+plain copy by the learner.
 The full run adds a real vLLM engine: its pause against a local load of the same weights, and its speed
 while a transfer goes on. Every ratio is the median of the turns' ratios.
 """
@@ -19,6 +20,7 @@ from asyncrl.config.tree import WeightSyncSection
 from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.weight_sync_peers.engine import measure_engine
 from benchmarks.weight_sync_peers.gloo import BUCKETED, MEMCPY, TENSORS, BareGroup
+from benchmarks.weight_sync_peers.joiners import SPARE_S, measure_joiners
 from benchmarks.weight_sync_peers.services import Fleet
 from benchmarks.weight_sync_peers.trainer_client import ask_clients
 from benchmarks.weight_sync_publish import MAX_RATIO, measure_publish
@@ -28,6 +30,7 @@ FULL = [(100, 1), (100, 2), (100, 4), (400, 1), (400, 2), (400, 4)]
 QUICK = [(16, 1), (64, 1), (64, 2)]
 """Megabytes of a version, and receivers."""
 NUM_TURNS, NUM_QUICK_TURNS, NUM_WARM_UP = 11, 7, 4
+NUM_JOINERS = 4
 NUM_ENGINE_TURNS, RATE_S = 5, 4.0
 TARGET_RATE, TARGET_PAUSE = 0.8, 1.5
 WAYS = (BUCKETED, TENSORS, MEMCPY)
@@ -70,6 +73,7 @@ def measure(
             measure_size(megabytes * MB, num_receivers, bucket_bytes, num_turns)
             for megabytes, num_receivers in rows
         ],
+        "joiners": measure_joiners(sizes[-1] * MB, bucket_bytes, NUM_JOINERS),
         "publish": [measure_publish(megabytes * MB, num_turns) for megabytes in sizes],
         "engine": measure_engine(NUM_ENGINE_TURNS, RATE_S, bucket_bytes) if has_engine else None,
         "vllm_clients": ask_clients() if has_engine else None,
@@ -120,6 +124,7 @@ def table(results: dict[str, Any]) -> str:
     lines.append(
         f"buckets of {results['bucket_bytes'] / (1 << 20):g} MiB; GB/s to each receiver, digests included"
     )
+    lines.append(_joiners_line(results["joiners"]))
     lines += [
         f"learner stall, {row['num_bytes'] / MB:.0f} MB, nobody receives: {row['ratio']:.2f} of a plain copy"
         for row in results["publish"]
@@ -151,6 +156,15 @@ def _rate(row: dict[str, Any], name: str) -> float:
     return float(row["num_bytes"] / statistics.median(row[name]) / 1e9)
 
 
+def _joiners_line(joiners: dict[str, Any]) -> str:
+    worst_s, sync_s = max(joiners["hello_to_ready_s"]), statistics.median(joiners["sync_s"])
+    steps = f"{ratio(joiners, 'step_s', 'step_alone_s'):.2f} of its steps alone"
+    return (
+        f"late joiners, {joiners['num_bytes'] / MB:.0f} MB: hello to serving at most {worst_s:.2f} s "
+        f"(one transfer and one load {sync_s:.2f} s); the learner's steps meanwhile {steps}"
+    )
+
+
 def _engine_lines(engine: dict[str, Any]) -> list[str]:
     median = {name: statistics.median(engine[name]) for name in ("pause_s", "load_s", "reload_s")}
     speed = ratio(engine, "tokens_per_s_during_transfers", "tokens_per_s_alone")
@@ -173,6 +187,11 @@ def check(results: dict[str, Any]) -> Verdict:
         if row["num_receivers"] == 1:
             rate = ratio(row, "bucketed_s", "transfer_s")
             ratios[f"transfer and digest of bare gloo, {size}, target {TARGET_RATE}"] = rate / TARGET_RATE
+    joiners = results["joiners"]
+    late_s = max(joiners["hello_to_ready_s"])
+    ratios["late joiner of a transfer, a load and 1 s"] = (
+        statistics.median(joiners["sync_s"]) + SPARE_S
+    ) / late_s
     for row in results["publish"]:
         size = f"{row['num_bytes'] / MB:.0f} MB"
         ratios[f"learner stall of a plain copy, {size}, target {MAX_RATIO}"] = MAX_RATIO / row["ratio"]

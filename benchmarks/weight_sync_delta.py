@@ -1,12 +1,13 @@
 """What differences between versions cost and save, and how much of the weights really changes in a step.
 
-    python -m benchmarks.weight_sync_delta [--quick] [--json FILE] [--check]
+    python -m benchmarks.weight_sync_delta [--quick] [--json FILE] [--check] [--through-up]
 
 First table: bfloat16 weights of which a share of the elements changed, anywhere; encoding and applying
 against sending all of the bytes over bare gloo to one receiver in the same run. `break_even_mb_per_s` is
 the rate of a network below which the difference arrives first. Second table: the share of elements whose
 bits change from one published version to the next: Megatron's learner and AdamW, one update per step, on
 made-up trajectories with random rewards; a model with the demo's shape and one of 25 M parameters.
+`--through-up` measures the second table in real runs instead (weight_sync_peers/learning_runs.py), minutes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from asyncrl.config.tree import LearnerSection
 from asyncrl.experience import Group
 from benchmarks.inputs import make_trajectory, save_qwen3
 from benchmarks.options import Verdict, judge, make_parser, report
+from benchmarks.weight_sync_peers import learning_runs
 from benchmarks.weight_sync_peers.gloo import BUCKETED, BareGroup
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, build_batch
@@ -172,6 +174,9 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "learning_rate": "{:g}".format,
     "changed_first": "{:.2%}".format,
     "changed_later": "{:.2%}".format,
+    "changed_median": "{:.2%}".format,
+    "changed_min": "{:.2%}".format,
+    "changed_max": "{:.2%}".format,
     "elements": "{:,}".format,
     "model": str,
     "dtype": str,
@@ -196,17 +201,28 @@ def check(results: Mapping[str, Any]) -> Verdict:
     )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure as the command line says and return the exit code."""
-    parser = make_parser("benchmarks.weight_sync_delta", __doc__, "16 MB, the demo's model only")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    num_bytes, rounds = (16 << 20, 3) if given.quick else (64 << 20, 7)
+def measure_models(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row per model, dtype and learning rate."""
     changes = []
-    for name in ["demo"] if given.quick else list(MODELS):
+    for name in names:
         with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
             model = save_model(MODELS[name], Path(folder))
             changes += [measure_changes(name, dtype, rate, model) for dtype, rate in CHANGES]
+    return changes
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure as the command line says and return the exit code."""
+    parser = make_parser("benchmarks.weight_sync_delta", __doc__, "16 MB, the demo's model only")
+    parser.add_argument("--through-up", action="store_true", help="real runs instead of made-up ones")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    num_bytes, rounds = (16 << 20, 3) if given.quick else (64 << 20, 7)
+    if given.through_up:
+        runs = learning_runs.RUNS[:1] if given.quick else learning_runs.RUNS
+        changes = [learning_runs.measure(run, print) for run in runs]
+    else:
+        changes = measure_models(["demo"] if given.quick else list(MODELS))
     results = {"sizes": measure_sizes(num_bytes, rounds), "changes": changes}
     return report(given, results, make_table, check)
 

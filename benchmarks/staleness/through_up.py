@@ -37,7 +37,7 @@ def run_through_up(cell: Cell, recipe: Recipe, task: Path, say: Callable[[str], 
         config = load_config(shipped()["quickstart"], settings_of(cell, recipe, task, Path(folder)))
         handle = run.start(config, say)
         try:
-            _await_end(handle)
+            await_end(handle)
         finally:
             handle.stop(STOP_DEADLINE_S)
         summary, outcome = read_json(handle.folder.summary), handle.result()
@@ -77,7 +77,8 @@ def _as_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _await_end(handle: run.RunHandle) -> None:
+def await_end(handle: run.RunHandle) -> None:
+    """Return when the run is over. Raises ServiceFailed after `DEADLINE_S` seconds."""
     end_s = time.monotonic() + DEADLINE_S
     while not handle.is_over:
         if time.monotonic() > end_s:

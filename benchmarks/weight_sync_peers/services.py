@@ -32,17 +32,24 @@ from weight_sync.handoff import Handoff
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.staging import Staged, open_tensors
+from weight_sync.protocol.members import Card
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import Order, Timing
 
 COORDINATOR_NAME, PUBLISHER_NAME = "weight_sync.0", "publisher.0"
 DEADLINE_S = 60.0
+STEP_WIDTH = 1024
+"""Of the matrix that a step multiplies: some 20 ms."""
 
 
 class TimedCoordination(Coordination):
-    """Says over a pipe when a transfer was ordered, and when which member had verified and loaded."""
+    """Says over a pipe when which member joined, verified and loaded, and when a transfer was ordered."""
 
     pipe: Connection
+
+    def hello(self, card: Card, now: float) -> bool:
+        self.pipe.send(("hello", card.name, 0, now_s()))
+        return super().hello(card, now)
 
     def take_orders(self) -> list[Order]:
         orders = super().take_orders()
@@ -90,6 +97,7 @@ class Learner:
     def __init__(self, context: ServiceContext, source: int | Path) -> None:
         self._weights = read_weights(source) if isinstance(source, Path) else make_weights(source)
         self._copies = [tensor.clone() for _, tensor in self._weights]
+        self._matrix = torch.full((STEP_WIDTH, STEP_WIDTH), 1 / STEP_WIDTH)
         address, keys = context.addresses[PUBLISHER_NAME], context.client_keys
         bucket_bytes = context.config.weight_sync.bucket_bytes
         self._handoff = Handoff(address, context.shm_prefix, bucket_bytes, token=1, keys=keys)
@@ -108,6 +116,15 @@ class Learner:
             copy.copy_(tensor)
         return now_s() - began
 
+    def steps(self, number: int) -> list[tuple[float, float]]:
+        """Compute for a while; return when each step began and ended."""
+        return [self._step() for _ in range(number)]
+
+    def _step(self) -> tuple[float, float]:
+        began = now_s()
+        torch.mm(self._matrix, self._matrix)
+        return began, now_s()
+
     def num_bytes(self) -> int:
         return count_bytes(self._weights)
 
@@ -115,7 +132,7 @@ class Learner:
 def run_learner(pipe: Connection, context: ServiceContext, source: int | Path) -> None:
     """Entry of the learner's process; `source` is a number of made-up bytes, or a checkpoint's folder."""
     learner = Learner(context, source)
-    obey(pipe, {"publish": learner.publish, "copy": learner.copy, "num_bytes": learner.num_bytes})
+    obey(pipe, {name: getattr(learner, name) for name in ("publish", "copy", "steps", "num_bytes")})
 
 
 class CopyingReplica:
@@ -216,9 +233,36 @@ class Fleet:
         times: dict[str, list[float]] = {"transfer": [], "verified": [], "loaded": []}
         while len(times[until]) < len(self.receivers):
             what, _, number, at = self.coordinator.hear(DEADLINE_S)
-            if number == self._number:
+            if what in times and number == self._number:
                 times[what].append(at)
         return times
+
+    def steps(self, number: int) -> list[tuple[float, float]]:
+        """Let the learner compute that many steps; return when each began and ended."""
+        steps: list[tuple[float, float]] = self._learner.ask("steps", number)
+        return steps
+
+    def join(self, num_steps: int) -> tuple[float, float, list[tuple[float, float]]]:
+        """Let a receiver and its replica come while the learner computes.
+
+        Returns:
+            When the coordinator took the hello, when the replica had loaded, and the learner's steps.
+        """
+        name = f"receiver.{len(self.receivers)}"
+        self._learner.tell("steps", num_steps)
+        self._start(name)
+        self.receivers.append(name)
+        self._replicas.append(CopyingReplica(self.context.addresses[name], self.context))
+        hello_s = self._hear("hello", name)
+        ready_s = self._hear("loaded", name)
+        return hello_s, ready_s, self._learner.hear()
+
+    def _hear(self, what: str, name: str) -> float:
+        """Return when that happened to `name` first."""
+        while True:
+            said, who, _, at = self.coordinator.hear(DEADLINE_S)
+            if (said, who) == (what, name):
+                return float(at)
 
     def copy_s(self) -> float:
         """Return the seconds that the learner takes to copy the weights plainly."""

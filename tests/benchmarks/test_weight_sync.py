@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import weight_sync
 from benchmarks.gpu import weight_sync as gpu_weight_sync
+from benchmarks.weight_sync_peers.joiners import measure_joiners
 from benchmarks.weight_sync_peers.weights import count_bytes, make_weights
 
 
@@ -25,6 +26,19 @@ def test_a_turn_times_a_whole_sync_and_every_other_way() -> None:
     assert all(len(row[f"{name}_s"]) == 1 for name in ("transfer", "publish", "copy", *weight_sync.WAYS))
     assert 0 < row["transfer_s"][0] < row["ready_s"][0]
     assert row["bucketed_s"][0] > 0
+
+
+def test_a_late_joiner_is_timed_from_its_hello_and_the_learner_s_steps_meanwhile() -> None:
+    figures = measure_joiners(10**6, bucket_bytes=1 << 18, num_joiners=1)
+    assert {
+        name: len(figures[name]) for name in ("sync_s", "hello_to_ready_s", "step_alone_s", "step_s")
+    } == {
+        "sync_s": 1,
+        "hello_to_ready_s": 1,
+        "step_alone_s": 1,
+        "step_s": 1,
+    }
+    assert figures["hello_to_ready_s"][0] > 0
 
 
 def make_results(**changed: float) -> dict[str, Any]:
@@ -47,6 +61,13 @@ def make_results(**changed: float) -> dict[str, Any]:
         "quick": False,
         "bucket_bytes": 16 << 20,
         "rows": [row | {name: [value] * 3 for name, value in changed.items() if name in row}],
+        "joiners": {
+            "num_bytes": 10**8,
+            "sync_s": [0.2, 0.2],
+            "hello_to_ready_s": [0.1, changed.get("late", 0.3)],
+            "step_alone_s": [0.02, 0.02],
+            "step_s": [0.02, 0.022],
+        },
         "publish": [{"learner": "tensors", "num_bytes": 10**8, "ratio": changed.get("stall", 1.2)}],
         "engine": {"num_bytes": 10**8, "num_requests": 8, **{name: [engine[name]] for name in engine}},
         "vllm_clients": {"nccl": "RuntimeError: no GPU"},
@@ -65,6 +86,7 @@ def test_figures_within_the_targets_pass_and_the_worst_is_named() -> None:
         ({"transfer_s": 0.13}, "transfer and digest of bare gloo"),
         ({"stall": 1.6}, "learner stall"),
         ({"pause_s": 0.15}, "pause of a local load"),
+        ({"late": 1.3}, "late joiner"),
     ],
     ids=str,
 )
