@@ -2,10 +2,10 @@
 
     python -m benchmarks.weight_sync_publish [--quick] [--json FILE] [--check]
 
-`tensors`: a learner whose tensors are ready. `tp 1`, `tp 2`, `pp 2`: Megatron learners that export them:
-a fused weight is taken apart, shares are gathered over gloo, a tensor of another stage is sent here. The
-plain copy goes into shared memory of the same kind, whose pages are touched, as the publish does; both
-take turns in one process.
+`tensors`: a learner whose tensors are ready. `tp 1`, `tp 2`, ...: learners of so many ranks, of which each
+writes its own parts of the tensors into the segment. `tp 2, gathered`: as with ranks on several hosts:
+shares are gathered over gloo, and rank 0 writes. The plain copy, by rank 0 alone, goes into shared memory
+of the same kind, whose pages are touched, as the publish does; both take turns.
 """
 
 from __future__ import annotations
@@ -32,18 +32,35 @@ from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.weight_sync_peers.peers import Peer, obey
 from benchmarks.weight_sync_peers.services import COORDINATOR_NAME, PUBLISHER_NAME, make_context, run_service
 from benchmarks.weight_sync_peers.weights import count_bytes, make_weights
-from weight_sync.handoff import Handoff, PublishTimes
+from learner.backend import LearnerBackend, Placement
+from learner.ranks import Ranks
+from weight_sync.handoff import Handoff, PublishTimes, publish_together
 from weight_sync.memory import segments
+from weight_sync.memory.together import TogetherWriter
 
 MAX_RATIO = 1.5
 BUCKET_BYTES = 64 << 20
 WARM_UP_ROUNDS = 4
 """Until each of the three segments has been mapped."""
 PAUSE_S = 0.1
-LAYOUTS = {"tp 1": {}, "tp 2": {"tp": 2}, "pp 2": {"pp": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp 1": {},
+    "tp 2": {"tp": 2},
+    "pp 2": {"pp": 2},
+    "dp 2": {"dp": 2},
+    "tp 2, pp 2": {"tp": 2, "pp": 2},
+    "fsdp2, dp 2": {"backend": "fsdp2"},
+    "tp 2, gathered": {"tp": 2},
+}
+WORLD_SIZES = {"tp 1": 1, "tp 2, pp 2": 4}
+"""The other layouts have two ranks."""
+GATHERED = ", gathered"
+SHOWN = ("fsdp2, dp 2", "tp 2, gathered")
+"""Not judged: the one reads float32, twice the bytes that a plain copy reads; the other uses a network."""
 TIMEOUT_S = 120.0
 
 Tensors = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+Publish = Callable[[PolicyVersion], bool]
 
 
 @dataclass(frozen=True)
@@ -55,37 +72,43 @@ class Stall:
     times: PublishTimes
 
 
-class Learner:
-    """Publishes `tensors` again and again, and copies them plainly in between."""
+class PlainCopy:
+    """Copies tensors into a segment, the plainest way."""
 
     def __init__(self, context: ServiceContext, tensors: Tensors) -> None:
-        self._tensors = tensors
         self._copied = [tensor.clone() for _, tensor in tensors()]
         num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in self._copied)
         path = segments.create(f"{context.shm_prefix}plain", num_bytes)
         self._bytes_B = torch.frombuffer(segments.attach(path, num_bytes), dtype=torch.uint8)
-        address, keys = context.addresses[PUBLISHER_NAME], context.client_keys
-        self._handoff = Handoff(address, context.shm_prefix, BUCKET_BYTES, token=1, keys=keys)
-        self._number = 0
 
-    def measure(self) -> Stall:
-        """Return the figures of one round."""
-        began = time.perf_counter()
-        self._copy()
-        copied = time.perf_counter()
-        self._number += 1
-        if not self._handoff.publish(PolicyVersion(self._number, self._number), self._tensors()):
-            raise ServiceFailed("no segment was free, though nobody receives")
-        return Stall(copied - began, time.perf_counter() - copied, self._handoff.take_times())
-
-    def close(self) -> None:
-        self._handoff.close()
-
-    def _copy(self) -> None:
+    def run(self) -> None:
+        """Copy all."""
         end = 0
         for tensor in self._copied:
             start, end = end, end + tensor.numel() * tensor.itemsize
             self._bytes_B[start:end].view(tensor.dtype).copy_(tensor.view(-1))
+
+
+class RankPublish:
+    """One rank of a learner that publishes `backend` again and again; `handoff` is rank 0's."""
+
+    def __init__(
+        self, backend: LearnerBackend, ranks: Ranks, handoff: Handoff | None, is_gathered: bool
+    ) -> None:
+        self._backend, self._ranks, self._handoff = backend, ranks, handoff
+        self._together = TogetherWriter(ranks)
+        self._is_gathered = is_gathered
+
+    def __call__(self, version: PolicyVersion) -> bool:
+        found = self._path() if self._handoff is not None else None
+        path = self._ranks.share_bytes(found).decode()  # the learner's order brings it
+        return publish_together(self._handoff, self._together, path, version, self._backend)
+
+    def _path(self) -> bytes:
+        assert self._handoff is not None, "rank 0 asks for segments"
+        if not self._handoff.has_room() or self._is_gathered:
+            return b""
+        return self._handoff.shared_path.encode()
 
 
 class Publisher:
@@ -107,34 +130,53 @@ class Publisher:
         segments.unlink_all(self.context.shm_prefix)
 
 
+def open_handoff(context: ServiceContext) -> Handoff:
+    """Return rank 0's way to the publisher."""
+    address, keys = context.addresses[PUBLISHER_NAME], context.client_keys
+    return Handoff(address, context.shm_prefix, BUCKET_BYTES, token=1, keys=keys)
+
+
 def measure_publish(num_bytes: int, rounds: int) -> dict[str, Any]:
     """Return the row of a learner in this process whose tensors are ready."""
     weights = make_weights(num_bytes)
-    with (
-        closing(Publisher()) as publisher,
-        closing(Learner(publisher.context, lambda: iter(weights))) as learner,
-    ):
-        stalls = measure_rounds(learner, rounds)
+    with closing(Publisher()) as publisher, closing(open_handoff(publisher.context)) as handoff:
+        plain = PlainCopy(publisher.context, lambda: iter(weights))
+
+        def publish(version: PolicyVersion) -> bool:
+            return handoff.publish(version, iter(weights))
+
+        stalls = measure_rounds(plain, publish, handoff, rounds)
     return summarise("tensors", count_bytes(weights), stalls)
 
 
-def measure_rounds(learner: Learner, rounds: int) -> list[Stall]:
+def measure_rounds(plain: PlainCopy, publish: Publish, handoff: Handoff, rounds: int) -> list[Stall]:
     """Return `rounds` rounds after those that warm up."""
     stalls = []
-    for _ in range(WARM_UP_ROUNDS + rounds):
-        stalls.append(learner.measure())
+    for number in range(1, WARM_UP_ROUNDS + rounds + 1):
+        began = time.perf_counter()
+        plain.run()
+        copied = time.perf_counter()
+        if not publish(PolicyVersion(number, number)):
+            raise ServiceFailed("no segment was free, though nobody receives")
+        stalls.append(Stall(copied - began, time.perf_counter() - copied, handoff.take_times()))
         time.sleep(PAUSE_S)
     return stalls[WARM_UP_ROUNDS:]
 
 
 def measure_ranks(name: str, model: Path, num_bytes: int, rounds: int) -> dict[str, Any]:
-    """Return the row of Megatron learners in the layout `name`."""
-    changes = LAYOUTS[name]
-    world = max(changes.values(), default=1)
+    """Return the row of the learner `name` of `LAYOUTS`."""
+    world = WORLD_SIZES.get(name, 2)
     with closing(Publisher()) as publisher, closing(HeldPort()) as port:
+        context = publisher.context
         ranks = [
             Peer(
-                f"rank {rank}", run_rank, rank, world, port.number, model, changes, publisher.context, rounds
+                f"rank {rank}",
+                run_rank,
+                Placement(rank, world, port.address, TIMEOUT_S),
+                name,
+                model,
+                context,
+                rounds,
             )
             for rank in range(world)
         ]
@@ -147,32 +189,37 @@ def measure_ranks(name: str, model: Path, num_bytes: int, rounds: int) -> dict[s
 
 
 def run_rank(
-    pipe: Connection,
-    rank: int,
-    world: int,
-    port: int,
-    model: Path,
-    changes: Mapping[str, int],
-    context: ServiceContext,
-    rounds: int,
+    pipe: Connection, placement: Placement, name: str, model: Path, context: ServiceContext, rounds: int
 ) -> None:
-    """Entry of a learner rank: rank 0 publishes and sends its rounds; the others take part in the export."""
-    from learner.backend import Placement
+    """Entry of a learner rank: all publish; rank 0 copies plainly in between and sends its rounds."""
+    backend = open_backend(model, placement, LAYOUTS[name])
+    ranks = Ranks(placement.rank, placement.world_size, torch.device("cpu"))
+    is_gathered = name.endswith(GATHERED)
+    if ranks.is_leader:
+        with closing(open_handoff(context)) as handoff:
+            plain = PlainCopy(context, backend.named_tensors)
+            publish = RankPublish(backend, ranks, handoff, is_gathered)
+            pipe.send(measure_rounds(plain, publish, handoff, rounds))
+    else:
+        for _ in backend.named_tensors():  # for the plain copy
+            pass
+        publish = RankPublish(backend, ranks, None, is_gathered)
+        for number in range(1, WARM_UP_ROUNDS + rounds + 1):
+            publish(PolicyVersion(number, number))
+    obey(pipe, {})
+
+
+def open_backend(model: Path, placement: Placement, changes: Mapping[str, Any]) -> LearnerBackend:
+    """Return a rank of a learner that is never trained."""
+    section = LearnerSection.model_validate({"lr": 1e-6, **changes})
+    options: dict[str, Any] = {"dtype": "bfloat16", "seed": 0, "temperature": 1.0, "is_frozen": True}
+    if section.backend == "fsdp2":
+        from learner.fsdp2.backend import Fsdp2Backend
+
+        return Fsdp2Backend(model, section, placement, **options)
     from learner.megatron.backend import MegatronBackend
 
-    placement = Placement(rank, world, f"127.0.0.1:{port}", timeout_s=TIMEOUT_S)
-    section = LearnerSection.model_validate({"lr": 1e-6, **changes})
-    backend = MegatronBackend(
-        model, section, placement, dtype="bfloat16", seed=0, temperature=1.0, is_frozen=True
-    )
-    if rank == 0:
-        with closing(Learner(context, backend.named_tensors)) as learner:
-            pipe.send(measure_rounds(learner, rounds))
-    else:
-        for _ in range(1 + WARM_UP_ROUNDS + rounds):
-            for _ in backend.named_tensors():
-                pass
-    obey(pipe, {})
+    return MegatronBackend(model, section, placement, **options)
 
 
 def summarise(name: str, num_bytes: int, stalls: list[Stall]) -> dict[str, Any]:
@@ -216,9 +263,9 @@ def make_table(results: Mapping[str, Any]) -> str:
 
 
 def check(results: Mapping[str, Any]) -> Verdict:
-    """Judge the learners that gather nothing over a network; the others are shown."""
-    alone = [row for row in results["rows"] if row["learner"] in ("tensors", "tp 1")]
-    return judge({f"{row['learner']}, {row['num_bytes']} bytes": MAX_RATIO / row["ratio"] for row in alone})
+    """Judge all learners but those that are only shown."""
+    judged = [row for row in results["rows"] if row["learner"] not in SHOWN]
+    return judge({f"{row['learner']}, {row['num_bytes']} bytes": MAX_RATIO / row["ratio"] for row in judged})
 
 
 def main(arguments: Sequence[str]) -> int:

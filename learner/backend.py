@@ -17,6 +17,7 @@ import torch
 
 from learner.batching.batch import PackedBatch
 from learner.checkpoint.snapshot import Snapshot
+from weight_sync.memory.parts import Part
 
 LossFn = Callable[[torch.Tensor, torch.Tensor, PackedBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 """(logprobs_N, entropy_N, microbatch) -> (loss, metrics).
@@ -65,6 +66,13 @@ class ModelBackend(Protocol):
         """Yield (Hugging Face name, full tensor), one at a time, the same order on every rank.
 
         A tensor may be a view of a live parameter: it is valid until the next update.
+        """
+
+    def named_parts(self) -> tuple[Part, ...]:
+        """Return the rectangles of the full tensors that this rank is to publish, each element on one rank.
+
+        They are views of live parameters, valid until the next update; the same object while they are the
+        same views.
         """
 
     def snapshot_state(self) -> Snapshot:

@@ -148,7 +148,8 @@ class Leader:
         fault_point("learner.publishing", self.step)
         self._number = self._client.register_version(self.step)
         every = self._config.weight_sync.probe_every
-        yield Publish(self._number, self.step, is_probe_due(self.step, self._published_step, every))
+        has_probe = is_probe_due(self.step, self._published_step, every)
+        yield Publish(self._number, self.step, has_probe, self.handoff.shared_path)
         taken = self.handoff.published
         if taken is None or taken.number != self._number:
             return  # the publisher has died meanwhile; the next try gets another number

@@ -34,11 +34,15 @@ class Adjust:
 
 @dataclass(frozen=True)
 class Publish:
-    """Hand the current weights over as version `number`, with the log-probs of a probe if `has_probe`."""
+    """Hand the current weights over as version `number`, with the log-probs of a probe if `has_probe`.
+
+    `path` is the segment that every rank may write to; without one, shards are gathered to rank 0.
+    """
 
     number: int
     step: int
     has_probe: bool = False
+    path: str = ""
 
 
 @dataclass(frozen=True)

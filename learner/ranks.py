@@ -47,6 +47,25 @@ class Ranks:
             dist.all_reduce(total)
         return [int(value) for value in total.tolist()]
 
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of each value over all ranks."""
+        found = torch.tensor(list(values), dtype=torch.long, device=self._device)
+        if self.world_size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return [int(value) for value in found.tolist()]
+
+    def share_bytes(self, data: bytes | None) -> bytes:
+        """Return what the leader hands in; the others hand in nothing."""
+        return self._broadcast(data) if self.world_size > 1 else data or b""
+
+    def merge_bytes(self, data: bytes) -> bytes:
+        """Return all ranks' bytes in one; at each place one rank at most has another byte than zero."""
+        if self.world_size == 1:
+            return data
+        merged = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+        dist.all_reduce(merged)
+        return bytes(merged.cpu().numpy().tobytes())
+
     def gather(self, values: Sequence[int]) -> list[int]:
         """Return every rank's values, sorted, each once."""
         if self.world_size == 1:
@@ -64,7 +83,7 @@ class Ranks:
         length = torch.tensor([len(data or b"")], device=self._device)
         dist.broadcast(length, 0)
         buffer = torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        if data is not None:
+        if data:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         dist.broadcast(buffer, 0)
         return bytes(buffer.cpu().numpy().tobytes())

@@ -41,6 +41,8 @@ from learner.report import (
     reduce_over_ranks,
 )
 from learner.step import train_step
+from weight_sync.handoff import publish_together
+from weight_sync.memory.together import TogetherWriter
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class LearnerService:
         self._leader = leader
         if leader is not None:
             leader.controllers = objective.read_controllers()
+        self._together = TogetherWriter(ranks)
         self._watch = Stopwatch()
         self._window = ProfilerWindow(
             config.metrics.profile_steps, weights_dir.parent / "profile", ranks.rank
@@ -237,12 +240,9 @@ class LearnerService:
             with self._watch.time("probe"):
                 probe = measure_probe(self._policy, self._probe_batch, self._config.rollout.temperature)
         with self._watch.time("update_weights"):
-            tensors = self._policy.named_tensors()
-            if self._leader is not None:
-                self._leader.handoff.publish(PolicyVersion(order.number, order.step), tensors, probe)
-            else:
-                for _ in tensors:  # the export is collective
-                    pass
+            handoff = self._leader.handoff if self._leader is not None else None
+            version = PolicyVersion(order.number, order.step)
+            publish_together(handoff, self._together, order.path, version, self._policy, probe)
 
     def _finish(self, order: Finish) -> None:
         self._state = "finishing"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from asyncrl.clock import SystemClock
 from asyncrl.service import ServiceContext
 from weight_sync.backends.choice import choose_backend
-from weight_sync.coordination.journal import take_token
+from weight_sync.coordination.journal import read_fences, take_token
 from weight_sync.coordinator import CoordinatorService
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
@@ -14,11 +14,13 @@ from weight_sync.protocol.rounds import Timing
 def build_coordinator(context: ServiceContext, timing: Timing | None = None) -> CoordinatorService:
     """Return the coordinator; it starts before the others, which find it as `weight_sync.0`."""
     section = context.config.weight_sync
+    token = take_token(context.run_dir)  # first, see `read_fences`
     coordination = Coordination(
         timing or Timing.of(section.deadline_s),
         parallelism=section.parallelism,
         backend=choose_backend(context.config),
-        token=take_token(context.run_dir),
+        token=token,
         uses_delta=section.encoding == "delta",
+        fences=read_fences(context.run_dir),
     )
     return CoordinatorService(coordination, SystemClock(), context.bind, context.server_keys, context.run_dir)

@@ -55,7 +55,7 @@ class CoordinatorService:
         self._coordination = coordination
         self._clock = clock
         self._server = Server(bind, keys)
-        self._journal = Journal(run_dir, coordination.token)
+        self._journal = Journal(run_dir, coordination.token, fences=coordination.fences)
         self._mail: dict[str, Mailbox] = {}
         self._reports = ReportLog()
         self._versions: dict[int, KnownVersion] = {}
@@ -255,6 +255,7 @@ class CoordinatorService:
     # --- orders -----------------------------------------------------------------------------------
 
     def _flush(self) -> None:
+        self._journal.note_fences(self._coordination.fences)  # before anyone is told
         for order in self._coordination.take_orders():
             fault_point(f"coordinator.{order.kind}", order.fields.get("number"))
             box = self._mail.get(order.to)

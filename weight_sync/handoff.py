@@ -1,6 +1,8 @@
 """The learner's side: copies a version into shared memory and hands it to the publisher.
 
 Owns the copy and the digests made while copying. Never waits for a replica; every call is bounded.
+The first version, whose layout nobody knows, is gathered to rank 0. From then on every rank on this host
+writes its own parts (`publish_together`); if one cannot, versions go on being gathered.
 Invariant: all versions of one `Handoff` have the same names, dtypes and shapes in the same order.
 """
 
@@ -8,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,7 +25,9 @@ from asyncrl.rpc import Client, Reply
 from asyncrl.versions import PolicyVersion
 from asyncrl.wire import field
 from weight_sync.memory.manifest import Bucket, Layout, Manifest, Planner, Probe, TensorSpec, plan
+from weight_sync.memory.parts import Part
 from weight_sync.memory.segments import SHM_DIR
+from weight_sync.memory.together import TogetherWriter, Written
 from weight_sync.memory.writer import GrowingPlace, MappedPlace, Mappings, SegmentWriter, WriteTimes
 
 log = logging.getLogger(__name__)
@@ -39,9 +43,9 @@ class PublishTimes:
     """Where the seconds of a publish went; the learner stood still for their sum.
 
     Attributes:
-        gather_s: Asking for the tensors: collectives over the ranks that share them, and reordering.
-        copy_s: Copying into the segment.
-        digest_s: Digests of the buckets.
+        gather_s: Asking for the tensors, and waiting for the other ranks: collectives, and reordering.
+        copy_s: Copying into the segment, on rank 0.
+        digest_s: Digests of the buckets, on rank 0.
         call_s: Calls of the publisher: for a segment, and to commit.
         other_s: The rest.
     """
@@ -55,6 +59,19 @@ class PublishTimes:
     def metrics(self) -> dict[str, float]:
         """Return the parts by their metrics' names."""
         return {f"weights/publish_{name}": seconds for name, seconds in asdict(self).items()}
+
+
+class Exporter(Protocol):
+    """What has weights to publish on several ranks. Both methods are collective."""
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each full tensor, on every rank."""
+
+    def named_parts(self) -> tuple[Part, ...]:
+        """Return what this rank is to write; the ranks' parts cover every element once.
+
+        The same object as before means the same views.
+        """
 
 
 class Handoff:
@@ -118,6 +135,16 @@ class Handoff:
             self._reserved = ""
         return bool(self._reserved)
 
+    @property
+    def layout(self) -> Layout | None:
+        """Of all versions; None before the first."""
+        return self._layout
+
+    @property
+    def shared_path(self) -> str:
+        """The reserved segment, if ranks may write their parts of the next version to it; else empty."""
+        return self._reserved if self._layout is not None else ""
+
     def publish(
         self,
         version: PolicyVersion,
@@ -148,15 +175,41 @@ class Handoff:
             for _ in source:  # other ranks take part in the gathers
                 pass
             return False
-        fault_point("handoff.copied", version.number)
+        taken = Written(buckets, written, source.seconds)
+        return self._hand_over(path, Manifest(version, layout, buckets, probe), taken, began, acquired)
+
+    def commit_parts(
+        self,
+        version: PolicyVersion,
+        written: Written | None,
+        began: float,
+        probe: Probe | None = None,
+    ) -> bool:
+        """Make what all ranks have written to `shared_path` the newest version; `began` is when they did.
+
+        Returns:
+            False if the segment was gone, or the publisher has died since.
+        """
+        path, self._reserved = self._reserved, ""
+        if written is None:
+            self._note_absence(SegmentGone(f"the segment {path} is gone"))
+            return False
+        assert self._layout is not None, "the first version is not written in parts"
+        manifest = Manifest(version, self._layout, written.buckets, probe)
+        return self._hand_over(path, manifest, written, began, began)
+
+    def _hand_over(
+        self, path: str, manifest: Manifest, written: Written, began: float, acquired: float
+    ) -> bool:
+        fault_point("handoff.copied", manifest.version.number)
         copied = time.perf_counter()
-        manifest = Manifest(version, layout, buckets, probe)
         if not self._commit(path, manifest):
             return False
-        self._layout, self.published = layout, version
+        self._layout, self.published = manifest.layout, manifest.version
         call_s = acquired - began + time.perf_counter() - copied
-        other_s = copied - acquired - source.seconds - written.copy_s - written.digest_s
-        self._times = PublishTimes(source.seconds, written.copy_s, written.digest_s, call_s, other_s)
+        gather_s, copy_s, digest_s = written.waited_s, written.times.copy_s, written.times.digest_s
+        other_s = copied - acquired - gather_s - copy_s - digest_s
+        self._times = PublishTimes(gather_s, copy_s, digest_s, call_s, other_s)
         return True
 
     def _commit(self, path: str, manifest: Manifest) -> bool:
@@ -235,6 +288,43 @@ class Handoff:
         if missing is not None:
             raise SyncError(f"the version ends before the tensor '{missing.name}'")
         return layout, writer.finish(), writer.times
+
+
+def publish_together(
+    handoff: Handoff | None,
+    together: TogetherWriter,
+    path: str,
+    version: PolicyVersion,
+    model: Exporter,
+    probe: Probe | None = None,
+) -> bool:
+    """Publish `model` from every rank of it; collective. Each rank writes its own parts, if all can.
+
+    Args:
+        handoff: Rank 0's; the other ranks have none. It has found room.
+        path: Its `shared_path`, on every rank.
+
+    Returns:
+        As `Handoff.publish` on rank 0; True on the others.
+
+    Raises:
+        SyncError: As `Handoff.publish`, on every rank if any has failed in writing.
+    """
+    began = time.perf_counter()
+    layout = handoff.layout if handoff is not None else None
+    parts = model.named_parts() if path else ()
+    if path and together.agrees(path, layout, parts):
+        prepared_s = time.perf_counter() - began
+        written = together.write(path, parts)
+        if written is not None:
+            written = replace(written, waited_s=written.waited_s + prepared_s)
+        return handoff is None or handoff.commit_parts(version, written, began, probe)
+    tensors = model.named_tensors()
+    if handoff is not None:
+        return handoff.publish(version, tensors, probe)
+    for _ in tensors:  # the export is collective
+        pass
+    return True
 
 
 class _Timed:

@@ -17,7 +17,9 @@ from typing import Any
 from asyncrl.config.architectures import find_unsupported
 from asyncrl.config.cuts import find_uneven_cuts
 from asyncrl.config.tree import Config, LearnerSection
+from asyncrl.control import shared_memory
 from asyncrl.control.prepare import is_builtin, is_hub_id
+from asyncrl.control.shared_memory import SharedMemory
 from asyncrl.errors import ConfigError
 
 
@@ -30,12 +32,14 @@ class Plan:
         num_cpus: CPU share that Ray reserves.
         num_gpus: GPUs that Ray reserves.
         weight_sync_backend: `gloo` or `nccl`.
+        shared_memory: What versions on their way take, if the model's size can be told.
     """
 
     num_processes: int
     num_cpus: float
     num_gpus: int
     weight_sync_backend: str
+    shared_memory: SharedMemory | None
 
 
 def check(config: Config) -> Plan:
@@ -63,6 +67,7 @@ def check(config: Config) -> Plan:
         num_cpus=_cpus(config),
         num_gpus=_gpus(config),
         weight_sync_backend="nccl" if config.weight_sync.backend != "gloo" and on_gpus else "gloo",
+        shared_memory=shared_memory.count(config),
     )
 
 

@@ -43,7 +43,7 @@ _PERFORMANCE = [
         ("perf/learner_tokens_per_s", "tokens/s", "Tokens per second of all learner ranks"),
         ("perf/learner_idle_share", "share", "Of `timing_s/step`, waiting for a batch"),
         ("weights/publish_s", "s", "Handing new weights to the publisher, since the row before"),
-        ("weights/publish_gather_s", "s", "Of it, exporting: gathers over the ranks, and reordering"),
+        ("weights/publish_gather_s", "s", "Of it, gathering shards, and waiting for the other ranks"),
         ("weights/publish_copy_s", "s", "Of it, copying into shared memory"),
         ("weights/publish_digest_s", "s", "Of it, digests of the buckets"),
         ("weights/publish_call_s", "s", "Of it, calls of the publisher"),

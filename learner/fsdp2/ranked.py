@@ -6,6 +6,7 @@ and a process whose model could not be loaded is in no group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -19,9 +20,16 @@ from learner.fsdp2.engine import Engine
 from learner.fsdp2.groups import RankGroup, join_group
 from learner.fsdp2.model.modules import PolicyModule, ValueModule
 from learner.fsdp2.reduction import average_metrics
-from learner.fsdp2.sharding import Sharding, describe_parameters, gather_whole, shard_module
+from learner.fsdp2.sharding import (
+    ShardedParameter,
+    Sharding,
+    describe_parameters,
+    gather_whole,
+    shard_module,
+)
 from learner.guard.seams import MakeRoom, StepGate
 from learner.precision import DTYPES
+from weight_sync.memory.parts import Part
 
 RootModule = PolicyModule | ValueModule
 
@@ -40,6 +48,8 @@ class RankedModel:
         is_frozen: bool,
     ) -> None:
         self._source, self._dtype = source, DTYPES[dtype]
+        self._parts: tuple[Part, ...] = ()
+        self._part_addresses: list[int] = []
         self._group: RankGroup = join_group(placement, seed)
         try:
             root, layers = self._load(source)
@@ -80,6 +90,15 @@ class RankedModel:
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for parameter in self._engine.parameters:
             yield parameter.name, gather_whole(parameter, self._group, self._dtype)
+
+    @torch.no_grad()  # with gradients `to_local` is an operation of its own
+    def named_parts(self) -> tuple[Part, ...]:
+        """Return this rank's rows, in float32: they are converted while they are copied."""
+        shards = [parameter.shard for parameter in self._engine.parameters]
+        addresses = [shard.data_ptr() for shard in shards]
+        if addresses != self._part_addresses:
+            self._parts, self._part_addresses = tuple(map(_make_part, self._engine.parameters)), addresses
+        return self._parts
 
     def snapshot_state(self) -> Snapshot:
         return self._engine.snapshot_state()
@@ -125,6 +144,12 @@ class RankedModel:
     def _load(self, source: Path) -> tuple[RootModule, Sequence[torch.nn.Module]]:
         """Return the root module, on the CPU, and the layers that are cut one by one."""
         raise NotImplementedError
+
+
+def _make_part(parameter: ShardedParameter) -> Part:
+    shape = tuple(parameter.tensor.shape)
+    values_RC = parameter.shard.reshape(-1, math.prod(shape[1:]))
+    return Part(parameter.name, shape, parameter.start, 0, values_RC)
 
 
 def _make_sharding(config: LearnerSection, dtype: torch.dtype) -> Sharding:

@@ -34,7 +34,7 @@ _DIRECT = {
     "output_layer.weight": "lm_head.weight",
     "value_head.weight": "score.weight",
 }
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _CUT_DIMENSION = {
     "word_embeddings.weight": 0,
     "output_layer.weight": 0,
@@ -55,7 +55,7 @@ def load_parameters(
     """Fill `model` with this rank's part of the Hugging Face tensors that `read(name)` returns."""
     for name, _, parameter in global_names(model):
         full = _from_hugging_face(name, config, read)
-        if name in _VOCABULARY:
+        if name in VOCABULARY:
             full = _pad_rows(full, parameter.shape[0] * group.size())
         part = cut(name, full, group.size())[group.rank()]
         assert part.shape == parameter.shape, (
@@ -76,7 +76,7 @@ def global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, bool, torch.nn.P
             layer: Any = chunk.get_submodule(f"{_LAYER_PREFIX}{index}")
             yield f"{_LAYER_PREFIX}{layer.layer_number - 1}.{inner}", False, parameter
         elif name == "output_layer.weight" and is_tied:
-            yield _VOCABULARY[0], True, parameter
+            yield VOCABULARY[0], True, parameter
         else:
             yield name, False, parameter
 
@@ -94,9 +94,9 @@ def export_chunk(
         if is_copy:
             continue
         full = _gather(name, parameter.detach(), group)
-        if name in _VOCABULARY:
+        if name in VOCABULARY:
             full = full[:vocab_size]
-        yield from _to_hugging_face(name, full, config)
+        yield from to_hugging_face(name, full, config)
 
 
 def export_shapes(
@@ -110,9 +110,9 @@ def export_shapes(
         dimension = cut_dimension(name)
         if dimension is not None:
             shape[dimension] *= num_ranks
-        if name in _VOCABULARY:
+        if name in VOCABULARY:
             shape[0] = vocab_size
-        for hugging_face, tensor in _to_hugging_face(name, torch.empty(shape, device="meta"), config):
+        for hugging_face, tensor in to_hugging_face(name, torch.empty(shape, device="meta"), config):
             yield hugging_face, tuple(tensor.shape)
 
 
@@ -192,9 +192,10 @@ def _from_hugging_face(name: str, config: TransformerConfig, read: ReadTensor) -
     return read(prefix + _DIRECT_IN_LAYER[inner])
 
 
-def _to_hugging_face(
+def to_hugging_face(
     name: str, full: torch.Tensor, config: TransformerConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the Hugging Face tensors that the full parameter `name` is made of."""
     if not name.startswith(_LAYER_PREFIX):
         yield _DIRECT[name], full
         return

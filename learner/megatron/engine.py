@@ -29,12 +29,14 @@ from learner.checkpoint.snapshot import Snapshot
 from learner.guard.seams import MakeRoom, StepGate
 from learner.megatron import cpu_adaptor
 from learner.precision import DTYPES, LossScale
+from weight_sync.memory.parts import Part
 
 cpu_adaptor.install()  # before anything of Megatron is bound below
 
 from learner.megatron import convert, groups  # noqa: E402
 from learner.megatron.model import architecture, heads  # noqa: E402
 from learner.megatron.optimizer import Updates  # noqa: E402
+from learner.megatron.rows import ExportedParts  # noqa: E402
 from learner.megatron.schedule import ColumnsLoss, Schedule  # noqa: E402
 from learner.megatron.state import TrainingState  # noqa: E402
 
@@ -72,6 +74,7 @@ class Engine:
                 self._architecture, self._parallelism, self._dtype
             )
             self._chunks = self._load_chunks()
+            self._exported = ExportedParts(self._chunks, self._transformer, self._architecture.vocab_size)
             self._updates: Updates | None = None
             self._state: TrainingState | None = None
             if is_frozen:
@@ -131,6 +134,10 @@ class Engine:
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._sync_parameters()
         return self._export()
+
+    def named_parts(self) -> tuple[Part, ...]:
+        self._sync_parameters()
+        return self._exported.read()
 
     def save_hf(self, folder: Path) -> None:
         self._sync_parameters()

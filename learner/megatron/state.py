@@ -22,9 +22,7 @@ from megatron.core.transformer import TransformerConfig
 from learner.checkpoint.pieces import Piece, RowRun, pieces_of_range
 from learner.checkpoint.reader import StateReader
 from learner.checkpoint.snapshot import KINDS, HostCopies, PieceState, Snapshot
-from learner.megatron import convert
-
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+from learner.megatron import convert, rows
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class TrainingState:
                 name, is_copy = names[parameter]
                 owned = optimizer._get_model_param_range_map(parameter)["param"]
                 yield Shard(
-                    runs=self._row_runs(name, parameter),
+                    runs=rows.row_runs(name, parameter.shape, self._config, self._vocab_size),
                     num_columns=parameter[0].numel(),
                     start=owned.start,
                     end=owned.end,
@@ -151,43 +149,7 @@ class TrainingState:
 
     def _is_owner(self, name: str) -> bool:
         """Whether this tensor-parallel rank writes `name`: each its part, rank 0 what all have alike."""
-        return convert.cut_dimension(name) is not None or _tensor_rank()[0] == 0
-
-    def _row_runs(self, name: str, parameter: torch.Tensor) -> tuple[RowRun, ...]:
-        """Return where the rows of this rank's part of `name` are in the Hugging Face tensors."""
-        rank, size = _tensor_rank()
-        dimension = convert.cut_dimension(name)
-        shape = list(parameter.shape)
-        if dimension is not None:
-            shape[dimension] *= size
-        if name in _VOCABULARY and shape[0] > self._vocab_size:
-            shape[0] = self._vocab_size
-        full = torch.empty(shape, device="meta")
-        targets = [(hf, tuple(x.shape)) for hf, x in convert._to_hugging_face(name, full, self._config)]
-        num_rows = len(parameter)
-        if "linear_qkv" in name:
-            return tuple(self._qkv_runs(targets, rank, size))
-        if len(targets) == 2:  # gate above up, each this rank's share
-            half = num_rows // 2
-            return tuple(RowRun(i * half, half, *target, rank * half) for i, target in enumerate(targets))
-        ((hf, hf_shape),) = targets
-        if dimension == 1:
-            return (RowRun(0, num_rows, hf, hf_shape, 0, rank * parameter.shape[1]),)
-        first = rank * num_rows if dimension == 0 else 0
-        return (RowRun(0, max(0, min(num_rows, hf_shape[0] - first)), hf, hf_shape, first),)
-
-    def _qkv_runs(
-        self, targets: Sequence[tuple[str, tuple[int, ...]]], rank: int, size: int
-    ) -> Iterator[RowRun]:
-        """Yield the runs of q, k and v, which are interleaved by key/value group."""
-        num_groups = self._config.num_query_groups
-        assert num_groups is not None
-        local_row = 0
-        for group in range(rank * num_groups // size, (rank + 1) * num_groups // size):
-            for name, shape in targets:
-                count = shape[0] // num_groups
-                yield RowRun(local_row, count, name, shape, group * count)
-                local_row += count
+        return convert.cut_dimension(name) is not None or rows.tensor_rank()[0] == 0
 
 
 def generator_states() -> dict[str, torch.Tensor]:
@@ -208,11 +170,3 @@ def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
     tracked = {name.removeprefix(prefix): states[name] for name in states if name.startswith(prefix)}
     if tracked:  # another backend has none
         tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
-
-
-def _tensor_rank() -> tuple[int, int]:
-    """Return this rank's place among those that share one copy of the model, and how many there are."""
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )

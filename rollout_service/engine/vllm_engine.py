@@ -168,8 +168,11 @@ class VllmEngine:
         return list(self._child_pids)
 
     async def shutdown(self) -> None:
+        import psutil
+
         if self._llm is not None:
-            self._llm.shutdown(timeout=SHUTDOWN_S)
+            with contextlib.suppress(psutil.NoSuchProcess):  # vLLM 0.32 kills a core that ends at that moment
+                self._llm.shutdown(timeout=SHUTDOWN_S)
             self._llm = None
 
     async def _final_output(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Any:

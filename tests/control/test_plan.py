@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from asyncrl.config.tree import Config
-from asyncrl.control import plan, prepare
+from asyncrl.control import plan, prepare, shared_memory
 from asyncrl.errors import ConfigError
+from weight_sync.composition import build_publisher
 
 
 @pytest.fixture
@@ -38,6 +42,43 @@ def problems_of(values: dict[str, Any]) -> list[str]:
 def test_a_good_configuration_has_a_plan(good: dict[str, Any]) -> None:
     found = plan.check(Config(**good))
     assert (found.num_gpus, found.num_cpus, found.weight_sync_backend) == (0, 1.25, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "encoding", "replicas", "num_bytes"),
+    [
+        ("bfloat16", "full", 1, (3 + 2) * 2 * 1_500_000),
+        ("float32", "full", 4, (3 + 8) * 4 * 1_500_000),
+        ("bfloat16", "delta", 2, (4 + 6) * 2 * 1_500_000),
+    ],
+)
+def test_the_shared_memory_of_versions_on_their_way_is_counted(
+    good: dict[str, Any], dtype: str, encoding: str, replicas: int, num_bytes: int
+) -> None:
+    good["model"]["dtype"], good["weight_sync"] = dtype, {"encoding": encoding}
+    good["rollout"] |= {"replicas": replicas, "cpus": 0}
+    folder = Path(good["model"]["path"])
+    save_file({"a": np.zeros((1000, 1000), np.float16)}, folder / "model-1.safetensors")
+    save_file({"b": np.zeros(500_000, np.float16), "c": np.zeros((0, 4))}, folder / "model-2.safetensors")
+    need = plan.check(Config(**good)).shared_memory
+    assert need is not None and need.num_bytes == num_bytes
+    told, warning = need.describe(num_bytes), need.describe(num_bytes - 1)
+    assert f"at each of {replicas} receivers) x 0.00" in told and "warning" not in told
+    assert warning.startswith("warning: ") and "enlarge it" in warning
+
+
+def test_a_model_whose_size_cannot_be_told_counts_for_nothing(good: dict[str, Any]) -> None:
+    file = Path(good["model"]["path"], "model.safetensors")
+    zeros = 7 * b"\0"
+    for data in (b"", b"1234567", b"\xff" * 20, b"\x02" + zeros + b"[]", b"\x08" + zeros + b'{"a": 1}'):
+        file.write_bytes(data)
+        assert plan.check(Config(**good)).shared_memory is None
+    assert shared_memory.free_bytes() > 0
+
+
+def test_weight_sync_keeps_as_many_versions_as_are_counted() -> None:
+    default = inspect.signature(build_publisher).parameters["num_segments"].default
+    assert default == shared_memory.NUM_AT_PUBLISHER
 
 
 def test_all_problems_are_told_at_once(good: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -280,6 +281,32 @@ def test_a_load_that_outlasted_its_deadline_does_not_bar_the_next_one(running: R
     running.loop.call(running.engine._llm.start_weight_update())
     running.engine._has_open_update = True  # as a deadline leaves it
     running.check_logprobs(_generate_at(running, running.swap(8)))
+
+
+def test_an_engine_that_did_not_resume_counts_as_not_loaded(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+):
+    async def refuse() -> None:
+        raise RuntimeError("not now")
+
+    number = max(running.models) + 1
+    with monkeypatch.context() as vllm:
+        vllm.setattr(running.engine._llm, "resume_generation", refuse)
+        with pytest.raises(EngineError, match="vLLM refused the resumption: RuntimeError: not now"):
+            running.swap(8)
+    assert running.engine.serving.number == number and not running.engine.is_loaded
+    running.check_logprobs(_generate_at(running, running.swap(6)))
+    assert running.engine.is_loaded
+
+
+def test_a_core_that_ends_while_it_is_killed_makes_no_error_of_the_shutdown():
+    class EndingLlm:
+        def shutdown(self, timeout: float) -> None:
+            raise psutil.NoSuchProcess(1)
+
+    engine = VllmEngine(VllmSettings("nowhere", "float32", 16, 1, 1 << 20))
+    engine._llm = EndingLlm()
+    asyncio.run(engine.shutdown())
 
 
 def _generate_at(running: Running, number: int) -> Completion:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from asyncrl.control.shared_memory import NUM_AT_PUBLISHER, NUM_AT_RECEIVER
 from asyncrl.rpc import Client
 from asyncrl.versions import PolicyVersion
 from tests.weight_sync.cluster import (
@@ -23,6 +24,7 @@ from tests.weight_sync.cluster import (
     take,
     wait_until,
 )
+from tests.weight_sync.faults.traces import num_segments, state_of
 from weight_sync.handoff import Handoff
 from weight_sync.link import ReceiverLink
 from weight_sync.memory.manifest import Probe
@@ -130,6 +132,8 @@ def test_what_the_engine_reads_is_not_overwritten_by_the_next_versions(cluster):
     for number in (2, 3):
         publish(handoff, number)
     wait_until(lambda: receiver.status()["staged"] > 1, "a newer version to be staged")
+    assert num_segments(cluster.shm_prefix, "receiver.0") == NUM_AT_RECEIVER
+    assert num_segments(cluster.shm_prefix, "publisher") <= NUM_AT_PUBLISHER
     check(staged)
     assert tensors[2][1].item() == 1.0
     report_loaded(receiver, 1)
@@ -175,7 +179,25 @@ def test_a_commit_that_was_not_taken_up_waits_for_the_end_of_the_pin(cluster):
     publish(handoff, 2)
     wait_until(lambda: receiver.status()["committed"] == 2, "version 2 to be committed")
     receiver.client.call("pin", deadline_s=WAIT_S)
+    wait_until(lambda: receiver.status()["committed"] == 0, "the commit to be taken back")
     assert take(receiver, 1, wait_s=0.3) is None
+    receiver.client.call("unpin", deadline_s=WAIT_S)
+    assert load(receiver, 1).number == 2
+
+
+def test_a_commit_that_comes_after_the_pin_is_not_obeyed(cluster):
+    (receiver,) = start(cluster, "receiver.0")
+    handoff = cluster.handoff()
+    publish(handoff, 1)
+    assert load(receiver).number == 1
+    cluster.coordinator.arm("stop:coordinator.commit@2")
+    publish(handoff, 2)
+    wait_until(lambda: state_of(cluster.coordinator.pid) in "Tt", "the coordinator to stop before it commits")
+    receiver.client.call("pin", deadline_s=WAIT_S)
+    cluster.coordinator.signal(signal.SIGCONT)
+    wait_until(lambda: cluster.members()["receiver.0"]["pinned"], "the pin to be known")
+    assert take(receiver, 1, wait_s=0.5) is None
+    assert receiver.status()["staged"] == 2 and receiver.status()["committed"] == 0
     receiver.client.call("unpin", deadline_s=WAIT_S)
     assert load(receiver, 1).number == 2
 
@@ -267,6 +289,24 @@ def test_a_coordinator_that_was_started_again_learns_all_and_goes_on(tmp_path):
         cluster.wait_for_members("receiver.0")
         publish(handoff, 2)
         assert load(receiver, 1).number == 2
+
+
+def test_a_coordinator_that_was_started_again_knows_whom_the_one_before_it_has_fenced(tmp_path):
+    with running_cluster(socket_dir=tmp_path) as cluster:
+        (receiver,) = start(cluster, "receiver.0")
+        handoff = cluster.handoff()
+        publish(handoff, 1)
+        assert load(receiver).number == 1
+        receiver.signal(signal.SIGSTOP)
+        publish(handoff, 2)
+        wait_until(lambda: cluster.members()["receiver.0"]["fenced"], "the fence")
+        cluster.coordinator.kill()
+        cluster.start("weight_sync.0")
+        receiver.signal(signal.SIGCONT)
+        wait_until(lambda: receiver.status()["staged"] == 2, "the thawed receiver to follow")
+        assert cluster.members()["receiver.0"]["fenced"] and receiver.status()["fenced"]
+        assert load(receiver, 1).number == 2
+        wait_until(lambda: not receiver.status()["fenced"], "the end of the fence")
 
 
 def test_a_publisher_that_was_started_again_serves_the_learner_s_next_version(tmp_path):

@@ -41,6 +41,40 @@ def test_a_joiner_in_the_middle_of_a_round_does_not_wait_for_its_end():
     assert world.orders("transfer", PUBLISHER)[-1].fields["world"] == 3
 
 
+def test_a_receiver_that_was_started_anew_before_the_transfer_does_not_wait_for_the_end_of_the_round():
+    world = World("a", "b")
+    world.publish(1)
+    main = accept(world, "a")
+    world.join("b", incarnation="2")
+    joiners = accept(world, "b", lane=Lane.JOINERS)
+    finish(world, joiners, "b")
+    world.obey("b")
+    assert world.states() == {"a": "SYNCING", "b": "READY"}
+    finish(world, main, "a")
+    world.obey("a")
+    assert world.states() == {"a": "READY", "b": "READY"} and not world.coordination.culprit
+
+
+def test_a_receiver_that_was_started_anew_after_it_had_verified_does_not_wait_for_the_slower_ones():
+    world = World("a", "b")
+    world.publish(1)
+    main = accept(world, "a", "b")
+    world.coordination.verified("b", main.id, 1, world.now)
+    world.join("b", incarnation="2")
+    joiners = accept(world, "b", lane=Lane.JOINERS)
+    assert joiners.membership != main.membership and main.parts["a"].value == "RECEIVING"
+
+
+def test_who_connects_anew_gets_another_group_than_that_of_the_round_it_has_left():
+    world = World("a")
+    world.publish(1)
+    main = accept(world, "a")
+    world.pass_time(TIMING.deadline_s - TIMING.settle_s, "a")
+    world.join("a")  # the same process; the round that it leaves still waits for the publisher
+    joiners = accept(world, "a", lane=Lane.JOINERS)
+    assert main in world.coordination.rounds and joiners.membership != main.membership
+
+
 def test_a_group_in_use_stays_open_however_many_joiners_come_meanwhile():
     world = World("a")
     world.publish(1)

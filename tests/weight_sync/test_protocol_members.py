@@ -9,7 +9,7 @@ import pytest
 from asyncrl.versions import PolicyVersion
 from tests.weight_sync.world import GLOO, TIMING, World
 from weight_sync.protocol.members import ALLOWED, Card, Member, MemberState, PublisherSeat
-from weight_sync.protocol.protocol import PUBLISHER
+from weight_sync.protocol.protocol import PUBLISHER, Coordination
 
 WAYS = {
     "STARTING": "SYNCING DRAINING RETIRED DEAD",
@@ -75,6 +75,21 @@ def test_who_is_back_from_the_dead_is_not_believed_before_its_replica_has_spoken
     assert world.orders("withdraw", "a")  # so that its replica speaks
     world.coordination.attended("a", world.now)
     assert world.states() == {"a": "READY"}
+
+
+def test_who_is_back_from_the_dead_is_asked_again_if_it_connects_again_before_it_was_heard():
+    world = World("a")
+    world.publish(1)
+    world.obey("a")
+    world.pass_time(TIMING.dead_s + 1.0)
+    card = Card("a", "1", GLOO, serving=1, is_attended=True)
+    for _ in range(2):
+        world.take()
+        world.coordination.hello(card, world.now)
+        assert [order.kind for order in world.take()] == ["withdraw"]
+    world.coordination.attended("a", world.now)
+    world.coordination.hello(card, world.now)
+    assert world.states() == {"a": "READY"} and not world.take()
 
 
 def test_a_process_that_has_retired_does_not_come_back_but_a_new_one_does():
@@ -208,6 +223,20 @@ def test_a_fence_stays_with_the_replica_when_its_receiver_is_started_anew():
     assert world.member("a").is_fenced
     world.obey("a")
     assert world.member("a").serving == 2 and not world.member("a").is_fenced
+
+
+def test_a_fence_outlives_the_coordinator_that_set_it():
+    world = World("a", "b")
+    world.publish(1)
+    world.obey("a", "b")
+    world.publish(2)
+    world.pass_time(TIMING.offer_s + 0.5, "a", "b")
+    assert world.coordination.fences == {"a": 2, "b": 2}
+    world.coordination = Coordination(TIMING, token=1, fences=world.coordination.fences)
+    world.join("a", serving=1)
+    assert world.states() == {"a": "SYNCING"} and world.coordination.fences == {"a": 2, "b": 2}
+    world.coordination.loaded("a", 2, True, "", world.now)
+    assert world.states() == {"a": "READY"} and world.coordination.fences == {"b": 2}
 
 
 def test_who_verifies_after_its_round_has_ended_is_the_base_of_later_differences():

@@ -15,7 +15,14 @@ import pytest
 from asyncrl.clock import SystemClock
 from asyncrl.errors import FencedError
 from asyncrl.rpc import Client, Request, Server
-from weight_sync.coordination.journal import JOURNAL_FILE, TOKEN_FILE, Journal, newest_token, take_token
+from weight_sync.coordination.journal import (
+    JOURNAL_FILE,
+    TOKEN_FILE,
+    Journal,
+    newest_token,
+    read_fences,
+    take_token,
+)
 from weight_sync.coordination.mail import ReportLog
 from weight_sync.coordinator import CoordinatorService
 from weight_sync.liaison import RESET, Introduction, Liaison
@@ -115,6 +122,20 @@ def test_a_coordinator_that_was_replaced_journals_no_more(tmp_path):
     older.note(BlameRecord("a", "silent", 1))
     newer.note(BlameRecord("b", "silent", 1))
     assert [line.get("culprit") for line in lines_of(tmp_path)] == [None, None, "b"]
+
+
+def test_the_fences_of_the_last_coordinator_stay_however_long_the_journal_gets(tmp_path):
+    assert read_fences(tmp_path) == {} == read_fences(tmp_path / "none")
+    journal = Journal(tmp_path, 1, max_bytes=4000)
+    journal.note_fences({"a": 3})
+    journal.note_fences({"a": 3, "b": 4})
+    for number in range(200):
+        journal.note(BlameRecord("fences", "silent", number))
+    assert read_fences(tmp_path) == {"a": 3, "b": 4}
+    Journal(tmp_path, 2, fences=read_fences(tmp_path)).note_fences({})
+    with (tmp_path / JOURNAL_FILE).open("a") as file:
+        file.write('{"kind": "fences", "fen')
+    assert read_fences(tmp_path) == {}
 
 
 def test_a_full_disk_ends_no_coordinator(tmp_path):
@@ -254,6 +275,22 @@ def test_a_process_whose_name_a_newer_one_has_taken_is_fenced_and_gets_no_orders
                 wait_until(lambda: old.counters["hellos_refused"])
                 assert old.is_fenced and not new.is_fenced
     assert set(old_heard) <= {RESET}
+
+
+def test_a_peer_that_cannot_introduce_itself_tries_again_whatever_the_error_was():
+    errors = [OSError("no descriptor is left"), RuntimeError("a bug"), MemoryError()]
+
+    def introduce() -> Introduction:
+        if errors:
+            raise errors.pop()
+        return Introduction(CARD)
+
+    with coordinator(token=5) as service:
+        made = Liaison(address_of(service), "receiver.0", "1", introduce, lambda *_: None)
+        made.start()
+        wait_until(lambda: "receiver.0" in service.status()["members"])
+        assert made.counters["coordinator_unreachable"] == 3
+        made.stop()
 
 
 def test_who_ends_in_order_has_retired_at_once():

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -27,7 +28,7 @@ from weight_sync.backends.choice import agree_on_backend, choose_backend
 from weight_sync.backends.contract import Group, Transport
 from weight_sync.backends.gloo import GlooTransport
 from weight_sync.backends.nccl import NcclTransport
-from weight_sync.carrier import Carrier, DigestMismatch, TransferOrder
+from weight_sync.carrier import MAX_UNDER_WAY, Carrier, DigestMismatch, TransferOrder
 from weight_sync.protocol.rounds import DIGEST, TRANSPORT
 
 CLOCK = SystemClock()
@@ -104,6 +105,19 @@ def test_every_member_receives_every_bucket_in_order(peers):
     for size, value in ((100, 3), (5000, 7), (1, 9)):
         transport.broadcast(bucket_of(size, value), until(WAIT_S))
         assert [peers.next(i) for i in (0, 1)] == [(value, value, size * value)] * 2
+    transport.close()
+
+
+def test_broadcasts_that_are_under_way_together_arrive_each_in_its_place(peers):
+    store, sizes = make_store(), [BIG_BYTES, 100, BIG_BYTES]
+    for rank in (1, 2):
+        peers.start(make_group(store, 3, rank=rank), sizes)
+    transport = GlooTransport(CLOCK, store)
+    transport.form(make_group(store, 3), until(WAIT_S))
+    under_way = [transport.start(bucket_of(size, 1 + i), until(WAIT_S)) for i, size in enumerate(sizes)]
+    for i, broadcast in enumerate(under_way):
+        broadcast.wait()
+        assert [peers.next(index)[:2] for index in (0, 1)] == [(1 + i, 1 + i)] * 2
     transport.close()
 
 
@@ -212,6 +226,24 @@ def test_an_nccl_abort_from_another_thread_wakes_the_waiter_before_its_deadline(
         transport.broadcast(bucket_of(10, 1), until(WAIT_S))
 
 
+def test_closing_a_carrier_wakes_its_running_transfers():
+    made: list[FakeHungCommunicator] = []
+    is_made, ends = threading.Event(), queue.Queue[str]()
+
+    def connect(*args: Any) -> FakeHungCommunicator:
+        made.append(FakeHungCommunicator(*args))
+        is_made.set()
+        return made[0]
+
+    carrier = Carrier(CLOCK, lambda backend: NcclTransport(CLOCK, connect=connect))
+    order = TransferOrder(1, 1, Group(1, 0, 2, "127.0.0.1", 1), "nccl", frozenset({1}), 10 * WAIT_S)
+    carrier.carry(order, [bucket_of(10, 1)], lambda *_: None, lambda order, cause, message: ends.put(cause))
+    assert is_made.wait(WAIT_S)
+    carrier.close()
+    assert ends.get(timeout=WAIT_S / 4) == TRANSPORT
+    assert made[0].num_aborts <= 1
+
+
 def make_unformed(name: str) -> Transport:
     return GlooTransport(CLOCK) if name == "gloo" else NcclTransport(CLOCK, connect=FakeHungCommunicator)
 
@@ -314,6 +346,54 @@ def test_a_check_that_does_not_end_fails_the_transfer_at_its_deadline():
 
 def test_buckets_without_checks_are_carried():
     assert carry_alone(lambda index, bucket: None, WAIT_S) == ("", "")
+
+
+class ScriptedTransport:
+    """Stands for a group that breaks at its second broadcast; every broadcast must have its end."""
+
+    def __init__(self) -> None:
+        self.under_way: list[int] = []
+        self.most_under_way = 0
+
+    def form(self, group: Group, until: float) -> None:
+        return
+
+    def start(self, bucket: torch.Tensor, until: float) -> ScriptedBroadcast:
+        assert int(bucket[0]) != 3, "goes on after a failure"
+        self.under_way.append(int(bucket[0]))
+        self.most_under_way = max(self.most_under_way, len(self.under_way))
+        return ScriptedBroadcast(self, int(bucket[0]))
+
+    def broadcast(self, bucket: torch.Tensor, until: float) -> None:
+        self.start(bucket, until).wait()
+
+    def abort(self) -> None:
+        return
+
+    def close(self) -> None:
+        assert not self.under_way, "closed with a broadcast under way"
+
+
+@dataclass
+class ScriptedBroadcast:
+    transport: ScriptedTransport
+    value: int
+
+    def wait(self) -> None:
+        self.transport.under_way.remove(self.value)
+        if self.value:
+            raise SyncError(f"the group broke at bucket {self.value}")
+
+
+def test_a_transfer_that_fails_leaves_no_broadcast_behind_and_tells_the_first_failure():
+    transport, ends = ScriptedTransport(), queue.Queue[tuple[str, str]]()
+    carrier = Carrier(CLOCK, lambda backend: transport)
+    order = TransferOrder(1, 1, Group(1, 0, 2, "127.0.0.1", 1), "gloo", frozenset({1}), WAIT_S)
+    buckets = [bucket_of(10, index) for index in range(5)]
+    carrier.carry(order, buckets, lambda *_: None, lambda order, cause, message: ends.put((cause, message)))
+    assert ends.get(timeout=WAIT_S) == (TRANSPORT, "the group broke at bucket 1")
+    assert transport.most_under_way == MAX_UNDER_WAY and not transport.under_way
+    carrier.close()
 
 
 def test_an_error_that_nobody_foresaw_ends_the_transfer_with_its_cause():

@@ -32,6 +32,13 @@ class Group:
     store_port: int
 
 
+class Broadcast(Protocol):
+    """A broadcast under way. It is waited for once, also if one that was started before it has failed."""
+
+    def wait(self) -> None:
+        """Return once it is done; raises as `Transport.broadcast` does."""
+
+
 class Transport(Protocol):
     """Broadcasts buckets within one membership. `until` is a time of the injected clock."""
 
@@ -41,6 +48,16 @@ class Transport(Protocol):
         Raises:
             DeadlineExceeded: Not all came until `until`.
             SyncError: The meeting failed otherwise.
+        """
+
+    def start(self, bucket: torch.Tensor, until: float) -> Broadcast:
+        """Start what `broadcast` does; several may be under way, which every member starts in the same order.
+
+        The bucket is not to be touched before it was waited for.
+
+        Raises:
+            DeadlineExceeded: No time is left.
+            SyncError: The transport is broken already.
         """
 
     def broadcast(self, bucket: torch.Tensor, until: float) -> None:

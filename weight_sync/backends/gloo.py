@@ -21,6 +21,8 @@ from weight_sync.backends.contract import Group
 from weight_sync.backends.meeting import connect_store, own_address
 
 LOOPBACK = "127.0.0.1"
+GRACE_S = 0.1
+"""Its own timeout ends an operation; a wait that ended before it would leave the operation running."""
 _FAILURES = (RuntimeError, DistError, ValueError, OSError)
 
 
@@ -39,10 +41,14 @@ class GlooTransport:
             store = connect_store(self._store, group.store_host, group.store_port, left)
             self._process_group = _connect(PrefixStore(f"membership/{group.membership}", store), group, left)
         except _FAILURES as error:
-            raise self._explain(error, until, f"membership {group.membership} did not form") from error
+            raise _explain(
+                error, self._clock.now(), until, f"membership {group.membership} did not form"
+            ) from error
 
     def broadcast(self, bucket: torch.Tensor, until: float) -> None:
-        # Held here until the operation has ended: whoever drops the last reference waits for that.
+        self.start(bucket, until).wait()
+
+    def start(self, bucket: torch.Tensor, until: float) -> _Broadcast:
         process_group = self._process_group
         if process_group is None or self._is_aborted:
             raise SyncError("the gloo group is not usable: it never formed or was aborted")
@@ -50,9 +56,9 @@ class GlooTransport:
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, left
         try:
-            process_group.broadcast([bucket], options).wait(left)
+            return _Broadcast(process_group, process_group.broadcast([bucket], options), self._clock, until)
         except _FAILURES as error:
-            raise self._explain(error, until, "a broadcast failed") from error
+            raise _explain(error, self._clock.now(), until, "a broadcast failed") from error
         finally:
             del process_group  # an error's traceback would keep it
 
@@ -69,11 +75,34 @@ class GlooTransport:
             raise DeadlineExceeded(f"no time is left to {what}")
         return timedelta(seconds=max(left_s, 0.001))
 
-    def _explain(self, error: Exception, until: float, what: str) -> SyncError | DeadlineExceeded:
-        first_line = str(error).strip().split("\n")[0][:200]
-        if self._clock.now() >= until - 0.05:
-            return DeadlineExceeded(f"{what} in time: {first_line}")
-        return SyncError(f"{what}: {first_line}")
+
+class _Broadcast:
+    """The gloo side of `contract.Broadcast`.
+
+    Holds the group until the operation has ended: whoever drops the last reference waits for that.
+    """
+
+    def __init__(self, process_group: Any, work: Any, clock: Clock, until: float) -> None:
+        self._process_group = process_group
+        self._work = work
+        self._clock = clock
+        self._until = until
+
+    def wait(self) -> None:
+        left_s = max(0.0, self._until - self._clock.now())
+        try:
+            self._work.wait(timedelta(seconds=left_s + GRACE_S))
+        except _FAILURES as error:
+            raise _explain(error, self._clock.now(), self._until, "a broadcast failed") from error
+        finally:
+            self._process_group = self._work = None
+
+
+def _explain(error: Exception, now: float, until: float, what: str) -> SyncError | DeadlineExceeded:
+    first_line = str(error).strip().split("\n")[0][:200]
+    if now >= until - 0.05:
+        return DeadlineExceeded(f"{what} in time: {first_line}")
+    return SyncError(f"{what}: {first_line}")
 
 
 def _connect(store: PrefixStore, group: Group, timeout: timedelta) -> Any:

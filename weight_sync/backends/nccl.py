@@ -16,6 +16,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -73,6 +74,9 @@ class NcclTransport:
         except RuntimeError as error:
             raise self._explain(error, until, f"membership {group.membership} did not form") from error
 
+    def start(self, bucket: torch.Tensor, until: float) -> _Broadcast:
+        return _Broadcast(self, bucket, until)
+
     def broadcast(self, bucket: torch.Tensor, until: float) -> None:
         communicator = self._communicator
         if communicator is None or self._is_aborted.is_set():
@@ -128,6 +132,18 @@ class NcclTransport:
         if self._clock.now() >= until - 0.05:
             return DeadlineExceeded(f"{what} in time: {first_line}")
         return SyncError(f"{what}: {first_line}")
+
+
+@dataclass(frozen=True)
+class _Broadcast:
+    """Begins when it is waited for: NCCL has one staging buffer on the GPU, and one stream."""
+
+    transport: NcclTransport
+    bucket: torch.Tensor
+    until: float
+
+    def wait(self) -> None:
+        self.transport.broadcast(self.bucket, self.until)
 
 
 class ProcessGroupCommunicator:

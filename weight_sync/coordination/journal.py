@@ -1,9 +1,11 @@
 """The coordinator's files in the run's folder: its fencing token and the journal of its rounds.
 
 `weight_sync.token` holds the token of the newest coordinator. `weight_sync.jsonl` holds one JSON object
-a line: `start`, `round`, `blame`, `members`; `asyncrl inspect weights` reads it.
+a line: `start`, `round`, `blame`, `members`; `asyncrl inspect weights` reads it. `fences` is for the next
+coordinator: who takes no leases before which version.
 Invariants: a token is never given twice, also if the clock was set back; the journal stays under
-`MAX_BYTES`, its oldest half goes first; who is no longer the newest coordinator writes nothing.
+`MAX_BYTES`, its oldest half goes first, the fences never; who is no longer the newest coordinator writes
+nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,23 +55,59 @@ def newest_token(folder: Path) -> int:
         return 0
 
 
+def read_fences(folder: Path) -> dict[str, int]:
+    """Return the version number that each fenced member must serve first, as last journalled in `folder`.
+
+    To be read after a token was taken: from then on no older coordinator writes.
+    """
+    try:
+        lines = (folder / JOURNAL_FILE).read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        if '"fences"' in line and (fences := _as_fences(line)) is not None:
+            return fences
+    return {}
+
+
+def _as_fences(text: str) -> dict[str, int] | None:
+    try:
+        line = json.loads(text)
+        return {str(name): int(number) for name, number in dict(line["fences"]).items()}
+    except (ValueError, TypeError, KeyError):  # a torn line, or another kind of line that names them
+        return None
+
+
 def _as_token(text: str) -> int:
     return int(text) if text.strip().isdigit() else 0
 
 
 class Journal:
-    """Appends lines; without a folder it keeps nothing."""
+    """Appends lines; without a folder it keeps nothing. `fences` are those that are written down already."""
 
-    def __init__(self, folder: Path | None, token: int, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        token: int,
+        max_bytes: int = MAX_BYTES,
+        fences: Mapping[str, int] | None = None,
+    ) -> None:
         self._path = folder / JOURNAL_FILE if folder is not None and folder.is_dir() else None
         self._token = token
         self._max_bytes = max_bytes
+        self._fences = dict(fences or {})
         self.write({"kind": "start", "token": token})
 
     def note(self, record: Record, **fields: Any) -> None:
         """Write down a record of the protocol."""
         kind = "round" if isinstance(record, RoundRecord) else "blame"
         self.write({"kind": kind, **asdict(record), **fields})
+
+    def note_fences(self, fences: dict[str, int]) -> None:
+        """Write down which members are fenced, and until which version number, if that has changed."""
+        if fences != self._fences:
+            self._fences = fences
+            self.write(self._fences_line())
 
     def write(self, line: dict[str, Any]) -> None:
         """Append one line, unless a newer coordinator writes here."""
@@ -87,5 +126,9 @@ class Journal:
         assert self._path is not None, "only what is written grows"
         lines = self._path.read_text().splitlines(keepends=True)
         temporary = self._path.with_name(f".{JOURNAL_FILE}.{os.getpid()}")
-        temporary.write_text("".join(lines[len(lines) // 2 :]))
+        fences = json.dumps(self._fences_line()) + "\n"  # which may have been in the half that goes
+        temporary.write_text("".join([*lines[len(lines) // 2 :], fences]))
         temporary.replace(self._path)
+
+    def _fences_line(self) -> dict[str, Any]:
+        return {"kind": "fences", "fences": self._fences}

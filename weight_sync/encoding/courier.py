@@ -8,13 +8,14 @@ Invariant: a head is of fixed size, and nothing in it makes a receiver take more
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Sequence
 
 import torch
 
 from asyncrl.errors import SyncError, WireError
-from weight_sync.backends.contract import Transport
+from weight_sync.backends.contract import Broadcast, Transport
 from weight_sync.encoding.choice import choose
 from weight_sync.encoding.sparse import Code, Sparse, decode
 
@@ -22,13 +23,20 @@ HEAD = struct.Struct("<BBxxxxxxQQ")
 """Code (0: the bucket as it is), bytes per element, changed elements, bytes that follow."""
 WHOLE = 0
 
-CarryBucket = Callable[[Transport, int, torch.Tensor, float], None]
-"""Sends or fills one bucket: over this transport, of this index, until then."""
+CarryBucket = Callable[[Transport, int, torch.Tensor, float], Broadcast]
+"""Starts to send or to fill one bucket: over this transport, of this index, until then."""
 
 
-def carry_whole(transport: Transport, index: int, bucket: torch.Tensor, until: float) -> None:
+class _Done:
+    """Nothing is left to be waited for."""
+
+    def wait(self) -> None:
+        return
+
+
+def carry_whole(transport: Transport, index: int, bucket: torch.Tensor, until: float) -> Broadcast:
     """Carry the bucket as it is."""
-    transport.broadcast(bucket, until)
+    return transport.start(bucket, until)
 
 
 class DeltaSender:
@@ -48,7 +56,7 @@ class DeltaSender:
         self.num_bytes = 0
         self.num_deltas = 0
 
-    def carry(self, transport: Transport, index: int, bucket: torch.Tensor, until: float) -> None:
+    def carry(self, transport: Transport, index: int, bucket: torch.Tensor, until: float) -> Broadcast:
         """See `CarryBucket`."""
         old = self._base[index].numpy() if self._base is not None else None
         sparse = choose(old, bucket.numpy(), self._widths[index])
@@ -59,9 +67,8 @@ class DeltaSender:
             head = HEAD.pack(sparse.code, sparse.width, sparse.num_changed, len(body))
             self.num_deltas += 1
         transport.broadcast(torch.frombuffer(bytearray(head), dtype=torch.uint8), until)
-        if len(body):
-            transport.broadcast(body, until)
         self.num_bytes += len(head) + len(body)
+        return transport.start(body, until) if len(body) else _Done()
 
 
 class DeltaReceiver:
@@ -69,36 +76,29 @@ class DeltaReceiver:
 
     Args:
         base: The base's buckets; None if this receiver does not hold it.
-
-    Attributes:
-        num_refused: Differences that were none, or had no base.
     """
 
     def __init__(self, base: Sequence[torch.Tensor] | None) -> None:
         self._base = base
-        self.num_refused = 0
 
-    def carry(self, transport: Transport, index: int, bucket: torch.Tensor, until: float) -> None:
+    def carry(self, transport: Transport, index: int, bucket: torch.Tensor, until: float) -> Broadcast:
         """See `CarryBucket`; raises SyncError if the others can no longer be followed."""
         head = torch.empty(HEAD.size, dtype=torch.uint8)
         transport.broadcast(head, until)
         code, width, num_changed, num_bytes = HEAD.unpack(head.numpy().tobytes())
         if code == WHOLE and num_bytes == len(bucket):
-            transport.broadcast(bucket, until)
-            return
+            return transport.start(bucket, until)
         if code not in tuple(Code) or num_bytes > len(bucket):
             raise SyncError(f"bucket {index} has a head of code {code} and {num_bytes} bytes")
         body = torch.empty(num_bytes, dtype=torch.uint8)
         if num_bytes:
             transport.broadcast(body, until)
         self._apply(index, bucket, Sparse(Code(code), width, num_changed, body.numpy()))
+        return _Done()
 
     def _apply(self, index: int, bucket: torch.Tensor, sparse: Sparse) -> None:
         if self._base is None:
-            self.num_refused += 1
             return  # what the bucket holds is of an older version, and its digest will say so
         bucket.copy_(self._base[index])
-        try:
+        with contextlib.suppress(WireError):  # the bucket holds the base's bytes, and its digest will say so
             decode(bucket.numpy(), sparse)
-        except WireError:
-            self.num_refused += 1  # the bucket holds the base's bytes, and its digest will say so

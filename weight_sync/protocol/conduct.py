@@ -80,10 +80,10 @@ class Conduct:
                 self.break_up(round_, LEFT, now)
 
     def forget(self, name: str) -> None:
-        """Another process has the member's name: what the one before has done is not its fault."""
+        """Another process has the member's name: what the one before has done is not the new one's."""
         self.groups.forget(name)
         for round_ in self.active.values():
-            if round_.parts.get(name) is Part.FAILED:
+            if round_.parts.get(name) in (Part.FAILED, Part.VERIFIED):
                 round_.parts[name] = Part.LEFT
 
     def check_publisher(self, now: float) -> None:
@@ -115,6 +115,7 @@ class Conduct:
         """The group is lost: ask all for a sign of life; who gives none in time is the culprit."""
         if round_.is_broken:
             return
+        self.groups.drop(round_.membership)  # who has left may be in another round before this one ends
         round_.broken_at, round_.broken_by = now, cause
         round_.settle_until = now + self._floor.timing.settle_s
         round_.causes[PUBLISHER] = cause
@@ -136,7 +137,8 @@ class Conduct:
         if floor.is_silent(floor.publisher.last_seen, now):
             return
         number = floor.current.number
-        busy = {name for round_ in self.active.values() for name in round_.parts}  # not judged yet
+        # Who has left a round is not judged with it, and may be in another one before it ends.
+        busy = {name for round_ in self.active.values() for name in round_.parts if not round_.has_left(name)}
         free = [member for name, member in floor.members.items() if name not in busy]
         able = [m for m in free if m.may_be_offered(number, now) and not floor.is_silent(m.last_seen, now)]
         together = [member for member in able if not member.is_lone]

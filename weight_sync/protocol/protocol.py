@@ -9,6 +9,7 @@ Invariants: a member that missed a deadline is fenced until it has caught up; nu
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from asyncrl.versions import UNLOADED, PolicyVersion
 from weight_sync.protocol.conduct import Conduct
@@ -38,6 +39,8 @@ class Coordination:
     Args:
         token: The coordinator's fencing token; rises with every start of a coordinator.
         uses_delta: Let differences be sent where all members of a round hold the same version.
+        fences: Version numbers that members must serve before they take leases, as the coordinator before
+            this one has left them.
     """
 
     def __init__(
@@ -47,11 +50,13 @@ class Coordination:
         backend: str = "gloo",
         token: int = 0,
         uses_delta: bool = False,
+        fences: Mapping[str, int] | None = None,
     ) -> None:
         self._floor = Floor(timing, parallelism, backend, token, uses_delta)
         self._conduct = Conduct(self._floor)
         self._permits = Permits(self._floor)
         self._ticked: float | None = None
+        self._inherited_fences = dict(fences or {})
 
     @property
     def timing(self) -> Timing:
@@ -64,6 +69,12 @@ class Coordination:
     @property
     def members(self) -> dict[str, Member]:
         return self._floor.members
+
+    @property
+    def fences(self) -> dict[str, int]:
+        """Who is fenced, and the version number until which; also who has not come back to be told so."""
+        own = {m.name: m.fenced_until for m in self.members.values() if m.fenced_until is not None}
+        return {**self._inherited_fences, **own}
 
     @property
     def publisher(self) -> PublisherSeat | None:
@@ -120,10 +131,10 @@ class Coordination:
             self._conduct.leave(known, now)
         if known is not None and known.incarnation == card.incarnation:
             known.forget_progress()
-            if known.state is MemberState.DEAD:
-                self._raise(known)
+            self._raise(known)
         else:
-            fence = known.fenced_until if known is not None else None
+            inherited = self._inherited_fences.pop(card.name, None)
+            fence = known.fenced_until if known is not None else inherited
             known = Member(card.name, card.incarnation, card.abilities, now, fenced_until=fence)
             self.members[card.name] = known
             self._permits.forget(card.name)
@@ -139,10 +150,15 @@ class Coordination:
         return is_alive and card.born < known.born
 
     def _raise(self, member: Member) -> None:
-        """Take a member back that was thought dead; its replica must speak before it counts."""
-        member.move(MemberState.SYNCING)
-        member.is_unheard = True
-        self._floor.order(member.name, "withdraw")
+        """Take a member back that was thought dead; its replica must speak before it counts.
+
+        Which the order makes it do; it is given again with each hello, for a hello discards older orders.
+        """
+        if member.state is MemberState.DEAD:
+            member.move(MemberState.SYNCING)
+            member.is_unheard = True
+        if member.is_unheard:
+            self._floor.order(member.name, "withdraw")
 
     def _take_card(self, member: Member, card: Card, now: float) -> None:
         member.serving, member.last_seen, member.born = card.serving, now, card.born

@@ -23,7 +23,7 @@ ASKING_CAUSES = (TRANSPORT, DEADLINE)
 
 
 class Lane(StrEnum):
-    """Rounds run side by side, at most one in each lane; a member is in one round at a time."""
+    """Rounds run side by side, at most one in each lane; a member is in one, besides those it has left."""
 
     MAIN = "MAIN"
     """Everyone who can take the newest version."""
@@ -126,6 +126,10 @@ class Round:
     def those(self, *parts: Part) -> list[str]:
         """Return the members whose part is one of `parts`."""
         return [name for name, part in self.parts.items() if part in parts]
+
+    def has_left(self, name: str) -> bool:
+        """Whether the member is out of the round and of its judgement."""
+        return self.parts.get(name) is Part.LEFT
 
     @property
     def is_broken(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.config.conflicts import WITH_GREEDY, WITH_VALUES
 from asyncrl.config.load import dump_resolved, load_config
 from asyncrl.config.tree import Config, CriticSection, ModelSection
-from asyncrl.control import plan, prepare
+from asyncrl.control import plan, prepare, shared_memory
 from asyncrl.control.api.client import NotRunning, connect
 from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
 from asyncrl.control.launch.spec import RUN_VARIABLE
@@ -103,7 +103,9 @@ def start(config: Config, say: Callable[[str], None] = lambda sentence: None) ->
     plan.check(config)
     config = keep_revisions(config)
     config = prepare.prepare(config, say)
-    plan.check(config)
+    need = plan.check(config).shared_memory
+    if need is not None:
+        say(need.describe(shared_memory.free_bytes()))
     folder = RunDir(Path(config.run.dir) / config.run.name)
     _refuse_second_start(folder)
     _refuse_other_lineage(folder, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,7 @@ def make_run(model: Path, cluster: Cluster, tmp_path: Path):
 
 
 def test_a_spike_is_rolled_back_with_half_the_learning_rate_and_the_account_stays_exact(make_run, caplog):
+    caplog.set_level(logging.INFO, "weight_sync.memory.together")
     with make_run(lambda call: call == 6, guard={"action": "rollback"}) as run:
         run.go()
         status, rows = run.status(), run.rows()
@@ -123,6 +125,7 @@ def test_a_spike_is_rolled_back_with_half_the_learning_rate_and_the_account_stay
     assert {event.lag_max for event in run.events() if isinstance(event, Trained)} <= {0, 1}, "said, in bound"
     assert "back to the checkpoint of step 4, rollback 1" in caplog.text
     assert "why the reward may still look fine" in caplog.text
+    assert "each of 1 learner ranks writes its own part of a version" in caplog.text
 
 
 def test_what_abandoned_weights_sampled_is_older_than_their_step_says(make_run):

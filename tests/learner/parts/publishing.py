@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,25 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
+from asyncrl import faults
 from asyncrl.rpc import Client
 from asyncrl.versions import PolicyVersion
 from learner.backend import Placement
+from learner.fsdp2.backend import Fsdp2Backend
+from learner.megatron.backend import MegatronBackend
+from learner.ranks import Ranks
 from tests.learner.parts.training import open_backend, train
 from tests.weight_sync.cluster import Cluster, running_cluster
-from weight_sync.handoff import Handoff
+from weight_sync.handoff import Handoff, publish_together
 from weight_sync.memory.manifest import Manifest
+from weight_sync.memory.parts import Part
 from weight_sync.memory.staging import Staged, open_tensors
+from weight_sync.memory.together import TogetherWriter, Written
 
 BUCKET_BYTES = 100_000
 """Of which the models' larger tensors fill more than one."""
 WAIT_S = 60.0
+NUM_VERSIONS = 3
 
 Table = list[list[Any]]
 """Name, dtype, shape and digest of each tensor, in order."""
@@ -67,33 +75,55 @@ class Arrivals:
 
 
 def run_publish(placement: Placement, job: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Publish the loaded weights, and those after an update; say what arrived, and what should have."""
-    backend = open_backend(Path(job["model"]), placement, **job["changes"])
-    cluster, arrived, saved = job["cluster"], [], []
+    """Publish the loaded weights twice, and those after an update; say what arrived, and what should have.
+
+    The first version is gathered; the next ones every rank writes by itself, unless the job says that a
+    rank is elsewhere.
+    """
+    make = Fsdp2Backend if job["changes"].get("backend") == "fsdp2" else MegatronBackend
+    backend = open_backend(Path(job["model"]), placement, make=make, **job["changes"])
+    cluster, arrived, saved, were_direct = job["cluster"], [], [], []
     leads = placement.rank == 0
+    ranks = Ranks(placement.rank, placement.world_size, torch.device("cpu"))
+    together, handoff = WatchedWriter(ranks), None
     if leads:
-        prefix, token = cluster["shm_prefix"], job["number"]
-        handoff = Handoff(cluster["publisher"], prefix, BUCKET_BYTES, token=token)
+        handoff = Handoff(cluster["publisher"], cluster["shm_prefix"], BUCKET_BYTES, token=job["number"])
         arrivals = Arrivals(cluster["receiver"])
-    for number in (10 * job["number"], 10 * job["number"] + 1):
-        tensors = backend.named_tensors()
+    if placement.rank == job.get("dies"):
+        os.environ[faults.VARIABLE] = "together.written"
+    for number in range(10 * job["number"], 10 * job["number"] + NUM_VERSIONS):
+        if handoff is not None:
+            assert handoff.has_room()
+        path = ranks.share_bytes(handoff.shared_path.encode() if handoff else None).decode()
+        if placement.rank in job.get("elsewhere", ()):
+            path = path and "/dev/shm/asyncrl-another-host"
+        version = PolicyVersion(number, number)
+        together.num_writes = 0
+        assert publish_together(handoff, together, path, version, backend)
+        were_direct.append(together.num_writes == 1)
         if leads:
-            assert handoff.publish(PolicyVersion(number, number), tensors)
             arrived.append(arrivals.next(number))
-        else:
-            for _ in tensors:
-                pass
         backend.save_hf(out / job["name"])
         if leads:
             weights = load_file(out / job["name"] / "model.safetensors")
             saved.append([describe(name, tensor) for name, tensor in weights.items()])
-        if not number % 10:
+        if number % 10 == 1:
             train(backend, range(1))
     backend.close()
-    if leads:
+    if handoff is not None:
         handoff.close()
         arrivals.close()
-    return {"arrived": arrived, "saved": saved}
+    return {"arrived": arrived, "saved": saved, "were_direct": were_direct}
+
+
+class WatchedWriter(TogetherWriter):
+    """Counts how often the ranks have written together."""
+
+    num_writes = 0
+
+    def write(self, path: str, parts: tuple[Part, ...]) -> Written | None:
+        self.num_writes += 1
+        return super().write(path, parts)
 
 
 @contextmanager
@@ -104,24 +134,35 @@ def publishing_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def publish_job(cluster: Cluster, name: str, number: int, model: Path, **changes: Any) -> dict[str, Any]:
-    """Return a job for `run_publish`; `number` rises from job to job in the order in which they run."""
+def publish_job(
+    cluster: Cluster, name: str, number: int, model: Path, elsewhere: Sequence[int] = (), **changes: Any
+) -> dict[str, Any]:
+    """Return a job for `run_publish`; `number` rises from job to job in the order in which they run.
+
+    The ranks `elsewhere` cannot map the publisher's segments.
+    """
     addresses = {kind: cluster.children[f"{kind}.0"].address for kind in ("publisher", "receiver")}
     places = {"shm_prefix": cluster.shm_prefix, **addresses}
-    return {"name": name, "kind": "publish", "number": number, "model": model, "cluster": places} | {
-        "changes": changes
-    }
+    job = {"name": name, "kind": "publish", "number": number, "model": model, "cluster": places}
+    return job | {"elsewhere": list(elsewhere), "changes": changes}
 
 
-def assert_published_alike(out: Path, alone: dict[str, Any], folder: Path) -> None:
+def assert_published_alike(
+    out: Path, alone: dict[str, Any], folder: Path, were_direct: Sequence[bool] = (False, True, True)
+) -> None:
     """Ranks publish, name by name and bit by bit, what one process does before it has trained.
 
-    After that they publish what they save, which is not what they started with.
+    The same weights, gathered first and written by each rank then, are the same bytes in the same
+    buckets. After an update the ranks publish what they save, which is not what they started with.
     """
     found = json.loads((out / f"{alone['name']}.0.json").read_text())
     wanted = run_publish(Placement(), alone, folder)
-    assert found["arrived"][0] == json.loads(json.dumps(wanted["arrived"][0]))
+    assert found["were_direct"] == list(were_direct)
+    assert wanted["were_direct"] == [False, True, True]
+    assert found["arrived"][0] == found["arrived"][1]
+    for given in found["arrived"][:2]:
+        assert given == json.loads(json.dumps(wanted["arrived"][0]))
     for (tensors, _), saved in zip(found["arrived"], found["saved"], strict=True):
         assert sorted(tensors) == sorted(saved)
-    before, after = (digests for _, digests in found["arrived"])
+    _, before, after = (digests for _, digests in found["arrived"])
     assert not set(before) & set(after), "every bucket changes with an update"

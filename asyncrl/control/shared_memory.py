@@ -1,0 +1,95 @@
+"""How much of `/dev/shm` the versions on their way take on one host.
+
+Owns the rule: weight sync keeps 3 versions at the publisher (the current one, one in transfer, one being
+written) and 2 at each receiver (one that the engine loads, one that arrives); with `encoding: delta` one
+more at each, as the base of differences. Never reserves anything: the services do, as versions come.
+Invariant: what is counted is the most that is in use at once, were all of the run on this host.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.tree import Config
+
+SHM_DIR = Path("/dev/shm")
+NUM_AT_PUBLISHER, NUM_AT_RECEIVER = 3, 2
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_HEADER_BYTES = 100_000_000
+"""As safetensors allows."""
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """What weight sync needs.
+
+    Attributes:
+        version_bytes: Of one version.
+        num_versions: That are kept at once, at most.
+        rule: How these were counted.
+    """
+
+    version_bytes: int
+    num_versions: int
+    rule: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.version_bytes * self.num_versions
+
+    def describe(self, free_bytes: int) -> str:
+        """Return a sentence for the user, a warning if `free_bytes` are not enough."""
+        need = f"weight sync takes up to {self.num_bytes / GB:.3g} GB of {SHM_DIR}: {self.rule}"
+        if free_bytes >= self.num_bytes:
+            return need
+        return (
+            f"warning: {need}; only {free_bytes / GB:.3g} GB are free: enlarge it "
+            f"(mount -o remount,size=..., or --shm-size of a container), or lower rollout.replicas"
+        )
+
+
+def count(config: Config) -> SharedMemory | None:
+    """Return what a run needs, None if its model's size cannot be told."""
+    num_weights = _count_weights(Path(config.model.path))
+    if num_weights is None:
+        return None
+    version_bytes = num_weights * ITEM_BYTES[config.model.dtype]
+    extra = int(config.weight_sync.encoding == "delta")
+    at_publisher, at_receiver = NUM_AT_PUBLISHER + extra, NUM_AT_RECEIVER + extra
+    replicas = config.rollout.replicas
+    rule = (
+        f"({at_publisher} at the publisher + {at_receiver} at each of {replicas} receivers) "
+        f"x {version_bytes / GB:.3g} GB"
+    )
+    return SharedMemory(version_bytes, at_publisher + at_receiver * replicas, rule)
+
+
+def free_bytes() -> int:
+    """Return what this host's shared memory has left."""
+    stats = os.statvfs(SHM_DIR)
+    return stats.f_bavail * stats.f_frsize
+
+
+def _count_weights(folder: Path) -> int | None:
+    """Return the number of weights in a folder's safetensors, None if that cannot be told."""
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    try:
+        return sum(map(_count_in_file, files)) or None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return None
+
+
+def _count_in_file(file: Path) -> int:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"'{file}' is no safetensors file")
+        header: dict[str, Any] = json.loads(stream.read(length))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")

@@ -1,0 +1,102 @@
+"""Where the rows of this rank's parameters are in the Hugging Face tensors.
+
+Owns the geometry of one rank: the layers of its pipeline stage, its tensor-parallel share, the parts
+of fused weights. What all tensor-parallel ranks have alike belongs to the first, a tied embedding to the
+first stage, and ranks with the same parameters divide the bytes. Makes no collective and no copy.
+Invariant: the parts of all ranks cover each element of each Hugging Face tensor exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer import TransformerConfig
+
+from learner.checkpoint.pieces import RowRun
+from learner.megatron import convert
+from weight_sync.memory.parts import Part, split_parts
+
+
+class ExportedParts:
+    """The parts of the live parameters that this rank publishes, as views that are made once."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, vocab_size: int) -> None:
+        self._chunks, self._config, self._vocab_size = chunks, config, vocab_size
+        self._parameters: list[torch.nn.Parameter] = [p for chunk in chunks for p in chunk.parameters()]
+        self._addresses: list[int] = []
+        self._parts: tuple[Part, ...] = ()
+
+    def read(self) -> tuple[Part, ...]:
+        """Return the parts; the same ones as before while the parameters are where they were."""
+        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        if addresses != self._addresses:
+            index = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            count = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+            self._parts = tuple(split_parts(list(self._make()), index, count))
+            self._addresses = addresses
+        return self._parts
+
+    def _make(self) -> Iterator[Part]:
+        is_first = tensor_rank()[0] == 0
+        for chunk in self._chunks:
+            for name, is_copy, parameter in convert.global_names(chunk):
+                if is_copy or (convert.cut_dimension(name) is None and not is_first):
+                    continue
+                matrix_RC = parameter.detach().reshape(len(parameter), -1)
+                for run in row_runs(name, parameter.shape, self._config, self._vocab_size):
+                    values_RC = matrix_RC[run.local_row : run.local_row + run.num_rows]
+                    yield Part(run.name, run.shape, run.row, run.column, values_RC)
+
+
+def row_runs(
+    name: str, local_shape: Sequence[int], config: TransformerConfig, vocab_size: int
+) -> tuple[RowRun, ...]:
+    """Return where the rows of this rank's share of the parameter `name` are in the Hugging Face tensors.
+
+    Args:
+        vocab_size: Rows of the vocabulary that mean something; the padding below them is nowhere.
+    """
+    rank, size = tensor_rank()
+    dimension = convert.cut_dimension(name)
+    shape = list(local_shape)
+    if dimension is not None:
+        shape[dimension] *= size
+    if name in convert.VOCABULARY and shape[0] > vocab_size:
+        shape[0] = vocab_size
+    full = torch.empty(shape, device="meta")
+    targets = [(hf, tuple(x.shape)) for hf, x in convert.to_hugging_face(name, full, config)]
+    num_rows = local_shape[0]
+    if "linear_qkv" in name:
+        return tuple(_qkv_runs(targets, config, rank, size))
+    if len(targets) == 2:  # gate above up, each this rank's share
+        half = num_rows // 2
+        return tuple(RowRun(i * half, half, *target, rank * half) for i, target in enumerate(targets))
+    ((hf, hf_shape),) = targets
+    if dimension == 1:
+        return (RowRun(0, num_rows, hf, hf_shape, 0, rank * local_shape[1]),)
+    first = rank * num_rows if dimension == 0 else 0
+    return (RowRun(0, max(0, min(num_rows, hf_shape[0] - first)), hf, hf_shape, first),)
+
+
+def tensor_rank() -> tuple[int, int]:
+    """Return this rank's place among those that share one copy of the model, and how many there are."""
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+def _qkv_runs(
+    targets: Sequence[tuple[str, tuple[int, ...]]], config: TransformerConfig, rank: int, size: int
+) -> Iterator[RowRun]:
+    """Yield the runs of q, k and v, which are interleaved by key/value group."""
+    num_groups = config.num_query_groups
+    assert num_groups is not None
+    local_row = 0
+    for group in range(rank * num_groups // size, (rank + 1) * num_groups // size):
+        for name, shape in targets:
+            count = shape[0] // num_groups
+            yield RowRun(local_row, count, name, shape, group * count)
+            local_row += count

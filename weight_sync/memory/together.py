@@ -1,0 +1,243 @@
+"""Several ranks of a learner write one version into one segment, each its own parts.
+
+Owns the agreement on whether they can, the meeting once all have written, and who digests what.
+Every function with a meeting is a collective: all ranks call it in the same order, and all come to the same
+outcome. Every wait ends with the process group's timeout. Invariant: nothing is committed unless every
+rank has written all it holds, and together they hold all there is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from asyncrl.errors import AsyncrlError, SegmentGone, SyncError
+from asyncrl.faults import fault_point
+from weight_sync.memory.manifest import Bucket, Layout, TensorSpec, plan
+from weight_sync.memory.parts import Part, PartWriter, merge_digests
+from weight_sync.memory.writer import Bytes, Mappings, WriteTimes
+
+log = logging.getLogger(__name__)
+
+DIGEST_BYTES = 16
+MARK_BYTES = 16
+"""Of the random mark by which ranks know that they have mapped one and the same memory."""
+WRITTEN, GONE, FAILED = range(3)
+"""How a rank's part of a version ended; the worst of all ranks counts."""
+
+
+class Meeting(Protocol):
+    """Collectives over the ranks that publish together; with one rank they send nothing."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of each value over all ranks."""
+
+    def add(self, values: Sequence[int]) -> list[int]:
+        """Return the sum of each value over all ranks."""
+
+    def share_bytes(self, data: bytes | None) -> bytes:
+        """Return what rank 0 hands in."""
+
+    def merge_bytes(self, data: bytes) -> bytes:
+        """Return all ranks' bytes in one; at each place one rank at most has another byte than zero."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What rank 0 commits: the buckets, and its own seconds, those of waiting for the others too."""
+
+    buckets: tuple[Bucket, ...]
+    times: WriteTimes
+    waited_s: float
+
+
+@dataclass
+class _Plan:
+    """What the ranks have agreed on; `shared` buckets are digested by this rank after the meeting."""
+
+    layout: Layout
+    parts: tuple[Part, ...]
+    writer: PartWriter
+    shared: list[int] = field(default_factory=list)
+
+
+class TogetherWriter:
+    """One rank's side; see the module.
+
+    >>> # together = TogetherWriter(meeting)
+    >>> # if together.agrees(path, layout, parts): written = together.write(path, parts)
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._mappings = Mappings()
+        self._plan: _Plan | None = None
+        self._is_refusal_known = False
+
+    def agrees(self, path: str, layout: Layout | None, parts: tuple[Part, ...]) -> bool:
+        """Whether all ranks can write to the segment at `path`; asked until they can.
+
+        Args:
+            layout: Of the versions before; rank 0 alone knows it.
+
+        Raises:
+            SyncError: The parts of all ranks are not the tensors of the layout.
+        """
+        if self._plan is not None:
+            return True
+        shared, is_mapped = self._try_mapping(path, layout)
+        if not self._all(is_mapped):
+            if not self._is_refusal_known and self._meeting.rank == 0:
+                log.warning("not every rank can map the publisher's segments: shards are gathered to rank 0")
+            self._is_refusal_known = True
+            return False
+        self._plan = self._make_plan(shared, parts)
+        if self._meeting.rank == 0:
+            log.info("each of %d learner ranks writes its own part of a version", self._meeting.world_size)
+        return True
+
+    def write(self, path: str, parts: tuple[Part, ...]) -> Written | None:
+        """Write this rank's parts into the segment at `path`, which holds a version once all have.
+
+        Returns:
+            None if the segment was gone on any rank: the ranks agree anew the next time.
+
+        Raises:
+            SyncError: This rank or another one has failed.
+        """
+        assert self._plan is not None, "the ranks have not agreed"
+        times, waits = WriteTimes(), _Waits()
+        digests: dict[int, bytes] = {}
+        error: AsyncrlError | None = None
+        try:
+            bytes_B = self._mappings.open(path, self._plan.layout.total_bytes)
+            digests = self._renewed(parts).write(bytes_B, times)
+            fault_point("together.written", self._meeting.rank)
+        except AsyncrlError as caught:
+            error = caught
+        with waits:
+            (outcome,) = self._meeting.largest([_outcome_of(error)])
+        if outcome != WRITTEN:
+            self._give_up(outcome, error)
+            return None
+        digests |= self._plan.writer.digest(bytes_B, self._plan.shared, times)
+        layout = self._plan.layout
+        with waits:
+            merged = self._meeting.merge_bytes(merge_digests([digests], layout.num_buckets))
+        return Written(tuple(_buckets(layout, merged)), times, waits.seconds)
+
+    def _try_mapping(self, path: str, layout: Layout | None) -> tuple[Layout, bool]:
+        """Return the layout, and whether this rank sees the mark that rank 0 has left in the segment."""
+        mark = secrets.token_bytes(MARK_BYTES)
+        leads = self._meeting.rank == 0
+        if leads:
+            assert layout is not None, "rank 0 knows the layout"
+            is_mapped = self._leave_mark(path, layout, mark)
+            self._meeting.share_bytes(_to_bytes(layout, mark))
+            return layout, is_mapped
+        layout, mark = _from_bytes(self._meeting.share_bytes(None))
+        bytes_B = self._map(path, layout)
+        return layout, bytes_B is not None and bytes_B[: len(mark)].tobytes() == mark
+
+    def _leave_mark(self, path: str, layout: Layout, mark: bytes) -> bool:
+        bytes_B = self._map(path, layout)
+        if bytes_B is not None:
+            bytes_B[: len(mark)] = np.frombuffer(mark, dtype=np.uint8)  # overwritten by the version
+        return bytes_B is not None
+
+    def _map(self, path: str, layout: Layout) -> Bytes | None:
+        try:
+            return self._mappings.open(path, layout.total_bytes)
+        except SyncError as error:
+            log.info("rank %d cannot map the publisher's segment: %s", self._meeting.rank, error)
+            return None
+
+    def _make_plan(self, layout: Layout, parts: tuple[Part, ...]) -> _Plan:
+        writer, error = None, None
+        try:
+            writer = PartWriter(layout, parts)
+        except SyncError as caught:
+            error = caught
+        (outcome,) = self._meeting.largest([_outcome_of(error)])
+        if outcome != WRITTEN or writer is None:
+            raise error or _failed_elsewhere()
+        (num_bytes,) = self._meeting.add([writer.num_bytes])
+        wanted = sum(entry.num_bytes for entry in layout.tensors)
+        if num_bytes != wanted:
+            raise SyncError(f"the ranks hold {num_bytes} bytes of tensors, the version has {wanted}")
+        is_whole = [int(index in writer.whole_buckets) for index in range(layout.num_buckets)]
+        open_buckets = [i for i, has_writer in enumerate(self._meeting.largest(is_whole)) if not has_writer]
+        return _Plan(layout, parts, writer, open_buckets[self._meeting.rank :: self._meeting.world_size])
+
+    def _renewed(self, parts: tuple[Part, ...]) -> PartWriter:
+        """Return a writer of `parts`: the one that there is if they are those of the version before."""
+        assert self._plan is not None
+        if parts is not self._plan.parts:
+            writer = PartWriter(self._plan.layout, parts)
+            before = self._plan.writer
+            if (writer.num_bytes, writer.whole_buckets) != (before.num_bytes, before.whole_buckets):
+                raise SyncError("a rank holds other parts than for the versions before")
+            self._plan.parts, self._plan.writer = parts, writer
+        return self._plan.writer
+
+    def _give_up(self, outcome: int, error: AsyncrlError | None) -> None:
+        self._plan = None
+        if outcome == GONE:
+            return
+        raise error or _failed_elsewhere()
+
+    def _all(self, is_true: bool) -> bool:
+        return self._meeting.add([int(is_true)]) == [self._meeting.world_size]
+
+
+class _Waits:
+    """Adds up the seconds spent in `with` blocks."""
+
+    def __init__(self) -> None:
+        self.seconds = self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+
+def _outcome_of(error: AsyncrlError | None) -> int:
+    if error is None:
+        return WRITTEN
+    return GONE if isinstance(error, SegmentGone) else FAILED
+
+
+def _failed_elsewhere() -> SyncError:
+    return SyncError("another learner rank could not write its part of the version", hint="See its log")
+
+
+def _buckets(layout: Layout, digests: bytes) -> Iterator[Bucket]:
+    for index in range(layout.num_buckets):
+        num_bytes = min(layout.bucket_bytes, layout.total_bytes - index * layout.bucket_bytes)
+        yield Bucket(num_bytes, digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES].hex())
+
+
+def _to_bytes(layout: Layout, mark: bytes) -> bytes:
+    rows = [[entry.name, entry.dtype, entry.shape] for entry in layout.tensors]
+    return json.dumps({"tensors": rows, "bucket_bytes": layout.bucket_bytes, "mark": mark.hex()}).encode()
+
+
+def _from_bytes(data: bytes) -> tuple[Layout, bytes]:
+    found = json.loads(data)
+    specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in found["tensors"]]
+    return plan(specs, found["bucket_bytes"]), bytes.fromhex(found["mark"])
