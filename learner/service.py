@@ -195,6 +195,7 @@ class LearnerService:
         # The ranks that train one share together each count all of it.
         metrics["staleness/trained_tokens"] = num_trained / self._policy.num_copies
         metrics["staleness/masked_tokens"] = num_masked / self._policy.num_copies
+        metrics["staleness/masked_share"] = num_masked / max(1, num_masked + num_trained)
         metrics["guard/out_of_memory"] = float(num_out_of_memory)
         self._step = order.step + 1
         if self._leader is None:

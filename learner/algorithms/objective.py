@@ -433,13 +433,11 @@ def _mean_metrics(tokens: TokenLoss, mask_N: torch.Tensor, microbatch: PackedBat
 
 def _lag_metrics(batch: PackedBatch) -> dict[str, float]:
     lag_N = batch.lag_N.float()
-    num_counted = float(batch.counted_N.sum())
     return {
         "staleness/lag_max_trained": max(0.0, float((lag_N * batch.loss_mask_N).max()))
         if batch.num_rows
         else 0.0,
         "staleness/lag_mean": float(masked_mean(lag_N, batch.loss_mask_N)),
-        "staleness/masked_share": 1 - float(batch.loss_mask_N.sum()) / num_counted if num_counted else 0.0,
     }
 
 

@@ -136,6 +136,7 @@ def test_what_abandoned_weights_sampled_is_older_than_their_step_says(make_run):
     assert run.resumed_steps() == [4]
     # The batch of step 6 was sampled at step 5 or 6, at least one step beyond the fork: lag 3 or more.
     assert rows[10]["training/global_step"] == 7 and rows[10]["staleness/trained_tokens"] == 0
+    assert rows[10]["staleness/masked_share"] == 1, "groups without a trainable token count too"
     assert status["dropped"]["stale"] >= 2 and status["residue"] == 0
     assert max(row["staleness/lag_max_trained"] for row in rows) <= 1
 
