@@ -6,7 +6,7 @@ import pytest
 
 from tests.weight_sync.faults.outcomes import bound_s, finish
 from tests.weight_sync.faults.stage import Stage, running_stage
-from tests.weight_sync.faults.traces import Holdings, num_segments, settled_holdings_of
+from tests.weight_sync.faults.traces import Holdings, descriptors_of, num_segments, settled_holdings_of
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 NUM_SYNCS = 500
@@ -39,7 +39,8 @@ def test_five_hundred_syncs_in_a_row_leave_every_process_as_it_was(tmp_path):
         after = holdings(stage)
         for name, held in after.items():
             print(name, before[name], held)
-            assert held.num_descriptors == before[name].num_descriptors, name
+            open_now = descriptors_of(stage.party(name).pid)
+            assert held.num_descriptors == before[name].num_descriptors, f"{name}: {open_now}"
             assert held.num_threads == before[name].num_threads, name
             assert held.resident_bytes - before[name].resident_bytes <= MAX_GROWTH_BYTES, name
         assert segments_of(stage) == segments_before

@@ -43,6 +43,17 @@ def holdings_of(pid: int) -> Holdings:
     )
 
 
+def descriptors_of(pid: int) -> list[str]:
+    """Return what the process's descriptors stand for, sockets with their number."""
+    links = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            links.append(os.readlink(entry))
+        except OSError:  # closed meanwhile
+            continue
+    return sorted(links)
+
+
 def settled_holdings_of(pid: int) -> Holdings:
     """Return the least that the process holds within a second: threads that are about to end do not count."""
     samples = []
