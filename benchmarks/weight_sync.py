@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from asyncrl.config.tree import WeightSyncSection
 from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.weight_sync_peers.engine import measure_engine
@@ -44,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     rows_help = "sizes to measure, without the engine: megabytes:receivers"
     parser.add_argument("--rows", nargs="+", type=parse_row, metavar="MB:N", help=rows_help)
     given = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # as a learner on a CPU does: with two a plain copy takes half as long
     has_engine = not given.quick and given.rows is None
     rows = given.rows or (QUICK if given.quick else FULL)
     results = measure(rows, given.bucket_bytes, quick=given.quick, has_engine=has_engine)
