@@ -14,8 +14,8 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,18 @@ from asyncrl import wire
 from asyncrl.errors import WireError
 from asyncrl.versions import UNLOADED, Span
 
-GROUP_SCHEMA = 2
-"""Form of a group's frames. It was 1 until the header named it."""
-FINISH_REASONS = ("stop", "length")
+GROUP_SCHEMA = 3
+"""Form of a group's frames. A header without the field is of schema 1; schema 2 had no turns and parts."""
+FINISH_REASONS = ("stop", "length", "turns", "done")
+CUT_REASONS = ("length", "turns")
+"""Of episodes that a limit ended. With `rollout.truncated: mask` no token of them is trained."""
+UNFINISHED = "unfinished"
+"""Of the trajectories that a draining replica hands back. Carried groups alone may hold them."""
+_FINISH_CODES = (*FINISH_REASONS, UNFINISHED)
 NUM_FRAMES = 7
+MAX_REWARD_PARTS = 32
+"""Of one group. Each part is a family of metrics, so a stranger's group must not bring any number of them."""
+MAX_PART_NAME_CHARS = 64
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -42,7 +50,11 @@ class Trajectory:
         logprobs: Behaviour log-probs at the sampling temperature, float32 [T].
         spans: Which version sampled which tokens, covering 0..T.
         reward: The episode's reward.
-        finish_reason: `stop` (end of sequence) or `length` (cut at the token limit).
+        finish_reason: `stop` (end of sequence or a stop string), `length` (cut at the token limit), `turns`
+            (cut at the environment's limit of turns) or `done` (the environment ended it); `UNFINISHED` in
+            carried work.
+        reward_parts: What the reward is made of, by name, before weighting; empty if nobody said.
+        num_turns: How often the model spoke, from 1.
     """
 
     response_ids: npt.NDArray[np.int32]
@@ -51,6 +63,8 @@ class Trajectory:
     spans: tuple[Span, ...]
     reward: float
     finish_reason: str
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    num_turns: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -86,6 +100,11 @@ class Group:
         return self.num_response_tokens + len(self.prompt_ids) * len(self.trajectories)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every trajectory has come to its end; only then may the group be pushed."""
+        return all(trajectory.finish_reason != UNFINISHED for trajectory in self.trajectories)
+
+    @property
     def rewards(self) -> list[float]:
         return [trajectory.reward for trajectory in self.trajectories]
 
@@ -104,6 +123,7 @@ class Outline:
         baseline_reward: As of `Group`.
         lengths: Response tokens of each trajectory.
         mask_max: Largest value of each trajectory's loss mask; 0 for one without a token.
+        finish: Why each trajectory ended.
         versions: Numbers of all policy versions that sampled a token.
         token_ids: The lowest and the highest id of prompt and responses.
     """
@@ -113,6 +133,7 @@ class Outline:
     num_prompt_tokens: int
     lengths: tuple[int, ...]
     mask_max: tuple[int, ...]
+    finish: tuple[str, ...]
     versions: frozenset[int]
     token_ids: tuple[int, int]
     rewards: npt.NDArray[np.float32]
@@ -122,6 +143,16 @@ class Outline:
     def num_tokens(self) -> int:
         """As `Group.num_tokens`."""
         return sum(self.lengths) + self.num_prompt_tokens * len(self.lengths)
+
+    @property
+    def is_whole(self) -> bool:
+        """As `Group.is_whole`."""
+        return UNFINISHED not in self.finish
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether no token of the group may be trained."""
+        return not any(self.mask_max)
 
     @property
     def is_constant(self) -> bool:
@@ -149,7 +180,9 @@ def encode_group(group: Group) -> list[wire.Frame]:
         "attempt": group.attempt,
         "lengths": [trajectory.num_tokens for trajectory in trajectories],
         "num_spans": len(spans) // 4,
-        "finish": [FINISH_REASONS.index(trajectory.finish_reason) for trajectory in trajectories],
+        "finish": [_FINISH_CODES.index(trajectory.finish_reason) for trajectory in trajectories],
+        "turns": [trajectory.num_turns for trajectory in trajectories],
+        "parts": _parts_by_name(trajectories),
     }
     if group.baseline_reward is not None:
         header["baseline_reward"] = group.baseline_reward
@@ -162,6 +195,41 @@ def encode_group(group: Group) -> list[wire.Frame]:
         struct.pack(f"<{len(spans)}q", *spans),
         np.asarray(group.rewards, dtype="<f4").tobytes(),
     ]
+
+
+def check_reward(reward: float, parts: Mapping[str, float], names: Iterable[str] = ()) -> None:
+    """Return if a trajectory with this reward and these parts of it can be pushed.
+
+    Args:
+        names: Of the parts that its siblings have: the limit holds for the group.
+
+    Raises:
+        WireError: A value is not finite in float32, or the parts' names or their number cannot be sent.
+    """
+    for name, value in (("reward", reward), *parts.items()):
+        if not abs(value) <= _FLOAT32_MAX:  # nan neither
+            raise WireError(f"{name!a:.80} is not finite in float32")
+    _check_part_names({*parts, *names})
+
+
+def _check_part_names(names: Collection[Any]) -> None:
+    if len(names) > MAX_REWARD_PARTS:
+        raise WireError(f"a group has {len(names)} reward parts, over the limit of {MAX_REWARD_PARTS}")
+    for name in names:
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_PART_NAME_CHARS or not name.isprintable():
+            raise WireError(
+                f"the name of a reward part is printable text of 1 to {MAX_PART_NAME_CHARS} chars"
+            )
+
+
+def _parts_by_name(trajectories: Sequence[Trajectory]) -> dict[str, list[float | None]]:
+    """Return each part's value per trajectory, None where a trajectory has no such part."""
+    names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.reward_parts)
+    parts: dict[str, list[float | None]] = {}
+    for name in names:
+        values = [trajectory.reward_parts.get(name) for trajectory in trajectories]
+        parts[name] = [None if value is None else float(value) for value in values]
+    return parts
 
 
 def _column(arrays: Sequence[npt.NDArray[Any]], dtype: str) -> wire.Frame:
@@ -192,11 +260,17 @@ def decode_group(frames: Sequence[wire.Frame]) -> Group:
             logprobs=columns.logprobs[start:end],
             spans=tuple(spans_of[sample]),
             reward=rewards[sample],
-            finish_reason=FINISH_REASONS[columns.finish[sample]],
+            finish_reason=_FINISH_CODES[columns.finish[sample]],
+            reward_parts=_parts_of(columns.parts, sample),
+            num_turns=columns.turns[sample],
         )
         for sample, (start, end) in enumerate(bounds)
     )
     return Group(columns.ticket, columns.attempt, columns.prompt_ids, trajectories, columns.baseline_reward)
+
+
+def _parts_of(parts: Mapping[str, list[float | None]], sample: int) -> dict[str, float]:
+    return {name: value for name, values in parts.items() if (value := values[sample]) is not None}
 
 
 def outline_group(frames: Sequence[wire.Frame]) -> Outline:
@@ -212,6 +286,7 @@ def outline_group(frames: Sequence[wire.Frame]) -> Outline:
         num_prompt_tokens=len(columns.prompt_ids),
         lengths=tuple(columns.lengths),
         mask_max=_largest_by_sample(columns.masks, columns.lengths),
+        finish=tuple(_FINISH_CODES[code] for code in columns.finish),
         versions=frozenset(span[1] for span in columns.spans),
         token_ids=_range_of(columns.prompt_ids, columns.response_ids),
         rewards=columns.rewards,
@@ -243,6 +318,8 @@ class _Columns:
     attempt: int
     lengths: list[int]
     finish: list[int]
+    turns: list[int]
+    parts: dict[str, list[float | None]]
     prompt_ids: npt.NDArray[np.int32]
     response_ids: npt.NDArray[np.int32]
     masks: npt.NDArray[np.uint8]
@@ -259,8 +336,11 @@ def _read_columns(frames: Sequence[wire.Frame]) -> _Columns:
     _check_schema(header.get("schema", 1))
     lengths = _non_negative_ints(header, "lengths")
     finish = _non_negative_ints(header, "finish")
-    if len(finish) != len(lengths) or any(code >= len(FINISH_REASONS) for code in finish):
+    if len(finish) != len(lengths) or any(code >= len(_FINISH_CODES) for code in finish):
         raise WireError("the finish reasons do not fit the trajectories")
+    turns = _non_negative_ints(header, "turns")
+    if len(turns) != len(lengths) or 0 in turns:
+        raise WireError("the numbers of turns do not fit the trajectories")
     total = sum(lengths)
     logprobs = _array(frames[4], "<f4", total, "logprobs")
     rewards = _array(frames[6], "<f4", len(lengths), "rewards")
@@ -274,6 +354,8 @@ def _read_columns(frames: Sequence[wire.Frame]) -> _Columns:
         attempt=wire.field(header, "attempt", int),
         lengths=lengths,
         finish=finish,
+        turns=turns,
+        parts=_reward_parts(header, len(lengths)),
         prompt_ids=_array(frames[1], "<i4", None, "prompt_ids"),
         response_ids=_array(frames[2], "<i4", total, "response_ids"),
         masks=_array(frames[3], "u1", total, "loss_mask"),
@@ -308,6 +390,17 @@ def _baseline_reward(header: dict[str, Any]) -> float | None:
     if not math.isfinite(value) or abs(value) > _FLOAT32_MAX:
         raise WireError("the reward of the greedy answer is not finite")
     return float(np.float32(value))
+
+
+def _reward_parts(header: dict[str, Any], num_trajectories: int) -> dict[str, list[float | None]]:
+    parts = wire.field(header, "parts", dict)
+    _check_part_names(parts)
+    for name, values in parts.items():
+        if not isinstance(values, list) or len(values) != num_trajectories:
+            raise WireError(f"the reward part '{name}' does not fit {num_trajectories} trajectories")
+        if not all(value is None or (type(value) is float and math.isfinite(value)) for value in values):
+            raise WireError(f"the reward part '{name}' is not finite")
+    return parts
 
 
 def _non_negative_ints(header: dict[str, Any], name: str) -> list[int]:

@@ -29,8 +29,16 @@ _PLAIN = frozenset((int, str, float, bool, bytes, type(None)))
 
 
 def pack_header(fields: Mapping[str, Any]) -> bytes:
-    """Return `fields` as msgpack, stamped with the schema version."""
-    return bytes(msgpack.packb({"v": SCHEMA_VERSION, **fields}, use_bin_type=True))
+    """Return `fields` as msgpack, stamped with the schema version.
+
+    Raises:
+        WireError: A text has no UTF-8 (a lone surrogate, as JSON's escapes can make), or a number has
+            more than 64 bits.
+    """
+    try:
+        return bytes(msgpack.packb({"v": SCHEMA_VERSION, **fields}, use_bin_type=True))
+    except (ValueError, OverflowError) as error:
+        raise WireError(f"a header cannot be packed: {str(error)!a}") from error
 
 
 def unpack_header(data: Frame, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Any]:

@@ -44,7 +44,7 @@ GROUPS_PER_STEP = 16
 FILE, REDIS, REDIS_TOO = "files", "Redis alive", "Redis killed too"
 SECTIONS = {
     "file": BufferSection(),
-    "redis": BufferSection(journal="redis", managed=True),
+    "redis": BufferSection(journal="redis", url="managed"),
 }
 
 

@@ -165,6 +165,7 @@ class Leader:
         is_due = self.step // every > self._evaluated_step // every
         if is_due or self.step == self._config.learner.steps:
             self.last_evaluation = self._client.request_evaluation(self.step)
+            self._note_scores()  # by the next order a long list may no longer tell of this one's forerunner
         self._evaluated_step = self.step
 
     def _publish_last(self) -> Iterator[Publish]:
@@ -254,6 +255,10 @@ class Leader:
         self._client.checkpointed(step, digest, kept)
         fresh = [*self._commits, Commit(self._token, step, digest)]
         self._commits = [commit for commit in fresh if commit.step in kept]
+        self._note_scores()
+
+    def _note_scores(self) -> None:
+        """Score the weights that were evaluated meanwhile: the buffer tells of the newest only."""
         if self._config.checkpoint.keep_best:
             for found in self._client.status()["evaluations"]:
                 self.keeper.note_metrics(found["step"], found["metrics"])

@@ -19,11 +19,12 @@ from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.protocol import Engine
 from rollout_service.engine.scripted_engine import ScriptedEngine
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
-from rollout_service.episode import SingleTurn
-from rollout_service.evaluation import EvaluationSettings, Evaluator
+from rollout_service.environments.registry import load_environment
+from rollout_service.environments.runner import build_runner
+from rollout_service.evaluation.wiring import build_evaluator, load_data
+from rollout_service.gateway.gateway import build_gateway, check_gateway
 from rollout_service.groups import GroupRunner, GroupSettings
 from rollout_service.lengths import parse_lengths
-from rollout_service.prompts import PromptSet, load_prompts
 from rollout_service.replica import Replica, ReplicaParts, ReplicaSettings
 from rollout_service.rewards.registry import load_reward
 from rollout_service.rewards.shaping import Overlong
@@ -46,35 +47,51 @@ def build(context: ServiceContext) -> Replica:
     """
     keep_freed_memory()
     config = context.config
+    check_gateway(config)
     if config.rollout.engine == "vllm":
         prepare_environment(has_gpu=config.rollout.gpus > 0)
         if not config.rollout.gpus:
             open_nursery()  # as early as can be: it takes as long as all the rest of the start
-    reward = load_reward(config.reward.fn)
+    reward = load_reward(config.reward)
     parse_lengths(config.rollout.response_tokens)
+    named = config.rollout.environment
+    episodes = None if named is None else load_environment(named)
     if max(config.rollout.temperature, config.eval.temperature) > MAX_TEMPERATURE:
         raise ConfigError(f"vLLM samples at temperatures up to {MAX_TEMPERATURE:g}", hint="Lower it")
-    for path in (config.model.path, config.data.train, *([config.data.eval] if config.data.eval else [])):
+    sources = (*config.data.train, *(config.data.eval or ()))
+    for path in (config.model.path, *(source.path for source in sources)):
         if not Path(path).exists():
             raise ConfigError(f"{path} does not exist", hint="Give a path on this machine")
 
     async def build_parts() -> ReplicaParts:
+        await reward.start()
+        try:
+            return await build_rest()
+        except BaseException:
+            await reward.close()
+            raise
+
+    async def build_rest() -> ReplicaParts:
         from weight_sync.link import ReceiverLink
 
-        tokenizer, prompts, held_out = await asyncio.to_thread(_load_data, config)
-        engine = MeteredEngine(_build_engine(config, tokenizer), SystemClock())
+        tokenizer, prompts, held_out = await asyncio.to_thread(load_data, config, episodes)
+        bare = build_engine(config, tokenizer)
+        engine = MeteredEngine(bare, SystemClock())
+        gateway = build_gateway(context, prompts, bare, engine)
         overlong = _build_overlong(config)
-        environment = SingleTurn(engine, tokenizer, reward, overlong)
+        environment = build_runner(engine, tokenizer, episodes, reward, prompts.prompts, overlong)
         return ReplicaParts(
             engine=engine,
             buffer=ReplicaClient(
                 context.addresses["buffer.0"], context.name, CALL_DEADLINE_S, keys=context.client_keys
             ),
             weights=ReceiverLink(context.addresses[f"receiver.{context.index}"], context.client_keys),
-            runner=GroupRunner(environment, prompts, _group_settings(config)),
-            evaluator=_build_evaluator(config, engine, tokenizer, held_out),
+            runner=gateway.desk if gateway else GroupRunner(environment, prompts, _group_settings(config)),
+            evaluator=build_evaluator(config, engine, tokenizer, held_out, reward, episodes),
             prompts=prompts,
             overlong=overlong,
+            reward=reward,
+            gateway=gateway,
         )
 
     return Replica(context.name, _replica_settings(config), build_parts)
@@ -87,15 +104,16 @@ def _replica_settings(config: Config) -> ReplicaSettings:
         max_groups=full + max(1, full // 4),  # a few wait inside the engine, so that its batch stays full
         lease_s=config.buffer.lease_s,
         start_deadline_s=config.launcher.start_deadline_s,
+        resumes_partial=rollout.resume_partial,
     )
 
 
 def _build_overlong(config: Config) -> Overlong | None:
     """Training alone is shaped: an evaluation counts right answers, however long."""
-    reward = config.reward
-    if not reward.overlong_buffer_tokens:
+    overlong = config.reward.overlong
+    if overlong is None:
         return None
-    return Overlong(config.rollout.max_tokens, reward.overlong_buffer_tokens, reward.overlong_penalty)
+    return Overlong(config.rollout.max_tokens, overlong.buffer_tokens, overlong.penalty)
 
 
 def _group_settings(config: Config) -> GroupSettings:
@@ -107,20 +125,13 @@ def _group_settings(config: Config) -> GroupSettings:
         rollout.max_tokens,
         parse_lengths(rollout.response_tokens),
         has_greedy=config.algorithm.advantage in WITH_GREEDY,
+        stop=rollout.stop,
+        masks_cut=rollout.truncated == "mask",
     )
 
 
-def _load_data(config: Config) -> tuple[PreTrainedTokenizerBase, PromptSet, PromptSet | None]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    limit = config.data.max_prompt_tokens
-    prompts = load_prompts(Path(config.data.train), tokenizer, limit)
-    held_out = load_prompts(Path(config.data.eval), tokenizer, limit) if config.data.eval else None
-    return tokenizer, prompts, held_out
-
-
-def _build_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
+def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    """Return the engine of a replica, not yet started."""
     if config.rollout.engine == "scripted":
         return ScriptedEngine(tokenizer.eos_token_id, SCRIPTED_TOKENS_PER_S)
     rollout = config.rollout
@@ -136,13 +147,3 @@ def _build_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
         seed=config.run.seed,
     )
     return VllmEngine(settings)
-
-
-def _build_evaluator(
-    config: Config, engine: Engine, tokenizer: PreTrainedTokenizerBase, held_out: PromptSet | None
-) -> Evaluator | None:
-    if held_out is None:
-        return None
-    environment = SingleTurn(engine, tokenizer, load_reward(config.reward.fn))
-    settings = EvaluationSettings(config.eval.temperature, config.rollout.max_tokens, config.run.seed)
-    return Evaluator(environment, held_out.prompts[: config.eval.prompts], settings)

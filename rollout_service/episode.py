@@ -1,32 +1,58 @@
-"""Episodes: one run of an environment from a prompt to a scored trajectory.
+"""Episodes: one run from a prompt to a scored trajectory.
 
-`Environment` is the seam: a single turn today, several turns with tools behind the same call later
-(their observation tokens get loss mask 0).
+`EpisodeRunner` is the seam: a single turn here, several turns with tools and environments behind the same
+call (`rollout_service.environments`; their observation tokens get loss mask 0).
 
 Shapes: T response tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from asyncrl.experience import Trajectory
-from rollout_service.engine.protocol import Completion, Engine, Sampling
-from rollout_service.prompts import TokenizedPrompt
-from rollout_service.rewards.registry import Answer, Reward
+from rollout_service import carry
+from rollout_service.data.prompts import TokenizedPrompt
+from rollout_service.engine.protocol import Completion, Engine, Interrupted, Sampling
+from rollout_service.rewards.score import Answer, Reward
 from rollout_service.rewards.shaping import Overlong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Environment(Protocol):
+class Unfinished(Interrupted):
+    """The episode was interrupted, and a later attempt may go on from its `completion`."""
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The beginning as a trajectory."""
+        return carry.as_unfinished(self.completion)
+
+
+class EpisodeRunner(Protocol):
     """Turns a prompt into a trajectory."""
 
-    async def run(self, prompt: TokenizedPrompt, sampling: Sampling, episode_id: str) -> Trajectory:
-        """Run one episode. Raises AsyncrlError if it cannot be trained on."""
+    async def run(
+        self,
+        prompt: TokenizedPrompt,
+        sampling: Sampling,
+        episode_id: str,
+        carried: Trajectory | None = None,
+    ) -> Trajectory:
+        """Run one episode.
+
+        Args:
+            carried: Its beginning by an earlier attempt. A runner may begin anew all the same.
+
+        Raises:
+            AsyncrlError: It cannot be trained on.
+            Unfinished: The engine was interrupted, and there is a beginning to go on from; any other
+                `Interrupted` says that there is none.
+        """
 
 
 class SingleTurn:
@@ -44,10 +70,17 @@ class SingleTurn:
         self._reward = reward
         self._overlong = overlong
 
-    async def run(self, prompt: TokenizedPrompt, sampling: Sampling, episode_id: str) -> Trajectory:
+    async def run(
+        self,
+        prompt: TokenizedPrompt,
+        sampling: Sampling,
+        episode_id: str,
+        carried: Trajectory | None = None,
+    ) -> Trajectory:
         """Sample a response, score it and return the trajectory. Raises EngineError, RewardError."""
-        completion = await self._engine.generate(prompt.token_ids.tolist(), sampling, episode_id)
-        reward = await self._reward.score(self._answer(prompt, completion))
+        completion = await self._complete(prompt, sampling, episode_id, carried)
+        score = await self._reward.score(self._answer(prompt, completion))
+        reward = score.value
         if self._overlong is not None:
             reward = self._overlong.shape(reward, len(completion.token_ids))
         return Trajectory(
@@ -57,8 +90,26 @@ class SingleTurn:
             spans=completion.spans,
             reward=reward,
             finish_reason=completion.finish_reason,
+            reward_parts=score.parts,
         )
 
+    async def _complete(
+        self, prompt: TokenizedPrompt, sampling: Sampling, episode_id: str, carried: Trajectory | None
+    ) -> Completion:
+        """Return the response, the carried part first."""
+        begun = carry.begin_from(carried, sampling.max_tokens, self._engine.serving.number)
+        num_begun = len(begun.token_ids)
+        prompt_ids = [*prompt.token_ids.tolist(), *begun.token_ids.tolist()]
+        rest = carry.continue_sampling(sampling, num_begun)
+        try:
+            completion = carry.join(begun, await self._engine.generate(prompt_ids, rest, episode_id))
+        except Interrupted as error:
+            raise Unfinished(error.message, completion=carry.join(begun, error.completion)) from error
+        return carry.cut_at_stop(completion, num_begun, sampling.stop, self._decode)
+
     def _answer(self, prompt: TokenizedPrompt, completion: Completion) -> Answer:
-        response = self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        response = self._decode(completion.token_ids.tolist())
         return Answer(prompt.prompt, response, completion.finish_reason, len(completion.token_ids))
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -3,26 +3,40 @@
 Invariant: a group is made of exactly `group_size` trajectories, sample `i` with the seed that
 belongs to (run, ticket, i), whatever the attempt or the replica. Where the advantage wants one, sample
 `group_size` is greedy: only its reward joins the group, as the baseline (ReMax, arXiv 2310.10505).
+A sample that was interrupted stays as the beginning of one, and the next attempt goes on from it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from asyncrl.buffer.client import LeaseGrant
 from asyncrl.buffer.ledger.orders import sample_seed
-from asyncrl.errors import AsyncrlError
-from asyncrl.experience import Group, Trajectory
-from rollout_service.engine.protocol import Sampling
-from rollout_service.episode import Environment
+from asyncrl.errors import AsyncrlError, EngineError
+from asyncrl.experience import CUT_REASONS, UNFINISHED, Group, Trajectory, check_reward
+from rollout_service import carry
+from rollout_service.data.prompts import PromptSet, TokenizedPrompt
+from rollout_service.engine.protocol import Interrupted, Sampling
+from rollout_service.episode import EpisodeRunner, Unfinished
 from rollout_service.lengths import Lengths
-from rollout_service.prompts import PromptSet, TokenizedPrompt
 
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """How a group is sampled; `lengths` forces response lengths, `has_greedy` adds a greedy sample."""
+    """How a group is sampled.
+
+    Attributes:
+        lengths: Forces response lengths.
+        has_greedy: A greedy sample is added.
+        stop: Strings that end a response.
+        masks_cut: Answers that a limit cut off are not trained: all of their loss mask is 0.
+    """
 
     run_seed: int
     group_size: int
@@ -30,6 +44,8 @@ class GroupSettings:
     max_tokens: int
     lengths: Lengths | None = None
     has_greedy: bool = False
+    stop: tuple[str, ...] = ()
+    masks_cut: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -38,36 +54,117 @@ class GroupSettings:
 
 
 class GroupRunner:
-    """Runs grants in an environment on the prompts of the training data."""
+    """Runs grants as episodes on the prompts of the training data.
 
-    def __init__(self, environment: Environment, prompts: PromptSet, settings: GroupSettings) -> None:
-        self._environment = environment
+    `on_end` is called whenever a sample has ended.
+    """
+
+    def __init__(self, episodes: EpisodeRunner, prompts: PromptSet, settings: GroupSettings) -> None:
+        self._episodes = episodes
         self._prompts = prompts
         self._settings = settings
+        self._num_ended: Counter[tuple[int, int]] = Counter()
+        self.on_end: Callable[[], None] = lambda: None
 
-    async def run(self, grant: LeaseGrant) -> Group:
-        """Return the grant's group. The first episode that fails ends the others, and its error is raised."""
+    def num_free(self, max_groups: int, num_held: int) -> int:
+        """Return how many groups fit beside `num_held` ones, if `max_groups` fit with all of their samples.
+
+        What counts is unfinished samples: a straggler holds its own place in the engine's batch, and not
+        those of its group. With log-normal lengths that is 1.7 times the tokens (docs/benchmarks.md).
+        """
+        per_group = self._settings.num_samples
+        num_unfinished = num_held * per_group - self._num_ended.total()
+        return max(0, max_groups * per_group - num_unfinished) // per_group
+
+    async def run(self, grant: LeaseGrant, carried: Group | None = None) -> Group:
+        """Return the grant's group; `is_complete` says whether it may be pushed, or only be carried.
+
+        Args:
+            carried: What an earlier attempt left, if it `fits`: whole samples are kept, begun ones go on.
+
+        Raises:
+            Interrupted: The engine was interrupted before there was a token to keep.
+            AsyncrlError: Of the first episode that fails; it ends the others.
+            WireError: Its samples have more parts of a reward than a group may have.
+        """
         prompt = self._prompts.at(grant.index)
+        begun = self._begun(carried)
         failures: list[AsyncrlError] = []
         try:
             async with asyncio.TaskGroup() as episodes:
                 tasks = [
-                    episodes.create_task(self._run_sample(grant, prompt, sample))
-                    for sample in range(self._settings.num_samples)
+                    episodes.create_task(self._run_sample(grant, prompt, sample, begun[sample]))
+                    for sample in range(len(begun))
                 ]
         except* AsyncrlError as group:
             failures.extend(error for error in group.exceptions if isinstance(error, AsyncrlError))
+        finally:
+            del self._num_ended[grant.key]
         if failures:
             raise failures[0]
         trajectories = [task.result() for task in tasks]
-        baseline_reward = trajectories.pop().reward if self._settings.has_greedy else None
+        check_reward(0.0, {}, {name for one in trajectories for name in one.reward_parts})
+        if not any(trajectory.num_tokens for trajectory in trajectories):
+            raise Interrupted(f"ticket {grant.ticket} was not begun", completion=carry.NOTHING)
+        baseline_reward = None if carried is None else carried.baseline_reward
+        if len(trajectories) > self._settings.group_size:
+            greedy = trajectories.pop()
+            baseline_reward = None if greedy.finish_reason == UNFINISHED else greedy.reward
         return Group(grant.ticket, grant.attempt, prompt.token_ids, tuple(trajectories), baseline_reward)
 
-    async def _run_sample(self, grant: LeaseGrant, prompt: TokenizedPrompt, sample: int) -> Trajectory:
-        seed = sample_seed(self._settings.run_seed, grant.ticket, sample)
-        max_tokens, lengths = self._settings.max_tokens, self._settings.lengths
+    def is_complete(self, group: Group) -> bool:
+        """Tell whether nothing of a group is left to do."""
+        return group.is_whole and (group.baseline_reward is not None or not self._settings.has_greedy)
+
+    def fits(self, grant: LeaseGrant, carried: Group) -> bool:
+        """Tell whether carried work is of the grant's prompt and of the configured group size."""
+        is_ours = carried.prompt_ids.tolist() == self._prompts.at(grant.index).token_ids.tolist()
+        return is_ours and len(carried.trajectories) == self._settings.group_size
+
+    def _begun(self, carried: Group | None) -> Sequence[Trajectory | None]:
+        """Return what is there of each sample to run; the greedy one is left out once its reward is known."""
+        settings = self._settings
+        if carried is None:
+            return [None] * settings.num_samples
+        is_greedy_left = settings.has_greedy and carried.baseline_reward is None
+        return [*carried.trajectories, *[None] * is_greedy_left]
+
+    async def _run_sample(
+        self, grant: LeaseGrant, prompt: TokenizedPrompt, sample: int, begun: Trajectory | None
+    ) -> Trajectory:
+        try:
+            return await self._sample(grant, prompt, sample, begun)
+        finally:
+            self._num_ended[grant.key] += 1
+            self.on_end()
+
+    async def _sample(
+        self, grant: LeaseGrant, prompt: TokenizedPrompt, sample: int, begun: Trajectory | None
+    ) -> Trajectory:
+        if begun is not None and begun.finish_reason != UNFINISHED:
+            return begun
+        episode_id = f"{grant.ticket}.{grant.attempt}.{sample}"
+        try:
+            trajectory = await self._episodes.run(prompt, self._sampling(grant, sample), episode_id, begun)
+        except Unfinished as error:
+            return error.trajectory
+        except Interrupted:
+            return carry.as_unfinished(carry.NOTHING)
+        if not trajectory.num_tokens:
+            raise EngineError(f"episode {episode_id} has no token: an empty answer cannot be trained")
+        return self._masked(trajectory)
+
+    def _sampling(self, grant: LeaseGrant, sample: int) -> Sampling:
+        settings = self._settings
+        seed = sample_seed(settings.run_seed, grant.ticket, sample)
+        max_tokens, lengths = settings.max_tokens, settings.lengths
         if lengths is not None:
             max_tokens = lengths.draw_tokens(seed, max_tokens)
-        temperature = self._settings.temperature if sample < self._settings.group_size else 0.0
-        sampling = Sampling(temperature, max_tokens, seed, ignores_eos=lengths is not None)
-        return await self._environment.run(prompt, sampling, f"{grant.ticket}.{grant.attempt}.{sample}")
+        temperature = settings.temperature if sample < settings.group_size else 0.0
+        return Sampling(temperature, max_tokens, seed, lengths is not None, settings.stop)
+
+    def _masked(self, trajectory: Trajectory) -> Trajectory:
+        """Return the trajectory as the policy for answers that were cut wants it."""
+        if not self._settings.masks_cut or trajectory.finish_reason not in CUT_REASONS:
+            return trajectory
+        return dataclasses.replace(trajectory, loss_mask=np.zeros_like(trajectory.loss_mask))

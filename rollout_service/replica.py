@@ -11,7 +11,8 @@ sync loop    consumes: staged versions    waits for: the receiver, wait_s, a run
 renew loop   waits for: a third of the lease time    produces: renewed leases, cancelled groups
 
 Invariant: what is pushed was generated whole under a lease; a group that fails in any way is
-reported with a reason and never pushed.
+reported with a reason and never pushed. A drain gives back what is unfinished: its leases, or with
+`resumes_partial` its tokens so far too.
 """
 
 from __future__ import annotations
@@ -27,14 +28,20 @@ from typing import Any, Protocol, TypeVar
 
 from asyncrl.buffer.client import EvaluationOrder, LeaseGrant, ReplicaClient
 from asyncrl.errors import AsyncrlError, DataError, DeadlineExceeded, EngineError, ServiceFailed
+from asyncrl.experience import Group
 from asyncrl.faults import fault_point
 from asyncrl.versions import UNLOADED
+from rollout_service.data.prompts import PromptSet
 from rollout_service.engine.metered import MeteredEngine
-from rollout_service.engine.protocol import EngineDied
-from rollout_service.evaluation import Evaluator
+from rollout_service.engine.protocol import EngineDied, Interrupted
+from rollout_service.evaluation.evaluator import Evaluator
+from rollout_service.gateway.gateway import Gateway
+from rollout_service.gateway.refusal import NobodyCame
+from rollout_service.gateway.sessions import Desk
 from rollout_service.groups import GroupRunner
-from rollout_service.prompts import PromptSet
+from rollout_service.rewards.score import RewardsFailed
 from rollout_service.rewards.shaping import Overlong
+from rollout_service.rewards.total import TotalReward
 from weight_sync.memory.staging import Staged
 
 log = logging.getLogger(__name__)
@@ -47,6 +54,7 @@ ERROR_PAUSE_S = 0.5
 WATCH_S = 0.05
 CALL_ATTEMPTS = 6
 FAREWELL_DEADLINE_S = 2.0
+CARRY_DEADLINE_S = 5.0
 
 
 class State(StrEnum):
@@ -83,14 +91,16 @@ class ReplicaSettings:
     """How much a replica holds at once, and how it keeps it.
 
     Attributes:
-        max_groups: Groups in flight.
+        max_groups: Groups in flight with all of their samples; samples that have ended make room.
         lease_s: Lease time; leases are renewed after a third of it.
         start_deadline_s: How long the buffer may take to answer for the first time.
+        resumes_partial: A drain hands the tokens of unfinished groups back, for another replica.
     """
 
     max_groups: int
     lease_s: float
     start_deadline_s: float
+    resumes_partial: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,10 +110,12 @@ class ReplicaParts:
     engine: MeteredEngine
     buffer: ReplicaClient
     weights: WeightLink
-    runner: GroupRunner
+    runner: GroupRunner | Desk
     evaluator: Evaluator | None
     prompts: PromptSet
     overlong: Overlong | None = None
+    reward: TotalReward | None = None
+    gateway: Gateway | None = None
 
 
 class Replica:
@@ -151,9 +163,15 @@ class Replica:
             "idle_s": idle_s,
             "swaps": engine.num_swaps,
             "last_swap_s": engine.last_swap_s,
-            "child_pids": engine.child_pids(),
+            "child_pids": [*engine.child_pids(), *self._child_pids_of_rewards()],
+            **({} if self._parts.reward is None else self._parts.reward.counts()),
             **({} if self._parts.overlong is None else self._parts.overlong.counts()),
+            **({} if self._parts.gateway is None else self._parts.gateway.status()),
         }
+
+    def _child_pids_of_rewards(self) -> list[int]:
+        reward = None if self._parts is None else self._parts.reward
+        return [] if reward is None else reward.child_pids()
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """Obey `drain` (`grace_s`: how long groups in flight may still finish; default 0)."""
@@ -181,17 +199,32 @@ class Replica:
         try:
             await self._introduce(parts)
             await parts.engine.start()
+            if parts.gateway is not None:
+                await parts.gateway.start(on_demand=self._changed.set)
+            if isinstance(parts.runner, GroupRunner):
+                parts.runner.on_end = self._changed.set
             self._move(State.SYNCING)
             async with self._tasks:
-                loops = [self._sync_loop(parts), self._lease_loop(parts), self._renew_loop(parts)]
-                running = [self._tasks.create_task(loop) for loop in loops]
+                leasing = self._tasks.create_task(self._lease_loop(parts))
+                # Groups that may still finish need their leases, and new versions.
+                watching = [] if parts.gateway is None else [parts.gateway.watch()]
+                keeping = [self._sync_loop(parts), self._renew_loop(parts), *watching]
+                kept = [self._tasks.create_task(loop) for loop in keeping]
                 await self._watch(stop)
                 self._move(State.DRAINING)
-                for task in (*running, *self._leases):
+                if parts.gateway is not None:
+                    parts.gateway.drain()
+                for task in (leasing, *self._leases):
                     task.cancel()
-                await self._finish_groups()
+                await self._finish_groups(parts)
+                for task in kept:
+                    task.cancel()
             await self._say_farewell(parts)
         finally:
+            if parts.gateway is not None:
+                await parts.gateway.stop()
+            if parts.reward is not None:
+                await parts.reward.close()
             await parts.engine.shutdown()
             parts.buffer.close()
             parts.weights.close()
@@ -203,7 +236,8 @@ class Replica:
         while True:
             try:
                 await parts.buffer.retire()
-                await parts.buffer.describe_data(parts.prompts.num_prompts, parts.prompts.digest)
+                prompts = parts.prompts
+                await parts.buffer.describe_data(prompts.num_prompts, prompts.digest, prompts.sources)
                 return
             except DeadlineExceeded:
                 if asyncio.get_running_loop().time() > end:
@@ -215,37 +249,43 @@ class Replica:
 
     async def _lease_loop(self, parts: ReplicaParts) -> None:
         call: asyncio.Task[None] | None = None
-        asked_version = 0
+        asked_version = asked_want = 0
         while True:
             self._changed.clear()
-            version = parts.engine.serving.number
+            version, want = parts.engine.serving.number, self._num_wanted(parts)
             is_ready = self._state is State.READY and not parts.weights.is_fenced
-            may_ask = is_ready and self._num_free_slots > 0
-            if may_ask and (call is None or call.done() or version != asked_version):
+            may_ask = is_ready and (want > 0 or parts.gateway is not None)
+            is_news = version != asked_version or want > 0 == asked_want
+            if may_ask and (call is None or call.done() or is_news):
                 # A call parked under an older version stays out: its grants are good, only fewer.
-                call, asked_version = self._tasks.create_task(self._lease(parts, version)), version
+                call = self._tasks.create_task(self._lease(parts, version, want))
+                asked_version, asked_want = version, want
                 self._leases.add(call)
                 call.add_done_callback(self._end_lease)
             await self._changed.wait()
 
-    async def _lease(self, parts: ReplicaParts, version: int) -> None:
+    async def _lease(self, parts: ReplicaParts, version: int, want: int) -> None:
         try:
-            reply = await parts.buffer.lease(version, self._num_free_slots, LEASE_WAIT_S)
+            reply = await parts.buffer.lease(version, want, LEASE_WAIT_S)
         except AsyncrlError as error:
             await self._note("lease_errors", error)
             return
         for grant in reply.grants:
             self._begin_group(parts, grant)
         if reply.evaluate is not None:
-            await self._evaluate(parts, reply.evaluate)
+            await self._evaluate(parts, reply.evaluate, version)
 
     def _end_lease(self, call: asyncio.Task[None]) -> None:
         self._leases.discard(call)
         self._changed.set()
 
-    @property
-    def _num_free_slots(self) -> int:
-        return self._settings.max_groups - len(self._groups)
+    def _num_wanted(self, parts: ReplicaParts) -> int:
+        """Return how many groups to ask for: with a gateway, none that no agent waits for."""
+        max_groups, runner = self._settings.max_groups, parts.runner
+        num_free = max(0, max_groups - len(self._groups))
+        if isinstance(runner, GroupRunner):
+            num_free = runner.num_free(max_groups, len(self._groups))
+        return num_free if parts.gateway is None else min(num_free, parts.gateway.desk.num_groups_wanted)
 
     def _begin_group(self, parts: ReplicaParts, grant: LeaseGrant) -> None:
         key = grant.key
@@ -260,11 +300,17 @@ class Replica:
 
     async def _run_group(self, parts: ReplicaParts, grant: LeaseGrant) -> None:
         try:
-            group = await parts.runner.run(grant)
-        except EngineDied:
+            carried = await self._fetch_carry(parts, grant) if grant.carry_attempt else None
+            group = await parts.runner.run(grant, carried)
+        except (EngineDied, RewardsFailed):
             raise  # the replica cannot go on
         except AsyncrlError as error:
+            if isinstance(error, Interrupted) and self._state is State.DRAINING:
+                return  # nothing to hand back but the lease: the farewell does
             await self._fail_group(parts, grant, error)
+            return
+        if not parts.runner.is_complete(group):
+            await self._carry_group(parts, group)
             return
         try:
             fault_point("rollout.push", parts.engine.serving.step)
@@ -274,26 +320,61 @@ class Replica:
             await self._note("push_errors", error)
         self._groups.pop(grant.key, None)  # done: a drain must not release it
 
-    async def _fail_group(self, parts: ReplicaParts, grant: LeaseGrant, error: AsyncrlError) -> None:
-        self._counters["groups_failed"] += 1
-        log.warning("group %d, attempt %d failed: %s", grant.ticket, grant.attempt, error)
+    async def _fetch_carry(self, parts: ReplicaParts, grant: LeaseGrant) -> Group | None:
+        """Return what an earlier attempt left. Without it, the group starts from its prompt."""
         try:
-            await parts.buffer.fail(grant.ticket, grant.attempt, f"{type(error).__name__}: {error.message}")
+            carried = await parts.buffer.fetch_carry(grant.ticket, grant.attempt)
+        except AsyncrlError as error:
+            await self._note("carries_unread", error)
+            return None
+        if carried is None or not parts.runner.fits(grant, carried):
+            self._counters["carries_unfit"] += 1
+            return None
+        self._counters["groups_resumed"] += 1
+        return carried
+
+    async def _carry_group(self, parts: ReplicaParts, group: Group) -> None:
+        """Hand the beginning of a group back and end its lease; if that fails, the farewell ends it."""
+        try:
+            result = await parts.buffer.carry(group)
+        except AsyncrlError as error:
+            await self._note("carry_errors", error)
+            return
+        self._counters[f"carry/{result}"] += 1
+        self._groups.pop((group.ticket, group.attempt), None)
+
+    async def _fail_group(self, parts: ReplicaParts, grant: LeaseGrant, error: AsyncrlError) -> None:
+        is_unopened = isinstance(error, NobodyCame)  # no attempt at the prompt
+        self._counters["groups_unopened" if is_unopened else "groups_failed"] += 1
+        log.warning("group %d, attempt %d ended: %s", grant.ticket, grant.attempt, error)
+        try:
+            if is_unopened:
+                await parts.buffer.release([grant.key])
+            else:
+                reason = f"{type(error).__name__}: {error.message}"
+                await parts.buffer.fail(grant.ticket, grant.attempt, reason)
         except AsyncrlError as fail_error:
             await self._note("fail_errors", fail_error)
         self._groups.pop(grant.key, None)
 
-    async def _evaluate(self, parts: ReplicaParts, order: EvaluationOrder) -> None:
+    async def _evaluate(self, parts: ReplicaParts, order: EvaluationOrder, asked_number: int) -> None:
+        """Answer parts of an evaluation, pinned to one version, until none is left for this replica."""
         if parts.evaluator is None:
             raise DataError("an evaluation was ordered, but data.eval names no prompts")
         async with self._weights_lock:  # a swap would mix versions
+            if not parts.engine.is_loaded:  # a load failed while the order came: generation is paused
+                parts.buffer.forget_evaluation()
+                return
             self._move(State.PINNED)
             try:
                 await parts.weights.pin()
-                metrics = await parts.evaluator.run(order.id)
                 number = parts.engine.serving.number
-                await self._repeat(lambda: parts.buffer.evaluated(order, number, metrics))
-                self._counters["evaluations"] += 1
+                more: EvaluationOrder | None = order
+                if number != asked_number:  # swapped in between: the order holds for the other version
+                    parts.buffer.forget_evaluation()
+                    more = (await parts.buffer.lease(number, 0, 0.0)).evaluate
+                while more is not None:
+                    more = await self._answer_part(parts, parts.evaluator, more, number)
             except EngineDied:
                 raise  # the replica cannot go on
             except AsyncrlError as error:
@@ -301,6 +382,16 @@ class Replica:
                 await self._note("evaluation_errors", error)
             await self._repeat(parts.weights.unpin)  # pinned for ever it would fall behind without a word
             self._move(State.READY)
+
+    async def _answer_part(
+        self, parts: ReplicaParts, evaluator: Evaluator, order: EvaluationOrder, number: int
+    ) -> EvaluationOrder | None:
+        """Answer a part and report it; return the next one, if any."""
+        tallies = await evaluator.run(order)
+        fault_point("rollout.evaluated", order.part)
+        more = await self._repeat(lambda: parts.buffer.evaluated(order, number, tallies))
+        self._counters["evaluations"] += 1
+        return more
 
     async def _repeat(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call that may be repeated until it is answered, at most `CALL_ATTEMPTS` times."""
@@ -357,11 +448,19 @@ class Replica:
         fault_point("rollout.swapped", staged.version.step)
         await parts.weights.report_loaded(number, ok=True)
 
-    async def _finish_groups(self) -> None:
-        """Let groups in flight finish within the grace of the drain, then cancel the rest."""
+    async def _finish_groups(self, parts: ReplicaParts) -> None:
+        """Let groups in flight finish within the grace of the drain, hand back the rest, or cancel it."""
         tasks = list(self._groups.values())
         if tasks and self._grace_s:
             await asyncio.wait(tasks, timeout=self._grace_s)
+        unfinished = [task for task in tasks if not task.done()]
+        if unfinished and self._settings.resumes_partial:
+            try:
+                await asyncio.wait_for(parts.engine.interrupt(), CARRY_DEADLINE_S)
+                await asyncio.wait(unfinished, timeout=CARRY_DEADLINE_S)
+            except (AsyncrlError, TimeoutError) as error:
+                self._counters["interrupt_errors"] += 1
+                log.warning("%s could not interrupt its requests: %s", self._name, error)
         for task in tasks:
             task.cancel()
 
@@ -371,10 +470,7 @@ class Replica:
                 await asyncio.wait_for(parts.buffer.release(list(self._groups)), FAREWELL_DEADLINE_S)
             await asyncio.wait_for(parts.buffer.retire(), FAREWELL_DEADLINE_S)
             await asyncio.wait_for(parts.weights.drain(), FAREWELL_DEADLINE_S)
-        except (
-            AsyncrlError,
-            TimeoutError,
-        ) as error:  # the buffer is gone as well; leases expire by themselves
+        except (AsyncrlError, TimeoutError) as error:  # the buffer is gone as well; leases expire
             log.info("%s left without farewell: %s", self._name, error)
         self._groups.clear()
 

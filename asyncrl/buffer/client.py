@@ -16,6 +16,7 @@ from asyncrl.buffer.ledger.events import UNSAID
 from asyncrl.errors import DeadlineExceeded, LedgerError, WireError
 from asyncrl.experience import Group, decode_group, encode_group
 from asyncrl.keys import ClientKeys
+from asyncrl.metrics.tallies import Tally
 from asyncrl.rpc import AsyncClient, Client, PendingCall, Reply
 from asyncrl.wire import Frame
 
@@ -37,7 +38,8 @@ class LeaseGrant:
     """The right to generate one group until `lease_s` from now; renew it in time.
 
     Attributes:
-        source, pass_number, index: The prompt: row `index` of the data, in traversal `pass_number`.
+        source, pass_number, index: The prompt: `index` counts over all sources, one after the other;
+            `pass_number` is the traversal of this source.
         seed: Of the ticket; `orders.sample_seed(run_seed, ticket, sample)` is a sample's own.
         carry_attempt: The attempt whose partial work `fetch_carry` returns, 0 for none.
     """
@@ -59,10 +61,16 @@ class LeaseGrant:
 
 @dataclass(frozen=True)
 class EvaluationOrder:
-    """Evaluate at the served weights, which have seen at least `step` steps."""
+    """Evaluate at the served weights, which have seen at least `step` steps.
+
+    Attributes:
+        part, num_parts: Which of the held-out prompts: every `num_parts`-th, from `part` on.
+    """
 
     id: int
     step: int
+    part: int = 0
+    num_parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -140,13 +148,19 @@ class ReplicaClient:
         self._deadline_s = deadline_s
         self._evaluating: int | None = None
 
-    async def describe_data(self, num_prompts: int, digest: str) -> None:
+    async def describe_data(
+        self, num_prompts: int, digest: str, sources: Sequence[tuple[int, float]] = ()
+    ) -> None:
         """Say what the training data is, once, before the first lease.
+
+        Args:
+            sources: (prompts, weight) of each source, where there are several.
 
         Raises:
             DataError: The run began with other data.
         """
-        await self._call("describe_data", num_prompts=num_prompts, digest=digest)
+        pairs = [list(one) for one in sources]
+        await self._call("describe_data", num_prompts=num_prompts, digest=digest, sources=pairs)
 
     async def lease(self, version: int, want: int, wait_s: float) -> LeaseReply:
         """Ask for up to `want` groups to generate with the weights of `version`.
@@ -161,7 +175,7 @@ class ReplicaClient:
         if order is None or order["id"] == self._evaluating:
             return LeaseReply(grants, None)
         self._evaluating = order["id"]
-        return LeaseReply(grants, EvaluationOrder(order["id"], order["step"]))
+        return LeaseReply(grants, EvaluationOrder(**order))
 
     async def renew(self, held: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """Extend the leases of (ticket, attempt) pairs; return those that are lost: stop working on them.
@@ -226,11 +240,17 @@ class ReplicaClient:
         """Return all that this replica's name holds."""
         await self._call("retire")
 
-    async def evaluated(self, order: EvaluationOrder, version: int, metrics: Mapping[str, float]) -> None:
-        """Report an evaluation's result at weights of `version`."""
-        await self._call("evaluated", id=order.id, version=version, metrics=dict(metrics))
+    async def evaluated(
+        self, order: EvaluationOrder, version: int, metrics: Mapping[str, float | Tally]
+    ) -> EvaluationOrder | None:
+        """Report the result of a part at weights of `version`; return another part to answer, if any."""
+        values = {name: list(value) if isinstance(value, Tally) else value for name, value in metrics.items()}
+        args = await self._call("evaluated", id=order.id, part=order.part, version=version, metrics=values)
+        if args["more"] is not None:
+            return EvaluationOrder(**args["more"])
         if self._evaluating == order.id:
             self._evaluating = None
+        return None
 
     def forget_evaluation(self) -> None:
         """Give up the evaluation order that is held; a later `lease` may get it again."""

@@ -51,9 +51,11 @@ def ledger_settings(config: Config) -> LedgerSettings:
         max_group_bytes=max_group_bytes(config),
         lease_s=config.buffer.lease_s,
         max_attempts=config.buffer.max_attempts,
-        is_shuffled=config.data.shuffle,
+        is_shuffled=config.data.is_shuffled,
         policy=config.staleness.policy,
         max_wait_s=config.staleness.max_wait_s,
+        is_ascending=config.data.curriculum is not None,
+        evaluation_parts=config.eval.replicas,
     )
 
 
@@ -68,8 +70,8 @@ def open_journal(section: BufferSection, run_dir: Path) -> Journal:
         return MemoryJournal()
     if section.journal == "file":
         return FileJournal(folder, section.fsync)
-    if section.url is not None:
-        url = expand_variables(section.url)
+    if section.redis_url is not None:
+        url = expand_variables(section.redis_url)
         return RedisJournal(lambda: url, run_key(run_dir))
     server = RedisServer(folder / "redis", section.fsync)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import WireError
+from asyncrl.metrics.tallies import Tally
 from asyncrl.rpc import Request
 from asyncrl.wire import field
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 MAX_WAIT_S = 600.0
 MAX_WANT = 4096
 MAX_NAME_CHARACTERS = 200
-MAX_METRICS = 256
+MAX_METRICS = 1024
+MAX_COUNT, MAX_TOTAL, MAX_SQUARES = 10**15, 1e150, 1e300
+"""Of a tally: sums of many such, and the square of their mean, stay finite. Rewards reach 3.4e38."""
 
 
 class ReplicaOps:
@@ -45,7 +47,7 @@ class ReplicaOps:
 
     def describe_data(self, request: Request) -> None:
         num_prompts, digest = field(request.args, "num_prompts", int), field(request.args, "digest", str)
-        self._ledger.describe_data(num_prompts, digest)
+        self._ledger.describe_data(num_prompts, digest, _read_sources(request.args))
         self._reply(request)
 
     def lease(self, request: Request) -> None:
@@ -68,8 +70,8 @@ class ReplicaOps:
 
     def _grant(self, replica: str, version: int, want: int, evaluating: int | None) -> dict[str, Any] | None:
         grants = self._ledger.lease(replica, version, want, self._desk.clock.now())
-        evaluation = self._ledger.evaluations.give(replica, version, evaluating)
-        if not grants and evaluation is None:
+        order = self._ledger.evaluations.give(replica, version, evaluating)
+        if not grants and order is None:
             return None
         lease_s = self._ledger.settings.lease_s
         rows = [
@@ -85,7 +87,7 @@ class ReplicaOps:
             }
             for grant in grants
         ]
-        return {"grants": rows, "evaluate": evaluation and {"id": evaluation.id, "step": evaluation.step}}
+        return {"grants": rows, "evaluate": order and order._asdict()}
 
     def take_back(self, request: Request, args: dict[str, Any]) -> None:
         """Take back what `lease` granted in `args`: nobody waits for the answer any more."""
@@ -134,23 +136,27 @@ class ReplicaOps:
         self._reply(request)
 
     def evaluated(self, request: Request) -> None:
-        args = request.args
-        self._replica(request)
+        args, orders = request.args, self._ledger.evaluations
+        replica = self._replica(request)
         number, version = field(args, "id", int), field(args, "version", int)
-        metrics = field(args, "metrics", dict)
-        if len(metrics) > MAX_METRICS or not all(_is_metric(name, value) for name, value in metrics.items()):
-            raise WireError(f"evaluation {number}: metrics are up to {MAX_METRICS} finite numbers by name")
-        result = {name: float(value) for name, value in metrics.items()}
-        if not self._ledger.evaluations.finish(number, version, result):
+        part = field({"part": 0, **args}, "part", int)
+        try:
+            tallies = _read_tallies(number, field(args, "metrics", dict))
+        except WireError:
+            self._store.counters["evaluations_refused"] += 1
+            orders.refuse(number, replica, version, part)
+            raise
+        if not orders.finish(number, version, tallies, part):
             self._store.counters["evaluations_unasked"] += 1
-        self._reply(request)
+        more = orders.give_more(number, replica, version)
+        self._reply(request, more=more and more._asdict())
 
     def expire_silent(self, now: float) -> bool:
         """Take evaluations back from replicas that have been silent for a lease's time."""
         lease_s = self._ledger.settings.lease_s
         for evaluation in self._ledger.state.evaluations.values():
-            if evaluation.replica and not evaluation.is_done:
-                self._last_seen.setdefault(evaluation.replica, now)
+            for replica in evaluation.holders.values():
+                self._last_seen.setdefault(replica, now)
         silent = [name for name, seen in self._last_seen.items() if now - seen > lease_s]
         for name in silent:
             del self._last_seen[name]
@@ -181,6 +187,16 @@ def read_wait_s(args: dict[str, Any]) -> float:
     return wait_s
 
 
+def _read_sources(args: dict[str, Any]) -> list[tuple[int, float]]:
+    """Return the checked (prompts, weight) pairs of `describe_data`, none where there is one source."""
+    sources = field({"sources": [], **args}, "sources", list)
+    for one in sources:
+        is_pair = isinstance(one, list) and len(one) == 2
+        if not (is_pair and type(one[0]) is int and type(one[1]) in (int, float)):
+            raise WireError("the field 'sources' holds pairs of a number of prompts and a weight")
+    return [(count, float(weight)) for count, weight in sources]
+
+
 def read_pairs(args: dict[str, Any], name: str = "tickets") -> list[tuple[int, int]]:
     """Return the checked (ticket, attempt) pairs of a request."""
     pairs = field(args, name, list)
@@ -190,6 +206,21 @@ def read_pairs(args: dict[str, Any], name: str = "tickets") -> list[tuple[int, i
     return [(ticket, attempt) for ticket, attempt in pairs]
 
 
-def _is_metric(name: Any, value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(name, str) and len(name) <= MAX_NAME_CHARACTERS and is_number and math.isfinite(value)
+def _read_tallies(number: int, metrics: dict[Any, Any]) -> dict[str, Tally]:
+    """Return the checked result of a part: by name a finite number, or [count, total, squares, trials]."""
+    if len(metrics) > MAX_METRICS:
+        raise WireError(f"evaluation {number}: more than {MAX_METRICS} metrics")
+    tallies = {}
+    for name, value in metrics.items():
+        sums = value if isinstance(value, list) else [1, value, 0.0, 0]
+        is_named = isinstance(name, str) and len(name) <= MAX_NAME_CHARACTERS
+        if not is_named or len(sums) != 4 or not all(type(one) in (int, float) for one in sums):
+            raise WireError(f"evaluation {number}: metrics are finite numbers, or four sums each, by name")
+        count, total, squares, trials = sums
+        if not (type(count) is int and type(trials) is int and min(count, trials, squares) >= 0):
+            raise WireError(f"evaluation {number}: counts and squares are never below 0")
+        is_small = max(count, trials) <= MAX_COUNT and squares <= MAX_SQUARES
+        if not (is_small and abs(total) <= MAX_TOTAL):  # not so for no number either
+            raise WireError(f"evaluation {number}: the sums of '{name}' are not finite, or too large")
+        tallies[name] = Tally(count, float(total), float(squares), trials)
+    return tallies

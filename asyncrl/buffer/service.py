@@ -36,6 +36,8 @@ STATUS_EVERY_S = 0.5
 MAX_PARKED = 4096
 MAX_EVALUATIONS_TOLD = 64
 """The newest: a status must fit into a header, also after thousands of evaluations."""
+MAX_METRICS_TOLD = 4096
+"""Of all evaluations in a status."""
 AWAY_PAUSE_S = 0.01
 
 
@@ -239,12 +241,23 @@ class Desk:
             "leases": {replica: len(held) for replica, held in state.leases.items()},
             "reissues": dict(state.reissues),
             "checkpoints": sorted(state.checkpoints),
-            "evaluations": evaluations[-MAX_EVALUATIONS_TOLD:],
+            "evaluations": _newest(evaluations),
             "evaluations_pending": num_pending,
             "parked": len(self._parked),
             "journal": self.store.journal.status(),
             "counters": {**counters, **{f"wire/{name}": n for name, n in self.wire_counters.items()}},
         }
+
+
+def _newest(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the newest evaluations, at least one, as many as fit."""
+    num_told, room = 0, MAX_METRICS_TOLD
+    for found in reversed(evaluations[-MAX_EVALUATIONS_TOLD:]):
+        room -= len(found["metrics"])
+        if room < 0 and num_told:
+            break
+        num_told += 1
+    return evaluations[len(evaluations) - num_told :]
 
 
 class TurnServer(Server):

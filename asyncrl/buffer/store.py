@@ -7,19 +7,23 @@ in; what is malformed fails its attempt and is refused. One thread.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from asyncrl.buffer.journals.journal import Journal, Need
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.tickets import PAYLOAD_STATES, LedgerSettings, State, Ticket
 from asyncrl.errors import LedgerError, WireError
-from asyncrl.experience import Outline, outline_group
+from asyncrl.experience import CUT_REASONS, UNFINISHED, Outline, outline_group
 from asyncrl.faults import fault_point
 from asyncrl.wire import Frame
 
 MAX_VOCAB_SIZE = 1 << 31
 """Of a model whose vocabulary nobody told: every id that is not negative passes."""
+
+SHOWN_DROPPED_BYTES, MAX_SHOWN_DROPPED = 16 << 20, 64
+"""How much of the newest dropped groups the journal keeps, so that one can look at what was dropped: none
+that would keep an old file of it from being deleted."""
 
 
 class ExperienceStore:
@@ -55,6 +59,9 @@ class ExperienceStore:
         self._needs_baseline = needs_baseline
         self._vocab_size = vocab_size
         self._payloads: dict[int, list[Frame]] = {}
+        num_shown = min(MAX_SHOWN_DROPPED, SHOWN_DROPPED_BYTES // settings.max_group_bytes)
+        self._num_shown = max(1, num_shown)
+        self._shown: deque[int] = deque()
         past = journal.recover()
         self.ledger = Ledger.replay(settings, past.events, past.snapshot)
         if self.ledger.has_begun:
@@ -77,7 +84,9 @@ class ExperienceStore:
     def _keep_needed(self) -> None:
         tickets = self.ledger.state.tickets.values()
         needed = {ticket.id for ticket in tickets if ticket.state in PAYLOAD_STATES or ticket.carry_attempt}
-        self.journal.keep_only(needed)
+        newest = list(self.ledger.state.dropped)[-self._num_shown :]
+        self._shown = deque(one.id for one in newest if self.journal.holds(one.id, one.attempt))
+        self.journal.keep_only(needed | set(self._shown))
 
     def push(self, replica: str, ticket: int, attempt: int, frames: Sequence[Frame]) -> str:
         """Take a group in; return `stored`, `duplicate`, `late` or `dropped`.
@@ -91,8 +100,12 @@ class ExperienceStore:
             self.counters["duplicates" if verdict == "duplicate" else verdict] += 1
             return verdict
         group = self._checked(replica, ticket, attempt, frames)
-        if self._drops_constant_groups and group.is_constant:
-            self.ledger.drop_uniform(ticket)
+        is_uniform = self._drops_constant_groups and group.is_constant
+        if group.is_masked or is_uniform:
+            self.journal.append(ticket, attempt, frames)
+            self._show(ticket)
+            drop = self.ledger.drop_masked if group.is_masked else self.ledger.drop_uniform
+            drop(ticket)
             return "dropped"
         self._store(group, frames)
         return "stored"
@@ -114,7 +127,7 @@ class ExperienceStore:
         if not self.ledger.holds_lease(replica, ticket, attempt):
             self.counters["late"] += 1
             return "late"
-        group = self._checked(replica, ticket, attempt, frames)
+        group = self._checked(replica, ticket, attempt, frames, is_carried=True)
         num_bytes = sum(len(frame) for frame in frames)
         versions = (min(group.versions), max(group.versions))
         result = self.ledger.carry(replica, ticket, attempt, group.num_tokens, num_bytes, versions)
@@ -145,14 +158,20 @@ class ExperienceStore:
         for numbers in (state.freed, state.released):
             numbers[:] = [number for number in numbers if number != ticket]
 
-    def _checked(self, replica: str, ticket: int, attempt: int, frames: Sequence[Frame]) -> Outline:
+    def _checked(
+        self, replica: str, ticket: int, attempt: int, frames: Sequence[Frame], is_carried: bool = False
+    ) -> Outline:
         """Return the group's outline.
 
         Raises:
             WireError: It is malformed; its attempt has failed.
         """
         try:
-            return self._check(ticket, attempt, frames)
+            group = self._check(ticket, attempt, frames)
+            _check_samples(group, is_carried)
+            if self._needs_baseline and group.baseline_reward is None and not is_carried:
+                raise WireError(f"ticket {ticket}: the group lacks the reward of a greedy answer")
+            return group
         except WireError:
             self.counters["malformed"] += 1
             self.ledger.fail(replica, ticket, attempt)
@@ -179,13 +198,6 @@ class ExperienceStore:
                 f"of a vocabulary of {self._vocab_size}",
                 hint="Use the tokenizer of the run's model",
             )
-        if self._needs_baseline and group.baseline_reward is None:
-            raise WireError(f"ticket {ticket}: the group lacks the reward of a greedy answer")
-        for sample, largest in enumerate(group.mask_max):
-            if largest != 1:
-                raise WireError(
-                    f"ticket {ticket}, sample {sample}: no sampled token, or a loss mask beyond 0 and 1"
-                )
         if not group.versions <= self.ledger.state.versions.registered.keys():
             raise WireError(f"ticket {ticket}: a version that was never registered")
         return group
@@ -289,12 +301,35 @@ class ExperienceStore:
 
     def _let_go(self) -> None:
         state = self.ledger.state
+        if state.released:
+            self._hide_old()
         for ticket in state.freed:
             self._payloads.pop(ticket, None)
         for ticket in state.released:
-            self.journal.release(ticket)
+            if self._is_worth_showing(ticket):
+                self._show(ticket)
+            else:
+                self.journal.release(ticket)
         state.freed.clear()
         state.released.clear()
+
+    def _is_worth_showing(self, number: int) -> bool:
+        found = self.ledger.state.tickets.get(number)
+        is_dropped = found is not None and found.state is State.DROPPED
+        return found is not None and is_dropped and self.journal.holds(number, found.attempt)
+
+    def _show(self, ticket: int) -> None:
+        """Leave a dropped group's payload in the journal, and let the oldest such one go."""
+        if ticket not in self._shown:
+            self._shown.append(ticket)
+        if len(self._shown) > self._num_shown:
+            self.journal.release(self._shown.popleft())
+
+    def _hide_old(self) -> None:
+        """Let go of what is shown and would keep a whole old file of the journal for itself."""
+        for ticket in [ticket for ticket in self._shown if not self.journal.is_recent(ticket)]:
+            self._shown.remove(ticket)
+            self.journal.release(ticket)
 
     def _begin_anew(self) -> bool:
         """Refill a journal that was wiped: payloads in memory are written again, others issued again."""
@@ -318,3 +353,20 @@ class ExperienceStore:
         if frames is not None and not self.journal.holds(ticket, attempt):
             self.journal.append(ticket, attempt, frames)
         return self.journal.holds(ticket, attempt)
+
+
+def _check_samples(group: Outline, is_carried: bool) -> None:
+    """Raise WireError unless each sample can be trained, was cut and masked for it, or may go on later."""
+    if not (is_carried or group.is_whole):
+        raise WireError(f"ticket {group.ticket}: a trajectory is unfinished, which only carried work may be")
+    if not any(group.lengths):
+        raise WireError(f"ticket {group.ticket}: the group has no token")
+    for sample, (length, largest, finish) in enumerate(
+        zip(group.lengths, group.mask_max, group.finish, strict=True)
+    ):
+        is_begun = length > 0 or finish == UNFINISHED
+        may_be_masked = finish in CUT_REASONS or not length
+        if not is_begun or largest > 1 or (largest == 0 and not may_be_masked):
+            raise WireError(
+                f"ticket {group.ticket}, sample {sample}: no sampled token, or a loss mask beyond 0 and 1"
+            )

@@ -36,6 +36,7 @@ app.add_typer(inspect, name="inspect")
 BENCHMARKS = {
     "buffer": "Measure the buffer beside bare pipes and other systems.",
     "checkpoints": "Measure the stall of a checkpoint, its write and its load.",
+    "concurrency": "Simulate when a replica should take another group, by fixed rules and a controller.",
     "hostile": "Measure what honest replicas still get through while others attack the buffer.",
     "learner": "Measure a learner step against Hugging Face, and the losses against verl's.",
     "ledger": "Measure the ledger's transitions, and its cost as the fleet grows.",
@@ -43,6 +44,7 @@ BENCHMARKS = {
     "packing": "Measure packed rows in dynamic microbatches against padded rows.",
     "staleness_policies": "Simulate what each staleness policy costs, beside published rules.",
     "restart": "Measure how soon the buffer serves again with 10,000 groups in its journal.",
+    "rollout": "Measure a replica's whole path beside a bare AsyncLLM.",
     "staleness_study": "Measure what lag does to learning under each correction.",
     "weight_sync": "Measure a weight sync beside bare broadcasts and copies.",
     "weight_sync_delta": "Measure differences between versions: bytes, seconds, and how much changes.",
@@ -148,6 +150,67 @@ def export(
     print(function("learner.checkpoint.export:export_run")(run, runs_dir, step, to))
 
 
+@app.command()
+def score(
+    source: Annotated[
+        str, typer.Argument(metavar="IN", help="JSON lines with 'response' and 'ground_truth'; - is stdin.")
+    ],
+    target: Annotated[str, typer.Argument(metavar="OUT", help="The file to write; - is stdout.")],
+    rewards: Annotated[
+        list[str],
+        typer.Option(
+            "--reward", metavar="FN", help="As reward.fn, or '{fn: NAME, weight: 0.5}'. May be repeated."
+        ),
+    ],
+) -> None:
+    """Add what a reward gives to each line of a file.
+
+    Every line gets its 'score', and its 'parts' where there are several rewards. A line that cannot be read
+    or scored ends the command, and nothing is written.
+    """
+    from asyncrl.cli.services import function
+
+    num_lines = function("rollout_service.rewards.lines:score_lines")(rewards, source, target)
+    exits.say(f"scored {num_lines} lines")
+
+
+@app.command(name="eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(help="A Hugging Face folder, or a run's name or folder.")],
+    data_files: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data", metavar="FILE", help="Held-out prompts; otherwise the run's. May be repeated."
+        ),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option("--reward", metavar="NAME", help="A name or file.py:function; else the run's."),
+    ] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Answers per prompt.")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", min=0.0)] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option("--prompts", min=1, help="The first of each file only.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Of an answer.")] = None,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option("--max-prompt-tokens", min=1, help="Longer prompts are left out.")
+    ] = None,
+    step: Annotated[
+        str, typer.Option("--step", metavar="N", help="The checkpoint's step, or 'newest', or 'best'.")
+    ] = "newest",
+    runs_dir: RunsDir = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Let a model answer held-out prompts and print mean@k, pass@k and maj@k with 95 % intervals."""
+    from asyncrl.cli.eval import Wishes, print_evaluation
+
+    wishes = Wishes(
+        data_files or (), reward, samples, temperature, num_prompts, max_tokens, max_prompt_tokens
+    )
+    print_evaluation(target, runs_dir, step, wishes, as_json)
+
+
 @inspect.command()
 def account(run: Run, runs_dir: RunsDir = "runs", as_json: AsJson = False) -> None:
     """Print what became of every prompt, and how old what was trained and what is open is."""
@@ -167,6 +230,47 @@ def ticket(
     from asyncrl.cli.audit import print_ticket
 
     print_ticket(run, runs_dir, number, as_json)
+
+
+@inspect.command()
+def rollouts(
+    run: Annotated[
+        str | None, typer.Argument(help="The run's name or folder; without it, the one started last.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="Otherwise the newest that was trained.")
+    ] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="The lowest rewards first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="The highest rewards first.")] = False,
+    dropped: Annotated[
+        bool, typer.Option("--dropped", help="Groups that were dropped, the newest first, and why.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option("--limit", metavar="N", min=1, help="How many answers: 8, or 64 elsewhere.")
+    ] = None,
+    html: Annotated[
+        bool, typer.Option("--html", help="Write one HTML file into the run's folder and print its path.")
+    ] = False,
+    runs_dir: RunsDir = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Print prompts and answers, token by token: log-probs, versions and their lag, rewards, masks."""
+    from asyncrl.cli.rollouts.command import print_rollouts
+
+    if worst and best:
+        raise typer.BadParameter("--worst and --best exclude each other")
+    if html and as_json:
+        raise typer.BadParameter("--html and --json exclude each other")
+    print_rollouts(
+        run,
+        runs_dir,
+        step=step,
+        order="worst" if worst else "best" if best else "",
+        is_dropped=dropped,
+        limit=limit,
+        as_json=as_json,
+        as_page=html,
+    )
 
 
 @inspect.command()
@@ -203,7 +307,7 @@ def gsm8k(
     """Convert GSM8K to prompts that a run can read."""
     from asyncrl.cli.services import function
 
-    num_prompts = function("rollout_service.gsm8k:convert_gsm8k")(source, target, limit)
+    num_prompts = function("rollout_service.data.gsm8k:convert_gsm8k")(source, target, limit)
     exits.say(f"wrote {num_prompts} prompts to {target}")
 
 

@@ -115,12 +115,17 @@ def _figures(snapshot: Snapshot) -> Table:
 
 def _services(services: Mapping[str, Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("service", "state", "version"):
+    columns = ("service", "state", "version")
+    has_gateway = any(service.get("gateway") for service in services.values())
+    for column in (*columns, "gateway") if has_gateway else columns:
         table.add_column(column)
     for name in sorted(services):
         state, version = str(services[name].get("state") or DASH), services[name].get("version")
         table.add_row(
-            name, Text(state, style=STATE_STYLES.get(state, "")), DASH if version is None else str(version)
+            name,
+            Text(state, style=STATE_STYLES.get(state, "")),
+            DASH if version is None else str(version),
+            *([str(services[name].get("gateway") or "")] if has_gateway else []),
         )
     return table
 

@@ -31,17 +31,13 @@ class Conflict:
 
 
 def _journal_conflicts(buffer: BufferSection) -> list[Conflict]:
-    keys = ("buffer.journal", "buffer.url", "buffer.managed")
-    is_told = buffer.url is not None or buffer.managed
-    if buffer.journal != "redis" and is_told:
-        named = "buffer.url" if buffer.url is not None else "buffer.managed"
-        what = f"{named} does nothing with buffer.journal: {buffer.journal}"
+    keys = ("buffer.journal", "buffer.url")
+    if buffer.journal != "redis" and buffer.url is not None:
+        what = f"buffer.url does nothing with buffer.journal: {buffer.journal}"
         return [Conflict(keys, what, "Set buffer.journal: redis")]
-    if buffer.journal == "redis" and not is_told:
-        return [Conflict(keys, "buffer.journal: redis names no Redis", "Set buffer.url or managed: true")]
-    if buffer.url is not None and buffer.managed:
-        what = "buffer.url names a Redis, and buffer.managed starts another"
-        return [Conflict(keys, what, "Choose one of them")]
+    if buffer.journal == "redis" and buffer.url is None:
+        hint = "Set buffer.url, or buffer.url: managed for a private server"
+        return [Conflict(keys, "buffer.journal: redis names no Redis", hint)]
     return []
 
 
@@ -73,6 +69,8 @@ def find_conflicts(config: Config) -> list[Conflict]:
             )
         )
     conflicts.extend(_journal_conflicts(config.buffer))
+    conflicts.extend(_find_evaluation_conflicts(config))
+    conflicts.extend(_find_environment_conflicts(config))
     if not (config.launcher.is_local or config.launcher.has_curve):
         conflicts.append(
             Conflict(
@@ -87,9 +85,9 @@ def find_conflicts(config: Config) -> list[Conflict]:
         *_find_gpu_conflicts(config),
         *_find_checkpoint_conflicts(config),
         *_find_backend_conflicts(learner),
-        *_find_schedule_conflicts(learner),
         *_find_critic_conflicts(config),
         *_find_reward_conflicts(config),
+        *_find_gateway_conflicts(config),
     ]
 
 
@@ -120,17 +118,62 @@ def _find_critic_conflicts(config: Config) -> list[Conflict]:
     ]
 
 
+def _find_environment_conflicts(config: Config) -> Iterator[Conflict]:
+    """Yield what makes episodes without asking the environment."""
+    rollout = config.rollout
+    if rollout.environment is None:
+        return
+    for key, value in (
+        ("rollout.gateway", rollout.gateway),
+        ("rollout.response_tokens", rollout.response_tokens),
+    ):
+        if value is not None:
+            what = f"rollout.environment does nothing with {key}"
+            yield Conflict((key, "rollout.environment"), what, "Leave one of them out")
+
+
+def _find_evaluation_conflicts(config: Config) -> Iterator[Conflict]:
+    if config.eval.samples > 1 and not config.eval.temperature:
+        what = f"eval.samples: {config.eval.samples} with eval.temperature: 0 repeats the same answer"
+        yield Conflict(("eval.samples", "eval.temperature"), what, "Raise eval.temperature, or leave it out")
+    for number, source in enumerate(config.data.eval or ()):
+        if source.weight != 1.0:
+            what = "a weight does nothing in data.eval: each source is evaluated by itself"
+            yield Conflict((f"data.eval.{number}.weight", "data.eval"), what, "Leave it out")
+
+
 def _find_reward_conflicts(config: Config) -> list[Conflict]:
-    reward, max_tokens = config.reward, config.rollout.max_tokens
-    if reward.overlong_buffer_tokens > max_tokens:
-        what = f"reward.overlong_buffer_tokens ({reward.overlong_buffer_tokens}) leaves no answer unpunished"
-        hint = f"Keep it at or below rollout.max_tokens ({max_tokens})"
-        return [Conflict(("reward.overlong_buffer_tokens", "rollout.max_tokens"), what, hint)]
-    default = type(reward).model_fields["overlong_penalty"].default
-    if reward.overlong_buffer_tokens or reward.overlong_penalty == default:
+    overlong, max_tokens = config.reward.overlong, config.rollout.max_tokens
+    if overlong is None or overlong.buffer_tokens <= max_tokens:
         return []
-    what = "reward.overlong_penalty does nothing: reward.overlong_buffer_tokens is 0"
-    return [Conflict(("reward.overlong_penalty", "reward.overlong_buffer_tokens"), what, "Set both")]
+    key = "reward.overlong.buffer_tokens"
+    what = f"{key} ({overlong.buffer_tokens}) leaves no answer unpunished"
+    hint = f"Keep it at or below rollout.max_tokens ({max_tokens})"
+    return [Conflict((key, "rollout.max_tokens"), what, hint)]
+
+
+def _find_gateway_conflicts(config: Config) -> Iterator[Conflict]:
+    """Yield what agents that generate through the gateway cannot give."""
+    rollout, advantage = config.rollout, config.algorithm.advantage
+    if rollout.gateway is None:
+        return
+    hint = "Leave it out, or rollout.gateway"
+    if rollout.engine != "vllm":
+        yield Conflict(
+            ("rollout.engine", "rollout.gateway"), f"rollout.engine: {rollout.engine} has no gateway", hint
+        )
+    if advantage in WITH_GREEDY:
+        what = f"algorithm.advantage: {advantage} needs a greedy answer, and agents sample all of theirs"
+        yield Conflict(("algorithm.advantage", "rollout.gateway"), what, hint)
+    for key, is_set, why in (
+        ("rollout.response_tokens", rollout.response_tokens is not None, "agents say when an answer ends"),
+        ("rollout.stop", bool(rollout.stop), "agents say when an answer ends"),
+        ("rollout.resume_partial", rollout.resume_partial, "what an agent knows is not among the tokens"),
+        ("reward.overlong", config.reward.overlong is not None, "agents give the rewards"),
+    ):
+        if is_set:
+            what = f"{key} does nothing with a rollout.gateway: {why}"
+            yield Conflict((key, "rollout.gateway"), what, hint)
 
 
 def _find_checkpoint_conflicts(config: Config) -> list[Conflict]:
@@ -144,18 +187,6 @@ def _find_checkpoint_conflicts(config: Config) -> list[Conflict]:
             "checkpoint.keep_best goes by accuracy, but not every checkpoint is evaluated",
             "Make checkpoint.every_steps a multiple of eval.every_steps, or name another "
             "checkpoint.best_metric, such as critic/rewards/mean",
-        )
-    ]
-
-
-def _find_schedule_conflicts(learner: LearnerSection) -> list[Conflict]:
-    if learner.lr_schedule != "constant" or not learner.min_lr_ratio:
-        return []
-    return [
-        Conflict(
-            ("learner.min_lr_ratio", "learner.lr_schedule"),
-            f"learner.min_lr_ratio: {learner.min_lr_ratio:g} does nothing with learner.lr_schedule: constant",
-            "Set learner.lr_schedule: cosine, or learner.min_lr_ratio: 0",
         )
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
@@ -29,6 +29,7 @@ WANTED = {
     "model_attributes_type": "a section of keys and values",
     "dict_type": "a section of keys and values",
     "tuple_type": "a list",
+    "too_short": "a list with {min_length} or more items",
     "string_too_short": "a name or path that is not empty",
     "greater_than": "greater than {gt}",
     "greater_than_equal": "{ge} or more",
@@ -37,6 +38,51 @@ WANTED = {
     "literal_error": "one of {expected}",
     "string_pattern_mismatch": "letters, digits, '.', '_' and '-', at most 64, with a letter or digit first",
 }
+
+FOREIGN_DISTRIBUTION = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "logits_processors",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+)
+"""Well-known options that draw tokens from another distribution than the policy's."""
+BREAKS_LOGPROBS = (
+    "Leave it out: answers are sampled with the temperature alone. The learner weighs each token by its "
+    "log-prob under the whole vocabulary's distribution, and would take every token that this option favours "
+    "or bans for one that the policy favours or avoids"
+)
+NO_ADAPTER = {
+    ("rollout.engine", "sglang"): (
+        "There is no adapter for SGLang yet: swaps with requests in flight, and log-probs and a version for "
+        "each token, are proven with vllm alone"
+    )
+}
+"""Why a value that many would write is none of those allowed."""
+_ADAPTIVE = "Write adaptive: {target, horizon} under 'algorithm.kl', and leave it out for a fixed coefficient"
+_REVISION = "Write it behind the hub id: path: owner/name@revision"
+_OVERLONG = "Write overlong: {buffer_tokens, penalty} under 'reward', and leave it out for none"
+MOVED = {
+    "algorithm.kl.controller": _ADAPTIVE,
+    "algorithm.kl.target": _ADAPTIVE,
+    "algorithm.kl.horizon": _ADAPTIVE,
+    "learner.min_lr_ratio": "Write it behind the schedule: lr_schedule: cosine:0.1",
+    "model.revision": _REVISION,
+    "critic.revision": _REVISION,
+    "data.shuffle": "Write order: shuffled or order: sequential under 'data'",
+    "data.curriculum": "Write it as the order: order: extra_info.level under 'data'",
+    "reward.overlong_buffer_tokens": _OVERLONG,
+    "reward.overlong_penalty": _OVERLONG,
+    "buffer.managed": "Write url: managed under 'buffer'",
+}
+"""Keys that other versions have, and what stands for them here."""
 
 
 def explain(error: ErrorDetails, places: Places) -> Problem:
@@ -54,18 +100,29 @@ def explain(error: ErrorDetails, places: Places) -> Problem:
     value, context = error["input"], error.get("ctx", {})
     wanted = WANTED[kind].format(**context) if kind in WANTED else _as_clause(error["msg"])
     what = f"{key} is {show(value)}, but must be {wanted}"
-    return Problem(what, hint=_hint(kind, value, context), key=key, where=places.of_value(path))
+    hint = NO_ADAPTER.get((key, str(value))) or _hint(kind, value, context)
+    return Problem(what, hint=hint, key=key, where=places.of_value(path))
 
 
 def keys_of(path: KeyPath) -> list[str]:
     """Return the keys that the tree knows right under `path`."""
     model: type[BaseModel] = Config
     for part in path:
-        annotation = model.model_fields[part].annotation if part in model.model_fields else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        if part.isdigit():
+            continue  # an item has the keys that stand for its whole list
+        found = _section_of(model.model_fields[part].annotation) if part in model.model_fields else None
+        if found is None:
             return []
-        model = annotation
+        model = found
     return list(model.model_fields)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that an annotation is, or a list of."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_section_of(part) for part in get_args(annotation))
+    return next((section for section in found if section is not None), None)
 
 
 def show(value: Any) -> str:
@@ -81,7 +138,8 @@ def _unknown_key(path: KeyPath, places: Places) -> Problem:
     known = keys_of(section)
     homes = [other for other in Config.model_fields if key in keys_of((other,))]
     hint = f"It belongs to the section '{homes[0]}'" if homes else suggest(key, known)
-    hint = hint or f"Known here: {', '.join(known)}"
+    hint = BREAKS_LOGPROBS if key in FOREIGN_DISTRIBUTION else hint or f"Known here: {', '.join(known)}"
+    hint = MOVED.get(".".join(path), hint)
     what = f"unknown key '{key}' in '{'.'.join(section)}'" if section else f"unknown section '{key}'"
     return Problem(what, hint=hint, key=".".join(path), where=places.of_key(path))
 
@@ -102,6 +160,8 @@ def _required(path: KeyPath) -> list[str]:
 
 
 def _hint(kind: str, value: Any, context: dict[str, Any]) -> str:
+    if "hint" in context:
+        return str(context["hint"])
     if kind == "string_type" and isinstance(value, int | float):
         return f'Write it in quotes: "{show(value)}"'
     if kind.startswith("int") and isinstance(value, float) and value.is_integer():

@@ -52,6 +52,32 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return load(path, overrides).config
 
 
+def load_resolved(folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of the run in `folder`, changed by `overrides`.
+
+    Raises:
+        ConfigProblems: The overrides are wrong.
+        ConfigError: The run is of another asyncrl, or has no configuration.
+    """
+    resolved = folder / "resolved.yaml"
+    try:
+        return load_config(resolved, overrides)
+    except ConfigProblems:
+        _refuse_older(resolved)
+        raise
+
+
+def _refuse_older(resolved: Path) -> None:
+    try:
+        load_config(resolved)
+    except ConfigProblems as error:
+        what = (
+            f"the run in {resolved.parent} is of an older asyncrl, whose {resolved.name} this one cannot read"
+        )
+        hint = "Read it with the asyncrl that wrote it; for a new run choose another run.name"
+        raise ConfigError(f"{what} ({error.problems[0].what})", hint=hint) from error
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """As `load_config`, and keep the places for problems that are found later."""
     document = read_document(_read_text(Path(path)), str(path))

@@ -20,6 +20,7 @@ from asyncrl.config.tree import Config, LearnerSection
 from asyncrl.control import shared_memory
 from asyncrl.control.prepare import is_builtin, is_hub_id
 from asyncrl.control.shared_memory import SharedMemory
+from asyncrl.control.sources import check_sources, missing_function, names_of
 from asyncrl.errors import ConfigError
 
 
@@ -179,43 +180,20 @@ def _find_uneven_cuts(table: dict[str, Any], learner: LearnerSection) -> Iterato
 
 
 def _check_data(config: Config) -> Iterator[str]:
-    for name, path in (("train", config.data.train), ("eval", config.data.eval)):
-        if path is None or is_builtin(path):
-            continue
-        if not Path(path).is_file():
-            yield f"data.{name}: there is no file '{path}'"
-        elif problem := _unreadable(Path(path)):
-            yield f"data.{name}: {problem}"
-
-
-def _unreadable(path: Path) -> str:
-    """Say what is wrong with a data file; the rows themselves are read by the replicas."""
-    if path.suffix == ".parquet":
-        return _unreadable_parquet(path)
-    if path.suffix == ".jsonl":
-        with path.open() as file:
-            try:
-                row = json.loads(file.readline())
-            except ValueError as error:
-                return f"'{path}' line 1 is not JSON: {error}"
-        return "" if isinstance(row, dict) and "prompt" in row else f"'{path}' line 1 has no 'prompt'"
-    return f"'{path}' is neither .parquet nor .jsonl"
-
-
-def _unreadable_parquet(path: Path) -> str:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        names = pyarrow.parquet.ParquetFile(path).schema_arrow.names
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        return f"'{path}' is not a readable Parquet file: {error}"
-    return "" if "prompt" in names else f"'{path}' has no column 'prompt', only {', '.join(names)}"
+    yield from check_sources(config.data, is_builtin)
+    environment = config.rollout.environment
+    if environment is not None and (problem := missing_function(environment.name)):
+        yield f"rollout.environment: {problem}"
 
 
 def _check_reward(config: Config) -> Iterator[str]:
-    file, separator, function = config.reward.fn.rpartition(":")
-    if not separator:
+    for part in config.reward.fn:
+        yield from _check_reward_part(part.fn)
+
+
+def _check_reward_part(fn: str) -> Iterator[str]:
+    file, separator, function = fn.rpartition(":")
+    if not separator or "://" in fn:
         return
     if not Path(file).is_file():
         yield f"reward.fn: there is no file '{file}'"
@@ -226,19 +204,8 @@ def _check_reward(config: Config) -> Iterator[str]:
     except (SyntaxError, ValueError) as error:
         yield f"reward.fn: '{file}' is no Python file: {error}"
         return
-    if function not in set(_names_of(module)):
+    if function not in set(names_of(module)):
         yield f"reward.fn: '{file}' defines no function '{function}'"
-
-
-def _names_of(module: ast.Module) -> Iterator[str]:
-    """Yield the names that a module binds anywhere; a star import could bind any."""
-    for node in ast.walk(module):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.alias):
-            yield node.asname or node.name
 
 
 def _cpus(config: Config) -> float:

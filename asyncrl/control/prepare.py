@@ -12,13 +12,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import Config, RewardPart, RolloutSection
+from asyncrl.control.sources import resolve_function, resolve_sources
 from asyncrl.errors import ConfigError
 
 BUILTIN = "builtin:"
-BUILTINS = {"digit_sort": "rollout_service.tasks.digit_sort", "tiny_text": "rollout_service.tasks.tiny_text"}
+BUILTINS = {
+    "digit_sort": "rollout_service.tasks.digit_sort",
+    "tiny_text": "rollout_service.tasks.tiny_text",
+    "tool_product": "rollout_service.tasks.tool_product",
+}
 MAKE_DEADLINE_S = 900.0
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+REWARD_MODEL = "model"
+"""The reward that has a model of its own, in its argument `path`."""
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 
 
 def is_builtin(path: str) -> bool:
@@ -27,13 +34,27 @@ def is_builtin(path: str) -> bool:
 
 
 def is_hub_id(path: str) -> bool:
-    """Tell whether `path` reads as `owner/name` and names no folder here."""
-    return _HUB_ID.match(path) is not None and not Path(path).exists()
+    """Tell whether `path` reads as `owner/name` or `owner/name@revision` and names no folder here."""
+    return _HUB_ID.fullmatch(path) is not None and not Path(path).exists()
 
 
-def hub_folder(hub_id: str) -> str:
-    """Return the name of the folder in which the hub's cache keeps a model."""
-    return f"models--{hub_id.replace('/', '--')}"
+def split_revision(hub_id: str) -> tuple[str, str | None]:
+    """Return what stands before and behind the `@` of a hub id."""
+    found = _HUB_ID.fullmatch(hub_id)
+    assert found is not None, "is_hub_id said so"
+    return found[1], found[2]
+
+
+def pin_revision(hub_id: str, folder: str) -> str:
+    """Return `hub_id` with the revision of `folder`, if it was fetched for this id and the id names none.
+
+    >>> pin_revision("owner/name", "/hub/models--owner--name/snapshots/abc")
+    'owner/name@abc'
+    """
+    name, revision = split_revision(hub_id)
+    cached = (f"models--{name.replace('/', '--')}", "snapshots")  # and in it a folder per commit
+    is_of_it = Path(folder).parts[-3:-1] == cached
+    return f"{name}@{Path(folder).name}" if revision is None and is_of_it else hub_id
 
 
 def prepare(config: Config, say: Callable[[str], None]) -> Config:
@@ -46,21 +67,20 @@ def prepare(config: Config, say: Callable[[str], None]) -> Config:
         ConfigError: An unknown builtin, or a hub id that cannot be fetched.
     """
     root = Path(config.run.dir).absolute() / "builtin"
-    model, revision = _resolve_model("model.path", config.model.path, config.model.revision, root, say)
-    critic, critic_revision = config.critic.path, config.critic.revision
+    model, critic = _resolve_model("model.path", config.model.path, root, say), config.critic.path
     if critic is not None:
-        critic, critic_revision = _resolve_model("critic.path", critic, critic_revision, root, say)
-    data = {
-        name: None if path is None else _resolve_data(name, path, root, say)
-        for name, path in (("train", config.data.train), ("eval", config.data.eval))
-    }
+        critic = _resolve_model("critic.path", critic, root, say)
+    data = resolve_sources(config.data, lambda name, path: _resolve_data(name, path, root, say))
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())}),
-            "model": config.model.model_copy(update={"path": model, "revision": revision}),
-            "critic": config.critic.model_copy(update={"path": critic, "revision": critic_revision}),
-            "data": config.data.model_copy(update=data),
-            "reward": config.reward.model_copy(update={"fn": _resolve_reward(config.reward.fn)}),
+            "model": config.model.model_copy(update={"path": model}),
+            "critic": config.critic.model_copy(update={"path": critic}),
+            "data": data,
+            "rollout": _resolve_environment(config.rollout),
+            "reward": config.reward.model_copy(
+                update={"fn": tuple(_resolve_reward(part, root, say) for part in config.reward.fn)}
+            ),
         }
     )
 
@@ -85,16 +105,14 @@ def make_builtin(path: str, root: Path, say: Callable[[str], None]) -> Path:
     return folder
 
 
-def _resolve_model(
-    key: str, path: str, revision: str | None, root: Path, say: Callable[[str], None]
-) -> tuple[str, str | None]:
-    """Return the folder of a model and its revision: the one found, if it was fetched."""
+def _resolve_model(key: str, path: str, root: Path, say: Callable[[str], None]) -> str:
+    """Return the folder of a model; that of a fetched one is named by its commit."""
     if is_builtin(path):
-        return str(make_builtin(path, root, say).absolute()), revision
+        return str(make_builtin(path, root, say).absolute())
     if is_hub_id(path):
         say(f"fetching {path}")
-        return fetch(path, revision, key)
-    return str(Path(path).absolute()), revision
+        return fetch(path, key)
+    return str(Path(path).absolute())
 
 
 def _resolve_data(name: str, path: str, root: Path, say: Callable[[str], None]) -> str:
@@ -103,24 +121,38 @@ def _resolve_data(name: str, path: str, root: Path, say: Callable[[str], None]) 
     return str(Path(path).absolute())
 
 
-def _resolve_reward(fn: str) -> str:
-    file, separator, function = fn.rpartition(":")
-    return f"{Path(file).absolute()}:{function}" if separator else fn
+def _resolve_reward(part: RewardPart, root: Path, say: Callable[[str], None]) -> RewardPart:
+    """Return `part` with the file of its function, or the folder of its model, as it is found here."""
+    path = part.arguments.get("path")
+    if part.fn == REWARD_MODEL and isinstance(path, str):
+        folder = _resolve_model("reward.fn", path, root, say)
+        return RewardPart.model_validate(part.model_dump() | {"path": folder})
+    file, separator, function = part.fn.rpartition(":")
+    if not separator or "://" in part.fn:
+        return part
+    return part.model_copy(update={"fn": f"{Path(file).absolute()}:{function}"})
 
 
-def fetch(hub_id: str, revision: str | None, key: str = "model.path") -> tuple[str, str]:
-    """Fetch a model from the hub once; return its folder and the revision that was found.
+def _resolve_environment(rollout: RolloutSection) -> RolloutSection:
+    if rollout.environment is None:
+        return rollout
+    name = resolve_function(rollout.environment.name)
+    return rollout.model_copy(update={"environment": rollout.environment.model_copy(update={"name": name})})
+
+
+def fetch(hub_id: str, key: str = "model.path") -> str:
+    """Fetch a model from the hub once; return its folder, which is named by the commit that was found.
 
     Raises:
         ConfigError: It cannot be fetched; `key` is what names it.
     """
     from huggingface_hub import snapshot_download
 
+    name, revision = split_revision(hub_id)
     try:
-        folder = snapshot_download(hub_id, revision=revision)
+        return str(snapshot_download(name, revision=revision))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{key}: '{hub_id}' is no folder here and could not be fetched from the hub: {error}",
             hint="Name a folder, or check the network",
         ) from error
-    return folder, Path(folder).name

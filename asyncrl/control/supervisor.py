@@ -78,7 +78,7 @@ class Supervisor:
         """Return the snapshot that the CLI and the API show."""
         buffer = self._statuses.get("buffer.0", {})
         services = {
-            name: {key: status.get(key) for key in ("state", "version", "pid", "address")}
+            name: {key: status.get(key) for key in ("state", "version", "pid", "address", "gateway")}
             for name, status in self._statuses.items()
         }
         learner = self._statuses.get("learner.0", {})

@@ -25,10 +25,11 @@ PLACEHOLDERS = {
     "reason": r"[a-z][a-z0-9_]*",
     "cause": r"[a-z][a-z0-9_]*",
     "signal": r"[a-z][a-z0-9_]*",
-    "source": r"[^/]+",
+    "source": r"[^/]+(?:/[^/]+)*?",
     "variable": r"[^/]+",
-    "metric": r"[^/]+(?:/(?:mean|std))?",
+    "metric": r"[^/]+(?:/(?:mean|std))?(?:/(?:low|high))?",
     "number": r"[0-9]+",
+    "part": r"[^/]+",
 }
 """What each `<word>` in a name may stand for."""
 

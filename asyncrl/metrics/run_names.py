@@ -103,9 +103,19 @@ _ROLLOUT = singles(
     (
         "rollout/overlong_share",
         "share",
-        "Of the answers scored in the last 2 s, those inside `reward.overlong_buffer_tokens`, if it is set",
+        "Of the answers scored in the last 2 s, those inside the buffer of `reward.overlong`, if it is set",
     ),
     ("rollout/overlong_penalty", "reward", "What these answers lost, as a mean over all of them"),
+    (
+        "rollout/reward_errors/<cause>",
+        "answers",
+        "Answers so far that could not be scored, by kind: raised, timeout, not_finite, died, ...",
+    ),
+    (
+        "reward/<part>/mean",
+        "reward",
+        "Mean of a part of the reward before weighting, of the answers scored in the last 2 s",
+    ),
     ("weights/version", "1", "Policy version that all replicas serve: the oldest of theirs"),
     ("weights/published", "1", "Newest policy version that the publisher holds"),
     ("weights/bytes", "bytes", "Size of that version"),
@@ -128,6 +138,11 @@ _ROLLOUT = singles(
     ("buffer/depth", "groups", "Complete groups that wait for the learner"),
     ("buffer/dropped/stale", "groups", "Groups dropped over age so far; their prompts were issued again"),
     ("buffer/dropped/uniform", "groups", "Groups so far with equal rewards, replaced by new prompts"),
+    (
+        "buffer/dropped/masked",
+        "groups",
+        "Groups so far whose answers were all cut and masked, replaced likewise",
+    ),
     ("buffer/dropped/poison", "groups", "Groups given up so far after every attempt failed"),
     ("buffer/dropped/guard", "groups", "Groups so far whose update the guard refused"),
     ("buffer/residue", "tickets", "What the laws of the ledger leave unexplained; anything but 0 is a bug"),
@@ -140,12 +155,17 @@ _EVALUATION = singles(
     (
         "val-core/<source>/<variable>/<metric>",
         "1",
-        "Held-out result, verl's names: `acc/mean@1` is the accuracy",
+        "Of a source, or of all (`held_out`), k = `eval.samples`: `acc/mean@k`, `acc/maj@k`, ... (data.md)",
     ),
-    ("val-aux/<source>/<variable>/<metric>", "1", "Further held-out results: `response_length/mean`"),
-    ("val-aux/held_out/clip_ratio", "share", "Held-out answers cut at the token limit"),
+    (
+        "val-aux/<source>/<variable>/<metric>",
+        "1",
+        "Further held-out results: `response_length/mean`, `acc/pass@n` for n below k; with bounds too",
+    ),
+    ("val-aux/<source>/clip_ratio", "share", "Held-out answers cut at the token limit"),
     ("val-aux/num_prompts", "prompts", "Held-out prompts that were answered"),
-    ("val-aux/num_failed", "prompts", "Held-out prompts that failed"),
+    ("val-aux/num_failed", "answers", "Held-out answers that failed: wrong, and in no mean of rewards"),
+    ("val-aux/num_refused", "parts", "Parts of it whose sums were no finite numbers; it has no other figure"),
 )
 
 _CHECKPOINT = singles(

@@ -56,7 +56,8 @@ class Ours:
         from asyncrl.config.tree import BufferSection
 
         kind = turn.options["journal"]
-        journal = open_journal(BufferSection(journal=kind, managed=kind == "redis"), self._folder)
+        url = "managed" if kind == "redis" else None
+        journal = open_journal(BufferSection(journal=kind, url=url), self._folder)
         clock = SystemClock()
         store = ExperienceStore(
             settings, journal, turn.group_size, drops_constant_groups=False, now=clock.now()
@@ -118,7 +119,9 @@ class _Replica:
         pool = [
             tuple(
                 Trajectory(
-                    **arrays,
+                    response_ids=arrays["response_ids"],
+                    loss_mask=arrays["loss_mask"],
+                    logprobs=arrays["logprobs"],
                     spans=(Span(1, 0, turn.num_tokens),),
                     reward=float(sample % 2),
                     finish_reason="stop",

@@ -421,8 +421,8 @@ def _make_kl(section: KlSection) -> KlTerm | None:
     if not section.coef:
         return None
     controller: KlController = FixedKl(section.coef)
-    if section.controller == "adaptive":
-        controller = AdaptiveKl(section.coef, section.target, section.horizon)
+    if section.adaptive is not None:
+        controller = AdaptiveKl(section.coef, section.adaptive.target, section.adaptive.horizon)
     return KlTerm(section.estimator, section.where == "reward", controller)
 
 

@@ -59,7 +59,7 @@ def describe_section(section: AlgorithmSection, correction: Correction) -> str:
         parts.append(f"entropy bonus {section.entropy_coeff:g}")
     kl = section.kl
     if kl.coef:
-        control = f"adaptive towards {kl.target:g}" if kl.controller == "adaptive" else "fixed"
+        control = "fixed" if kl.adaptive is None else f"adaptive towards {kl.adaptive.target:g}"
         where = "in the loss" if kl.where == "loss" else "off the reward"
         parts.append(f"KL to the reference {where}: {kl.estimator}, coefficient {kl.coef:g}, {control}")
     return "; ".join(parts)
@@ -178,8 +178,5 @@ def _check_prox(section: AlgorithmSection, correction: Correction) -> Iterator[P
 
 
 def _check_kl(section: AlgorithmSection) -> Iterator[Problem]:
-    kl, default = section.kl, _DEFAULTS.kl
-    if not kl.coef and kl != default:
+    if not section.kl.coef and section.kl != _DEFAULTS.kl:
         yield "algorithm.kl does nothing: its coefficient is 0", "Set algorithm.kl.coef"
-    if kl.controller == "fixed" and (kl.target, kl.horizon) != (default.target, default.horizon):
-        yield "algorithm.kl.target and horizon do nothing with a fixed controller", "controller: adaptive"

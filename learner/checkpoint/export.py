@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.load import find_run_folder, load_config
+from asyncrl.config.load import find_run_folder, load_resolved
 from asyncrl.errors import ConfigError
 from learner.checkpoint.pretrained import write_folder
 from learner.checkpoint.reader import StateReader
@@ -36,7 +36,7 @@ def export_run(run: str, runs_dir: str, step: str, to: Path | None = None) -> Pa
         CheckpointError: The checkpoint is torn, altered, or of a format that is not read.
     """
     folder = find_run_folder(run, runs_dir)
-    config = load_config(folder / "resolved.yaml")
+    config = load_resolved(folder)
     source = Path(config.model.path)
     if not (source / "config.json").is_file():
         raise ConfigError(

@@ -134,11 +134,11 @@ class CheckpointStore:
 
     def note_score(self, step: int, score: float) -> None:
         """Remember how good the weights of `step` are, the higher the better."""
-        scores = self.scores()
+        scores, steps = self.scores(), self.steps()
+        newest = max(steps, default=-1)  # the checkpoint of a later step may be about to be written
         if score == score and scores.get(step) != score:  # not a number is no score
-            self._write_scores(
-                {known: scores[known] for known in scores if known in self.steps()} | {step: score}
-            )
+            needed = {known: scores[known] for known in scores if known in steps or known > newest}
+            self._write_scores(needed | {step: score})
 
     def scores(self) -> dict[int, float]:
         """Return the known scores by step. They are advice: a file that is damaged holds none."""

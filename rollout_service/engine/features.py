@@ -38,6 +38,7 @@ RELOAD = "vllm.model_executor.model_loader.reload"
 NEEDED = (
     Feature(ENGINE, "AsyncLLM.from_engine_args"),
     Feature(ENGINE, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id")),
+    Feature(ENGINE, "AsyncLLM.abort", ("request_id",)),
     Feature(ENGINE, "AsyncLLM.pause_generation", ("mode", "clear_cache")),
     Feature(ENGINE, "AsyncLLM.resume_generation"),
     Feature(ENGINE, "AsyncLLM.start_weight_update"),
@@ -54,7 +55,16 @@ NEEDED = (
     Feature(
         "vllm.sampling_params",
         "SamplingParams",
-        ("logprobs", "flat_logprobs", "detokenize", "output_kind", "seed", "ignore_eos", "skip_clone"),
+        (
+            "logprobs",
+            "flat_logprobs",
+            "detokenize",
+            "output_kind",
+            "seed",
+            "ignore_eos",
+            "skip_clone",
+            "stop",
+        ),
     ),
     Feature("vllm.sampling_params", "RequestOutputKind.FINAL_ONLY"),
     Feature("vllm.exceptions", "VLLMValidationError"),

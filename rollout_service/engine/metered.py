@@ -1,7 +1,8 @@
 """An engine with a meter: what it generated, and how long it was busy.
 
-Invariant: busy and idle seconds add up to the time since the meter was made. Busy means that a
-request is in flight and no swap is going on.
+Once interrupted it takes no request any more: its replica is leaving, and an episode that was in its tool
+must end as those do that were in the engine. Invariant: busy and idle seconds add up to the time since the
+meter was made. Busy means that a request is in flight and no swap is going on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from asyncrl.clock import Clock
 from asyncrl.versions import PolicyVersion
-from rollout_service.engine.protocol import Completion, Engine, Sampling
+from rollout_service.carry import NOTHING
+from rollout_service.engine.protocol import Completion, Engine, Interrupted, Sampling
 
 if TYPE_CHECKING:
     from weight_sync.memory.staging import Staged
@@ -27,6 +29,7 @@ class MeteredEngine:
         self._start = self._changed = clock.now()
         self._busy_s = 0.0
         self._is_swapping = False
+        self._is_interrupted = False
         self.num_in_flight = 0
         self.num_tokens = 0
         self.num_completions = 0
@@ -52,11 +55,21 @@ class MeteredEngine:
         await self._engine.start()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
-        with self._request():
-            completion = await self._engine.generate(prompt_ids, sampling, request_id)
+        if self._is_interrupted:
+            raise Interrupted(f"request {request_id} came after the end", completion=NOTHING)
+        with self.request():
+            try:
+                completion = await self._engine.generate(prompt_ids, sampling, request_id)
+            except Interrupted as error:
+                self.num_tokens += len(error.completion.token_ids)
+                raise
         self.num_completions += 1
         self.num_tokens += len(completion.token_ids)
         return completion
+
+    async def interrupt(self) -> None:
+        self._is_interrupted = True
+        await self._engine.interrupt()
 
     async def swap(self, staged: Staged) -> None:
         start = self._clock.now()
@@ -88,7 +101,8 @@ class MeteredEngine:
         self._changed = now
 
     @contextmanager
-    def _request(self) -> Iterator[None]:
+    def request(self) -> Iterator[None]:
+        """Book a request in flight, also one that was made of the engine's own client."""
         self._turn()
         self.num_in_flight += 1
         try:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,21 @@ class EngineDied(EngineError):
     """The engine's process is gone; this replica has to be started anew."""
 
 
+class Interrupted(EngineError):
+    """The request was ended from outside, by `Engine.interrupt`: no response, only its beginning.
+
+    Attributes:
+        completion: The tokens so far, possibly none; a later request may go on from them.
+    """
+
+    def __init__(self, message: str, *, completion: Completion, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.completion = completion
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), completion=self.completion, hint=self.hint), (self.message,)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How one response is sampled. No top-p, top-k or penalty: log-probs stay those of the policy.
@@ -35,12 +51,14 @@ class Sampling:
         max_tokens: The response is cut after so many tokens.
         seed: Decides the response, given prompt and weights, whatever else is in the batch.
         ignores_eos: The response goes on to `max_tokens`, whatever is sampled.
+        stop: The response ends with the token that completes one of these strings in its text.
     """
 
     temperature: float
     max_tokens: int
     seed: int
     ignores_eos: bool = False
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +69,7 @@ class Completion:
         token_ids: int32 [T], the end-of-sequence token included.
         logprobs: float32 [T], of the sampled tokens at the sampling temperature.
         spans: Which version sampled which tokens, covering 0..T.
-        finish_reason: `stop` or `length`.
+        finish_reason: `stop` (end of sequence or a stop string) or `length`.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -75,10 +93,24 @@ class Engine(Protocol):
         """Load the model, ready for `generate`. Raises EngineError."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
-        """Sample one response. Cancelling the call aborts the request. Raises EngineError."""
+        """Sample one response of at least one token. Cancelling the call aborts the request.
+
+        Raises:
+            EngineError: The request cannot be run: an empty prompt, say, or one longer than the model takes.
+            Interrupted: It was ended by `interrupt`.
+        """
+
+    async def interrupt(self) -> None:
+        """End all requests in flight: each raises `Interrupted` with its tokens so far.
+
+        Returns once they have ended. It works in the middle of a swap too, and pauses nothing.
+        """
 
     async def swap(self, staged: Staged) -> None:
-        """Load `staged` while requests stay in flight. After an EngineError generation stays paused."""
+        """Load `staged` while requests stay in flight. After an EngineError generation stays paused.
+
+        A swap whose caller is cancelled is brought to its end all the same.
+        """
 
     def child_pids(self) -> list[int]:
         """Return the processes that must end with this one."""

@@ -2,12 +2,13 @@
 
 Tokens are random digits and an end of sequence, drawn from the request's seed; a token's log-prob
 is a fixed function of the token and the version, so a greedy answer is zeros up to the limit. Time
-passes by a token rate.
+passes by a token rate. It writes no text, so stop strings mean nothing to it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,13 +17,14 @@ import numpy as np
 
 from asyncrl.errors import EngineError
 from asyncrl.versions import UNLOADED, PolicyVersion, Span
-from rollout_service.engine.protocol import Completion, Sampling
+from rollout_service.engine.protocol import Completion, Interrupted, Sampling
 
 if TYPE_CHECKING:
     from weight_sync.memory.staging import Staged
 
 NUM_DIGITS = 10
 STOP_PROBABILITY = 0.2
+PAUSED_S = 0.001
 
 
 def scripted_logprob(token: int, version: int) -> float:
@@ -43,6 +45,7 @@ class ScriptedEngine:
         self._tokens_per_s = tokens_per_s
         self._serving = PolicyVersion(UNLOADED, 0)
         self._is_running = asyncio.Event()
+        self._requests: set[asyncio.Event] = set()
         self.swaps_to_fail = 0
 
     @property
@@ -60,19 +63,26 @@ class ScriptedEngine:
         source = random.Random(sampling.seed)
         token_ids: list[int] = []
         versions: list[int] = []
-        while len(token_ids) < sampling.max_tokens and (not token_ids or token_ids[-1] != self._eos_id):
-            await self._wait_one_token()
-            token_ids.append(self._next_token(token_ids, sampling, source))
-            versions.append(self._serving.number)
-        logprobs = [
-            scripted_logprob(token, version) for token, version in zip(token_ids, versions, strict=True)
-        ]
-        return Completion(
-            token_ids=np.asarray(token_ids, dtype=np.int32),
-            logprobs=np.asarray(logprobs, dtype=np.float32),
-            spans=_spans(versions),
-            finish_reason="stop" if token_ids[-1] == self._eos_id else "length",
-        )
+        ended = asyncio.Event()
+        self._requests.add(ended)
+        try:
+            while len(token_ids) < sampling.max_tokens and (not token_ids or token_ids[-1] != self._eos_id):
+                await self._wait_one_token(ended)
+                if ended.is_set():
+                    beginning = _completion(token_ids, versions, "abort")
+                    raise Interrupted(f"request {request_id} was ended before its end", completion=beginning)
+                token_ids.append(self._next_token(token_ids, sampling, source))
+                versions.append(self._serving.number)
+        finally:
+            self._requests.discard(ended)
+        return _completion(token_ids, versions, "stop" if token_ids[-1] == self._eos_id else "length")
+
+    async def interrupt(self) -> None:
+        running = set(self._requests)
+        for ended in running:
+            ended.set()
+        while running & self._requests:
+            await asyncio.sleep(0)
 
     def _next_token(self, before: list[int], sampling: Sampling, source: random.Random) -> int:
         if not sampling.temperature:
@@ -80,10 +90,14 @@ class ScriptedEngine:
         stops = before and not sampling.ignores_eos and source.random() < STOP_PROBABILITY
         return self._eos_id if stops else source.randrange(NUM_DIGITS)
 
-    async def _wait_one_token(self) -> None:
-        await self._is_running.wait()
-        await asyncio.sleep(1.0 / self._tokens_per_s if self._tokens_per_s else 0.0)
-        await self._is_running.wait()
+    async def _wait_one_token(self, ended: asyncio.Event) -> None:
+        """Let the time of a token pass while the engine runs, or until `ended` is set."""
+        if self._tokens_per_s:
+            await _wait(ended, 1.0 / self._tokens_per_s)
+        else:
+            await asyncio.sleep(0.0)
+        while not (self._is_running.is_set() or ended.is_set()):
+            await _wait(ended, PAUSED_S)
 
     async def swap(self, staged: Staged) -> None:
         self._is_running.clear()
@@ -98,6 +112,21 @@ class ScriptedEngine:
 
     async def shutdown(self) -> None:
         self._is_running.clear()
+
+
+async def _wait(ended: asyncio.Event, time_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(ended.wait(), time_s)
+
+
+def _completion(token_ids: list[int], versions: list[int], finish_reason: str) -> Completion:
+    logprobs = [scripted_logprob(token, version) for token, version in zip(token_ids, versions, strict=True)]
+    return Completion(
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        logprobs=np.asarray(logprobs, dtype=np.float32),
+        spans=_spans(versions),
+        finish_reason=finish_reason,
+    )
 
 
 def _spans(versions: list[int]) -> tuple[Span, ...]:

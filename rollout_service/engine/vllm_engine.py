@@ -28,7 +28,7 @@ from rollout_service.engine import core_nursery
 from rollout_service.engine.environment import prepare_environment
 from rollout_service.engine.features import check_features
 from rollout_service.engine.plugin import BACKEND, OTHER_WORKER, REPORT, WORKER_EXTENSION
-from rollout_service.engine.protocol import Completion, EngineDied, Sampling
+from rollout_service.engine.protocol import Completion, EngineDied, Interrupted, Sampling
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -41,6 +41,7 @@ PLUGIN_GROUP = "vllm.general_plugins"
 CONTROL_DEADLINE_S = 60.0
 WARM_UP_DEADLINE_S = 300.0
 CPU_BATCH_TOKENS = 8192
+INTERRUPT_PAUSE_S = 0.001
 SHUTDOWN_S = 1.0
 """Nothing is to be saved: a core that has not ended by then is killed."""
 
@@ -84,6 +85,7 @@ class VllmEngine:
         self._serving = PolicyVersion(UNLOADED, 0)
         self._is_loaded = False
         self._swap_lock = asyncio.Lock()
+        self._running: set[str] = set()
         self._has_open_update = False
         self._child_pids: list[int] = []
 
@@ -94,6 +96,15 @@ class VllmEngine:
     @property
     def is_loaded(self) -> bool:
         return self._is_loaded
+
+    @property
+    def client(self) -> Any:
+        """The `AsyncLLM` itself, for vLLM's serving classes. Not before `start`."""
+        return self._llm
+
+    def cache_salt(self) -> str | None:
+        """Return what a prompt is salted with, so that it finds no prefix of an older version."""
+        return str(self._serving.number) if self._settings.caches_prefixes else None
 
     async def start(self) -> None:
         """Start vLLM, label its weights as version 0, and warm it up.
@@ -114,19 +125,52 @@ class VllmEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         """Sample one response; cancelling the call aborts the request in the engine."""
-        output = await self._final_output(list(prompt_ids), sampling, request_id)
+        self._running.add(request_id)
+        try:
+            output = await self._final_output(list(prompt_ids), sampling, request_id)
+        finally:
+            self._running.discard(request_id)
         completion = read_output(output)
-        if completion.finish_reason not in ("stop", "length"):
-            raise EngineError(f"vLLM ended request {request_id} with '{completion.finish_reason}'")
+        if completion.finish_reason == "abort":
+            raise Interrupted(f"request {request_id} was ended before its end", completion=completion)
+        if completion.finish_reason not in ("stop", "length") or not len(completion.token_ids):
+            what = f"'{completion.finish_reason}' and {len(completion.token_ids)} tokens"
+            raise EngineError(f"vLLM ended request {request_id} with {what}")
         return completion
+
+    async def interrupt(self) -> None:
+        """End the requests in flight. vLLM answers an aborted one with its tokens, log-probs and versions.
+
+        Raises:
+            EngineError: They did not end in time.
+        """
+        ended = set(self._running)
+        try:
+            async with asyncio.timeout(CONTROL_DEADLINE_S):
+                while left := ended & self._running:
+                    await self._llm.abort(sorted(left))  # again for one that vLLM had not taken in yet
+                    await asyncio.sleep(INTERRUPT_PAUSE_S)
+        except TimeoutError as error:
+            raise EngineError(f"vLLM did not end {len(left)} requests in time") from error
 
     async def swap(self, staged: Staged) -> None:
         """Load `staged` with requests in flight, and label what follows with its number.
 
+        A swap that has begun is never left half way: cancelled, it is finished first.
+
         Raises:
             EngineError: The load failed, or the probe did not match; generation stays paused until a swap
-            works.
+            works. Where already the pause failed nothing was overwritten, and generation goes on.
         """
+        swap = asyncio.create_task(self._swap(staged))
+        try:
+            await asyncio.shield(swap)
+        except asyncio.CancelledError:
+            with contextlib.suppress(EngineError):
+                await swap
+            raise
+
+    async def _swap(self, staged: Staged) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         from rollout_service.engine.weight_transfer import describe_staged
@@ -134,14 +178,26 @@ class VllmEngine:
         llm, number = self._llm, staged.version.number
         update = WeightTransferUpdateRequest(update_info=describe_staged(staged))
         async with self._swap_lock:
+            await self._pause()
             self._is_loaded = False
-            clear_cache = self._settings.recomputes_kv_cache
-            await self._control(llm.pause_generation(mode="keep", clear_cache=clear_cache), "the pause")
             await self._load(number, update)
             await self._control(llm.update_weight_version(str(number)), f"the label of version {number}")
             self._serving = staged.version
             await self._control(llm.resume_generation(), "the resumption")
             self._is_loaded = True
+
+    async def _pause(self) -> None:
+        llm, clear_cache = self._llm, self._settings.recomputes_kv_cache
+        try:
+            await self._control(llm.pause_generation(mode="keep", clear_cache=clear_cache), "the pause")
+        except EngineDied:
+            raise
+        except EngineError:
+            if self._is_loaded:
+                self._is_loaded = False
+                await self._control(llm.resume_generation(), "the resumption")
+                self._is_loaded = True
+            raise
 
     async def _load(self, number: int, update: Any) -> None:
         """Load on all workers, or raise what the first of them says. The label stays as it was."""
@@ -180,8 +236,8 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt_ids}
-        if self._settings.caches_prefixes:
-            prompt["cache_salt"] = str(self._serving.number)  # no prefix of an older version is found
+        if (salt := self.cache_salt()) is not None:
+            prompt["cache_salt"] = salt
         try:
             async for output in self._llm.generate(prompt, _sampling_params(sampling), request_id):
                 if output.finished:
@@ -269,7 +325,8 @@ def _sampling_params(sampling: Sampling) -> Any:
         ignore_eos=sampling.ignores_eos,
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        stop=list(sampling.stop) or None,
+        detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )

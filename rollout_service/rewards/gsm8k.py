@@ -35,11 +35,11 @@ def score_answer(answer: str | None, ground_truth: Any, format_score: float = 0.
     return 1.0 if answer == str(ground_truth) else format_score
 
 
-def score_strict(response: str, ground_truth: Any, **extra: Any) -> float:
-    """Return 1 if the strictly extracted answer equals the gold, as strings, else 0."""
-    return score_answer(extract_strict(response), ground_truth)
+def score_strict(response: str, ground_truth: Any, format_score: float = 0.0, **extra: Any) -> float:
+    """Return 1 if the strictly extracted answer equals the gold, as strings; else as `score_answer`."""
+    return score_answer(extract_strict(response), ground_truth, format_score)
 
 
-def score_flexible(response: str, ground_truth: Any, **extra: Any) -> float:
-    """Return 1 if the flexibly extracted answer equals the gold, as strings, else 0."""
-    return score_answer(extract_flexible(response), ground_truth)
+def score_flexible(response: str, ground_truth: Any, format_score: float = 0.0, **extra: Any) -> float:
+    """Return 1 if the flexibly extracted answer equals the gold, as strings; else as `score_answer`."""
+    return score_answer(extract_flexible(response), ground_truth, format_score)

@@ -1,8 +1,16 @@
-"""Rewards that compare the response with the ground truth (pure)."""
+"""Rewards that compare the response with the ground truth, or with a form (pure)."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+from rollout_service.rewards.competition_math import find_box
+
+_UNTAGGED = r"(?:(?!</?think>|</?answer>).)*"
+THINK_ANSWER = re.compile(rf"\s*<think>{_UNTAGGED}</think>\s*<answer>{_UNTAGGED}</answer>\s*", re.DOTALL)
+FORMS = ("think_answer", "boxed")
+"""Forms by name; any other pattern is a regular expression."""
 
 
 def score_exact_match(response: str, ground_truth: Any, **extra: Any) -> float:
@@ -19,3 +27,19 @@ def score_digit_sort(
     """
     is_clean = finish_reason == "stop" and num_tokens == len(ground_truth) + 1
     return float(is_clean and response == ground_truth)
+
+
+def score_format(response: str, ground_truth: Any, pattern: str = "think_answer", **extra: Any) -> float:
+    """Return 1 if the response has the form, else 0.
+
+    Args:
+        pattern: `think_answer` (`<think>…</think><answer>…</answer>` and nothing else), `boxed` (a box that
+            closes), or a regular expression that must match the whole response (`.` matches newlines).
+
+    Raises:
+        re.error: The pattern is no regular expression.
+    """
+    if pattern == "boxed":
+        return float(find_box(response) is not None)
+    expression = THINK_ANSWER if pattern == "think_answer" else re.compile(pattern, re.DOTALL)
+    return float(expression.fullmatch(response) is not None)

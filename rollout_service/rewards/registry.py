@@ -1,158 +1,162 @@
-"""Finds a reward function by name or by `file.py:function`, and calls it safely.
+"""From what `reward.fn` says to a reward: names, files, a model, a server, and sums of them.
 
-Two forms are called: `score(response, ground_truth, **extra)` and verl's
-`compute_score(data_source, solution_str, ground_truth, extra_info)`, told apart by parameter names.
-Invariant: what comes out is a finite number or a RewardError; nothing else reaches a trajectory.
+Invariant: all that can be known to be wrong before a process is started is a ConfigError here.
 """
 
 from __future__ import annotations
 
-import asyncio
-import importlib.util
 import inspect
-import math
-import numbers
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
-from asyncrl.errors import AsyncrlError, ConfigError
-from rollout_service.prompts import Prompt
+from asyncrl.config.tree import RewardPart, RewardSection
+from asyncrl.errors import ConfigError, WireError
+from asyncrl.experience import MAX_REWARD_PARTS, check_reward
+from rollout_service.rewards.calling import FunctionReward, ScoreFunction
 from rollout_service.rewards.competition_math import score_math
 from rollout_service.rewards.dapo_math import score_math_dapo
 from rollout_service.rewards.gsm8k import score_flexible, score_strict
-from rollout_service.rewards.matching import score_digit_sort, score_exact_match
+from rollout_service.rewards.matching import FORMS, score_digit_sort, score_exact_match, score_format
+from rollout_service.rewards.score import Part
+from rollout_service.rewards.served.model import ModelReward, ModelSettings
+from rollout_service.rewards.served.pool import PooledReward
+from rollout_service.rewards.served.remote import RemoteReward, RemoteSettings
+from rollout_service.rewards.total import ErrorRate, TotalReward, Weighed
 
-Score = Callable[..., Any]
-
-BUILT_IN: Mapping[str, Score] = {
+BUILT_IN: Mapping[str, ScoreFunction] = {
     "gsm8k": score_strict,
     "gsm8k_flexible": score_flexible,
     "math": score_math,
     "math_dapo": score_math_dapo,
     "exact_match": score_exact_match,
     "digit_sort": score_digit_sort,
+    "format": score_format,
 }
-DEADLINE_S = 30.0
+SERVED = ("math_verify", "model")
+Arguments = dict[str, Any]
 
 
-class RewardError(AsyncrlError, ValueError):
-    """A reward function raised, took too long, or returned something that is no finite number."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a reward function judges."""
-
-    prompt: Prompt
-    response: str
-    finish_reason: str
-    num_tokens: int
-
-
-class Reward:
-    """A reward function, ready to be called.
+def load_reward(reward: RewardSection, folder: Path = Path()) -> TotalReward:
+    """Return the reward of a run; nothing is started yet.
 
     Args:
-        name: For messages.
-        score: The function.
-        runs_in_thread: Whether it may be slow, and must not hold up the event loop.
-    """
-
-    def __init__(self, name: str, score: Score, runs_in_thread: bool) -> None:
-        self.name = name
-        self._score = score
-        self._runs_in_thread = runs_in_thread
-        self._is_verl_form, self._accepted = _inspect(score)
-
-    async def score(self, answer: Answer) -> float:
-        """Return the reward. Raises RewardError."""
-        if not self._runs_in_thread:
-            return self.score_now(answer)
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                return await asyncio.to_thread(self.score_now, answer)
-        except TimeoutError:
-            raise RewardError(f"the reward '{self.name}' took longer than {DEADLINE_S:g} s") from None
-
-    def score_now(self, answer: Answer) -> float:
-        """As `score`, in this thread."""
-        try:
-            value = self._call(answer)
-        except Exception as error:  # a user's function may raise anything; its group fails with this reason
-            message = f"the reward '{self.name}' raised {type(error).__name__}: {error}"
-            raise RewardError(f"{message} (row {answer.prompt.row})") from error
-        return self._checked(value)
-
-    def _call(self, answer: Answer) -> Any:
-        prompt = answer.prompt
-        if self._is_verl_form:
-            return self._score(
-                data_source=prompt.data_source,
-                solution_str=answer.response,
-                ground_truth=prompt.ground_truth,
-                extra_info=prompt.extra_info,
-            )
-        extra = {
-            "data_source": prompt.data_source,
-            "extra_info": prompt.extra_info,
-            "finish_reason": answer.finish_reason,
-            "num_tokens": answer.num_tokens,
-        }
-        accepted = (
-            extra if self._accepted is None else {k: v for k, v in extra.items() if k in self._accepted}
-        )
-        return self._score(answer.response, prompt.ground_truth, **accepted)
-
-    def _checked(self, value: Any) -> float:
-        if isinstance(value, Mapping):  # verl's functions may return {"score": ..., "acc": ...}
-            value = value.get("score")
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise RewardError(f"the reward '{self.name}' returned {value!r}, which is no finite number")
-        return float(value)
-
-
-def load_reward(name: str, folder: Path = Path()) -> Reward:
-    """Return the reward registered as `name`, or the function in `file.py:function` (relative to `folder`).
+        folder: What paths of files are relative to.
 
     Raises:
-        ConfigError: There is no such name, file or function.
+        ConfigError: There is no such reward, or it does not take its arguments.
     """
-    if name in BUILT_IN:
-        return Reward(name, BUILT_IN[name], runs_in_thread=False)
-    file, separator, function = name.rpartition(":")
+    return TotalReward(build_parts(reward.fn, folder), ErrorRate(reward.max_error_rate))
+
+
+def build_parts(entries: Sequence[RewardPart], folder: Path = Path()) -> list[Weighed]:
+    """Return the parts, each under a name of its own. Raises ConfigError."""
+    parts = [Weighed(build_part(entry, folder), entry.weight) for entry in entries]
+    names = [weighed.part.name for weighed in parts]
+    for name in names:
+        _check_name(name)
+        if names.count(name) > 1:
+            raise ConfigError(f"two rewards are called '{name}'", hint="Give one of them a `name`")
+    if len(names) > MAX_REWARD_PARTS:
+        raise ConfigError(f"{len(names)} rewards are more than the {MAX_REWARD_PARTS} that fit into a group")
+    return parts
+
+
+def build_part(entry: RewardPart, folder: Path) -> Part:
+    """Return one part. Raises ConfigError."""
+    fn, arguments = entry.fn, entry.arguments
+    if is_url := fn.startswith(("http://", "https://")):
+        _check_url(fn)
+    name = entry.name or default_name(fn)
+    if fn in BUILT_IN and (fn != "format" or arguments.get("pattern", FORMS[0]) in FORMS):
+        return FunctionReward(name, BUILT_IN[fn], arguments, is_closed=True)
+    if fn == "format":  # an expression of the user's may take for ever on a response
+        _check_expression(arguments.get("pattern"))
+        return _served(name, arguments, PooledReward, function=fn)
+    if fn == "math_verify":
+        return _served(name, arguments, PooledReward, function=fn)
+    if fn == "model":
+        return _with_settings(name, arguments, ModelReward, ModelSettings)
+    if is_url:
+        return _with_settings(name, {"url": fn, **arguments}, RemoteReward, RemoteSettings)
+    file, separator, function = fn.rpartition(":")
     if not separator or not file.endswith(".py"):
-        raise ConfigError(
-            f"there is no reward '{name}'", hint=f"Use one of {sorted(BUILT_IN)} or file.py:function"
-        )
-    score = getattr(_import_file(folder / file), function, None)
-    if not callable(score):
-        raise ConfigError(f"{folder / file} has no function '{function}'")
-    return Reward(name, score, runs_in_thread=True)
+        known = sorted([*BUILT_IN, *SERVED])
+        hint = f"Use one of {known}, file.py:function, or a URL"
+        raise ConfigError(f"there is no reward '{fn}'", hint=hint)
+    if not (folder / file).is_file():
+        raise ConfigError(f"the reward file {folder / file} does not exist")
+    return _served(name, arguments, PooledReward, function=f"{(folder / file).absolute()}:{function}")
 
 
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"the reward file {path} does not exist")
-    spec = importlib.util.spec_from_file_location(f"asyncrl_reward_{path.stem}", path)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
+def default_name(fn: str) -> str:
+    """Return what a part is called in metrics: the registered name, the function's, or the server's.
+
+    >>> default_name("rewards/mine.py:score"), default_name("https://judge.example:8000/v1")
+    ('score', 'judge.example:8000')
+    """
+    if "://" in fn:
+        found = urlsplit(fn)
+        return f"{found.hostname}:{found.port}" if found.port else str(found.hostname)
+    return fn.rpartition(":")[2]
+
+
+def _check_url(url: str) -> None:
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything when it is imported
+        _ = urlsplit(url).port
+    except ValueError:  # its message may hold a password
+        raise ConfigError("the URL of a reward has no host and port that can be reached") from None
+
+
+def _check_name(name: str) -> None:
+    try:
+        check_reward(0.0, {name: 0.0})
+    except WireError as error:
+        what = f"a reward cannot be called {name!a}: {error.message}"
+        raise ConfigError(what, hint="Give it a shorter `name`") from error
+
+
+def _served(name: str, arguments: Arguments, make: Callable[..., Part], function: str) -> Part:
+    """Return a pooled part; `workers` and `deadline_s` are the pool's, the rest the function's."""
+    of_pool: Arguments = {key: arguments[key] for key in ("workers", "deadline_s") if key in arguments}
+    of_function = {key: value for key, value in arguments.items() if key not in of_pool}
+    _check_limits(name, of_pool)
+    return make(name, function, of_function, **of_pool)
+
+
+def _with_settings(
+    name: str, arguments: Arguments, make: Callable[..., Part], settings: Callable[..., Any]
+) -> Part:
+    """Return a part with settings of its own; `batch` and `deadline_s` are the part's."""
+    of_part: Arguments = {key: arguments[key] for key in ("batch", "deadline_s") if key in arguments}
+    _check_limits(name, of_part)
+    told = {key: value for key, value in arguments.items() if key not in of_part}
+    known = inspect.signature(settings).parameters
+    for key in told:
+        if key not in known:
+            raise ConfigError(
+                f"the reward '{name}' takes no argument '{key}'", hint=f"It takes {', '.join(known)}"
+            )
+    for key, parameter in known.items():
+        if parameter.default is parameter.empty and not isinstance(told.get(key), str):
+            raise ConfigError(f"the reward '{name}' needs '{key}', a text")
+    return make(name, settings(**told), **of_part)
+
+
+def _check_limits(name: str, limits: Mapping[str, Any]) -> None:
+    for key, value in limits.items():
+        kinds = (int, float) if key == "deadline_s" else (int,)
+        if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
+            raise ConfigError(f"'{key}' of the reward '{name}' must be a number above 0, not {value!r}")
+
+
+def _check_expression(pattern: Any) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        hint = f"Use {' or '.join(FORMS)}, or a regular expression"
         raise ConfigError(
-            f"the reward file {path} cannot be imported: {type(error).__name__}: {error}"
+            f"the pattern {pattern!r} of the reward 'format' is none: {error}", hint=hint
         ) from error
-    return module
-
-
-def _inspect(score: Score) -> tuple[bool, frozenset[str] | None]:
-    """Return whether `score` has verl's form, and the names it accepts (None if any)."""
-    try:
-        parameters = inspect.signature(score).parameters
-    except (TypeError, ValueError):  # a built-in without a signature
-        return False, frozenset()
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return "solution_str" in parameters, None if takes_any else frozenset(parameters)

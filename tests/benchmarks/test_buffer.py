@@ -28,7 +28,7 @@ def test_a_turn_delivers_and_counts(
     crew = Crew(f"benchmarks.buffer_peers.{way[0]}", way[1])
     try:
         turn = Turn("t", 64, 2, *shape, groups_per_s=groups_per_s, per_entry=2, options=options)
-        figures = crew.run(turn, 0.6, 0.4)
+        figures = crew.run(turn, 0.6, 1.2 if groups_per_s else 0.4)
     finally:
         crew.close()
     assert figures.per_s > 0

@@ -37,6 +37,7 @@ def make_group(
             spans=(Span(version, 0, num_tokens),) if num_tokens else (),
             reward=reward,
             finish_reason="stop",
+            reward_parts={"exact_match": reward},
         )
         for reward in rewards
     )

@@ -20,7 +20,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.experience import encode_group
 from tests.buffer.parts import GROUP_SIZE, make_group
 
-JOURNALS = [{"journal": "file"}, {"journal": "redis", "managed": True}]
+JOURNALS = [{"journal": "file"}, {"journal": "redis", "url": "managed"}]
 
 
 def make_config(runs_dir: Path, buffer: dict[str, object]) -> Config:

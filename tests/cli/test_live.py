@@ -82,3 +82,9 @@ def test_it_says_who_waits_for_whom(learner, replicas, sentence):
 
 def test_a_table_is_aligned_and_shows_nothing_as_a_dash():
     assert table_of({"a": 1.23456789, "long": None, "d": {}}) == "a     1.235\nlong  -\nd     -"
+
+
+def test_the_panel_shows_where_agents_reach_a_gateway_if_there_is_one():
+    assert "gateway" not in drawn(SNAPSHOT)
+    services = {"rollout.0": {"state": "READY", "version": 9, "gateway": "http://127.0.0.1:8100"}}
+    assert "http://127.0.0.1:8100" in drawn({**SNAPSHOT, "services": services})

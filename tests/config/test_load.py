@@ -2,6 +2,7 @@ import pickle
 
 import pytest
 
+from asyncrl.config.explain import MOVED, keys_of
 from asyncrl.config.load import dump_resolved, load, load_config
 from asyncrl.config.problems import ConfigProblems, Problem
 from asyncrl.errors import ConfigError
@@ -56,6 +57,27 @@ def test_an_exponent_without_a_point_is_a_number(write):
     assert load_config(write(GOOD + "learner: {lr: 1e-6}\n")).learner.lr == 1e-6
 
 
+def test_an_adaptive_kl_without_numbers_has_its_defaults(write):
+    kl = load_config(write(GOOD + "algorithm: {kl: {coef: 0.1, adaptive: {}}}\n")).algorithm.kl
+    assert kl.adaptive is not None and (kl.adaptive.target, kl.adaptive.horizon) == (0.1, 10_000.0)
+
+
+def test_a_misspelt_order_of_the_prompts_is_not_taken_for_a_field_of_the_rows(write):
+    def order(word):
+        return load_config(write(GOOD), [f"data.order={word}"]).data
+
+    for word, is_shuffled, curriculum in (
+        ("shuffled", True, None),
+        ("sequential", False, None),
+        ("sequence", True, "sequence"),
+        ("extra_info.level", True, "extra_info.level"),
+    ):
+        assert (order(word).is_shuffled, order(word).curriculum) == (is_shuffled, curriculum)
+    (problem,) = problems_of(write(GOOD), ["data.order=shuffle"])
+    assert "data.order is 'shuffle', but must be shuffled, sequential, a row's field, or file.py" in problem
+    assert problem.endswith("Did you mean 'shuffled'?")
+
+
 def test_a_section_whose_keys_are_all_commented_out_has_its_defaults(write):
     assert load_config(write(GOOD + "rollout:\n  # replicas: 3\n")).rollout.replicas == 1
 
@@ -93,6 +115,56 @@ def test_a_section_whose_keys_are_all_commented_out_has_its_defaults(write):
             "buffer: {journal: fil}\n",
             "a.yaml:4:19: buffer.journal is 'fil', but must be one of 'none', 'file' or 'redis'. Did you",
         ),
+        (
+            "rollout: {top_p: 0.9}\n",
+            (
+                "a.yaml:4:11: unknown key 'top_p' in 'rollout'. Leave it out: answers are sampled with the "
+                "temperature alone. The learner weighs each token by its log-prob under the whole vocabulary"
+            ),
+        ),
+        *[
+            (
+                f"rollout: {{{name}: 1}}\n",
+                f"unknown key '{name}' in 'rollout'. Leave it out: answers are sampled",
+            )
+            for name in (
+                "top_k",
+                "min_p",
+                "repetition_penalty",
+                "logit_bias",
+                "presence_penalty",
+                "min_tokens",
+            )
+        ],
+        (
+            "rollout: {engine: sglang}\n",
+            (
+                "a.yaml:4:19: rollout.engine is 'sglang', but must be one of 'vllm' or 'scripted'. "
+                "There is no adapter for SGLang yet: swaps with requests in flight"
+            ),
+        ),
+        (
+            "learner: {lr_schedule: cosine:2}\n",
+            (
+                "a.yaml:4:24: learner.lr_schedule is 'cosine:2', but must be constant, cosine, or "
+                "cosine:<ratio from 0 to 1>. cosine:0.1 ends at a tenth of learner.lr"
+            ),
+        ),
+        (
+            "learner: {lr_schedule: 1}\n",
+            'a.yaml:4:24: learner.lr_schedule is 1, but must be text. Write it in quotes: "1"',
+        ),
+        (
+            "buffer: {url: http://h}\n",
+            (
+                "a.yaml:4:15: buffer.url is 'http://h', but must be a Redis URL, ${NAME}, or managed. "
+                "Write redis://user:password@host:6379/0"
+            ),
+        ),
+        (
+            "algorithm: {kl: {coef: 0.1, adaptive: {targt: 1}}}\n",
+            "a.yaml:4:40: unknown key 'targt' in 'algorithm.kl.adaptive'. Did you mean 'target'?",
+        ),
         ("algorithm: {clip: [0.2]}\n", "a.yaml:4:19: algorithm.clip has too few items. It takes two"),
         ("algorithm: {clip: [0.2, x]}\n", "a.yaml:4:25: algorithm.clip.1 is 'x', but must be a number"),
         ("learner: {betas: [0.9, 1.0]}\n", "a.yaml:4:24: learner.betas.1 is 1.0, but must be less than 1"),
@@ -110,6 +182,14 @@ def test_a_section_whose_keys_are_all_commented_out_has_its_defaults(write):
 )
 def test_a_problem_names_its_place_the_value_and_what_to_write(write, text, problem):
     assert problem in "\n".join(problems_of(write(GOOD + text)))
+
+
+@pytest.mark.parametrize("key", MOVED)
+def test_a_key_of_another_version_is_refused_with_the_form_that_stands_for_it(write, key):
+    section, _, name = key.rpartition(".")
+    assert name not in keys_of(tuple(section.split(".")))
+    (problem,) = problems_of(write(GOOD), [f"{key}=1"])
+    assert problem == f"--set {key}=1: unknown key '{name}' in '{section}'. {MOVED[key]}"
 
 
 @pytest.mark.parametrize(
@@ -241,3 +321,29 @@ def test_problems_survive_pickling(write):
     with pytest.raises(ConfigProblems) as caught:
         load_config(write("a: 1\n"))
     assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("fn", "problem"),
+    [
+        ("[{weight: 1}]", "a.yaml:3:10: reward.fn.0.fn is missing"),
+        ("[{fn: a, weight: x}]", "a.yaml:3:31: reward.fn.0.weight is 'x', but must be a number"),
+        ("[{fn: a, name: a/b}]", "a.yaml:3:29: reward.fn.0.name is 'a/b', but must be letters"),
+        ("[]", "a.yaml:3:14: reward.fn is [], but must be a list with 1 or more items"),
+        ("5", "a.yaml:3:14: reward.fn is 5, but must be a list"),
+    ],
+)
+def test_a_problem_of_one_of_several_rewards_names_its_place(write, fn, problem):
+    text = GOOD.replace("gsm8k", fn)
+    (found,) = problems_of(write(text))
+    assert found.startswith(problem)
+
+
+def test_rewards_are_a_name_or_a_list_of_names_and_sections_with_arguments(write):
+    one = load_config(write(GOOD)).reward.fn
+    assert [(part.fn, part.weight, part.name, part.arguments) for part in one] == [("gsm8k", 1.0, None, {})]
+    path = write(GOOD.replace("gsm8k", "[math, {fn: format, weight: 2, name: form, pattern: boxed, n: [1]}]"))
+    config = load_config(path)
+    assert config.reward.fn[0] == type(one[0])(fn="math")
+    assert config.reward.fn[1].arguments == {"pattern": "boxed", "n": [1]}
+    assert load_config(write(dump_resolved(config))) == config

@@ -58,16 +58,17 @@ def test_the_metric_that_checkpoints_are_kept_by_must_exist():
 
 
 @pytest.mark.parametrize(
-    ("reward", "said"),
+    ("overlong", "said"),
     [
-        ({"overlong_buffer_tokens": 17}, "leaves no answer unpunished"),
-        ({"overlong_penalty": 2.0}, "does nothing"),
-        ({"overlong_buffer_tokens": 8, "overlong_penalty": 0.0}, "greater than 0"),
-        ({"overlong_buffer_tokens": 15, "overlong_penalty": 2.0}, ""),
+        ({"buffer_tokens": 17}, "leaves no answer unpunished"),
+        ({"penalty": 2.0}, "Field required"),
+        ({"buffer_tokens": 0}, "greater than or equal to 1"),
+        ({"buffer_tokens": 8, "penalty": 0.0}, "greater than 0"),
+        ({"buffer_tokens": 15, "penalty": 2.0}, ""),
     ],
 )
-def test_the_overlong_buffer_lies_below_the_limit_of_an_answer(reward, said):
-    sections = REQUIRED | {"reward": {"fn": "f"} | reward, "rollout": {"max_tokens": 16}}
+def test_the_overlong_buffer_lies_below_the_limit_of_an_answer(overlong, said):
+    sections = REQUIRED | {"reward": {"fn": "f", "overlong": overlong}, "rollout": {"max_tokens": 16}}
     expected = pytest.raises(ValidationError, match=said) if said else contextlib.nullcontext()
     with expected:
         Config(**sections)

@@ -75,14 +75,7 @@ class ScriptedBuffer(Scripted):
     trained = 5
 
     def status(self) -> dict[str, Any]:
-        metrics = {
-            "accuracy": 0.25,
-            "reward_mean": 0.25,
-            "response_tokens_mean": 5.0,
-            "cut_share": 0.0,
-            "num_prompts": 4.0,
-            "num_failed": 0.0,
-        }
+        metrics = {"accuracy": 0.25, "val-core/held_out/acc/mean@1": 0.25, "val-aux/num_prompts": 4.0}
         evaluation = {"id": 1, "step": 0, "version": 1, "metrics": metrics}
         ledger = {"residue": 0, "issued": 5, "trained": self.trained, "dropped": {}}
         return {"state": "serving", "evaluations": [evaluation], **ledger}

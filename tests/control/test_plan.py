@@ -298,10 +298,24 @@ def test_a_hub_id_is_told_from_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
     assert not prepare.is_hub_id("models/mine")
 
 
+def test_what_stands_behind_an_at_is_a_revision_unless_there_is_such_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert prepare.is_hub_id("Qwen/Qwen3-0.6B@refs/pr/3")
+    assert prepare.split_revision("Qwen/Qwen3-0.6B@refs/pr/3") == ("Qwen/Qwen3-0.6B", "refs/pr/3")
+    assert prepare.split_revision("Qwen/Qwen3-0.6B") == ("Qwen/Qwen3-0.6B", None)
+    assert not prepare.is_hub_id("Qwen/Qwen3-0.6B@") and not prepare.is_hub_id("mine@v2")
+    (tmp_path / "models" / "mine@v2").mkdir(parents=True)
+    assert not prepare.is_hub_id("models/mine@v2")
+    values = {"model": {"path": "models/mine@v2"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
+    assert prepare.prepare(Config(**values), print).model.path == str(tmp_path / "models" / "mine@v2")
+
+
 def test_a_hub_id_that_cannot_be_fetched_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="could not be fetched from the hub"):
-        prepare.fetch("nobody-at-all/no-such-model", None)
+        prepare.fetch("nobody-at-all/no-such-model")
 
 
 @pytest.mark.parametrize("name", ["model", "critic"])
@@ -316,10 +330,10 @@ def test_a_model_of_the_hub_is_pinned_to_the_revision_that_was_found_or_is_named
     (cached / "refs" / "main").write_text(newest)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for named, found in ((None, newest), (older, older)):
-        with_critic[name] = {"path": "owner/name", "revision": named}
+    for named, found in (("", newest), (f"@{older}", older)):
+        with_critic[name] = {"path": f"owner/name{named}"}
         section = getattr(prepare.prepare(Config(**with_critic), print), name)
-        assert (section.path, section.revision) == (str(cached / "snapshots" / found), found)
+        assert section.path == str(cached / "snapshots" / found)
 
 
 def test_an_unknown_builtin_is_refused_with_the_known_ones(tmp_path: Path) -> None:
@@ -344,3 +358,23 @@ def test_a_reward_file_that_is_no_python_is_refused_in_a_sentence(
     good["reward"]["fn"] = f"{tmp_path / 'mine.py'}:score"
     with pytest.raises(ConfigError, match="is no Python file"):
         plan.check(Config(**good))
+
+
+def test_each_of_several_rewards_is_checked_and_resolved(good: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(response, ground_truth):\n    return 0.0\n")
+    mine, judge = f"{tmp_path}/mine.py:score", "http://127.0.0.1:1/judge"
+    good["reward"]["fn"] = [
+        "gsm8k",
+        {"fn": mine, "weight": 0.5, "tone": "calm"},
+        judge,
+        {"fn": "model", "path": "m"},
+    ]
+    config = Config(**good)
+    assert plan.check(config).num_gpus == 0
+    fns = prepare.prepare(config, print).reward.fn
+    assert [part.fn for part in fns] == ["gsm8k", mine, judge, "model"]
+    assert (fns[1].weight, fns[1].arguments) == (0.5, {"tone": "calm"})
+    assert fns[3].arguments == {"path": str(Path("m").absolute())}
+    good["reward"]["fn"] = ["gsm8k", {"fn": f"{tmp_path}/mine.py:judge"}]
+    (line,) = problems_of(good)
+    assert line.startswith("reward.fn:") and "defines no function 'judge'" in line

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.load import dump_resolved
+from asyncrl.config.load import dump_resolved, load_resolved
+from asyncrl.config.problems import ConfigProblems
 from asyncrl.config.tree import Config
 from asyncrl.control.launch import run
 from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
@@ -73,16 +74,17 @@ def test_a_pid_that_another_program_has_by_now_does_not_make_a_run_live(tmp_path
         ("run", "seed", 7),
         ("learner", "groups_per_step", 32),
         ("rollout", "group_size", 4),
+        ("data", "order", "sequential"),
     ],
 )
 def test_a_run_does_not_go_on_with_values_that_its_journal_depends_on(
-    values: dict[str, Any], tmp_path: Path, section: str, name: str, value: int
+    values: dict[str, Any], tmp_path: Path, section: str, name: str, value: int | str
 ) -> None:
     folder = tmp_path / "again"
     folder.mkdir()
     (folder / "resolved.yaml").write_text(dump_resolved(Config(**values)))
     changed = {**values, section: {**values.get(section, {}), name: value}}
-    with pytest.raises(ConfigError, match=rf"{section}\.{name}: was .*, is {value}"):
+    with pytest.raises(ConfigError, match=rf"{section}\.{name}: was .*, is {value!r}"):
         run.start(Config(**changed))
 
 
@@ -122,20 +124,56 @@ def test_a_run_goes_on_with_the_revision_that_it_fetched_at_first(
     config = Config(**{**values, name: {"path": "owner/name"}})
     section = getattr(config, name)
 
-    def kept(**changes: str) -> str | None:
-        changed = config.model_copy(update={name: section.model_copy(update=changes)})
-        found: str | None = getattr(run.keep_revisions(changed), name).revision
+    def kept(path: str = "owner/name") -> str:
+        changed = config.model_copy(update={name: section.model_copy(update={"path": path})})
+        found: str = getattr(run.keep_revisions(changed), name).path
         return found
 
-    assert kept() is None
+    assert kept() == "owner/name"
     snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / "abc"
-    before = section.model_copy(update={"path": str(snapshot), "revision": "abc"})
+    before = section.model_copy(update={"path": str(snapshot)})
     folder = tmp_path / "again"
     folder.mkdir()
     RunDir(folder).resolved.write_text(dump_resolved(config.model_copy(update={name: before})))
-    assert kept() == "abc"
-    assert kept(revision="def") == "def"
-    assert kept(path="owner/other") is None
+    assert kept() == "owner/name@abc"
+    assert kept("owner/name@def") == "owner/name@def"
+    assert kept("owner/other") == "owner/other"
+
+
+def test_a_run_goes_on_with_the_revision_of_a_reward_model_that_it_fetched_at_first(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    def config_with(path: str) -> Config:
+        return Config(**{**values, "reward": {"fn": ["gsm8k", {"fn": "model", "path": path, "label": 1}]}})
+
+    def kept(path: str) -> tuple[str, dict[str, Any]]:
+        plain, judge = run.keep_revisions(config_with(path)).reward.fn
+        return plain.fn, judge.arguments
+
+    snapshot = tmp_path / "hub" / "models--owner--judge" / "snapshots" / "abc"
+    folder = tmp_path / "again"
+    folder.mkdir()
+    RunDir(folder).resolved.write_text(dump_resolved(config_with(str(snapshot))))
+    assert kept("owner/judge") == ("gsm8k", {"path": "owner/judge@abc", "label": 1})
+    assert kept("owner/judge@def")[1]["path"] == "owner/judge@def"
+    assert kept("owner/other")[1]["path"] == "owner/other"
+
+
+def test_a_run_of_an_older_version_is_named_as_such(values: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "again"
+    folder.mkdir()
+    config = Config(**values)
+    text = dump_resolved(config)
+    RunDir(folder).resolved.write_text(text + "critics: {}\n")
+    said = "^the run in .*again is of an older asyncrl, .*unknown section 'critics'"
+    for read in (lambda: run.keep_revisions(config), lambda: load_resolved(folder, ["run.seed=1"])):
+        with pytest.raises(ConfigError, match=said) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+    RunDir(folder).resolved.write_text(text)
+    assert load_resolved(folder, ["run.seed=1"]).run.seed == 1
+    with pytest.raises(ConfigProblems, match="seeed"):
+        load_resolved(folder, ["run.seeed=1"])
 
 
 def test_a_run_that_had_no_critic_of_its_own_keeps_no_revision_for_one(
@@ -146,7 +184,7 @@ def test_a_run_that_had_no_critic_of_its_own_keeps_no_revision_for_one(
     folder.mkdir()
     RunDir(folder).resolved.write_text(dump_resolved(Config(**values)))
     kept = run.keep_revisions(Config(**values, critic={"path": "owner/name"}))
-    assert (kept.critic.path, kept.critic.revision) == ("owner/name", None)
+    assert kept.critic.path == "owner/name"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from asyncrl import wire
 from asyncrl.errors import WireError
 from asyncrl.experience import (
+    FINISH_REASONS,
     GROUP_SCHEMA,
+    MAX_REWARD_PARTS,
     Group,
     Trajectory,
     decode_group,
@@ -97,6 +99,51 @@ def test_a_group_is_constant_only_if_the_greedy_answer_scored_the_same() -> None
     assert not dataclasses.replace(group, baseline_reward=1.0).is_constant
 
 
+PARTS = st.dictionaries(
+    st.sampled_from(["gsm8k", "format", "länge"]), st.floats(allow_nan=False, allow_infinity=False)
+)
+
+
+@given(st.lists(st.tuples(PARTS, st.integers(1, 1 << 40), st.sampled_from(FINISH_REASONS)), max_size=4))
+def test_parts_turns_and_finish_reasons_come_back_even_if_only_some_trajectories_have_a_part(
+    told: list[tuple[dict[str, float], int, str]],
+) -> None:
+    group = make_group([2] * len(told))
+    trajectories = tuple(
+        dataclasses.replace(one, reward_parts=parts, num_turns=turns, finish_reason=reason)
+        for one, (parts, turns, reason) in zip(group.trajectories, told, strict=True)
+    )
+    found = decode_group(encode_group(dataclasses.replace(group, trajectories=trajectories)))
+    assert [(dict(one.reward_parts), one.num_turns, one.finish_reason) for one in found.trajectories] == told
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[
+            ("parts", value)
+            for value in (None, [], {"": [1.0, 1.0]}, {"a\n": [1.0, 1.0]}, {"a" * 65: [1.0, 1.0]})
+        ],
+        *[
+            ("parts", {"a": value})
+            for value in ([1.0], 1.0, [1.0, 1], [True, 1.0], ["1", 1.0], [1.0, float("nan")])
+        ],
+        ("parts", {str(number): [1.0, 1.0] for number in range(MAX_REWARD_PARTS + 1)}),
+        *[("turns", value) for value in (None, [1], [0, 1], [-1, 1], [1.0, 1], [True, 1], [1, 1, 1])],
+        ("finish", [0, len(FINISH_REASONS) + 1]),
+    ],
+)
+def test_parts_turns_and_finish_reasons_that_do_not_fit_are_refused(name: str, value: object) -> None:
+    frames = encode_group(make_group([3, 4]))
+    header = wire.unpack_header(frames[0]) | {name: value}
+    for read in (decode_group, outline_group):
+        with pytest.raises(WireError):
+            read([wire.pack_header(header), *frames[1:]])
+    header.pop(name)
+    with pytest.raises(WireError, match=name):
+        decode_group([wire.pack_header(header), *frames[1:]])
+
+
 def test_a_span_of_an_unknown_sample_is_refused() -> None:
     frames = encode_group(make_group([3]))
     frames[5] = np.array([[4, 2, 0, 3]], "<i8").tobytes()
@@ -126,7 +173,14 @@ def test_a_true_does_not_pass_for_a_number() -> None:
 
 @pytest.mark.parametrize(
     ("schema", "word"),
-    [(GROUP_SCHEMA + 1, "newer"), (1, "older"), (None, "older"), (0, "number"), ("2", "number")],
+    [
+        (GROUP_SCHEMA + 1, "newer"),
+        (2, "schema 2, .* older"),
+        (1, "older"),
+        (None, "older"),
+        (0, "number"),
+        ("2", "number"),
+    ],
 )
 def test_a_group_of_another_schema_is_refused_by_its_number(schema: object, word: str) -> None:
     frames = encode_group(make_group([3]))

@@ -10,6 +10,8 @@ from asyncrl.control.record.metering import Meter, evaluation_row
 from asyncrl.control.record.recorder import Recorder
 from asyncrl.metrics import METRICS, extreme_of, find, unknown_names
 from asyncrl.metrics.page import render
+from asyncrl.metrics.tallies import conclude
+from rollout_service.evaluation.statistics import Judged, JudgedPrompt, tally_prompts
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("asyncrl", "benchmarks", "learner", "rollout_service", "weight_sync")
@@ -68,9 +70,10 @@ def test_every_name_in_the_code_is_in_the_table():
 
 
 def test_what_the_supervisor_and_evaluations_add_is_in_the_table():
-    results = {"accuracy": 0.5, "reward_mean": 0.5, "response_tokens_mean": 3.0}
-    results |= {"cut_share": 0.0, "num_prompts": 8, "num_failed": 0}
+    judged = JudgedPrompt("openai/gsm8k", (Judged(True, 1.0, "1", 3, False), None, None, None))
+    results = conclude(tally_prompts([judged, judged], 4, {"openai/gsm8k": "openai/gsm8k"}))
     evaluation = evaluation_row({"id": 1, "step": 2, "version": 3, "metrics": results})
+    assert "val-core/openai/gsm8k/acc/maj@4/low" in evaluation
     assert unknown_names([*Meter().update(0.0, {}), *evaluation]) == {}
 
 

@@ -59,3 +59,9 @@ def test_a_list_of_too_many_items_is_refused() -> None:
 def test_a_schema_of_another_version_is_refused_with_advice(version: Any) -> None:
     with pytest.raises(WireError, match="Run the same asyncrl version"):
         wire.unpack_header(msgpack.packb({"v": version}))
+
+
+@pytest.mark.parametrize("value", ["\ud800", {"\ud800": 1}, 1 << 64])
+def test_what_msgpack_cannot_hold_is_a_typed_error(value: Any) -> None:
+    with pytest.raises(WireError, match="cannot be packed"):
+        packed(value)

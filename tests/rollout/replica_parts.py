@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,19 @@ from typing import Any
 from asyncrl.buffer import composition
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.clock import SystemClock
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import Config, EvalSection, SourceSection
 from asyncrl.errors import AsyncrlError
 from asyncrl.service import ServiceContext
 from asyncrl.versions import PolicyVersion
+from rollout_service.data.prompts import PromptSet
+from rollout_service.data.sources import load_prompts, load_sources
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.scripted_engine import ScriptedEngine
 from rollout_service.episode import SingleTurn
-from rollout_service.evaluation import EvaluationSettings, Evaluator
+from rollout_service.evaluation.wiring import make_evaluator
 from rollout_service.groups import GroupRunner, GroupSettings
-from rollout_service.prompts import PromptSet, load_prompts
 from rollout_service.replica import Replica, ReplicaParts, ReplicaSettings
-from rollout_service.rewards.registry import Reward
+from rollout_service.rewards.score import Reward
 from rollout_service.rewards.shaping import Overlong
 from rollout_service.tasks.digit_sort.examples import draw_split
 from rollout_service.tasks.digit_sort.folder import write_prompts
@@ -156,16 +157,21 @@ def open_stage(
     tokens_per_s: float = 0.0,
     advantage: str = "grpo",
     overlong: Overlong | None = None,
+    evaluation: dict[str, Any] | None = None,
+    sources: Sequence[SourceSection] = (),
+    make_client: Callable[[str, str, float], ReplicaClient] = ReplicaClient,
 ) -> Iterator[Stage]:
     """A buffer service and a replica of it, running."""
     write_data(folder)
     config = make_config(folder, advantage)
+    config = config.model_copy(update={"eval": EvalSection(**(evaluation or {}))})
     buffer = composition.build(ServiceContext(config, "buffer.0", folder / "run", "test"))
     with running(buffer):
         wait_for(lambda: buffer.status().get("address"), "the buffer's address")
         address = buffer.status()["address"]
         tokenizer = build_tokenizer()
-        prompts = load_prompts(folder / "train.parquet", tokenizer, 16)
+        train = SourceSection(path=str(folder / "train.parquet"))
+        prompts = load_sources([train, *sources], tokenizer, 16)
         held_out = load_prompts(folder / "eval.parquet", tokenizer, 16)
         receiver, engine = HandFedReceiver(), ScriptedEngine(EOS, tokens_per_s)
 
@@ -175,10 +181,10 @@ def open_stage(
             settings = GroupSettings(0, GROUP_SIZE, 1.0, 6, has_greedy=advantage == "remax")
             return ReplicaParts(
                 engine=metered,
-                buffer=ReplicaClient(address, "rollout.0", 5.0),
+                buffer=make_client(address, "rollout.0", 5.0),
                 weights=receiver,
                 runner=GroupRunner(environment, prompts, settings),
-                evaluator=Evaluator(environment, held_out.prompts, EvaluationSettings(1.0, 6, 0)),
+                evaluator=make_evaluator(config, environment, tokenizer, held_out),
                 prompts=prompts,
                 overlong=overlong,
             )

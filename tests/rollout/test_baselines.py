@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 
+from asyncrl.buffer.client import EvaluationOrder
 from asyncrl.config.tree import Config, RewardSection
 from asyncrl.control.record.metering import Meter
 from asyncrl.experience import Group
+from asyncrl.metrics.tallies import conclude
 from rollout_service import composition
+from rollout_service.data.sources import load_prompts
 from rollout_service.engine.scripted_engine import ScriptedEngine
-from rollout_service.prompts import load_prompts
-from rollout_service.rewards.registry import Reward
+from rollout_service.evaluation.wiring import build_evaluator
+from rollout_service.rewards.calling import FunctionReward
+from rollout_service.rewards.registry import load_reward
 from rollout_service.rewards.shaping import Overlong, overlong_penalty
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer
 from tests.rollout.replica_parts import (
@@ -45,7 +49,7 @@ def train_one_step(stage: Stage) -> list[Group]:
 
 
 def test_remax_adds_the_reward_of_one_greedy_answer_that_is_no_sample(tmp_path: Path):
-    reward = Reward("zeros", count_zeros, runs_in_thread=False)
+    reward = FunctionReward("zeros", count_zeros)
     with open_stage(tmp_path, reward, advantage="remax") as stage:
         groups = train_one_step(stage)
         assert [group.baseline_reward for group in groups] == [1.0] * 4
@@ -56,7 +60,7 @@ def test_remax_adds_the_reward_of_one_greedy_answer_that_is_no_sample(tmp_path: 
 
 
 def test_without_remax_no_greedy_answer_is_made(tmp_path: Path):
-    reward = Reward("zeros", count_zeros, runs_in_thread=False)
+    reward = FunctionReward("zeros", count_zeros)
     with open_stage(tmp_path, reward) as stage:
         assert [group.baseline_reward for group in train_one_step(stage)] == [None] * 4
 
@@ -65,7 +69,7 @@ def test_a_greedy_answer_that_cannot_be_scored_fails_its_group(tmp_path: Path):
     def refuse(response: str, ground_truth: Any, num_tokens: int) -> float:
         return float("nan") if count_zeros(response, ground_truth, num_tokens) else 0.0
 
-    reward = Reward("refuse", refuse, runs_in_thread=False)
+    reward = FunctionReward("refuse", refuse)
     with open_stage(tmp_path, reward, advantage="remax") as stage:
         stage.serve_first_version()
         wait_for(lambda: stage.census()["given_up"] > 0, "a prompt that is given up")
@@ -83,7 +87,7 @@ def test_a_run_with_remax_asks_for_greedy_answers_and_leaves_room_for_them(tmp_p
 
 def test_long_answers_lose_in_proportion_and_what_they_lose_is_counted(tmp_path: Path):
     overlong = Overlong(max_tokens=6, buffer_tokens=4, penalty=2.0)
-    with open_stage(tmp_path, Reward("length", length, runs_in_thread=False), overlong=overlong) as stage:
+    with open_stage(tmp_path, FunctionReward("length", length), overlong=overlong) as stage:
         trajectories = [one for group in train_one_step(stage) for one in group.trajectories]
         lengths = {one.num_tokens for one in trajectories}
         assert min(lengths) <= 2 < max(lengths) == 6
@@ -103,7 +107,7 @@ def test_long_answers_lose_in_proportion_and_what_they_lose_is_counted(tmp_path:
 def test_a_run_shapes_what_it_trains_as_the_configuration_says():
     sections: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"max_tokens": 10}}
     assert composition._build_overlong(Config(**sections, reward={"fn": "f"})) is None
-    shaped = {"fn": "f", "overlong_buffer_tokens": 5, "overlong_penalty": 3.0}
+    shaped = {"fn": "f", "overlong": {"buffer_tokens": 5, "penalty": 3.0}}
     overlong = composition._build_overlong(Config(**sections, reward=shaped))
     assert overlong is not None
     assert [overlong.shape(0.0, tokens) for tokens in (5, 6, 10)] == pytest.approx([0.0, -0.6, -3.0])
@@ -116,19 +120,25 @@ def test_an_evaluation_is_not_shaped(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "def length(response, ground_truth, num_tokens):\n    return num_tokens\n"
     )
     write_data(tmp_path)
-    shaped = {"fn": "mine.py:length", "overlong_buffer_tokens": 5}
+    shaped = {"fn": "mine.py:length", "overlong": {"buffer_tokens": 5}}
     config = make_config(tmp_path).model_copy(update={"reward": RewardSection(**shaped)})
     tokenizer, engine = build_tokenizer(), ScriptedEngine(EOS)
     held_out = load_prompts(tmp_path / "eval.parquet", tokenizer, 16)
-    evaluator = composition._build_evaluator(config, engine, tokenizer, held_out)
+    reward = load_reward(config.reward)
+    evaluator = build_evaluator(config, engine, tokenizer, held_out, reward, None)
     assert evaluator is not None
 
     async def evaluate() -> dict[str, float]:
         await engine.start()
-        return await evaluator.run(1)
+        await reward.start()
+        try:
+            return conclude(await evaluator.run(EvaluationOrder(id=1, step=0)))
+        finally:
+            await reward.close()
 
     found = asyncio.run(evaluate())
-    assert found["reward_mean"] == found["response_tokens_mean"] > 2
+    assert found["val-core/held_out/reward/mean@1"] == found["val-aux/held_out/response_length/mean"] > 2
+    assert reward.counts()["reward_parts"] == {"length": [0, 0.0]}
 
 
 def test_no_metric_of_shaping_is_there_without_it():

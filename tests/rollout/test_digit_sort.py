@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.errors import DataError
-from rollout_service.prompts import load_prompts
+from rollout_service.data.sources import load_prompts
 from rollout_service.tasks.digit_sort.examples import MAX_DIGITS, MIN_DIGITS, draw_split
 from rollout_service.tasks.digit_sort.folder import Recipe, make_folder
 from rollout_service.tasks.digit_sort.vocabulary import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.ledger.orders import sample_seed
-from asyncrl.errors import ServiceFailed
+from asyncrl.errors import EngineError, ServiceFailed
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.scripted_engine import scripted_logprob
+from rollout_service.gateway.refusal import NobodyCame
+from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.matching import score_digit_sort
-from rollout_service.rewards.registry import Reward
 from tests.rollout.replica_parts import GROUP_SIZE, WAIT_S, Stage, open_stage, wait_for
 
-DIGIT_SORT = Reward("digit_sort", score_digit_sort, runs_in_thread=False)
+DIGIT_SORT = FunctionReward("digit_sort", score_digit_sort)
 
 
 @pytest.fixture
@@ -108,10 +110,50 @@ def test_an_evaluation_is_pinned_to_one_version_and_reported(stage: Stage):
     wait_for(lambda: stage.census()["evaluations"], "the evaluation")
     (found,) = stage.census()["evaluations"]
     assert (found["id"], found["version"]) == (order, number)
-    assert found["metrics"]["num_prompts"] == 12
+    assert found["metrics"]["val-aux/num_prompts"] == 12
     assert 0.0 <= found["metrics"]["accuracy"] <= 1.0
     wait_for(lambda: stage.state() == "READY", "READY")
     assert stage.receiver.calls[:2] == ["pin", "unpin"]
+
+
+def test_an_evaluation_that_meets_a_failed_load_waits_for_one_that_works(stage: Stage):
+    swap, goes_on = stage.engine.swap, threading.Event()
+
+    async def fail_once(staged: Any) -> None:
+        stage.engine._is_running.clear()
+        stage.engine.swap = swap  # type: ignore[method-assign]
+        await asyncio.to_thread(goes_on.wait, WAIT_S)
+        raise EngineError("the load failed")
+
+    stage.serve_first_version()
+    stage.engine.swap = fail_once  # type: ignore[method-assign]
+    second = stage.learner.register_version(0)
+    stage.receiver.staged.clear()
+    stage.receiver.offer(second, 0)
+    wait_for(lambda: not stage.engine.is_loaded, "a load")
+    stage.learner.request_evaluation(0)
+    wait_for(lambda: stage.replica._weights_lock._waiters, "the order, while the load runs")
+    goes_on.set()
+    wait_for(lambda: stage.census()["evaluations"], "the evaluation")
+    assert stage.receiver.reports[1:] == [(second, False), (second, True)]
+    assert stage.census()["evaluations"][0]["version"] == second
+    wait_for(lambda: stage.state() == "READY", "READY")
+
+
+def test_a_group_that_no_agent_opened_goes_back_and_counts_as_no_attempt(stage: Stage):
+    async def wait_for_agents(*args: Any) -> Any:
+        raise NobodyCame("nobody came")
+
+    wait_for(lambda: stage.state() == "SYNCING", "SYNCING")
+    assert stage.replica._parts is not None
+    runner, count = stage.replica._parts.runner, stage.replica.status
+    run, runner.run = runner.run, wait_for_agents  # type: ignore[method-assign]
+    stage.serve_first_version()
+    wait_for(lambda: count()["counters"].get("groups_unopened", 0) > 20, "many groups without agents")
+    runner.run = run  # type: ignore[method-assign]
+    assert stage.learner.reserve(0, WAIT_S) is not None
+    assert set(stage.census()["reissues"]) == {"released"}
+    assert stage.census()["given_up"] == 0
 
 
 def test_busy_and_idle_seconds_add_up_to_the_time_that_passed(stage: Stage):
@@ -129,7 +171,7 @@ def test_a_reward_that_raises_fails_its_group_and_nothing_of_it_is_trained(tmp_p
     def refuse(response: str, ground_truth: Any, **extra: Any) -> float:
         raise KeyError("answer")
 
-    with open_stage(tmp_path, Reward("refuse", refuse, runs_in_thread=False)) as stage:
+    with open_stage(tmp_path, FunctionReward("refuse", refuse)) as stage:
         stage.serve_first_version()
         wait_for(lambda: stage.census()["given_up"] > 0, "a prompt that is given up")
         census = stage.census()

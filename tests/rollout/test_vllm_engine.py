@@ -16,11 +16,15 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from asyncrl.errors import EngineError
+from asyncrl.experience import Trajectory
 from asyncrl.faults import VARIABLE
 from asyncrl.versions import PolicyVersion, Span
-from rollout_service.engine.protocol import Completion, Sampling
+from rollout_service.data.prompts import Prompt, TokenizedPrompt
+from rollout_service.engine.protocol import Completion, Interrupted, Sampling
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
-from rollout_service.tasks.digit_sort.vocabulary import EOS, encode_prompt
+from rollout_service.episode import SingleTurn
+from rollout_service.rewards.score import Answer, Score
+from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer, encode_prompt
 from tests.rollout.engine_parts import (
     Change,
     LoopThread,
@@ -124,7 +128,7 @@ def test_a_fresh_engine_serves_version_zero(running: Running):
     assert {span.version for span in running.generate(1).spans} == {0}
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_log_probs_equal_those_of_hugging_face_at_the_sampling_temperature(
     running: Running, temperature: float
 ):
@@ -337,3 +341,163 @@ def test_a_request_that_cannot_be_run_fails_alone(running: Running):
     with pytest.raises(EngineError, match="too-long"):
         running.loop.call(running.engine.generate([1] * 2000, too_long, "too-long"))
     assert running.generate(2).finish_reason in ("stop", "length")
+
+
+def test_an_empty_prompt_is_refused_and_the_engine_goes_on(running: Running):
+    with pytest.raises(EngineError, match="nothing-asked"):
+        running.loop.call(running.engine.generate([], Sampling(1.0, 5, 0), "nothing-asked"))
+    assert running.generate(2).finish_reason in ("stop", "length")
+
+
+def test_an_answer_that_fills_the_model_is_cut_there(running: Running):
+    sampling = Sampling(1.0, LONG, 0, ignores_eos=True)
+    completion = running.loop.call(running.engine.generate([1] * 1000, sampling, "fills-the-model"))
+    assert (len(completion.token_ids), completion.finish_reason) == (24, "length")
+
+
+STOPS = ("12", "777", "5=")
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(running: Running):
+    tokenizer, num_tokens = build_tokenizer(), 80
+
+    async def ask(stop: tuple[str, ...]) -> list[Completion]:
+        requests = [
+            running.engine.generate(PROMPT, Sampling(2.0, num_tokens, seed, True, stop), f"{stop}.{seed}")
+            for seed in range(12)
+        ]
+        return await asyncio.gather(*requests)
+
+    wholes, stopped = running.loop.call(ask(())), running.loop.call(ask(STOPS))
+    for whole, found in zip(wholes, stopped, strict=True):
+        ids = whole.token_ids.tolist()
+        texts = [tokenizer.decode(ids[:end], skip_special_tokens=True) for end in range(1, num_tokens + 1)]
+        ends = [end for end, text in enumerate(texts, 1) if any(stop in text for stop in STOPS)]
+        assert found.token_ids.tolist() == (ids[: ends[0]] if ends else ids)
+        assert found.finish_reason == ("stop" if ends else "length")
+        assert found.spans[-1].end == len(found.logprobs) == len(found.token_ids)
+        running.check_logprobs(found, 2.0)
+    assert len({len(found.token_ids) for found in stopped}) > 4, "few stop strings: this test shows nothing"
+
+
+def _begin(running: Running, name: str, num_requests: int = 6) -> list[asyncio.Task[Completion]]:
+    """Start long requests; call it in the loop."""
+    return [
+        asyncio.create_task(
+            running.engine.generate(PROMPT, Sampling(2.0, LONG, seed, ignores_eos=True), f"{name}.{seed}")
+        )
+        for seed in range(num_requests)
+    ]
+
+
+async def _beginnings(tasks: list[asyncio.Task[Completion]]) -> list[Completion]:
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30.0)
+    assert all(isinstance(result, Interrupted) for result in results), results
+    return [result.completion for result in results if isinstance(result, Interrupted)]
+
+
+async def _swap_until_paused(running: Running, staged: Staged) -> asyncio.Task[None]:
+    swap = asyncio.create_task(running.engine.swap(staged))
+    while not await running.engine._llm.is_paused() and not swap.done():
+        await asyncio.sleep(0)
+    assert not swap.done(), "the swap was over before it could be disturbed"
+    return swap
+
+
+def test_interrupted_requests_give_their_tokens_with_exact_log_probs_also_in_the_middle_of_a_swap(
+    running: Running,
+):
+    old = running.swap(1)
+    running.models[old + 1] = make_model(2)
+
+    async def interrupt(staged: Staged) -> list[Completion]:
+        tasks = _begin(running, "disturbed")
+        await running.sample(500, 4)  # by then they have tokens
+        swap = await _swap_until_paused(running, staged)
+        await running.engine.interrupt()
+        found = await _beginnings(tasks)
+        await swap
+        return found
+
+    with stage(running.models[old + 1], PolicyVersion(old + 1, old)) as staged:
+        beginnings = running.loop.call(interrupt(staged))
+    for beginning in beginnings:
+        assert beginning.spans == (Span(old, 0, len(beginning.token_ids)),)
+        running.check_logprobs(beginning, 2.0)
+    assert not running.loop.call(running.engine._llm.is_paused())
+    assert running.engine._llm.get_num_unfinished_requests() == 0
+    running.check_logprobs(_generate_at(running, old + 1))
+
+
+class NoReward:
+    async def score(self, answer: Answer) -> Score:
+        return Score(0.0)
+
+
+def test_an_answer_goes_on_from_its_beginning_with_the_log_probs_and_versions_of_each_part(running: Running):
+    first = running.swap(1)
+    episodes = SingleTurn(running.engine, build_tokenizer(), NoReward())
+    prompt = TokenizedPrompt(0, Prompt(0, "", "", "", {}), np.asarray(PROMPT, np.int32))
+
+    async def run(name: str, begun: list[Trajectory | None]) -> list[Any]:
+        episodes_running = [
+            asyncio.create_task(
+                episodes.run(prompt, Sampling(2.0, 200, seed, True), f"{name}.{seed}", trajectory)
+            )
+            for seed, trajectory in enumerate(begun)
+        ]
+        if not any(begun):
+            await running.sample(501, 4)  # by then they have tokens
+            await running.engine.interrupt()
+        return await asyncio.gather(*episodes_running, return_exceptions=True)
+
+    begun = [error.trajectory for error in running.loop.call(run("begun", [None] * 4))]
+    second = running.swap(2)
+    wholes, again = (running.loop.call(run(name, begun)) for name in ("whole", "again"))
+    for trajectory, whole, other in zip(begun, wholes, again, strict=True):
+        assert whole.response_ids.tolist() == other.response_ids.tolist(), "its seed decides the rest"
+        num_begun = trajectory.num_tokens
+        assert 0 < num_begun < whole.num_tokens == 200
+        assert whole.spans == (Span(first, 0, num_begun), Span(second, num_begun, 200))
+        assert whole.logprobs[:num_begun].tolist() == trajectory.logprobs.tolist()
+        running.check_logprobs(Completion(whole.response_ids, whole.logprobs, whole.spans, "length"), 2.0)
+
+
+def test_a_swap_whose_caller_is_cancelled_does_not_leave_the_engine_paused(running: Running):
+    number = running.swap(1) + 1
+    running.models[number] = make_model(3)
+
+    async def disturb(staged: Staged) -> None:
+        tasks = _begin(running, "kept", 4)
+        swap = await _swap_until_paused(running, staged)
+        swap.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await swap
+        assert not await running.engine._llm.is_paused()
+        await running.engine.interrupt()
+        await _beginnings(tasks)
+
+    with stage(running.models[number], PolicyVersion(number, number - 1)) as staged:
+        running.loop.call(disturb(staged))
+    assert running.engine.is_loaded
+    running.check_logprobs(_generate_at(running, number))
+
+
+def test_a_pause_that_outlasts_its_deadline_is_taken_back(running: Running, monkeypatch: pytest.MonkeyPatch):
+    served, llm = running.swap(1), running.engine._llm
+    pause = llm.pause_generation
+
+    async def pause_late(**options: Any) -> None:
+        await pause(**options)
+        raise TimeoutError
+
+    with (
+        monkeypatch.context() as late,
+        stage(make_model(2), PolicyVersion(served + 1, served)) as staged,
+    ):
+        late.setattr(llm, "pause_generation", pause_late)
+        with pytest.raises(EngineError, match="did not finish the pause"):
+            running.loop.call(running.engine.swap(staged))
+    assert not running.loop.call(llm.is_paused())
+    assert running.engine.is_loaded
+    running.check_logprobs(_generate_at(running, served))

@@ -26,7 +26,7 @@ def test_remax_learns_from_its_own_greedy_answers_with_shaped_rewards(up: Callab
         up,
         "remax",
         "algorithm.advantage=remax",
-        "reward.overlong_buffer_tokens=1",
+        "reward.overlong={buffer_tokens: 1}",
         "learner.lr=3e-5",
         "learner.steps=140",
     ).rows()

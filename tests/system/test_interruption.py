@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from conftest import UpRun, leftovers
+
+from asyncrl.buffer.client import LearnerClient
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -99,3 +102,35 @@ def test_a_killed_service_ends_the_run_by_name_and_leaves_nothing(
     time.sleep(0.5)
     assert leftovers(run.folder) == []
     assert run.rows()[0]["critic/rewards/min"] >= 2
+
+
+@pytest.mark.long
+def test_answers_that_a_leaving_replica_began_are_finished_by_another(up: Callable[..., UpRun]) -> None:
+    lengths = ("rollout.max_tokens=200", "rollout.response_tokens=lognormal:0.5:150")
+    run = up("carried", "learner.steps=2000", "rollout.resume_partial=true", "eval.every_steps=0", *lengths)
+    run.wait_for(lambda status: status["step"] >= 2 and len(ready(status)) == 2)
+    assert run.command("scale", "rollout=1").returncode == 0
+    left = run.wait_for(lambda status: "rollout.1" not in status["services"])
+    assert reissues(run)["carried"] > 0
+    run.wait_for(lambda status: status["step"] > left["step"] + 5)
+    assert run.status()["ledger"]["residue"] == 0
+    assert run.command("down").returncode == 0
+    code, output = run.finish()
+    assert code == 0, output
+    assert leftovers(run.folder) == []
+
+
+def ready(status: dict) -> list[str]:  # type: ignore[type-arg]
+    services = status["services"]
+    return [name for name in ("rollout.0", "rollout.1") if services.get(name, {}).get("state") == "READY"]
+
+
+def reissues(run: UpRun) -> dict[str, int]:
+    """Ask the buffer why tickets were issued again."""
+    sockets = json.loads((run.folder / "run.json").read_text())["sockets"]
+    client = LearnerClient(f"ipc://{sockets}/buffer.0")
+    try:
+        found: dict[str, int] = client.status()["reissues"]
+        return found
+    finally:
+        client.close()

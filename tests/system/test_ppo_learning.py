@@ -10,7 +10,7 @@ from conftest import UpRun
 
 pytestmark = pytest.mark.long
 PPO = ("algorithm.advantage=gae", "algorithm.gamma=0.99", "algorithm.lam=0.95", "critic.lr=1e-3")
-KL = "algorithm.kl={coef: 0.001, where: reward, estimator: k1, controller: adaptive, target: 0.015}"
+KL = "algorithm.kl={coef: 0.001, where: reward, estimator: k1, adaptive: {target: 0.015}}"
 
 
 def test_ppo_with_a_critic_solves_the_task(up: Callable[..., UpRun]) -> None:

@@ -6,21 +6,23 @@ what is read is what was committed when reading began.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.buffer.audit.account import Moment, TimedEvent, describe_account, trace_ticket
+from asyncrl.buffer.audit.payloads import Payloads, payloads_in_files, payloads_in_redis
 from asyncrl.buffer.audit.recount import Finding, Recount
 from asyncrl.buffer.composition import expand_variables, ledger_settings, run_key
 from asyncrl.buffer.journals.file_journal import read_turns
 from asyncrl.buffer.journals.journal import Turn
-from asyncrl.buffer.journals.redis_past import read_run
+from asyncrl.buffer.journals.redis_past import asking, keys_of, read_living
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.state import LedgerState
-from asyncrl.config.load import find_run_folder, load_config
+from asyncrl.config.load import find_run_folder, load_resolved
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 
@@ -32,11 +34,13 @@ class RunPast:
     Attributes:
         snapshot: Of the ledger before the first of the turns; None if they begin with the run.
         turns: All committed turns after it, in order.
+        payloads: What finds stored groups; of use while the past is open.
     """
 
     config: Config
     snapshot: Mapping[str, Any] | None
     turns: Sequence[Turn]
+    payloads: Payloads
 
     def start(self) -> LedgerState:
         """Return the ledger before the first of the turns."""
@@ -55,33 +59,47 @@ class RunPast:
 
 
 def open_past(run: str, runs_dir: str) -> RunPast:
-    """Return the past of a run by name or folder.
+    """Return the past of a run by name or folder, without its payloads. Raises as `opened_past`."""
+    with opened_past(find_run_folder(run, runs_dir)) as past:
+        return past
+
+
+@contextlib.contextmanager
+def opened_past(folder: Path) -> Iterator[RunPast]:
+    """Open the past of the run in `folder`.
 
     Raises:
-        ConfigError: There is no such run, or it keeps no journal.
+        ConfigError: It keeps no journal, or the journal cannot be reached.
         CheckpointError: The journal is damaged.
     """
-    folder = find_run_folder(run, runs_dir)
-    config = load_config(folder / "resolved.yaml")
+    config = load_resolved(folder)
     section = config.buffer
     if section.journal == "none":
         raise ConfigError(f"run '{folder.name}' keeps no journal (buffer.journal: none)")
     if section.journal == "file":
-        return RunPast(config, None, read_turns(folder / "buffer"))
-    if section.url is not None:
-        return _past_in_redis(config, expand_variables(section.url), folder)
+        buffer = folder / "buffer"
+        yield RunPast(config, None, read_turns(buffer), payloads_in_files(buffer / "payloads"))
+        return
+    with _redis_of(config, folder) as url, asking(url) as (ask, label):
+        keys = keys_of(run_key(folder))
+        past = read_living(ask, keys, label)
+        yield RunPast(config, past.values, past.turns, payloads_in_redis(ask, keys["payloads"]))
+
+
+@contextlib.contextmanager
+def _redis_of(config: Config, folder: Path) -> Iterator[str]:
+    """Yield the URL of the run's Redis; its own server is started for as long if it has ended."""
+    section = config.buffer
+    if section.redis_url is not None:
+        yield expand_variables(section.redis_url)
+        return
     server = RedisServer(folder.absolute() / "buffer" / "redis", section.fsync)
     was_started = server.ensure()
     try:
-        return _past_in_redis(config, server.url, folder)
+        yield server.url
     finally:
         if was_started:
             server.stop()
-
-
-def _past_in_redis(config: Config, url: str, folder: Path) -> RunPast:
-    past = read_run(url, run_key(folder))
-    return RunPast(config, past.values, past.turns)
 
 
 def inspect_account(run: str, runs_dir: str) -> dict[str, Any]:

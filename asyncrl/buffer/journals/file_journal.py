@@ -135,6 +135,9 @@ class FileJournal:
     def release(self, ticket: int) -> None:
         self._segments.release(ticket)
 
+    def is_recent(self, ticket: int) -> bool:
+        return self._segments.is_recent(ticket)
+
     def keep_only(self, tickets: Collection[int]) -> None:
         self._segments.keep_only(tickets)
 

@@ -83,6 +83,9 @@ class Journal(Protocol):
     def release(self, ticket: int) -> None:
         """Forget a payload."""
 
+    def is_recent(self, ticket: int) -> bool:
+        """Tell whether it costs no more than its own bytes to keep this payload."""
+
     def keep_only(self, tickets: Collection[int]) -> None:
         """Forget all payloads but these."""
 
@@ -133,6 +136,9 @@ class MemoryJournal:
 
     def release(self, ticket: int) -> None:
         pass
+
+    def is_recent(self, ticket: int) -> bool:
+        return True
 
     def keep_only(self, tickets: Collection[int]) -> None:
         pass

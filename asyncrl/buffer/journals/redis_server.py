@@ -1,4 +1,4 @@
-"""A private Redis server for one buffer: `buffer.managed: true`.
+"""A private Redis server for one buffer: `buffer.url: managed`.
 
 Owns one server process and its folder: configuration, append-only file, log, and who runs it. It
 listens on loopback only and wants a password that is made for it; the default user is off. Invariant:

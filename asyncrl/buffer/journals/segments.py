@@ -11,16 +11,25 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.buffer.journals.records import HEADER_BYTES, MAGIC, make_record, read_frames, read_header
+from asyncrl.buffer.journals.records import (
+    HEADER_BYTES,
+    MAGIC,
+    RecordHeader,
+    make_record,
+    read_frames,
+    read_header,
+)
 from asyncrl.durable import sync_path
 from asyncrl.faults import fault_point, is_wanted
 from asyncrl.wire import Frame
 
 SEGMENT_BYTES = 64 << 20
+RECENT_SEGMENTS = 3
+"""The newest files, which are there anyway. An older one may be kept by a single record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +133,11 @@ class SegmentFolder:
         for place in self._index.pop(ticket, {}).values():
             self._forget(place)
 
+    def is_recent(self, ticket: int) -> bool:
+        """Tell whether a ticket's payloads are all in the newest files."""
+        places = self._index.get(ticket, {}).values()
+        return all(place.segment > self._active - RECENT_SEGMENTS for place in places)
+
     def _forget(self, place: _Place) -> None:
         self._num_live[place.segment] -= 1
         self._delete_if_unused(place.segment)
@@ -198,23 +212,37 @@ class SegmentFolder:
     def _scan(self, number: int) -> None:
         """Index one file by its headers; cut what a killed process left half written."""
         path = self._path(number)
-        size, offset = path.stat().st_size, 0
+        size, end = path.stat().st_size, 0
         with path.open("r+b", buffering=0) as file:
-            while offset < size:
-                header = read_header(os.pread(file.fileno(), HEADER_BYTES, offset))
-                if header is None or offset + HEADER_BYTES + header.body_bytes > size:
-                    found = _find_record(file.fileno(), offset + 1, size)
-                    if found is None:
-                        self.counters["torn_tails"] += 1
-                        self.counters["torn_bytes"] += size - offset
-                        file.truncate(offset)
-                        return
+            for offset, header in scan_records(file.fileno(), size):
+                if offset > end:
                     self.counters["damaged_headers"] += 1
-                    offset = found
-                    continue
                 num_bytes = HEADER_BYTES + header.body_bytes
                 self._remember(header.ticket, header.attempt, _Place(number, offset, num_bytes))
-                offset += num_bytes
+                end = offset + num_bytes
+            if end < size:
+                self.counters["torn_tails"] += 1
+                self.counters["torn_bytes"] += size - end
+                file.truncate(end)
+
+
+def scan_records(file: int, size: int) -> Iterator[tuple[int, RecordHeader]]:
+    """Yield where each whole record of a file begins, and its header; nothing is changed.
+
+    Args:
+        file: A descriptor. size: How many bytes of it to look at.
+    """
+    offset = 0
+    while offset < size:
+        header = read_header(os.pread(file, HEADER_BYTES, offset))
+        if header is not None and offset + HEADER_BYTES + header.body_bytes <= size:
+            yield offset, header
+            offset += HEADER_BYTES + header.body_bytes
+            continue
+        found = _find_record(file, offset + 1, size)
+        if found is None:
+            return
+        offset = found
 
 
 def _find_record(file: int, offset: int, size: int) -> int | None:

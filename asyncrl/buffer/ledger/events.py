@@ -18,8 +18,11 @@ _OLD_REASONS = {"zero_std": DropReason.UNIFORM.value}
 
 
 class DataDescribed(NamedTuple):
+    """`sources`: (prompts, weight) of each one, where there are several."""
+
     num_prompts: int
     digest: str
+    sources: tuple[tuple[int, float], ...] = ()
 
 
 class Opened(NamedTuple):
@@ -128,11 +131,31 @@ class Checkpointed(NamedTuple):
 class EvaluationRequested(NamedTuple):
     id: int
     step: int
+    num_parts: int = 1
 
 
 class EvaluationGiven(NamedTuple):
+    """A part was handed to `replica`, or, where that is empty, taken back; `version` is what it serves."""
+
     id: int
     replica: str
+    part: int = 0
+    version: int | None = None
+
+
+class EvaluationRestarted(NamedTuple):
+    """Nobody was left at its version: what was done of it is thrown away."""
+
+    id: int
+
+
+class EvaluationPartDone(NamedTuple):
+    """`tallies`: (name, count, total, squares, trials) each."""
+
+    id: int
+    part: int
+    version: int
+    tallies: tuple[tuple[str, int, float, float, int], ...]
 
 
 class EvaluationDone(NamedTuple):
@@ -160,6 +183,8 @@ Event = (
     | Checkpointed
     | EvaluationRequested
     | EvaluationGiven
+    | EvaluationRestarted
+    | EvaluationPartDone
     | EvaluationDone
 )
 

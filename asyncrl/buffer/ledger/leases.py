@@ -7,11 +7,12 @@ states the rules.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.evaluations import EvaluationOrders
-from asyncrl.buffer.ledger.orders import PromptOrder, ticket_seed
+from asyncrl.buffer.ledger.orders import BLOCK, PromptOrder, Source, ticket_seed
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import (
     GIVEN_UP_LOST_LEASES,
@@ -28,8 +29,8 @@ from asyncrl.buffer.ledger.tickets import (
 from asyncrl.errors import DataError, LedgerError
 from asyncrl.versions import is_admissible, max_open_tickets
 
-SOURCE = 0
-"""The one source of prompts."""
+MAX_SOURCES = 64
+"""Of one run's prompts."""
 
 
 class ReplicaCommands:
@@ -62,22 +63,26 @@ class ReplicaCommands:
         self.state.apply(event)
         self._events.append(event)
 
-    def describe_data(self, num_prompts: int, digest: str) -> None:
-        """Set the number of prompts, or check that it is the same.
+    def describe_data(self, num_prompts: int, digest: str, sources: Sequence[tuple[int, float]] = ()) -> None:
+        """Set what the data is, or check that it is the same.
+
+        Args:
+            sources: (prompts, weight) of each source, if there are several.
 
         Raises:
-            DataError: Another number or digest than the run began with.
+            DataError: Other data than the run began with, or sources that cannot be.
         """
         state = self.state
         if num_prompts < 1:
             raise DataError("the training data holds no prompt")
+        several = _check_sources(num_prompts, sources)
         if not state.num_prompts:
-            self._emit(ev.DataDescribed(num_prompts, digest))
-        elif (num_prompts, digest) != (state.num_prompts, state.data_digest):
+            self._emit(ev.DataDescribed(num_prompts, digest, several))
+        elif (num_prompts, digest, several) != (state.num_prompts, state.data_digest, state.sources):
             raise DataError(
-                f"the training data has {num_prompts} prompts and digest {digest}, but the run began with "
-                f"{state.num_prompts} prompts and digest {state.data_digest}",
-                hint="Use the same data file everywhere, or start a new run",
+                f"the training data has {_describe(num_prompts, several)} and digest {digest}, but the run "
+                f"began with {_describe(state.num_prompts, state.sources)} and digest {state.data_digest}",
+                hint="Use the same data, weights, filters and curriculum everywhere, or start a new run",
             )
 
     def tighten(self, max_lag: int) -> None:
@@ -151,9 +156,10 @@ class ReplicaCommands:
     def _issue_new(self, position: int) -> None:
         state = self.state
         if self._order is None:
-            self._order = PromptOrder(self.settings.run_seed, state.num_prompts, self.settings.is_shuffled)
-        pass_number, index = self._order.at(state.num_drawn)
-        self._emit(ev.Issued(state.num_issued + 1, SOURCE, pass_number, index, position, 0, 0))
+            sources = tuple(Source(*one) for one in state.sources) or (Source(state.num_prompts),)
+            settings = self.settings
+            self._order = PromptOrder(settings.run_seed, sources, settings.is_shuffled, settings.is_ascending)
+        self._emit(ev.Issued(state.num_issued + 1, *self._order.at(state.num_drawn), position, 0, 0))
 
     def _grant(self, ticket: Ticket) -> Grant:
         seed = ticket_seed(self.settings.run_seed, ticket.id)
@@ -256,6 +262,11 @@ class ReplicaCommands:
         self._leased(ticket)
         self._emit(ev.Dropped(ticket, DropReason.UNIFORM.value, True))
 
+    def drop_masked(self, ticket: int) -> None:
+        """Drop a welcome group of which no token may be trained; its prompt is given up."""
+        self._leased(ticket)
+        self._emit(ev.Dropped(ticket, DropReason.MASKED.value, True))
+
     def fail(self, replica: str, ticket: int, attempt: int) -> bool:
         """Count a failed attempt; return False if the replica does not hold it."""
         if not self.holds_lease(replica, ticket, attempt):
@@ -322,3 +333,22 @@ class ReplicaCommands:
             self._emit(ev.Dropped(ticket.id, DropReason.POISON.value, True))
         else:
             self._emit(ev.Reissued(ticket.id, reason.value))
+
+
+def _check_sources(num_prompts: int, sources: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Return the sources where there are several. Raises DataError if they cannot be."""
+    several = tuple((count, float(weight)) for count, weight in sources)
+    are_right = all(count >= 1 and weight > 0 for count, weight in several)
+    are_right &= math.isfinite(BLOCK * sum(weight for _, weight in several))
+    is_whole = not several or sum(count for count, _ in several) == num_prompts
+    if len(several) > MAX_SOURCES or not are_right or not is_whole:
+        raise DataError(
+            f"sources of {[count for count, _ in several][:MAX_SOURCES]} prompts do not make {num_prompts}",
+            hint=f"Up to {MAX_SOURCES} sources, each with prompts and a weight over 0, of a finite sum",
+        )
+    return several if len(several) > 1 else ()
+
+
+def _describe(num_prompts: int, sources: Sequence[tuple[int, float]]) -> str:
+    parts = ", ".join(f"{count} of weight {weight:g}" for count, weight in sources)
+    return f"{num_prompts} prompts ({parts})" if parts else f"{num_prompts} prompts"

@@ -22,6 +22,7 @@ from asyncrl.buffer.ledger.tickets import (
     Ticket,
 )
 from asyncrl.errors import WireError
+from asyncrl.metrics.tallies import Tally
 
 if TYPE_CHECKING:
     from asyncrl.buffer.ledger.state import LedgerState
@@ -56,6 +57,7 @@ def write_snapshot(state: LedgerState) -> dict[str, Any]:
     return {
         "snapshot_version": SNAPSHOT_VERSION,
         "plain": {name: getattr(state, name) for name in _PLAIN},
+        "sources": [list(one) for one in state.sources],
         "mappings": {name: _pairs(getattr(state, name)) for name in (*_MAPPINGS, *_COUNTERS)},
         "versions": {
             "registered": [[number, *at] for number, at in book.registered.items()],
@@ -69,7 +71,10 @@ def write_snapshot(state: LedgerState) -> dict[str, Any]:
         "refused_steps": sorted(state.refused_steps),
         "checkpoints": [list(astuple(one)) for one in state.checkpoints.values()],
         "evaluations": [
-            [one.id, one.step, one.replica, one.version, _pairs(one.metrics)]
+            [one.id, one.step, "", one.version, _pairs(one.metrics)] for one in state.evaluations.values()
+        ],
+        "evaluation_parts": [
+            [one.id, one.num_parts, one.served, _pairs(one.holders), _write_results(one)]
             for one in state.evaluations.values()
         ],
     }
@@ -77,6 +82,13 @@ def write_snapshot(state: LedgerState) -> dict[str, Any]:
 
 def _pairs(mapping: Mapping[Any, Any]) -> list[list[Any]]:
     return [[key, value] for key, value in mapping.items()]
+
+
+def _write_results(evaluation: Evaluation) -> list[list[Any]]:
+    return [
+        [part, [[name, *tally] for name, tally in tallies.items()]]
+        for part, tallies in evaluation.results.items()
+    ]
 
 
 def _write_ticket(ticket: Ticket) -> list[Any]:
@@ -107,6 +119,7 @@ def read_snapshot(state: LedgerState, values: Mapping[str, Any]) -> None:
 def _read(state: LedgerState, values: Mapping[str, Any]) -> None:
     for name in _PLAIN:
         setattr(state, name, values["plain"][name])
+    state.sources = tuple((count, weight) for count, weight in values.get("sources", ()))
     for name in _MAPPINGS:
         setattr(state, name, dict(values["mappings"][name]))
     for name in _COUNTERS:
@@ -123,9 +136,14 @@ def _read(state: LedgerState, values: Mapping[str, Any]) -> None:
     found = [Checkpoint(*row) for row in values["checkpoints"]]
     state.checkpoints = {checkpoint.step: checkpoint for checkpoint in found}
     state.evaluations = {
-        number: Evaluation(number, step, replica, version, dict(metrics))
-        for number, step, replica, version, metrics in values["evaluations"]
+        number: Evaluation(number, step, version=version, metrics=dict(metrics))
+        for number, step, _, version, metrics in values["evaluations"]
     }
+    for number, num_parts, served, holders, results in values.get("evaluation_parts", ()):
+        evaluation = state.evaluations[number]
+        evaluation.num_parts, evaluation.served, evaluation.holders = num_parts, served, dict(holders)
+        for part, tallies in results:
+            evaluation.results[part] = {row[0]: Tally(*row[1:]) for row in tallies}
     _index(state)
 
 

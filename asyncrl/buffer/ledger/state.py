@@ -26,7 +26,9 @@ from asyncrl.buffer.ledger.tickets import (
     Reissue,
     State,
     Ticket,
+    finish_evaluation,
 )
+from asyncrl.metrics.tallies import Tally
 
 MAX_DEADLINES_PER_LEASE = 8
 """How far entries of ended leases may pile up: listing them anew touches every lease."""
@@ -39,6 +41,7 @@ class LedgerState:
     """All that the ledger knows.
 
     Attributes:
+        sources: (prompts, weight) of each source of prompts, empty for a single one.
         tickets: Every ticket that is not yet folded into the `folded_*` counters.
         issued_heap: Ids of ISSUED tickets, oldest first. stored: Ids of STORED ones.
         leases: Ids of LEASED tickets, by replica.
@@ -60,6 +63,7 @@ class LedgerState:
         self.settings = settings
         self.num_prompts = 0
         self.data_digest = ""
+        self.sources: tuple[tuple[int, float], ...] = ()
         self.token = 0
         self.holder = ""
         self.is_resumed = False
@@ -116,6 +120,8 @@ class LedgerState:
             ev.Checkpointed: self._checkpoint,
             ev.EvaluationRequested: self._request_evaluation,
             ev.EvaluationGiven: self._give_evaluation,
+            ev.EvaluationRestarted: self._restart_evaluation,
+            ev.EvaluationPartDone: self._finish_part,
             ev.EvaluationDone: self._finish_evaluation,
         }
 
@@ -208,7 +214,7 @@ class LedgerState:
     # Learner, data and versions
 
     def _describe_data(self, event: ev.DataDescribed) -> None:
-        self.num_prompts, self.data_digest = event.num_prompts, event.digest
+        self.num_prompts, self.data_digest, self.sources = event.num_prompts, event.digest, event.sources
 
     def _open(self, event: ev.Opened) -> None:
         self.token, self.holder = event.token, event.holder
@@ -478,11 +484,17 @@ class LedgerState:
 
     def _request_evaluation(self, event: ev.EvaluationRequested) -> None:
         self.num_evaluations = event.id
-        self.evaluations[event.id] = Evaluation(event.id, event.step)
+        self.evaluations[event.id] = Evaluation(event.id, event.step, event.num_parts)
 
     def _give_evaluation(self, event: ev.EvaluationGiven) -> None:
-        self.evaluations[event.id].replica = event.replica
+        self.evaluations[event.id].give(event.part, event.replica, event.version)
+
+    def _restart_evaluation(self, event: ev.EvaluationRestarted) -> None:
+        self.evaluations[event.id].restart()
+
+    def _finish_part(self, event: ev.EvaluationPartDone) -> None:
+        tallies = {row[0]: Tally(*row[1:]) for row in event.tallies}
+        self.evaluations[event.id].finish_part(event.part, event.version, tallies)
 
     def _finish_evaluation(self, event: ev.EvaluationDone) -> None:
-        evaluation = self.evaluations[event.id]
-        evaluation.version, evaluation.metrics = event.version, dict(event.metrics)
+        finish_evaluation(self.evaluations, event.id, event.version, dict(event.metrics))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncrl.errors import ConfigError
+from asyncrl.metrics.tallies import Tally
 
 GIVEN_UP_LOST_LEASES = 8
 """Leases that a ticket may lose, per allowed attempt, before it counts as killing its replicas."""
@@ -40,12 +41,13 @@ class DropReason(enum.Enum):
     """Why a ticket never changes the weights.
 
     STALE: over age. UNIFORM: all its rewards are equal, so it has no advantage (DAPO's dynamic
-    sampling, arXiv:2503.14476). POISON: it fails or kills its replicas. GUARD: its update was refused,
-    or it spoilt one.
+    sampling, arXiv:2503.14476). MASKED: all its answers were cut, and such are not trained. POISON: it
+    fails or kills its replicas. GUARD: its update was refused, or it spoilt one.
     """
 
     STALE = "stale"
     UNIFORM = "uniform"
+    MASKED = "masked"
     POISON = "poison"
     GUARD = "guard"
 
@@ -162,19 +164,83 @@ class Checkpoint:
     digest: str
 
 
-@dataclass
-class Evaluation:
-    """An order to evaluate at the first weights of at least `step`, and its result."""
+class Part(NamedTuple):
+    """A replica's part of an evaluation: of the held-out prompts every `num_parts`-th, from `part` on."""
 
     id: int
     step: int
-    replica: str = ""
+    part: int
+    num_parts: int
+
+
+MAX_KEPT_EVALUATIONS = 64
+"""Results in the ledger; each has up to some thousand figures."""
+
+
+@dataclass
+class Evaluation:
+    """An order to evaluate at the first weights of at least `step`, and its result.
+
+    Attributes:
+        served: The version at which its parts are answered, None until the first is handed out.
+        holders: The replica that works on a part, by part. results: Tallies of finished parts.
+        version, metrics: The result; None before.
+    """
+
+    id: int
+    step: int
+    num_parts: int = 1
+    served: int | None = None
+    holders: dict[int, str] = field(default_factory=dict)
+    results: dict[int, dict[str, Tally]] = field(default_factory=dict)
     version: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_done(self) -> bool:
         return self.version is not None
+
+    def part_of(self, replica: str) -> int | None:
+        """Return the part that the replica works on."""
+        return next((part for part, holder in self.holders.items() if holder == replica), None)
+
+    def next_free(self) -> int | None:
+        """Return the first part that nobody works on and that is not finished."""
+        taken = self.holders.keys() | self.results.keys()
+        return next((part for part in range(self.num_parts) if part not in taken), None)
+
+    def give(self, part: int, replica: str, version: int | None) -> None:
+        """Note that a replica works on a part at its version; with no name, that nobody does any more."""
+        if replica:
+            self.holders[part], self.served = replica, version
+        else:
+            self.holders.pop(part, None)
+
+    def restart(self) -> None:
+        """Throw away what was done."""
+        self.served = None
+        self.results.clear()
+
+    def finish_part(self, part: int, version: int, tallies: dict[str, Tally]) -> None:
+        """Keep the result of a part."""
+        self.holders.pop(part, None)
+        self.served, self.results[part] = version, tallies
+
+    def finish(self, version: int, metrics: dict[str, float]) -> None:
+        """Keep the result, and no parts any more."""
+        self.version, self.metrics = version, metrics
+        self.holders.clear()
+        self.results.clear()
+
+
+def finish_evaluation(
+    evaluations: dict[int, Evaluation], number: int, version: int, metrics: dict[str, float]
+) -> None:
+    """Keep a result, and of all results the newest: the rows of metrics have the others."""
+    evaluations[number].finish(version, metrics)
+    done = sorted(one.id for one in evaluations.values() if one.is_done)
+    for old in done[:-MAX_KEPT_EVALUATIONS]:
+        del evaluations[old]
 
 
 @dataclass(frozen=True)
@@ -187,6 +253,8 @@ class LedgerSettings:
             batch in training and the next one must fit together for the run to go on.
         policy: What happens to a group with a token over `max_lag`, see `Ledger`.
         max_wait_s: Under `wait`, how long a complete batch waits for groups in flight at most.
+        is_ascending: Prompts are numbered from easy to hard, see `PromptOrder`.
+        evaluation_parts: Into how many parts an evaluation is cut; so many replicas may work on it at once.
     """
 
     run_seed: int
@@ -200,6 +268,8 @@ class LedgerSettings:
     is_shuffled: bool = True
     policy: str = "mask"
     max_wait_s: float = 30.0
+    is_ascending: bool = False
+    evaluation_parts: int = 1
 
     @property
     def left_over_groups(self) -> int:

@@ -8,14 +8,14 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.conflicts import WITH_GREEDY, WITH_VALUES
-from asyncrl.config.load import dump_resolved, load_config
-from asyncrl.config.tree import Config, CriticSection, ModelSection
+from asyncrl.config.load import dump_resolved, load_resolved
+from asyncrl.config.tree import Config, CriticSection, ModelSection, RewardPart
 from asyncrl.control import plan, prepare, shared_memory
 from asyncrl.control.api.client import NotRunning, connect
 from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
@@ -27,7 +27,7 @@ SAME_ON_RESUME = (
     ("run", "seed"),
     ("model", "path"),
     ("data", "train"),
-    ("data", "shuffle"),
+    ("data", "order"),
     ("rollout", "group_size"),
     ("learner", "groups_per_step"),
 )
@@ -147,8 +147,10 @@ def keep_revisions(config: Config) -> Config:
     resolved = RunDir(Path(config.run.dir).absolute() / config.run.name).resolved
     if not resolved.exists():
         return config
-    before = load_config(resolved)
+    before = load_resolved(resolved.parent)
+    rewards = tuple(_keep_reward_revision(part, before.reward.fn) for part in config.reward.fn)
     kept = {
+        "reward": config.reward.model_copy(update={"fn": rewards}),
         "model": _keep_revision(config.model, before.model),
         "critic": _keep_revision(config.critic, before.critic),
     }
@@ -156,13 +158,19 @@ def keep_revisions(config: Config) -> Config:
 
 
 def _keep_revision(section: FetchedSection, before: FetchedSection) -> FetchedSection:
-    path = section.path
-    if section.revision or path is None or not prepare.is_hub_id(path):
+    if section.path is None or not prepare.is_hub_id(section.path):
         return section
-    if prepare.hub_folder(path) not in Path(before.path or "").parts:
-        return section  # another model: refused later, by its path
-    # A snapshot's folder is named by its commit; runs of older versions kept nothing else of a critic's.
-    return section.model_copy(update={"revision": before.revision or Path(before.path or "").name})
+    return section.model_copy(update={"path": prepare.pin_revision(section.path, before.path or "")})
+
+
+def _keep_reward_revision(part: RewardPart, before: Sequence[RewardPart]) -> RewardPart:
+    path = part.arguments.get("path")
+    if part.fn != prepare.REWARD_MODEL or not isinstance(path, str) or not prepare.is_hub_id(path):
+        return part
+    for earlier in before:
+        if earlier.fn == prepare.REWARD_MODEL:
+            path = prepare.pin_revision(path, str(earlier.arguments.get("path", "")))
+    return RewardPart.model_validate(part.model_dump() | {"path": path})
 
 
 def finished_run(config: Config) -> RunDir | None:
@@ -192,7 +200,7 @@ def _value(config: Config, section: str, name: str) -> object:
 def _refuse_other_lineage(folder: RunDir, config: Config) -> None:
     if not folder.resolved.exists():
         return
-    before = load_config(folder.resolved)
+    before = load_resolved(folder.path)
     changed = [
         f"{section}.{name}: was {old!r}, is {new!r}"
         for section, name in SAME_ON_RESUME

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ LEDGER_KEYS = (
 )
 
 WINDOW_S = 2.0
+_PART_COUNT, _PART_SUM, _REWARD_ERRORS = "part count/", "part sum/", "reward errors/"
 
 
 class Meter:
@@ -42,11 +44,13 @@ class Meter:
         while len(self._past) > 2 and now - self._past[1][0] > WINDOW_S:
             self._past.pop(0)
         then, before = self._past[0]
-        gain = {key: max(0.0, totals[key] - before[key]) for key in totals}
+        gain = {key: total - before.get(key, 0.0) for key, total in totals.items()}
+        gain |= {key: max(0.0, change) for key, change in gain.items() if not key.startswith(_PART_SUM)}
         wall = gain["busy_s"] + gain["idle_s"]
         buffer = statuses.get("buffer.0", {})
         return (
             _overlong_metrics(gain)
+            | _reward_metrics(gain, totals)
             | weights_metrics(statuses)
             | {
                 "perf/rollout_tokens_per_s": gain["tokens"] / (now - then) if now > then else 0.0,
@@ -70,6 +74,20 @@ def _overlong_metrics(gain: dict[str, float]) -> dict[str, float]:
     }
 
 
+def _reward_metrics(gain: Mapping[str, float], totals: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean of each reward part in the window, and the failures so far by kind."""
+    found = {
+        f"reward/{name}/mean": gain[f"{_PART_SUM}{name}"] / count
+        for name, count in _named(gain, _PART_COUNT)
+        if count
+    }
+    return found | {f"rollout/reward_errors/{kind}": count for kind, count in _named(totals, _REWARD_ERRORS)}
+
+
+def _named(values: Mapping[str, float], prefix: str) -> list[tuple[str, float]]:
+    return [(key.removeprefix(prefix), value) for key, value in values.items() if key.startswith(prefix)]
+
+
 def dropped_by_reason(dropped: Mapping[str, int]) -> dict[str, float]:
     """Return how many groups were dropped so far, for every reason that there is."""
     return {f"buffer/dropped/{reason.value}": float(dropped.get(reason.value, 0)) for reason in DropReason}
@@ -81,28 +99,36 @@ def epoch_of(num_drawn: int, num_prompts: int) -> float:
 
 
 def rollout_totals(replicas: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return generated tokens, busy and idle seconds, and what shaping did, summed over replicas."""
+    """Return generated tokens, busy and idle seconds, and what rewards and shaping did, over all replicas."""
     keys = ("tokens", "busy_s", "idle_s", "scored", "overlong", "taken_off")
-    return {key: float(sum(status.get(key, 0) for status in replicas.values())) for key in keys}
+    totals = {key: float(sum(status.get(key, 0) for status in replicas.values())) for key in keys}
+    return totals | _reward_totals(replicas.values())
+
+
+def _reward_totals(statuses: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    totals: Counter[str] = Counter()
+    for status in statuses:
+        for name, (count, total) in status.get("reward_parts", {}).items():
+            totals[_PART_COUNT + name] += count
+            totals[_PART_SUM + name] += total
+        for kind, count in status.get("reward_errors", {}).items():
+            totals[_REWARD_ERRORS + kind] += count
+    return {key: float(total) for key, total in totals.items()}
 
 
 EVALUATION_ID = "val/id"
-ACCURACY = "val-core/held_out/acc/mean@1"
+ACCURACY = "val-core/held_out/acc/mean@"
+"""And the number of answers per prompt."""
 
 
 def evaluation_row(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """Return the metrics row of a finished evaluation, under verl's validation names."""
+    """Return the metrics row of a finished evaluation: its metrics under verl's validation names."""
     metrics = evaluation["metrics"]
     return {
         "training/global_step": evaluation["step"],
         EVALUATION_ID: evaluation["id"],
         "val/version": evaluation["version"],
-        ACCURACY: metrics["accuracy"],
-        "val-core/held_out/reward/mean@1": metrics["reward_mean"],
-        "val-aux/held_out/response_length/mean": metrics["response_tokens_mean"],
-        "val-aux/held_out/clip_ratio": metrics["cut_share"],
-        "val-aux/num_prompts": metrics["num_prompts"],
-        "val-aux/num_failed": metrics["num_failed"],
+        **{name: value for name, value in metrics.items() if name.startswith("val-")},
     }
 
 
@@ -113,5 +139,6 @@ def evaluation_ids(rows: Iterable[dict[str, Any]]) -> set[int]:
 
 def accuracy(row: dict[str, Any]) -> float | None:
     """Return the share of held-out prompts that were answered right, if the row has it."""
-    found = row.get(ACCURACY)
-    return None if found is None else float(found)
+    names = (name for name in row if name.startswith(ACCURACY) and "/" not in name[len(ACCURACY) :])
+    found = next(names, None)
+    return None if found is None else float(row[found])

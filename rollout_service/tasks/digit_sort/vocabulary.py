@@ -5,7 +5,7 @@ Invariant: `encode_prompt(digits)` equals what the saved tokenizer makes of `pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ def answer_text(digits: Sequence[int]) -> str:
     return "".join(DIGITS[digit] for digit in sorted(digits))
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(vocabulary: Mapping[str, int] = VOCABULARY) -> PreTrainedTokenizerFast:
     """Return the tokenizer, ready to be saved beside the model."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel(dict(vocabulary), unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -57,5 +57,5 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
-        additional_special_tokens=["<spare>"],
+        additional_special_tokens=[token for token in vocabulary if token == "<spare>"],
     )

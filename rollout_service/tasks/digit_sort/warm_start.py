@@ -32,11 +32,11 @@ class WarmStart:
     accuracy: float
 
 
-def build_model(seed: int) -> Qwen3ForCausalLM:
-    """Return the untrained model: 125 thousand parameters, float32."""
+def build_model(seed: int, num_tokens: int = len(VOCABULARY)) -> Qwen3ForCausalLM:
+    """Return the untrained model: 125 thousand parameters, float32, a vocabulary of `num_tokens`."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
+        vocab_size=num_tokens,
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,

@@ -12,7 +12,12 @@ import pytest
 from asyncrl.buffer.journals import file_journal
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import Fsync
+from asyncrl.buffer.journals.segments import RECENT_SEGMENTS
 from asyncrl.buffer.ledger.events import Opened
+from asyncrl.buffer.store import ExperienceStore
+from asyncrl.experience import encode_group
+from tests.buffer.ledger.ledger_runs import SETTINGS
+from tests.buffer.parts import GROUP_SIZE, make_group
 
 
 def release_a_full_segment(journal: FileJournal) -> None:
@@ -99,3 +104,30 @@ def test_what_was_not_deleted_is_deleted_by_the_next_journal(tmp_path: Path) -> 
     tick_until(again, lambda: not first_segment(tmp_path).exists())
     assert again.read(2, 1) == [b"x" * 600]
     again.close()
+
+
+def push_next(store: ExperienceStore, version: int, rewards: tuple[float, float]) -> str:
+    (grant,) = store.ledger.lease("a", version, 1, 0.0)
+    group = make_group(grant.ticket, version=version, rewards=rewards)
+    return store.push("a", grant.ticket, 1, encode_group(group))
+
+
+def test_what_is_shown_of_dropped_groups_keeps_no_old_file(tmp_path: Path) -> None:
+    journal = FileJournal(tmp_path, "always", segment_bytes=1500, sync=lambda descriptor: None)
+    store = ExperienceStore(SETTINGS, journal, GROUP_SIZE, True, now=0.0)
+    store.ledger.describe_data(1000, "digest")
+    token = store.ledger.open("learner")
+    for step in range(30):
+        version = store.ledger.register_version(token, step)
+        assert push_next(store, version, (1.0, 1.0)) == "dropped"
+        for _ in range(SETTINGS.groups_per_step):
+            assert push_next(store, version, (0.0, 1.0)) == "stored"
+        assert store.ledger.reserve(token, step, 0.0) is not None
+        store.ledger.trained(token, step)
+        store.ledger.checkpointed(token, step + 1, "digest", [step + 1])
+        assert store.settle(0.0)
+    files = len(list((tmp_path / "payloads").glob("*.segment")))
+    assert files <= RECENT_SEGMENTS + 1 < 30
+    newest_dropped = store.ledger.state.dropped[-1]
+    assert journal.holds(newest_dropped.id, newest_dropped.attempt), "the newest is still there to look at"
+    journal.close()

@@ -1,4 +1,4 @@
-"""The private server of `buffer.managed: true`, and how the buffer's section chooses a journal."""
+"""The private server of `buffer.url: managed`, and how the buffer's section chooses a journal."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_pid_that_belongs_to_another_process_is_not_taken_for_the_server(tmp_p
 
 
 def test_closing_the_journal_ends_the_server_and_the_next_one_finds_all(tmp_path: Path) -> None:
-    section = BufferSection(journal="redis", managed=True)
+    section = BufferSection(journal="redis", url="managed")
     journal = open_journal(section, tmp_path)
     journal.append(1, 1, [b"x"])
     assert journal.commit([Opened(1, "learner")], 0.0)
@@ -99,7 +99,7 @@ def test_closing_the_journal_ends_the_server_and_the_next_one_finds_all(tmp_path
 
 
 def test_a_managed_server_that_dies_is_started_again(tmp_path: Path) -> None:
-    journal = open_journal(BufferSection(journal="redis", managed=True, fsync="always"), tmp_path)
+    journal = open_journal(BufferSection(journal="redis", url="managed", fsync="always"), tmp_path)
     journal.append(1, 1, [b"x"])
     assert journal.commit([Opened(1, "learner")], 0.0)
     kill(RedisServer(tmp_path / "buffer" / "redis"))
@@ -176,12 +176,9 @@ def test_a_url_of_another_kind_is_refused(url: str) -> None:
     ("section", "problem"),
     [
         ("{url: 'redis://u:secret@h'}", "buffer.url does nothing with buffer.journal: file"),
-        ("{journal: none, managed: true}", "buffer.managed does nothing with buffer.journal: none"),
-        ("{journal: redis}", "buffer.journal: redis names no Redis. Set buffer.url or managed: true"),
-        (
-            "{journal: redis, managed: true, url: 'redis://u:secret@h'}",
-            "buffer.url names a Redis, and buffer.managed starts another",
-        ),
+        ("{journal: none, url: managed}", "buffer.url does nothing with buffer.journal: none"),
+        ("{journal: redis}", "buffer.journal: redis names no Redis. Set buffer.url, or buffer.url: managed"),
+        ("{journal: redis, managed: true}", "unknown key 'managed' in 'buffer'. Write url: managed under"),
         ("{journal: redis, url: 'http://u:secret@h'}", "buffer.url is 'http://u:***@h'"),
     ],
 )

@@ -11,7 +11,7 @@ from asyncrl.buffer.ledger.tickets import Grant, State
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.control.record.metering import Meter
 from asyncrl.errors import WireError
-from asyncrl.experience import encode_group
+from asyncrl.experience import UNFINISHED, Group, Trajectory, encode_group
 from tests.buffer.parts import GROUP_SIZE, make_group, make_store
 
 SAME, DIFFERENT = (0.5,) * GROUP_SIZE, (0.0, 1.0)
@@ -117,3 +117,72 @@ def test_carried_work_is_kept_for_the_next_attempt_and_never_trained_as_it_is() 
     assert batch is not None
     payloads, lost = store.fetch([ticket.id for ticket in batch])
     assert (len(payloads), lost) == (2, [])
+
+
+def with_first(group: Group, first: Trajectory) -> Group:
+    return dataclasses.replace(group, trajectories=(first, *group.trajectories[1:]))
+
+
+def begun(trajectory: Trajectory, num_tokens: int) -> Trajectory:
+    """Return the first tokens of a trajectory, as a draining replica hands them back."""
+    columns = {
+        name: getattr(trajectory, name)[:num_tokens] for name in ("response_ids", "loss_mask", "logprobs")
+    }
+    spans = trajectory.spans[:num_tokens]
+    spans = tuple(dataclasses.replace(span, end=num_tokens) for span in spans)
+    return dataclasses.replace(trajectory, **columns, spans=spans, finish_reason=UNFINISHED)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_unfinished_work_may_be_carried_and_never_pushed(num_tokens: int) -> None:
+    store, _ = begin()
+    grant = lease(store)
+    whole = make_group(grant.ticket, grant.attempt)
+    frames = encode_group(with_first(whole, begun(whole.trajectories[0], num_tokens)))
+    with pytest.raises(WireError, match="unfinished, which only carried work may be"):
+        store.push("a", grant.ticket, grant.attempt, frames)
+    again = lease(store)
+    whole = make_group(again.ticket, again.attempt)
+    frames = encode_group(with_first(whole, begun(whole.trajectories[0], num_tokens)))
+    assert store.carry("a", again.ticket, again.attempt, frames) == "carried"
+    assert lease(store).carry_attempt == again.attempt
+
+
+def test_carried_work_without_any_token_is_refused() -> None:
+    store, _ = begin()
+    grant = lease(store)
+    whole = make_group(grant.ticket, grant.attempt)
+    nothing = dataclasses.replace(whole, trajectories=tuple(begun(one, 0) for one in whole.trajectories))
+    with pytest.raises(WireError, match="the group has no token"):
+        store.carry("a", grant.ticket, grant.attempt, encode_group(nothing))
+
+
+@pytest.mark.parametrize(
+    ("finish", "is_right"), [("length", True), ("turns", True), ("stop", False), ("done", False)]
+)
+def test_an_answer_that_was_cut_may_be_masked_whole_and_no_other(finish: str, is_right: bool) -> None:
+    store, _ = begin()
+    grant = lease(store)
+    group = make_group(grant.ticket, grant.attempt)
+    first = group.trajectories[0]
+    masked = dataclasses.replace(first, loss_mask=first.loss_mask * 0, finish_reason=finish)
+    frames = encode_group(with_first(group, masked))
+    if is_right:
+        assert store.push("a", grant.ticket, grant.attempt, frames) == "stored"
+        return
+    with pytest.raises(WireError, match="no sampled token"):
+        store.push("a", grant.ticket, grant.attempt, frames)
+
+
+def test_a_group_whose_answers_are_all_masked_is_dropped_with_a_reason_of_its_own() -> None:
+    store, _ = begin()
+    grant = lease(store)
+    group = make_group(grant.ticket, grant.attempt)
+    masked = [
+        dataclasses.replace(one, loss_mask=one.loss_mask * 0, finish_reason="length")
+        for one in group.trajectories
+    ]
+    frames = encode_group(dataclasses.replace(group, trajectories=tuple(masked)))
+    assert store.push("a", grant.ticket, grant.attempt, frames) == "dropped"
+    census = take_census(store.ledger.state)
+    assert (census.dropped, census.given_up, census.residue) == ({"masked": 1}, 1, 0)

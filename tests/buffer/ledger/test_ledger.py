@@ -10,6 +10,7 @@ from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import MAX_DROPPED_TICKETS
 from asyncrl.buffer.ledger.tickets import GIVEN_UP_LOST_LEASES, State
 from asyncrl.errors import ConfigError, DataError, FencedError, LedgerError
+from asyncrl.metrics.tallies import Tally
 from tests.buffer.ledger.ledger_runs import GROUP_BYTES, SETTINGS, Run
 
 # Admission
@@ -547,8 +548,8 @@ def test_an_evaluation_goes_to_one_replica_whose_weights_have_seen_its_step() ->
     assert orders.give("a", run.version, None) is not None, "its process came back without it"
     run.ledger.retire("a")
     assert orders.give("b", run.version, None) is not None
-    assert orders.finish(number, run.version, {"score": 0.5})
-    assert not orders.finish(number, run.version, {"score": 0.6})
+    assert orders.finish(number, run.version, {"score": Tally(1, 0.5)})
+    assert not orders.finish(number, run.version, {"score": Tally(1, 0.6)})
     assert run.state.evaluations[number].metrics == {"score": 0.5}
 
 

@@ -16,6 +16,7 @@ from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import POLICIES, Grant, State, Ticket
 from asyncrl.errors import AsyncrlError, FencedError, LedgerError
+from asyncrl.metrics.tallies import Tally
 from tests.buffer.ledger.ledger_model import Model, Shadow, check_indexes, check_refused, drive_to_next_step
 from tests.buffer.ledger.ledger_runs import GROUP_BYTES, SETTINGS
 
@@ -190,7 +191,9 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.request_evaluation(self.token, self.state.steps_trained)
         order = self.ledger.evaluations.give(replica, self.version, None)
         if order is not None and is_done:
-            assert self.ledger.evaluations.finish(order.id, self.version, {"score": 1.0})
+            assert self.ledger.evaluations.finish(
+                order.id, self.version, {"score": Tally(1, 1.0)}, order.part
+            )
 
     # Learner
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.buffer.ledger.lineage import VersionBook
-from asyncrl.buffer.ledger.orders import PromptOrder, permute, sample_seed, ticket_seed
+from asyncrl.buffer.ledger.orders import PromptOrder, Source, permute, sample_seed, ticket_seed
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000])
@@ -14,18 +14,18 @@ def test_a_pass_visits_every_prompt_once(size: int) -> None:
 
 
 def test_passes_differ_and_the_same_seed_gives_the_same_order() -> None:
-    order = PromptOrder(run_seed=3, num_prompts=50, is_shuffled=True)
-    passes = [[order.at(place)[1] for place in range(50 * number, 50 * number + 50)] for number in range(2)]
-    again = PromptOrder(run_seed=3, num_prompts=50, is_shuffled=True)
-    other = PromptOrder(run_seed=4, num_prompts=50, is_shuffled=True)
+    order = PromptOrder(run_seed=3, sources=(Source(50),), is_shuffled=True)
+    passes = [[order.at(place).row for place in range(50 * number, 50 * number + 50)] for number in range(2)]
+    again = PromptOrder(run_seed=3, sources=(Source(50),), is_shuffled=True)
+    other = PromptOrder(run_seed=4, sources=(Source(50),), is_shuffled=True)
     assert passes[0] != passes[1]
-    assert [again.at(place)[1] for place in range(50)] == passes[0]
-    assert [other.at(place)[1] for place in range(50)] != passes[0]
+    assert [again.at(place).row for place in range(50)] == passes[0]
+    assert [other.at(place).row for place in range(50)] != passes[0]
 
 
 def test_an_unshuffled_order_is_the_files() -> None:
-    order = PromptOrder(run_seed=3, num_prompts=3, is_shuffled=False)
-    assert [order.at(place) for place in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    order = PromptOrder(run_seed=3, sources=(Source(3),), is_shuffled=False)
+    assert [order.at(place)[1:] for place in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
 
 
 def test_seeds_are_fixed_for_ever_and_differ_by_ticket_and_sample() -> None:

@@ -15,6 +15,7 @@ from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import ManualClock
 from asyncrl.errors import FencedError, LedgerError, WireError
 from asyncrl.experience import encode_group
+from asyncrl.metrics.tallies import Tally
 from asyncrl.rpc import Client
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group, make_store, serving
 
@@ -149,7 +150,19 @@ def test_a_status_tells_the_newest_evaluations_only() -> None:
     evaluations, ledger = store.ledger.evaluations, store.ledger
     ledger.register_version(ledger.open("learner"), 0)
     for step in range(100):
-        evaluations.finish(evaluations.request(step), 1, {"accuracy": 0.5})
+        evaluations.finish(evaluations.request(step), 1, {"accuracy": Tally(1, 0.5)})
     told = Desk(store, ManualClock()).status()
     assert [one["step"] for one in told["evaluations"]] == list(range(36, 100))
     assert told["evaluations_pending"] == 0
+
+
+def test_a_status_with_many_metrics_per_evaluation_tells_fewer_and_at_least_one() -> None:
+    store = make_store()
+    evaluations, ledger = store.ledger.evaluations, store.ledger
+    ledger.register_version(ledger.open("learner"), 0)
+    for step, num_metrics in enumerate((1500, 1500, 1500, 5000)):
+        tallies = {f"m{number}": Tally(1, 0.5) for number in range(num_metrics)}
+        evaluations.finish(evaluations.request(step), 1, tallies)
+        told = Desk(store, ManualClock()).status()["evaluations"]
+        first = {0: 0, 1: 0, 2: 1, 3: 3}[step]
+        assert [one["step"] for one in told] == list(range(first, step + 1))

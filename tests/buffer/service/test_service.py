@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from asyncrl.buffer.client import EvaluationOrder, LearnerClient, ReplicaClient
-from asyncrl.buffer.composition import build, max_group_bytes
+from asyncrl.buffer.composition import build, ledger_settings, max_group_bytes
 from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.ledger.events import Event, Opened
 from asyncrl.buffer.service import BufferService, Desk
@@ -23,6 +23,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.errors import AsyncrlError, DataError, FencedError, LedgerError, WireError
 from asyncrl.experience import encode_group
+from asyncrl.metrics.tallies import tally_values
 from asyncrl.rpc import Client, Request
 from asyncrl.service import ServiceContext
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
@@ -244,6 +245,20 @@ def test_leases_of_a_replica_that_vanished_expire(learner: LearnerClient) -> Non
         client.close()
 
 
+def test_an_evaluation_of_a_replica_that_a_restarted_buffer_never_hears_of_is_handed_on() -> None:
+    async def ask(address: str) -> EvaluationOrder | None:
+        with contextlib.closing(ReplicaClient(address, "b")) as client:
+            return (await client.lease(version=1, want=0, wait_s=WAIT_S)).evaluate
+
+    store = make_store(lease_s=0.3)
+    store.ledger.describe_data(10, "d")
+    store.ledger.register_version(store.ledger.open("learner"), 0)
+    store.ledger.evaluations.request(0)
+    assert store.ledger.evaluations.give("a", 1, None) is not None
+    with serving(store) as service:
+        assert asyncio.run(ask(service.address)) == EvaluationOrder(1, 0)
+
+
 def test_an_evaluation_is_handed_to_another_replica_when_the_first_falls_silent() -> None:
     async def hand_over(address: str) -> list[EvaluationOrder | None]:
         with (
@@ -277,6 +292,29 @@ def test_an_evaluation_is_handed_to_another_replica_when_the_first_falls_silent(
         learner.close()
 
 
+@pytest.mark.parametrize("total", [float("nan"), float("inf"), 1e200])
+def test_an_evaluation_whose_result_is_refused_ends(
+    raw: Client, learner: LearnerClient, total: float
+) -> None:
+    learner.request_evaluation(0)
+    assert raw.call("lease", replica="a", version=1, want=0, wait_s=1.0).args["evaluate"] is not None
+    with pytest.raises(WireError, match="not finite"):
+        raw.call("evaluated", replica="a", id=1, version=1, metrics={"r": [1, total, 0.0, 0]})
+    status = learner.status()
+    assert (status["evaluations_pending"], status["counters"]["evaluations_refused"]) == (0, 1)
+    assert status["evaluations"][0]["metrics"] == {"val-aux/num_refused": 1.0}
+
+
+def test_rewards_of_any_size_that_a_group_may_have_can_be_evaluated(
+    raw: Client, learner: LearnerClient
+) -> None:
+    learner.request_evaluation(0)
+    raw.call("lease", replica="a", version=1, want=0, wait_s=1.0)
+    sums = list(tally_values([3.4e38, 3.4e38]))
+    raw.call("evaluated", replica="a", id=1, version=1, metrics={"r": sums})
+    assert learner.status()["evaluations"][0]["metrics"]["r"] == 3.4e38
+
+
 @pytest.mark.parametrize(
     ("op", "args"),
     [
@@ -295,6 +333,12 @@ def test_an_evaluation_is_handed_to_another_replica_when_the_first_falls_silent(
         ("push", {"replica": "a", "ticket": "1", "attempt": 1}),
         ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"score": "high"}}),
         ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"score": float("inf")}}),
+        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"score": [1, 0.5]}}),
+        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"score": [-1, 0.5, 0.5, 1]}}),
+        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"score": [1, 1e300, 0.0, 1]}}),
+        ("evaluated", {"replica": "a", "id": 1, "version": 1, "part": "x", "metrics": {}}),
+        ("describe_data", {"num_prompts": 10, "digest": "d", "sources": [[10]]}),
+        ("describe_data", {"num_prompts": 10, "digest": "d", "sources": [[5, "x"], [5, 1.0]]}),
         ("open", {}),
         ("open", {"holder": 3}),
     ],
@@ -383,3 +427,17 @@ def test_the_room_promised_for_a_group_fits_the_largest_one() -> None:
     }
     frames = encode_group(make_group(1 << 60, 1 << 30, 1 << 60))
     assert sum(len(frame) for frame in frames) <= max_group_bytes(Config.model_validate(values))
+
+
+@pytest.mark.parametrize(
+    ("order", "is_shuffled", "is_ascending"),
+    [("shuffled", True, False), ("sequential", False, False), ("extra_info.level", True, True)],
+)
+def test_the_ledger_orders_prompts_as_the_configuration_says(
+    order: str, is_shuffled: bool, is_ascending: bool
+) -> None:
+    data = {"train": "t", "order": order}
+    settings = ledger_settings(
+        Config.model_validate({"model": {"path": "m"}, "data": data, "reward": {"fn": "f"}})
+    )
+    assert (settings.is_shuffled, settings.is_ascending) == (is_shuffled, is_ascending)

@@ -62,7 +62,7 @@ def test_the_entropy_bonus_lowers_the_loss_and_carries_a_gradient():
 
 
 def test_kl_off_the_reward_changes_the_advantage_and_the_controller_follows():
-    kl = {"coef": 0.1, "where": "reward", "estimator": "k1", "controller": "adaptive", "horizon": 100}
+    kl = {"coef": 0.1, "where": "reward", "estimator": "k1", "adaptive": {"horizon": 100}}
     objective = make(advantage="gae", kl=kl, drop_constant_groups=False)
     batch, logprobs_N = open_batch()
     plain, _ = make(advantage="gae").prepare(batch, logprobs_N)
@@ -186,8 +186,7 @@ REFUSED = [
     ({"rejection": "token_k9", "rejection_threshold": 1}, "not known"),
     ({"prox": "loglinear", "correction": "bypass_ppo_clip"}, "prox: loglinear does nothing"),
     ({"prox": "behaviour"}, "which are the same"),
-    ({"kl": {"controller": "adaptive"}}, "kl does nothing"),
-    ({"kl": {"coef": 0.1, "target": 0.2}}, "fixed controller"),
+    ({"kl": {"adaptive": {}}}, "kl does nothing"),
     ({"correction": "math:pi"}, "no Correction"),
 ]
 
@@ -212,7 +211,7 @@ def test_all_problems_are_told_at_once():
         ({"correction": "decoupled_geo_rs"}, "rejected by seq_mean_k1"),
         ({"prox": "loglinear"}, "interpolated by age"),
         ({"correction": "disabled"}, "no importance weights"),
-        ({"kl": {"coef": 0.001, "controller": "adaptive", "target": 0.015}}, "adaptive towards 0.015"),
+        ({"kl": {"coef": 0.001, "adaptive": {"target": 0.015}}}, "adaptive towards 0.015"),
     ],
 )
 def test_what_is_active_is_said_in_words(changes, words):
@@ -227,7 +226,11 @@ def test_a_shipped_algorithm_is_valid(name):
     assert section.dual_clip == 3.0
     if name == "ppo":
         assert (section.gamma, section.lam, section.value_clip) == (0.99, 0.95, 0.2)
-        assert (section.kl.coef, section.kl.target, section.kl.controller) == (0.001, 0.015, "adaptive")
+        assert (section.kl.coef, section.kl.adaptive.target, section.kl.adaptive.horizon) == (
+            0.001,
+            0.015,
+            10000,
+        )
 
 
 @pytest.mark.parametrize(
@@ -238,3 +241,22 @@ def test_every_metric_is_in_the_registry(changes):
     _, _, metrics = train(make(**changes, kl={"coef": 0.1}), batch, logprobs_N, logprobs_N)
     assert not names.unknown_names(metrics)
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce_plus_plus", "opo", "gae"])
+def test_an_answer_that_is_masked_whole_trains_nothing_and_its_reward_still_counts_in_its_group(advantage):
+    groups = make_groups(4)
+    *others, last = groups[0].trajectories
+    cut = dataclasses.replace(last, loss_mask=last.loss_mask * 0, finish_reason="length")
+    masked = dataclasses.replace(groups[0], trajectories=(*others, cut))
+    objective = make(advantage=advantage, drop_constant_groups=False)
+    plain, batch = (build_batch([one, *groups[1:]], 0, {1: 0}) for one in (groups[0], masked))
+    assert batch.totals.num_rows == plain.totals.num_rows - 1
+    plain, batch = (dataclasses.replace(one, values_N=torch.zeros(one.num_tokens)) for one in (plain, batch))
+    loss, gradient_N, _ = train(objective, batch, batch.behaviour_N + 0.1, batch.behaviour_N)
+    assert math.isfinite(loss)
+    row = len(others)
+    assert not gradient_N[batch.row_N == row].any() and gradient_N.isfinite().all()
+    if advantage in ("grpo", "rloo"):
+        found, wanted = (objective.prepare(one, one.behaviour_N)[0].advantages_N for one in (batch, plain))
+        torch.testing.assert_close(found[batch.row_N != row], wanted[batch.row_N != row])

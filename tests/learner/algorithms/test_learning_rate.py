@@ -12,8 +12,7 @@ from learner.algorithms.learning_rate import schedule_lr
 
 SECTIONS = st.builds(
     LearnerSection,
-    lr_schedule=st.sampled_from(["constant", "cosine"]),
-    min_lr_ratio=st.floats(0, 1),
+    lr_schedule=st.sampled_from(["constant", "cosine"]) | st.floats(0, 1).map("cosine:{}".format),
     warmup_steps=st.integers(0, 30),
     steps=st.integers(1, 60),
 )
@@ -45,14 +44,15 @@ def test_a_scaled_peak_scales_the_whole_course(section, peak, factor, step):
 @given(SECTIONS, st.integers(0, 40))
 def test_after_the_run_the_rate_stays_at_its_minimum(section, beyond):
     step = max(section.steps, section.warmup_steps + 1) + beyond
-    ratio = section.min_lr_ratio if section.lr_schedule == "cosine" else 1.0
+    kind, _, written = section.lr_schedule.partition(":")
+    ratio = float(written or 0) if kind == "cosine" else 1.0
     assert schedule_lr(1.0, step, section) == pytest.approx(ratio, abs=1e-12)
 
 
 @given(SECTIONS, st.integers(0, 60))
 def test_constant_is_what_a_cosine_with_a_minimum_of_one_is(section, step):
     constant = section.model_copy(update={"lr_schedule": "constant"})
-    flat = section.model_copy(update={"lr_schedule": "cosine", "min_lr_ratio": 1.0})
+    flat = section.model_copy(update={"lr_schedule": "cosine:1.0"})
     assert schedule_lr(1.0, step, constant) == pytest.approx(schedule_lr(1.0, step, flat))
 
 
@@ -71,15 +71,18 @@ def test_a_cosine_is_that_of_transformers_after_the_warm_up():
 
 
 def test_a_cosine_ends_at_the_minimum_and_passes_the_middle_half_way():
-    section = LearnerSection(lr_schedule="cosine", min_lr_ratio=0.2, warmup_steps=10, steps=30)
+    section = LearnerSection(lr_schedule="cosine:0.2", warmup_steps=10, steps=30)
     assert [schedule_lr(1.0, step, section) for step in (0, 9, 10, 20, 30)] == pytest.approx(
         [0.1, 1.0, 1.0, 0.6, 0.2]
     )
     assert math.isclose(schedule_lr(1.0, 29, section), 0.2 + 0.8 * (1 + math.cos(math.pi * 19 / 20)) / 2)
 
 
-def test_a_minimum_that_no_schedule_reaches_is_an_error():
+@pytest.mark.parametrize(
+    "schedule", ["constant:0.1", "cosine:", "cosine:1.1", "cosine:-0.1", "cosine:nan", "linear"]
+)
+def test_a_minimum_that_no_schedule_reaches_is_an_error(schedule):
     required = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}}
-    with pytest.raises(ValueError, match=r"learner\.min_lr_ratio: 0\.1 does nothing"):
-        Config(**required, learner={"min_lr_ratio": 0.1})
-    assert Config(**required, learner={"min_lr_ratio": 0.1, "lr_schedule": "cosine"})
+    with pytest.raises(ValueError, match=r"constant, cosine, or cosine:<ratio from 0 to 1>"):
+        Config(**required, learner={"lr_schedule": schedule})
+    assert Config(**required, learner={"lr_schedule": "cosine:0.1"}).learner.min_lr_ratio == 0.1

@@ -204,7 +204,7 @@ def test_warm_up_counts_steps_not_updates(model):
 
 
 def test_both_backends_go_down_a_cosine_from_the_rate_that_was_set(model, opener):
-    changes = {"lr_schedule": "cosine", "min_lr_ratio": 0.1, "steps": 4}
+    changes = {"lr_schedule": "cosine:0.1", "steps": 4}
     backend = opener(model, warmup_steps=1, **changes)
     backend.set_lr(5e-4)
     rates = [metrics["actor/lr"] for metrics in train(backend, range(4))]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from asyncrl.config.tree import KlSection, LearnerSection
+from asyncrl.config.tree import AdaptiveKlSection, KlSection, LearnerSection
 from asyncrl.errors import ConfigError
 from asyncrl.metrics import unknown_names
 from learner.backend import Models, Placement
@@ -16,7 +16,9 @@ from learner.megatron.value import MegatronValueBackend
 from tests.learner.parts.samples import make_groups, save_model
 from tests.learner.parts.training import open_backend, open_objective, take_step
 
-KL = KlSection(coef=0.05, where="reward", estimator="k1", controller="adaptive", target=0.01, horizon=100)
+KL = KlSection(
+    coef=0.05, where="reward", estimator="k1", adaptive=AdaptiveKlSection(target=0.01, horizon=100)
+)
 GROUPS = make_groups(4, versions=(1, 2))
 
 

@@ -1,16 +1,22 @@
 """Writing checkpoints beside training: bounded stall, one at a time, no commit of what is not whole."""
 
+import contextlib
 import threading
 
 import pytest
 import torch
 
+from asyncrl.buffer.client import LearnerClient
+from asyncrl.config.tree import Config
 from asyncrl.errors import CheckpointError, DeadlineExceeded
+from asyncrl.rpc import Client
 from learner.checkpoint import CheckpointStore, Commit, Cut
 from learner.checkpoint.pieces import whole
 from learner.checkpoint.reader import StateReader
 from learner.checkpoint.snapshot import KINDS, PieceState, Snapshot
 from learner.checkpoint.writer import BackgroundWriter, CheckpointKeeper, await_marks
+from learner.leader import Leader
+from tests.buffer.parts import make_store, serving
 
 WAIT_S = 30.0
 
@@ -169,3 +175,36 @@ def test_a_disk_that_hangs_is_named_and_does_not_hold_up_a_rank_for_ever(tmp_pat
         writer.begin(tmp_path, {"": take})
     may_write.set()
     await_marks(tmp_path, 1, deadline_s=WAIT_S)
+
+
+def test_a_score_waits_for_a_checkpoint_that_is_still_being_written(store):
+    for step in (5, 6):
+        store.note_score(step, 0.5)
+    assert store.scores() == {5: 0.5, 6: 0.5}
+
+
+def test_scores_are_taken_at_every_order_however_few_evaluations_the_buffer_tells_of(store, monkeypatch):
+    monkeypatch.setattr("asyncrl.buffer.service.MAX_EVALUATIONS_TOLD", 1)
+    config = Config.model_validate(
+        {
+            "model": {"path": "none"},
+            "data": {"train": "none", "eval": "none"},
+            "reward": {"fn": "digit_sort"},
+            "learner": {"steps": 9},
+            "eval": {"every_steps": 1},
+            "checkpoint": {"keep_best": 1},
+        }
+    )
+    with (
+        serving(make_store()) as service,
+        contextlib.closing(LearnerClient(service.status()["address"])) as client,
+        contextlib.closing(Client(service.status()["address"])) as replica,
+    ):
+        client.open("learner")
+        client.register_version(0)
+        leader = Leader(config, client, lambda token: None, store)
+        for leader.step in range(4):
+            leader._evaluate_if_due()
+            args = {"replica": "a", "version": 1, "metrics": {"accuracy": leader.step / 4}}
+            replica.call("evaluated", id=leader.last_evaluation, **args)
+        assert store.scores() == {0: 0.0, 1: 0.25, 2: 0.5}, "the last one comes with the next order"

@@ -9,7 +9,7 @@ import time
 import torch
 
 from asyncrl.buffer.ledger.events import Checkpointed, Resumed
-from asyncrl.config.tree import KlSection
+from asyncrl.config.tree import AdaptiveKlSection, KlSection
 from learner.algorithms.kl import AdaptiveKl
 from learner.backend import Models
 from learner.guard.memory import GuardedModel
@@ -22,7 +22,7 @@ from tests.learner.parts.training import open_backend, squared_error, train_valu
 GAE = {"advantage": "gae"}
 KL = {
     "kl": KlSection(
-        coef=0.05, where="reward", estimator="k1", controller="adaptive", target=0.01, horizon=100
+        coef=0.05, where="reward", estimator="k1", adaptive=AdaptiveKlSection(target=0.01, horizon=100)
     )
 }
 

@@ -14,9 +14,12 @@ from asyncrl.config.tree import KlSection
 from asyncrl.control.record.metering import Meter, evaluation_row
 from asyncrl.control.record.recorder import FIRST_OF_LIFE
 from asyncrl.metrics import METRICS, find, unknown_names
+from asyncrl.metrics.tallies import conclude
 from learner.backend import Models
 from learner.megatron.value import MegatronValueBackend
 from learner.report import Stopwatch, make_efficiency
+from rollout_service.evaluation.statistics import Judged, JudgedPrompt, tally_prompts
+from tests.buffer.ledger.ledger_runs import Run
 from tests.learner.guard.guarded_run import Faults, running
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_backend, open_objective, take_step
@@ -75,6 +78,7 @@ def run_rows(model: Path, cluster: Cluster, tmp_path_factory: pytest.TempPathFac
 def watched_names() -> set[str]:
     """Return what the supervisor and an evaluation add."""
     status = {"tokens": 1, "busy_s": 1.0, "idle_s": 1.0, "scored": 1, "version": 2, "last_swap_s": 0.1}
+    status |= {"reward_parts": {"gsm8k": [1, 1.0]}, "reward_errors": {"raised": 1}}
     syncing = {
         "weight_sync.0": {
             "counters": {"rounds_failed/digest": 1},
@@ -86,11 +90,21 @@ def watched_names() -> set[str]:
         "publisher.0": {"counters": {}},
     }
     meter = Meter()
-    meter.update(0.0, {"rollout.0": status | {"scored": 0}, "buffer.0": {}})
+    meter.update(0.0, {"rollout.0": status | {"scored": 0, "reward_parts": {}}, "buffer.0": {}})
     made = meter.update(1.0, {"rollout.0": status, "buffer.0": {}, **syncing})
-    measured = ("accuracy", "reward_mean", "response_tokens_mean", "cut_share", "num_prompts", "num_failed")
-    evaluation = {"step": 1, "id": 1, "version": 1, "metrics": dict.fromkeys(measured, 0.0)}
+    judged = JudgedPrompt("source", (Judged(True, 1.0, "1", 3, False), None))
+    measured = conclude(tally_prompts([judged], 2, {})) | refused_metrics()
+    evaluation = {"step": 1, "id": 1, "version": 1, "metrics": measured}
     return {*made, *evaluation_row(evaluation), FIRST_OF_LIFE}
+
+
+def refused_metrics() -> dict[str, float]:
+    """What an evaluation has whose only part is refused."""
+    run = Run()
+    number = run.ledger.request_evaluation(run.token, 0)
+    run.ledger.evaluations.give("a", run.version, None)
+    run.ledger.evaluations.refuse(number, "a", run.version, 0)
+    return run.state.evaluations[number].metrics
 
 
 def test_every_registered_name_is_made_by_a_real_run(step_rows, run_rows):

@@ -11,8 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncrl.errors import DataError
-from rollout_service.gsm8k import INSTRUCTION, convert_gsm8k
-from rollout_service.prompts import file_digest, load_prompts, read_prompts
+from rollout_service.data.gsm8k import INSTRUCTION, convert_gsm8k
+from rollout_service.data.prompts import read_prompts
+from rollout_service.data.readers import digest_of
+from rollout_service.data.sources import load_prompts
 from rollout_service.tasks.digit_sort.vocabulary import BOS, EQUALS, build_tokenizer
 
 CHAT = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "="}]
@@ -74,6 +76,13 @@ def test_broken_json_is_named_with_its_row(tmp_path: Path):
         read_prompts(tmp_path / "a.jsonl")
 
 
+def test_what_is_not_utf8_is_named_with_its_row_however_far_it_stands(tmp_path: Path):
+    row = b'{"prompt": "x", "ground_truth": 1}\n'
+    (tmp_path / "a.jsonl").write_bytes(row * 1000 + row.replace(b"x", b"\xff"))
+    with pytest.raises(DataError, match="row 1000: not UTF-8 at byte 12"):
+        read_prompts(tmp_path / "a.jsonl")
+
+
 @pytest.mark.parametrize("name", ["absent.jsonl", "a.csv", "empty.jsonl", "broken.parquet"])
 def test_a_file_that_cannot_be_used_is_a_data_error(tmp_path: Path, name: str):
     (tmp_path / "a.csv").write_text("prompt\n")
@@ -113,7 +122,7 @@ def test_the_digest_is_that_of_the_content(tmp_path: Path):
     one = write_jsonl(tmp_path / "a.jsonl", {"prompt": "1", "ground_truth": 1})
     same = write_jsonl(tmp_path / "b.jsonl", {"prompt": "1", "ground_truth": 1})
     other = write_jsonl(tmp_path / "c.jsonl", {"prompt": "2", "ground_truth": 1})
-    assert file_digest(one) == file_digest(same) != file_digest(other)
+    assert digest_of(one) == digest_of(same) != digest_of(other)
 
 
 def test_gsm8k_is_converted_to_verls_columns(tmp_path: Path):

@@ -1,16 +1,12 @@
-"""Prompts: read from Parquet or jsonl, tokenised once, drawn by index.
+"""Prompts: what a row says, and its tokens.
 
-Owns the numbering. A prompt's index is its place among the prompts that fit `max_prompt_tokens`; it
-follows from the file, the tokenizer and that limit alone, so every replica draws the same prompt.
+Owns the columns that are read. Sources, filters and the numbering are `sources`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import DataError
+from rollout_service.data.readers import read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-log = logging.getLogger(__name__)
 
 Message = Mapping[str, str]
 
@@ -45,6 +40,10 @@ class Prompt:
     data_source: str
     extra_info: Mapping[str, Any]
 
+    def named(self, data_source: str) -> Prompt:
+        """Return the prompt with this `data_source`, unless it has one."""
+        return self if self.data_source or not data_source else replace(self, data_source=data_source)
+
 
 @dataclass(frozen=True)
 class TokenizedPrompt:
@@ -57,10 +56,16 @@ class TokenizedPrompt:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts that fit, by index, and the digest of the file they come from."""
+    """The prompts of a run, by index.
+
+    Attributes:
+        digest: Of what they were read from, and of what was left out or sorted.
+        sources: (prompts, weight) of each source, empty for a single one.
+    """
 
     prompts: tuple[TokenizedPrompt, ...]
     digest: str
+    sources: tuple[tuple[int, float], ...] = ()
 
     @property
     def num_prompts(self) -> int:
@@ -72,59 +77,36 @@ class PromptSet:
             raise DataError(f"there is no prompt {index} among {len(self.prompts)}")
         return self.prompts[index]
 
-
-def load_prompts(path: Path, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> PromptSet:
-    """Read and tokenise the prompts of a file; those over the limit are left out and counted in the log.
-
-    Raises:
-        DataError: The file or a row cannot be used, or no prompt fits.
-    """
-    prompts = read_prompts(path)
-    fitting: list[TokenizedPrompt] = []
-    for prompt, ids in zip(prompts, tokenize(prompts, tokenizer), strict=True):
-        if len(ids) <= max_prompt_tokens:
-            fitting.append(TokenizedPrompt(len(fitting), prompt, np.asarray(ids, dtype=np.int32)))
-    num_dropped = len(prompts) - len(fitting)
-    if not fitting:
-        raise DataError(f"{path}: none of {len(prompts)} prompts fits", hint="Raise data.max_prompt_tokens")
-    log.info(
-        "%s: %d prompts, %d dropped as longer than %d tokens",
-        path,
-        len(fitting),
-        num_dropped,
-        max_prompt_tokens,
-    )
-    return PromptSet(tuple(fitting), file_digest(path))
+    def first_of_each(self, limit: int) -> tuple[TokenizedPrompt, ...]:
+        """Return the first `limit` prompts of each source."""
+        sizes = [size for size, _ in self.sources] or [self.num_prompts]
+        begins = [sum(sizes[:number]) for number in range(len(sizes))]
+        return tuple(
+            prompt
+            for begin, size in zip(begins, sizes, strict=True)
+            for prompt in self.prompts[begin : begin + min(size, limit)]
+        )
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Return the prompts of a `.parquet`, `.jsonl` or `.json` (one object per line) file, in its order.
+    """Return the prompts of a file or folder (see `readers.read_rows`), in its order.
 
     Raises:
         DataError: With the file and the row, counted from 0.
     """
-    readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows, ".json": _jsonl_rows}
-    if path.suffix not in readers:
-        raise DataError(f"{path}: cannot read '{path.suffix}' files", hint="Use .parquet or .jsonl")
-    if not path.is_file():
-        raise DataError(f"{path} does not exist")
-    prompts = [_parse_row(path, row, fields) for row, fields in enumerate(readers[path.suffix](path))]
+    prompts = [parse_row(path, row, fields) for row, fields in enumerate(read_rows(path))]
     if not prompts:
         raise DataError(f"{path} holds no prompt")
     return prompts
 
 
-def file_digest(path: Path) -> str:
-    """Return a digest of the file's bytes, 32 hex characters."""
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def tokenize(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def tokenize(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[list[int]]:
     """Return the token ids of each prompt: chats by the chat template, strings as they are.
+
+    Args:
+        tools: JSON schemas of functions, which the chat template describes to the model.
 
     Raises:
         DataError: A chat, but the tokenizer has no chat template.
@@ -135,44 +117,26 @@ def tokenize(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> l
         ids.update(zip(texts, tokenizer(list(texts.values()))["input_ids"], strict=True))
     for place, prompt in enumerate(prompts):
         if not isinstance(prompt.content, str):
-            ids[place] = _tokenize_chat(prompt, tokenizer)
+            ids[place] = _tokenize_chat(prompt, tokenizer, tools)
     return [ids[place] for place in range(len(prompts))]
 
 
-def _tokenize_chat(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _tokenize_chat(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]
+) -> list[int]:
     if not tokenizer.chat_template:
         raise DataError(
             f"row {prompt.row} is a chat, but the model's tokenizer has no chat template",
             hint="Give prompts as plain strings, or use an instruction-tuned model",
         )
     chat = [dict(message) for message in prompt.content if isinstance(message, Mapping)]
-    return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False))
+    described: Any = [dict(tool) for tool in tools] or None
+    ids = tokenizer.apply_chat_template(chat, tools=described, add_generation_prompt=True, return_dict=False)
+    return list(ids)
 
 
-def _parquet_rows(path: Path) -> Iterator[Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        for batch in pq.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is no readable Parquet file: {error}") from error
-
-
-def _jsonl_rows(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as file:
-        lines: Iterable[str] = (line for line in file if line.strip())
-        for row, line in enumerate(lines):
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, row {row}: not JSON: {error.msg} at column {error.colno}"
-                ) from error
-
-
-def _parse_row(path: Path, row: int, fields: Any) -> Prompt:
+def parse_row(path: Path, row: int, fields: Any) -> Prompt:
+    """Return the prompt that a row holds. Raises DataError with the file and the row."""
     try:
         return _prompt_of(row, fields)
     except DataError as error:

@@ -1,0 +1,1 @@
+"""`asyncrl inspect rollouts`: the answers of a run, token by token."""

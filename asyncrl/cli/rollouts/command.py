@@ -1,0 +1,60 @@
+"""`asyncrl inspect rollouts`: the answers of a step, or of groups that were dropped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from asyncrl.cli.exits import say
+from asyncrl.cli.rollouts.page import sheet_as_page
+from asyncrl.cli.rollouts.reading import Choice, make_sheet
+from asyncrl.cli.rollouts.sheet import Sheet, values_of
+from asyncrl.config.load import find_run_folder
+from asyncrl.control.record.sync_history import find_newest_folder
+
+FOLDER = "rollouts"
+"""Of the pages, in the run's folder."""
+NUM_ON_TERMINAL, NUM_ELSEWHERE = 8, 64
+
+
+def print_rollouts(
+    run: str | None,
+    runs_dir: str,
+    *,
+    step: int | None,
+    order: str,
+    is_dropped: bool,
+    limit: int | None,
+    as_json: bool,
+    as_page: bool,
+) -> None:
+    """Print answers of a run, or of the one that was started last; of a page, print where it was written."""
+    folder = find_run_folder(run, runs_dir) if run else find_newest_folder(runs_dir)
+    most = limit or (NUM_ELSEWHERE if as_json or as_page else NUM_ON_TERMINAL)
+    sheet = make_sheet(folder, Choice(step, order, is_dropped, most))
+    if as_json:
+        print(json.dumps(values_of(sheet), indent=2))
+    elif as_page:
+        print(_write_page(folder, sheet))
+    else:
+        _print(sheet)
+
+
+def _print(sheet: Sheet) -> None:
+    from rich.console import Console
+
+    from asyncrl.cli.rollouts.terminal import sheet_on_terminal
+
+    Console(highlight=False).print(sheet_on_terminal(sheet), soft_wrap=True)
+    if sheet.gone and not sheet.entries:
+        say("no text of these groups is in the journal; trained ones are kept until checkpoint.keep is past")
+    elif not sheet.entries:
+        say("no group was dropped there")
+
+
+def _write_page(folder: Path, sheet: Sheet) -> Path:
+    name = sheet.title.replace(",", "").replace(" ", "-")
+    path = folder / FOLDER / f"{name}.html"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(sheet_as_page(sheet), encoding="utf-8")
+    return path

@@ -1,0 +1,97 @@
+"""Reads a run's journal for the answers that were asked for, living or ended.
+
+Owns the choice of answers, and what to do where a payload is gone or the model has no tokenizer here.
+Invariant: the run is only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.buffer.audit.report import RunPast, opened_past
+from asyncrl.buffer.audit.rollouts import Fate, FateBook, Rollout, order_rollouts
+from asyncrl.cli.exits import say
+from asyncrl.cli.rollouts.pieces import Decode, pieces_of, printable
+from asyncrl.cli.rollouts.sheet import Entry, Sheet
+from asyncrl.cli.services import function
+from asyncrl.errors import WireError
+from asyncrl.experience import decode_group
+
+MAX_DROPPED_GROUPS = 4096
+"""Of the newest ones; older payloads are long gone."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which answers are wanted.
+
+    Attributes:
+        step: None for the newest that was trained; of dropped groups, for all.
+        order: `worst` or `best` reward first; empty for the journal's order.
+        limit: How many answers at most.
+    """
+
+    step: int | None
+    order: str
+    is_dropped: bool
+    limit: int
+
+
+def make_sheet(folder: Path, choice: Choice) -> Sheet:
+    """Read the journal of the run in `folder` and return what was chosen of it.
+
+    Raises:
+        ConfigError: It keeps no journal, or has no such step.
+        CheckpointError: The journal is damaged.
+    """
+    with opened_past(folder) as past:
+        book = FateBook(past.events(), past.start(), past.config.staleness.max_lag)
+        title, fates = _choose(book, choice)
+        rollouts, gone = _collect(book, past, fates)
+    if choice.order:
+        rollouts = order_rollouts(rollouts, choice.order)
+    shown = rollouts[: choice.limit]
+    decode = decoder_of(past.config.model.path) if shown else str
+    entries = [Entry(one, printable(decode(one.prompt_ids)), pieces_of(one, decode)) for one in shown]
+    return Sheet(folder.name, title, entries, len(rollouts), gone)
+
+
+def _choose(book: FateBook, choice: Choice) -> tuple[str, list[Fate]]:
+    order = f", {choice.order} first" if choice.order else ""
+    if choice.is_dropped:
+        when = "" if choice.step is None else f" while step {choice.step} was in the making"
+        return f"dropped groups{when}{order}", book.dropped(choice.step)[:MAX_DROPPED_GROUPS]
+    step = book.newest_step if choice.step is None else choice.step
+    return f"step {step}{order}", book.of_step(step)
+
+
+def _collect(book: FateBook, past: RunPast, fates: Sequence[Fate]) -> tuple[list[Rollout], list[Fate]]:
+    """Return the answers of the groups whose payload is there and can be read, and the other groups."""
+    found = past.payloads([fate.key for fate in fates])
+    rollouts: list[Rollout] = []
+    gone = []
+    for fate in fates:
+        try:
+            if fate.key not in found:
+                raise WireError("its payload is gone")
+            group = decode_group(found[fate.key])
+        except WireError:  # also one of an older asyncrl, which this one does not read
+            gone.append(fate)
+            continue
+        rollouts += book.rollouts_of(fate, group)
+    return rollouts, gone
+
+
+def decoder_of(model: str) -> Decode:
+    """Return what turns token ids into text; ids in angle brackets where the model has no tokenizer here."""
+    load: Any = function("transformers:AutoTokenizer")
+    try:
+        tokenizer = load.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        say(f"token ids are shown: {model} has no tokenizer here ({type(error).__name__})")
+        return lambda ids: "".join(f"<{number}>" for number in ids)
+    decode: Callable[..., str] = tokenizer.decode
+    return lambda ids: decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,0 +1,59 @@
+"""Between rollout and learner: the bound on lag, and the experience buffer."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from asyncrl.config.sections.section import Count, NonNegative, Seconds, Section, refuse
+
+
+class StalenessSection(Section):
+    """The bound on lag, per token, and what happens to a token beyond it.
+
+    `policy`: `mask` trains the rest of its group; `drop` drops the group and issues its prompt again;
+    `wait` lets a step wait for groups in flight that it would push over the bound, at most `max_wait_s`.
+    """
+
+    max_lag: NonNegative = 4
+    policy: Literal["mask", "drop", "wait"] = "mask"
+    max_wait_s: Seconds = 30.0
+    ready_batches: Count = 1
+
+
+REDIS_URL = re.compile(r"(rediss?://.+|\$\{[A-Za-z_][A-Za-z0-9_]*\})")
+MANAGED = "managed"
+"""Stands for the URL of a private server."""
+
+
+def check_url(url: str | None) -> str | None:
+    """Raise ValueError unless `url` can name a Redis."""
+    if url is None or url == MANAGED or REDIS_URL.fullmatch(url):
+        return url
+    raise refuse(
+        "a Redis URL, ${NAME}, or managed",
+        "Write redis://user:password@host:6379/0, rediss:// for TLS, or managed for a private server",
+    )
+
+
+class BufferSection(Section):
+    """The experience buffer.
+
+    `journal: redis` wants a `url`, in which `${NAME}` stands for the environment's NAME; `url: managed`
+    starts a private server beside the buffer. `fsync` is that of files and of the private server: any other
+    has its own setting.
+    """
+
+    journal: Literal["none", "file", "redis"] = "file"
+    url: Annotated[str | None, AfterValidator(check_url)] = None
+    fsync: Literal["everysec", "always", "never"] = "everysec"
+    memory_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    lease_s: Seconds = 60.0
+    max_attempts: Count = 3
+
+    @property
+    def redis_url(self) -> str | None:
+        """The URL of a Redis that is there; None where the buffer starts one."""
+        return None if self.url == MANAGED else self.url

@@ -1,0 +1,117 @@
+"""The learner and its models: the policy and the critic."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from asyncrl.config.sections.section import Count, Decay, NonNegative, Section, Text, refuse
+
+
+class ModelSection(Section):
+    """The policy: a Hugging Face folder, a hub id, or `builtin:digit_sort`.
+
+    A hub id is fetched once and pinned to the commit that was found; `owner/name@revision` names a branch,
+    a tag or a commit. What is a folder here is that folder, whatever is in its name.
+
+    `dtype` is that of the computation; the optimizer keeps float32. `float16` is for GPUs without
+    bfloat16: losses are scaled, and an update whose gradient overflows is computed again.
+    """
+
+    path: Text
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+
+
+class CriticSection(Section):
+    """The value model of PPO, made when `algorithm.advantage` needs values (`gae`, `vtrace`).
+
+    It starts from `path`, or from the policy's model with a value head of zeros, and shares the
+    learner's backend, parallelism and batches. `path` is as that of `model`.
+    """
+
+    path: Text | None = None
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+
+
+PLAIN_SCHEDULES = {"constant": 1.0, "cosine": 0.0}
+"""Courses of the learning rate without a number, and what each leaves of it at its end."""
+RATIO = re.compile(r"\d*\.?\d+(e-?\d+)?")
+
+
+def read_ratio(schedule: str) -> float:
+    """Return what a schedule leaves of the learning rate at its end, as a share.
+
+    Raises:
+        ValueError: It is no schedule.
+    """
+    if schedule in PLAIN_SCHEDULES:
+        return PLAIN_SCHEDULES[schedule]
+    kind, _, ratio = schedule.partition(":")
+    if kind == "cosine" and RATIO.fullmatch(ratio) and float(ratio) <= 1:
+        return float(ratio)
+    raise refuse(
+        "constant, cosine, or cosine:<ratio from 0 to 1>", "cosine:0.1 ends at a tenth of learner.lr"
+    )
+
+
+def check_schedule(schedule: str) -> str:
+    """Raise ValueError unless `schedule` is a course of the learning rate."""
+    read_ratio(schedule)
+    return schedule
+
+
+class LearnerSection(Section):
+    """The learner. Three sizes of a batch, from the outside in:
+
+    `groups_per_step`: groups (of `rollout.group_size` rows) that one learner step reserves and trains, after
+    which it publishes. It sets how many tokens a version learns from, and what a lag of 1 means.
+    `minibatches`: optimizer updates that a step is cut into, by whole groups in ticket order. More of them
+    take more, smaller and more off-policy updates from the same data.
+    `max_tokens_per_microbatch`: tokens, prompts included, that a rank computes at once. A minibatch's rows
+    are packed into as few microbatches of about the same work as this budget allows. It sets memory and
+    speed and never the result: gradients add up to those of the whole minibatch.
+
+    Its ranks are tp x pp x cp x dp: matrices, layers (each stage in `vpp` parts), tokens of a row and rows
+    are cut. `sequence_parallel` (with tp) and `recompute` save memory; `overlap` sends while computing.
+    `backend: fsdp2` runs any Hugging Face model, cut over dp; `compile` puts each of its layers through
+    torch.compile. `offload` keeps the optimizer's state in host memory, with fsdp2 the weights too.
+
+    `lr` is reached after `warmup_steps` learner steps of linear rise; `lr_schedule: cosine:0.1` goes down
+    from it to a tenth of it at the end of `steps`, `cosine` to 0. The critic's rate takes the same course.
+    """
+
+    backend: Literal["megatron", "fsdp2"] = "megatron"
+    tp: Count = 1
+    pp: Count = 1
+    vpp: Count = 1
+    cp: Count = 1
+    dp: Count = 1
+    sequence_parallel: bool = True
+    overlap: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    gpus: NonNegative = 0
+    cpus: Annotated[float, Field(ge=0)] = 1.0
+    groups_per_step: Count = 16
+    minibatches: Count = 1
+    max_tokens_per_microbatch: Count = 16384
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    lr_schedule: Annotated[str, AfterValidator(check_schedule)] = "constant"
+    warmup_steps: NonNegative = 0
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    offload: bool = False
+    compile: bool = False
+    steps: Count = 200
+
+    @property
+    def min_lr_ratio(self) -> float:
+        """What is left of `lr` at the end of `steps`, as a share."""
+        return read_ratio(self.lr_schedule)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes of the learner."""
+        return self.tp * self.pp * self.cp * self.dp

@@ -1,0 +1,51 @@
+"""Rewards: which are summed, and what length does to them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from asyncrl.config.coercion import as_rewards
+from asyncrl.config.sections.section import NAME_PATTERN, Count, Section, Share, Text
+
+
+class RewardPart(Section):
+    """One of the rewards that are summed: which, its weight, and the arguments that it takes.
+
+    `name` is what its metrics are called; without it, the last word of `fn`. docs/rewards.md lists the
+    arguments; a function of a file gets them by name.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=False, allow_inf_nan=False)
+
+    fn: Text
+    weight: float = 1.0
+    name: Annotated[str | None, Field(pattern=NAME_PATTERN)] = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What stands there besides the fields."""
+        return dict(self.model_extra or {})
+
+
+class OverlongSection(Section):
+    """An answer that reaches into the last `buffer_tokens` before `rollout.max_tokens` loses up to `penalty`,
+    in proportion (DAPO, arXiv 2503.14476).
+    """
+
+    buffer_tokens: Count
+    penalty: Annotated[float, Field(gt=0)] = 1.0
+
+
+class RewardSection(Section):
+    """`fn` is a registered name, `file.py:function`, the URL of a server, or a list of rewards
+    `{fn, weight, ...arguments}` that are summed.
+
+    A run ends if more than `max_error_rate` of the last answers could not be scored: a function raised, took
+    too long, or returned what is no finite number. With `overlong` long answers lose of their reward.
+    """
+
+    fn: Annotated[tuple[RewardPart, ...], BeforeValidator(as_rewards), Field(min_length=1)]
+    max_error_rate: Share = 0.2
+    overlong: OverlongSection | None = None

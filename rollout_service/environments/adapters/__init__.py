@@ -1,0 +1,1 @@
+"""Environments of other libraries, imported only when they are asked for."""

@@ -1,0 +1,153 @@
+"""Environments of the `verifiers` library: a `MultiTurnEnv` and its rubric, without its own sampling.
+
+Written to the interface of `verifiers` 0.1 (`init_state`, `setup_state`, `env_response`, `is_completed`, and
+a rubric's `score_rollout`), in both forms that its releases gave it. The tests use classes of that
+interface; the library is no dependency. Tried by hand with 0.1.9; later interfaces are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import ConfigError
+from rollout_service.environments.protocol import Environment, EnvironmentFailed, Step
+from rollout_service.rewards.score import Score
+
+if TYPE_CHECKING:
+    from rollout_service.data.prompts import Prompt
+
+
+NEEDED = ("env_response", "is_completed", "rubric")
+PARTS = ("prompt", "completion", "answer", "task", "info", "example_id")
+
+
+class VerifiersLibrary:
+    """Makes episodes of the environment `id`, for prompts that are chats.
+
+    A row's `extra_info` is the `info` of the library, its ground truth the `answer`, its `extra_info.task`
+    the `task`. Tool calls of the library's own tool environments are not parsed.
+
+    Args:
+        id: What `verifiers.load_environment` is called with.
+        arguments: For it too.
+        load: Loads an environment, in place of `verifiers.load_environment`.
+
+    Raises:
+        ConfigError: The library is not installed, or the environment has no turns of its own.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        arguments: Mapping[str, Any] | None = None,
+        load: Callable[..., Any] | None = None,
+    ) -> None:
+        self._env = (load or _import_load())(id, **dict(arguments or {}))
+        missing = [name for name in NEEDED if not hasattr(self._env, name)]
+        if missing:
+            raise ConfigError(f"the verifiers environment '{id}' has no {', '.join(missing)}")
+
+    def __call__(self, prompt: Prompt, seed: int) -> Environment:
+        """Return the environment of one episode."""
+        return VerifiersEpisode(self._env, prompt)
+
+
+class VerifiersEpisode(Environment):
+    """One episode: the library's state, fed with what the model says."""
+
+    def __init__(self, env: Any, prompt: Prompt) -> None:
+        if isinstance(prompt.content, str):
+            raise EnvironmentFailed(f"row {prompt.row} is no chat", hint="verifiers wants chat messages")
+        self._env = env
+        self._prompt = [dict(message) for message in prompt.content]
+        self._row = {
+            "prompt": self._prompt,
+            "answer": prompt.ground_truth,
+            "info": dict(prompt.extra_info),
+            "task": str(prompt.extra_info.get("task", "default")),
+            "example_id": prompt.row,
+        }
+        self._state: Any = {}
+
+    async def start(self) -> str:
+        self._state = await self._first_state()
+        if hasattr(self._env, "setup_state"):
+            self._state = await _awaited(self._env.setup_state(self._state)) or self._state
+        return ""
+
+    async def _first_state(self) -> Any:
+        """Return the library's own state where it makes one from a row (0.1.8), else what it had before."""
+        init_state = getattr(self._env, "init_state", None)
+        if init_state is None or "input" not in inspect.signature(init_state).parameters:
+            return {**self._row, "completion": [], "responses": [], "trajectory": [], "turn": 0, "timing": {}}
+        state = await _awaited(init_state(self._row, client=None, model="", sampling_args=None))
+        state["completion"], state["turn"] = [], 0
+        return state
+
+    async def step(self, answer: str) -> Step:
+        state = self._state
+        said = {"role": "assistant", "content": answer}
+        state["trajectory"].append({"prompt": self._messages(), "completion": [said]})
+        state["completion"].append(said)
+        state["turn"] += 1
+        if await self._is_completed():
+            return Step(is_done=True)
+        response = await _awaited(self._env.env_response(self._messages(), state))
+        if isinstance(response, tuple):  # releases before 0.1.8 give the state back too
+            response, self._state = response
+        messages = [_as_message(message) for message in response]
+        self._state["completion"] += messages
+        is_final = self._state.get("final_env_response") is not None
+        return Step(messages, is_done=is_final or not messages)
+
+    async def score(self) -> Score:
+        rubric, state = self._env.rubric, self._state
+        known = inspect.signature(rubric.score_rollout).parameters
+        if "completion" not in known:
+            others = {"score_sem": contextlib.nullcontext()} if "score_sem" in known else {}
+            await _awaited(rubric.score_rollout(state, **others))
+            return _score(state["reward"], state.get("metrics") or {})
+        parts = {name: state[name] for name in PARTS}
+        found = await _awaited(rubric.score_rollout(**parts, state=state))
+        return _score(found.reward, found.metrics)
+
+    def _messages(self) -> list[dict[str, str]]:
+        return [*self._prompt, *self._state["completion"]]
+
+    async def _is_completed(self) -> bool:
+        is_completed = self._env.is_completed
+        takes_messages = "messages" in inspect.signature(is_completed).parameters
+        arguments = (self._messages(), self._state) if takes_messages else (self._state,)
+        return bool(await _awaited(is_completed(*arguments)))
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if isinstance(value, Awaitable) else value
+
+
+def _as_message(message: Any) -> dict[str, str]:
+    found = message if isinstance(message, Mapping) else message.model_dump()
+    return {"role": str(found["role"]), "content": str(found.get("content") or "")}
+
+
+def _score(reward: Any, metrics: Mapping[str, Any]) -> Score:
+    parts = {str(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+    return Score(float(reward), parts)
+
+
+def _import_load() -> Callable[..., Any]:
+    try:
+        import verifiers
+    except ImportError as error:
+        raise ConfigError(
+            "rollout.environment: verifiers is not installed", hint="pip install verifiers==0.1.9"
+        ) from error
+    load: Callable[..., Any] | None = getattr(verifiers, "load_environment", None)
+    if load is None:
+        raise ConfigError(
+            "rollout.environment: this verifiers has no load_environment", hint="pip install verifiers==0.1.9"
+        )
+    return load

@@ -1,0 +1,112 @@
+"""Finds environments by name or by `file.py:Class`, with their arguments.
+
+Invariant: all that can be known to be wrong before an episode is a ConfigError here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.tree import EnvironmentSection
+from asyncrl.errors import ConfigError
+from rollout_service.environments.adapters.gymnasium_text import GymnasiumText
+from rollout_service.environments.adapters.verifiers_library import VerifiersLibrary
+from rollout_service.environments.protocol import METHODS, Environment, EnvironmentFactory
+from rollout_service.environments.tools.tool_use import ToolUse
+from rollout_service.user_file import import_file
+
+BUILT_IN: Mapping[str, Callable[..., EnvironmentFactory]] = {
+    "tools": ToolUse,
+    "gymnasium": GymnasiumText,
+    "verifiers": VerifiersLibrary,
+}
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """One kind of episodes.
+
+    Attributes:
+        make: Makes an episode's environment from its prompt and seed.
+        max_turns: How often the model may speak.
+        roles: Who speaks in observations, where prompts are chats.
+        tools: JSON schemas of functions that chats describe to the model.
+        opens: Whether an episode may begin with an observation. Chats are then tokenised without the
+            beginning of an answer (`conversation.without_answer`): the opening comes before it.
+    """
+
+    make: EnvironmentFactory
+    max_turns: int = 8
+    roles: Sequence[str] = ("user",)
+    tools: Sequence[Mapping[str, Any]] = ()
+    opens: bool = False
+
+
+def load_environment(environment: EnvironmentSection, folder: Path = Path()) -> Episodes:
+    """Return what `rollout.environment` names; files are relative to `folder`.
+
+    Raises:
+        ConfigError: There is no such name, file or class, or it does not take these arguments.
+    """
+    name, arguments = environment.name, environment.arguments
+    if name in BUILT_IN:
+        make: EnvironmentFactory = _call(name, BUILT_IN[name], arguments)
+        named: Any = make
+    else:
+        named = _find_class(name, folder)
+        _check_arguments(name, named, arguments)
+        make = functools.partial(named, **arguments)
+    return Episodes(
+        make,
+        environment.max_turns,
+        getattr(named, "roles", ("user",)),
+        getattr(named, "tools", ()),
+        opens=name == "gymnasium" or getattr(named, "start", Environment.start) is not Environment.start,
+    )
+
+
+def _call(
+    name: str, factory: Callable[..., EnvironmentFactory], arguments: dict[str, Any]
+) -> EnvironmentFactory:
+    try:
+        inspect.signature(factory).bind(**arguments)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(factory).parameters)
+        raise ConfigError(f"rollout.environment '{name}': {error}", hint=f"It takes {known}") from error
+    return factory(**arguments)
+
+
+def _find_class(name: str, folder: Path) -> Any:
+    file, separator, class_name = name.rpartition(":")
+    if not separator or not file.endswith(".py"):
+        raise ConfigError(
+            f"there is no environment '{name}'", hint=f"Use one of {sorted(BUILT_IN)} or file.py:Class"
+        )
+    cls = getattr(import_file(folder / file, "the environment's file"), class_name, None)
+    if not callable(cls):
+        raise ConfigError(f"{folder / file} has no class '{class_name}'")
+    missing = [method for method in METHODS if not callable(getattr(cls, method, None))]
+    if missing:
+        raise ConfigError(
+            f"the environment '{name}' has no {', '.join(missing)}",
+            hint="Derive it from rollout_service.environments.Environment and write `step`",
+        )
+    plain = [method for method in METHODS if not inspect.iscoroutinefunction(getattr(cls, method))]
+    if plain:
+        raise ConfigError(f"of the environment '{name}' {', '.join(plain)} must be `async def`")
+    return cls
+
+
+def _check_arguments(name: str, cls: Any, arguments: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(cls).bind(None, 0, **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"the environment '{name}' cannot be made: {error}",
+            hint="It is called with (prompt, seed, **arguments)",
+        ) from error

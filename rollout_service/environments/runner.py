@@ -1,0 +1,277 @@
+"""Episodes of several turns: the model and an environment speak in turn, token-exact.
+
+    generate -> say -> step -> (observe -> generate -> ...) -> score
+
+Invariant: what the model said is never tokenised again; `rollout.max_tokens` holds for all turns and
+observations together. The episode ends as `done` (the environment says so), `turns` (the limit of
+turns), or `length` (the token limit, also where the next observation would not fit).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from asyncrl.errors import AsyncrlError, WireError
+from asyncrl.experience import Trajectory, check_reward
+from rollout_service.data.prompts import TokenizedPrompt
+from rollout_service.engine.protocol import Completion, Engine, Sampling
+from rollout_service.environments.conversation import ChatTemplate, PlainText, Voice
+from rollout_service.environments.protocol import Environment, EnvironmentFailed, Observation, Step
+from rollout_service.environments.registry import Episodes
+from rollout_service.environments.transcript import Transcript, turn_seed
+from rollout_service.episode import EpisodeRunner, SingleTurn
+from rollout_service.rewards.score import Answer, Reward, RewardError, Score, checked_number
+from rollout_service.rewards.shaping import Overlong
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SCORED = "environment"
+"""Name of the reward part that an environment itself gives."""
+CALL_DEADLINE_S = 60.0
+"""Of one call of an environment's method."""
+CLOSE_DEADLINE_S = 5.0
+"""Of the call that ends an episode which failed or was ended: a drain waits for it."""
+
+
+class JudgingReward(Reward, Protocol):
+    """A reward that also hears of what environments did: scored their own episodes, or failed."""
+
+    def note_scored(self, score: Score) -> None:
+        """Count an episode that its environment scored."""
+
+    def note_failed(self, error: RewardError) -> None:
+        """Count it. Raises RewardsFailed after too many."""
+
+
+class MultiTurn:
+    """Runs episodes in environments of one kind.
+
+    Args:
+        episodes: Makes the environments, and says how many turns they have.
+        reward: Judges the last answer of episodes whose environment gives no reward.
+        has_chats: Whether any prompt is a chat; its tokenizer's template is then checked here.
+        overlong: What length does to the reward.
+
+    Raises:
+        ConfigError: The chat template cannot be used; see `conversation.ChatTemplate`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        episodes: Episodes,
+        reward: JudgingReward,
+        has_chats: bool,
+        overlong: Overlong | None = None,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._episodes = episodes
+        self._reward = reward
+        self._overlong = overlong
+        self._plain = PlainText(tokenizer)
+        self._chat = ChatTemplate(tokenizer, episodes.roles, episodes.tools) if has_chats else None
+
+    async def run(
+        self,
+        prompt: TokenizedPrompt,
+        sampling: Sampling,
+        episode_id: str,
+        carried: Trajectory | None = None,
+    ) -> Trajectory:
+        """Run one episode. An environment cannot go on elsewhere, so `carried` is begun anew.
+
+        Raises:
+            EngineError: A turn failed.
+            RewardError: The environment or the reward failed.
+        """
+        transcript = Transcript(prompt.token_ids.tolist(), sampling.max_tokens)
+        try:
+            answer, given = await self._play(prompt, sampling, transcript, episode_id)
+        except EnvironmentFailed as error:
+            self._reward.note_failed(error)
+            raise
+        if given is not None:
+            self._reward.note_scored(given)
+        score = await self._reward.score(answer) if given is None else given
+        reward = score.value
+        if self._overlong is not None:
+            reward = self._overlong.shape(reward, transcript.num_tokens)
+        return transcript.trajectory(score, reward, answer.finish_reason)
+
+    async def _play(
+        self, prompt: TokenizedPrompt, sampling: Sampling, transcript: Transcript, episode_id: str
+    ) -> tuple[Answer, Score | None]:
+        """Return the last answer, and the environment's own score if it gives one."""
+        environment = self._make(prompt, sampling)
+        try:
+            said, finish_reason = await self._converse(environment, prompt, sampling, transcript, episode_id)
+            given = _as_score(await _guarded(environment.score))
+        except BaseException:
+            await _close_ended(environment)
+            raise
+        await _guarded(environment.close)
+        return Answer(prompt.prompt, said, finish_reason, transcript.num_tokens), given
+
+    async def _converse(
+        self,
+        environment: Environment,
+        prompt: TokenizedPrompt,
+        sampling: Sampling,
+        transcript: Transcript,
+        episode_id: str,
+    ) -> tuple[str, str]:
+        """Speak in turn to the end; return the model's last answer and the reason of the end."""
+        voice = self._voice(prompt)
+        first = await _guarded(environment.start)
+        opening = self._opening_ids(voice, first)
+        if len(opening) >= transcript.num_left:
+            raise EnvironmentFailed(f"the first observation has {len(opening)} tokens, over the limit")
+        transcript.observe(opening)
+        while True:
+            completion = await self._take_turn(sampling, transcript, episode_id)
+            said = self._decode(completion)
+            if completion.finish_reason == "length":
+                return said, "length"
+            step = _checked(await _guarded(environment.step, said))
+            if step.is_done:
+                return said, "done"
+            if transcript.num_turns == self._episodes.max_turns:
+                return said, "turns"
+            told = _told_ids(partial(voice.observation_ids, completion.token_ids.tolist()), step.observation)
+            if len(told) >= transcript.num_left:
+                return said, "length"
+            transcript.observe(told)
+
+    def _opening_ids(self, voice: Voice, observation: Observation) -> list[int]:
+        if self._episodes.opens:
+            return _told_ids(voice.opening_ids, observation or "")
+        return _told_ids(partial(voice.observation_ids, []), observation) if observation else []
+
+    async def _take_turn(self, sampling: Sampling, transcript: Transcript, episode_id: str) -> Completion:
+        turn = transcript.num_turns
+        own = replace(sampling, max_tokens=transcript.num_left, seed=turn_seed(sampling.seed, turn))
+        request_id = f"{episode_id}.turn{turn}" if turn else episode_id
+        completion = await self._engine.generate(transcript.next_prompt(), own, request_id)
+        transcript.say(completion)
+        return completion
+
+    def _make(self, prompt: TokenizedPrompt, sampling: Sampling) -> Environment:
+        try:
+            return self._episodes.make(prompt.prompt, sampling.seed)
+        except AsyncrlError:
+            raise
+        except Exception as error:  # a user's class may raise anything; its group fails with this reason
+            raise EnvironmentFailed(_told("__init__", error)) from error
+
+    def _voice(self, prompt: TokenizedPrompt) -> Voice:
+        if isinstance(prompt.prompt.content, str):
+            return self._plain
+        assert self._chat is not None, "the owner says whether there are chats"
+        return self._chat
+
+    def _decode(self, completion: Completion) -> str:
+        text: str = self._tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        return text
+
+
+def build_runner(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    episodes: Episodes | None,
+    reward: JudgingReward,
+    prompts: Sequence[TokenizedPrompt],
+    overlong: Overlong | None = None,
+) -> EpisodeRunner:
+    """Return what runs the episodes of these prompts: of one turn without `episodes`.
+
+    Raises:
+        ConfigError: See `MultiTurn`.
+    """
+    if episodes is None:
+        return SingleTurn(engine, tokenizer, reward, overlong)
+    has_chats = any(not isinstance(prompt.prompt.content, str) for prompt in prompts)
+    return MultiTurn(engine, tokenizer, episodes, reward, has_chats, overlong)
+
+
+async def _guarded(method: Callable[..., Awaitable[T]], *arguments: object) -> T:
+    """Call a method of an environment, with a deadline. Raises EnvironmentFailed."""
+    what = method.__name__
+    try:
+        async with asyncio.timeout(CALL_DEADLINE_S):
+            return await method(*arguments)
+    except AsyncrlError:
+        raise
+    except TimeoutError as error:
+        raise EnvironmentFailed(f"the environment's '{what}' ran into a time limit: {error}") from error
+    except Exception as error:  # a user's method may raise anything; its group fails with this reason
+        raise EnvironmentFailed(_told(what, error)) from error
+
+
+async def _close_ended(environment: Environment) -> None:
+    """Close the environment of an episode that failed or was ended; the reason of that end stays."""
+    try:
+        async with asyncio.timeout(CLOSE_DEADLINE_S):
+            await environment.close()
+    except Exception as error:  # a user's method may raise anything, and the episode has ended as it is
+        log.warning("%s", _told("close", error))
+
+
+def _told_ids(tell: Callable[[Observation], list[int]], observation: Observation) -> list[int]:
+    """Return the tokens of an observation. Raises EnvironmentFailed: no tokens can be made of it."""
+    try:
+        return tell(observation)
+    except EnvironmentFailed:
+        raise
+    except AsyncrlError as error:
+        raise EnvironmentFailed(error.message, hint=error.hint) from error
+    except Exception as error:  # a template or a tokenizer may raise anything at what is no text
+        what = f"an observation cannot be tokenised: {type(error).__name__}: {error}"
+        raise EnvironmentFailed(what) from error
+
+
+def _told(what: str, error: Exception) -> str:
+    return f"the environment's '{what}' raised {type(error).__name__}: {error}"
+
+
+def _checked(step: Step) -> Step:
+    if not isinstance(step, Step):
+        raise EnvironmentFailed(f"the environment's 'step' returned {type(step).__name__}, not a Step")
+    return step
+
+
+def _as_score(given: float | Score | None) -> Score | None:
+    """Return what an environment said, its value as the first part: evaluations judge by that one.
+
+    Raises:
+        EnvironmentFailed: It is no finite number, or a group with it could not be pushed.
+    """
+    if given is None:
+        return None
+    told = given if isinstance(given, Score) else Score(_finite(given))
+    others = {name: value for name, value in told.parts.items() if name != SCORED}
+    score = Score(told.value, {SCORED: told.value, **others})
+    try:
+        check_reward(score.value, score.parts)
+    except WireError as error:
+        raise EnvironmentFailed(f"the environment's 'score' cannot be sent: {error.message}") from error
+    return score
+
+
+def _finite(given: float) -> float:
+    try:
+        return checked_number(SCORED, given)
+    except RewardError as error:
+        what = f"the environment's 'score' returned {given!r:.60}, which is no finite number"
+        raise EnvironmentFailed(what, kind=error.kind) from error

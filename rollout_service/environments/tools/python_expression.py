@@ -1,0 +1,105 @@
+"""Python expressions, evaluated by child processes that have next to nothing.
+
+A child (`expression_child.py`) knows no imports, no attributes and no names of ours, no environment,
+limits its own memory and time, and is killed when it does not answer. A few are kept warm. Invariant: a
+child that was cut short, for whatever reason, answers nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from pathlib import Path
+
+from asyncrl.errors import ConfigError
+from rollout_service.environments.tools.tool import ToolExhausted, ToolRefused
+
+CHILD = Path(__file__).with_name("expression_child.py")
+CHILD_ENVIRONMENT = {"PYTHONHASHSEED": "0"}
+"""Nothing else: an expression with a set of texts says the same in every child."""
+MAX_CHARS = 2000
+MAX_LINE_BYTES = 1 << 16
+MIN_MEMORY_BYTES = 64 << 20
+
+
+class PythonExpression:
+    """The tool `python`.
+
+    Args:
+        timeout_s: How long one expression may take, by the clock; its process is killed then.
+        memory_bytes: How much memory a process may have, the interpreter's 20 MB included.
+        processes: Most of them at once; further calls wait.
+
+    Raises:
+        ConfigError: Nothing could be evaluated within these limits.
+    """
+
+    name = "python"
+    description = "Evaluates a Python expression: arithmetic, lists, comprehensions, math.*, sum, sorted."
+    argument = "expression"
+
+    def __init__(self, timeout_s: float = 2.0, memory_bytes: int = 256 << 20, processes: int = 2) -> None:
+        if timeout_s <= 0 or memory_bytes < MIN_MEMORY_BYTES or processes < 1:
+            raise ConfigError(
+                "the tool 'python' cannot work within these limits",
+                hint="timeout_s above 0, memory_bytes of 64 MiB or more, processes from 1",
+            )
+        self._timeout_s = timeout_s
+        self._limits = (str(memory_bytes), str(math.ceil(timeout_s)))
+        self._permits = asyncio.Semaphore(processes)
+        self._idle: list[Process] = []
+
+    async def call(self, text: str) -> str:
+        if len(text) > MAX_CHARS:
+            raise ToolRefused(f"at most {MAX_CHARS} characters")
+        async with self._permits:
+            line = await self._ask(text)
+        if not line:
+            raise ToolExhausted("it took too much time or memory")
+        found = json.loads(line)
+        if not found["ok"]:
+            raise ToolRefused(found["text"])
+        return str(found["text"])
+
+    async def close(self) -> None:
+        """Kill the processes that wait. Without this they end when their input does: with this process."""
+        while self._idle:
+            await _kill(self._idle.pop())
+
+    async def _ask(self, text: str) -> bytes:
+        """Return the child's line, empty if it ended instead."""
+        child = self._idle.pop() if self._idle else await self._start()
+        assert child.stdin is not None and child.stdout is not None, "both are pipes"
+        line = b""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                child.stdin.write(json.dumps(text).encode() + b"\n")
+                line = await child.stdout.readline()
+        except TimeoutError:
+            raise ToolExhausted(f"it took longer than {self._timeout_s:g} s") from None
+        finally:
+            if line:
+                self._idle.append(child)
+            else:  # late, cancelled or dead
+                await _kill(child)
+        return line
+
+    async def _start(self) -> Process:
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-s", "-S", str(CHILD), *self._limits),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            env=CHILD_ENVIRONMENT,
+            cwd="/",
+            limit=MAX_LINE_BYTES,
+        )
+
+
+async def _kill(child: Process) -> None:
+    if child.returncode is None:
+        child.kill()
+    await child.wait()

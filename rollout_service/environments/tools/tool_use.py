@@ -1,0 +1,133 @@
+"""The environment `tools`: what the model calls is computed, and a turn without a call is its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import ConfigError
+from rollout_service.environments.protocol import Environment, Step
+from rollout_service.environments.tools.calculator import Calculator
+from rollout_service.environments.tools.calls import Call, CallFormat, JsonCalls, PatternCalls
+from rollout_service.environments.tools.python_expression import PythonExpression
+from rollout_service.environments.tools.tool import Tool, ToolExhausted, ToolRefused, cut_result, schema_of
+
+if TYPE_CHECKING:
+    from rollout_service.data.prompts import Prompt
+
+TOOLS = {"calculator": Calculator, "python": PythonExpression}
+MAX_CALLS = 8
+"""Of one turn; the others are refused."""
+TURN_DEADLINE_S = 40.0
+"""Of all calls of a turn, the wait for a free process included: below what the runner gives a step."""
+
+
+class ToolUse:
+    """Makes episodes that share their tools.
+
+    Args:
+        tools: Names, or a mapping from name to the tool's own arguments.
+        call: How a call is written: a pattern with one group, for the argument of the one tool. Without it
+            calls are JSON between `<tool_call>` tags.
+        reply: With `call`: what the model reads.
+        role: Without `call`: who speaks the results in a chat.
+
+    Raises:
+        ConfigError: There is no such tool, or it does not take these arguments.
+
+    >>> ToolUse(["calculator"], call=r"\\?(.+)", reply="!{result}=").roles
+    ('user',)
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[str] | Mapping[str, Mapping[str, Any] | None] = ("calculator",),
+        call: str | None = None,
+        reply: str = "{result}",
+        role: str = "tool",
+    ) -> None:
+        arguments = dict(tools) if isinstance(tools, Mapping) else dict.fromkeys(tools)
+        self._tools = {name: _build_tool(name, given or {}) for name, given in arguments.items()}
+        self._format = _choose_format(list(self._tools.values()), call, reply, role)
+
+    @property
+    def roles(self) -> Sequence[str]:
+        """Who speaks in observations."""
+        return self._format.roles
+
+    @property
+    def tools(self) -> list[Mapping[str, Any]]:
+        """The tools as chat templates want them."""
+        return [schema_of(tool) for tool in self._tools.values()]
+
+    def __call__(self, prompt: Prompt, seed: int) -> Environment:
+        """Return the environment of one episode."""
+        return ToolEpisode(self._tools, self._format)
+
+
+class ToolEpisode(Environment):
+    """Answers calls until a turn has none. It gives no reward: `reward.fn` judges that turn."""
+
+    def __init__(self, tools: Mapping[str, Tool], call_format: CallFormat) -> None:
+        self._tools = tools
+        self._format = call_format
+
+    async def step(self, answer: str) -> Step:
+        calls = self._format.find(answer)
+        if not calls:
+            return Step(is_done=True)
+        made = calls[:MAX_CALLS]
+        results = await self._answer_all(made)
+        results += ["error: not made, for this turn's calls took too long"] * (len(made) - len(results))
+        results += [f"error: at most {MAX_CALLS} calls in one turn"] * (len(calls) - len(results))
+        return Step(self._format.tell(results))
+
+    async def _answer_all(self, calls: Sequence[Call]) -> list[str]:
+        """Return the results up to the call that used up its time, or that of the turn."""
+        results: list[str] = []
+        try:
+            async with asyncio.timeout(TURN_DEADLINE_S):
+                for call in calls:
+                    results.append(await self._answer(call))
+        except ToolExhausted as error:
+            results.append(cut_result(f"error: {error}"))
+        except TimeoutError:
+            results.append("error: it took too long")
+        return results
+
+    async def _answer(self, call: Call) -> str:
+        tool = self._tools.get(call.tool)
+        if call.problem:
+            return f"error: {call.problem}"
+        if tool is None:
+            return f"error: there is no tool {call.tool[:40]!a}, only {', '.join(self._tools)}"
+        text = call.arguments.get(tool.argument)
+        if not isinstance(text, str):
+            return f"error: '{tool.name}' needs the text '{tool.argument}'"
+        try:
+            return cut_result(await tool.call(text))
+        except ToolExhausted:
+            raise
+        except ToolRefused as error:
+            return cut_result(f"error: {error}")
+
+
+def _build_tool(name: str, arguments: Mapping[str, Any]) -> Tool:
+    if name not in TOOLS:
+        raise ConfigError(f"there is no tool '{name}'", hint=f"Known are {', '.join(TOOLS)}")
+    try:
+        tool: Tool = TOOLS[name](**arguments)
+    except TypeError as error:
+        raise ConfigError(f"the tool '{name}' does not take {sorted(arguments)}: {error}") from error
+    return tool
+
+
+def _choose_format(tools: list[Tool], call: str | None, reply: str, role: str) -> CallFormat:
+    if not tools:
+        raise ConfigError("rollout.environment: no tools", hint=f"Name some of {', '.join(TOOLS)}")
+    if call is None:
+        return JsonCalls(role)
+    if len(tools) > 1:
+        raise ConfigError("a pattern of calls knows one tool only", hint="Leave 'call' out for JSON calls")
+    return PatternCalls(call, tools[0].name, tools[0].argument, reply)

@@ -1,0 +1,48 @@
+"""Evaluation of a model folder by itself: an engine in this process, no run, no buffer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from asyncrl.buffer.client import EvaluationOrder
+from asyncrl.config.tree import Config
+from asyncrl.errors import ConfigError
+from asyncrl.metrics.tallies import conclude
+from rollout_service.composition import build_engine
+from rollout_service.environments.registry import load_environment
+from rollout_service.evaluation.wiring import build_evaluator, load_held_out
+from rollout_service.rewards.registry import load_reward
+
+WHOLE = EvaluationOrder(id=0, step=0)
+
+
+def evaluate_model(config: Config) -> dict[str, float]:
+    """Return what the model of `config` makes of its held-out prompts, under the names of a run's evaluation.
+
+    Raises:
+        ConfigError: The data, the reward or the engine's settings cannot be used.
+        EngineError: vLLM cannot load the model, or died.
+    """
+    return asyncio.run(_evaluate(config))
+
+
+async def _evaluate(config: Config) -> dict[str, float]:
+    from transformers import AutoTokenizer
+
+    named = config.rollout.environment
+    episodes = None if named is None else load_environment(named)
+    tokenizer: Any = AutoTokenizer.from_pretrained(config.model.path)
+    held_out = load_held_out(config, tokenizer, episodes)
+    reward = load_reward(config.reward)
+    engine = build_engine(config, tokenizer)
+    evaluator = build_evaluator(config, engine, tokenizer, held_out, reward, episodes)
+    if evaluator is None:
+        raise ConfigError("there are no prompts to evaluate on", hint="Name a file with --data")
+    await reward.start()
+    try:
+        await engine.start()
+        return conclude(await evaluator.run(WHOLE))
+    finally:
+        await engine.shutdown()
+        await reward.close()

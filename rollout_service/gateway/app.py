@@ -1,0 +1,289 @@
+"""The gateway's routes: vLLM's own serving for models, chat and completions, and sessions around it.
+
+    POST /sessions                {"wait_s": 5}               -> a prompt, a session key, a deadline
+    POST /v1/chat/completions, /v1/completions, GET /v1/models   as OpenAI's, with the session key
+    POST /reward                  {"reward": 1.0, "parts": {}}   closes the episode; {"error": "…"} the group
+    GET  /health
+
+The last four also stand under `/sessions/<session key>`, for agents that know a `base_url` and no key.
+Owns what is read from strangers. Must never add a route of vLLM's besides those three: its development
+routes change weights. Invariant: a body is read up to `MAX_BODY_BYTES` and within `BODY_DEADLINE_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from rollout_service.gateway.history import Asked, Step, asked_in_chat, asked_in_completion
+from rollout_service.gateway.keys import GatewayKey
+from rollout_service.gateway.refusal import EpisodeFailed, Refusal, error_body
+from rollout_service.gateway.rules import check_request
+from rollout_service.gateway.sessions import Call, Desk, Session
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 4 << 20
+BODY_DEADLINE_S = 10.0
+DEFAULT_WAIT_S = 5.0
+MAX_WAIT_S = 60.0
+MAX_REASON_CHARS = 200
+RETRY_AFTER_S = 1
+SESSION = "/sessions/{key}"
+
+Body = dict[str, Any]
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Serving:
+    """vLLM's handlers of the two calls, which find their serving objects in `app.state`."""
+
+    def __init__(self, counters: Counter[str]) -> None:
+        from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.openai.completion.api_router import create_completion
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+        self._counters = counters
+        self._calls: dict[str, tuple[Any, Any]] = {
+            "chat": (ChatCompletionRequest, create_chat_completion),
+            "completion": (CompletionRequest, create_completion),
+        }
+
+    async def answer(self, kind: str, body: Body, session: Session, raw_request: Request) -> Response | None:
+        """Return vLLM's answer; None if the client has gone."""
+        from vllm.entrypoints.serve import create_error_response
+
+        form, create = self._calls[kind]
+        try:
+            request = form.model_validate({**body, "model": None})
+            request.session_id = session.id
+            response: Response | None = await create(request, raw_request)
+            return response
+        except Refusal:
+            raise
+        except Exception as error:  # vLLM's serving raises its own classes and others'; it sorts them itself
+            said = create_error_response(error)
+            self._counters["calls_refused"] += 1
+            log.info("a call of session %s was refused: %s", session.id, said.error.message)
+            return JSONResponse(said.model_dump(), status_code=said.error.code)
+
+
+class Held(Response):
+    """A response whose call ends with it, however it ends: also when its client hangs up."""
+
+    def __init__(self, response: Response, call: Call) -> None:
+        self._response = response
+        self._call = call
+        self.background = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._call.end()
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The handlers. `url`: where agents reach this gateway; `is_healthy`: whether the engine can go on."""
+
+    desk: Desk
+    serving: Serving
+    key: GatewayKey
+    url: Callable[[], str]
+    is_healthy: Callable[[], bool]
+
+    async def health(self, request: Request) -> Response:
+        is_healthy = self.is_healthy()
+        return JSONResponse({"healthy": is_healthy}, status_code=200 if is_healthy else 503)
+
+    async def open_session(self, request: Request) -> Response:
+        if not self.key.admits(_bearer(request)):
+            raise Refusal("the bearer key is missing or wrong", status=401, code="unauthorized")
+        body = await read_body(request)
+        wait_s = _number(body.get("wait_s", DEFAULT_WAIT_S), "wait_s")
+        if not 0 <= wait_s <= MAX_WAIT_S:
+            raise Refusal(f"'wait_s' must be from 0 to {MAX_WAIT_S:g}")
+        session = await self._open_for(request, wait_s)
+        return Response(status_code=499) if session is None else _json_response(self._describe(session))
+
+    async def models(self, request: Request) -> Response:
+        self._session(request)
+        models = await request.app.state.openai_serving_models.show_available_models()
+        return JSONResponse(models.model_dump())
+
+    async def chat(self, request: Request) -> Response:
+        return await self._call("chat", request, asked_in_chat)
+
+    async def completion(self, request: Request) -> Response:
+        return await self._call("completion", request, asked_in_completion)
+
+    async def reward(self, request: Request) -> Response:
+        self._session(request)
+        body = await read_body(request)
+        session = self._session(request)  # its group may have ended meanwhile
+        if error := body.get("error"):
+            reason = f"agent_failed: session {session.id}: {str(error)[:MAX_REASON_CHARS]}"
+            session.group.fail(EpisodeFailed(reason))
+            return JSONResponse({"closed": True})
+        if "reward" not in body:
+            raise Refusal("'reward' is missing", hint="Send a number, or 'error' with what went wrong")
+        session.close(_number(body["reward"], "reward"), _parts(body.get("parts") or {}))
+        return JSONResponse({"closed": True})
+
+    async def _call(self, kind: str, request: Request, read: Callable[[Body], Asked]) -> Response:
+        self._session(request)
+        body = await read_body(request)
+        session = self._session(request)
+        check_request(body, self.desk.rules)
+        call = session.begin(read(body))
+        is_answered = False
+        try:
+            call.max_tokens = _max_tokens(body)
+            response = await self.serving.answer(kind, _with_marker(body, call), session, request)
+            is_answered = True
+        finally:
+            if not is_answered:
+                call.end()
+        return Held(response or Response(status_code=499), call)
+
+    async def _open_for(self, request: Request, wait_s: float) -> Session | None:
+        """Return a new session; None, and nothing is held, if the client hung up while it waited."""
+        opening = asyncio.ensure_future(self.desk.open(wait_s))
+        leaving = asyncio.ensure_future(_hang_up(request))
+        try:
+            await asyncio.wait([opening, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if not leaving.done():
+                return await opening
+        finally:
+            leaving.cancel()
+            opening.cancel()
+        await asyncio.wait([opening])
+        if not opening.cancelled() and opening.exception() is None:
+            self.desk.take_back(opening.result())
+        return None
+
+    def _session(self, request: Request) -> Session:
+        return self.desk.find(request.path_params.get("key") or _bearer(request))
+
+    def _describe(self, session: Session) -> Body:
+        group, prompt = session.group, session.group.prompt.prompt
+        return {
+            "session": session.id,
+            "key": session.key,
+            "base_url": f"{self.url()}/sessions/{session.key}/v1",
+            "ticket": group.grant.ticket,
+            "sample": session.sample,
+            "deadline_s": self.desk.remaining_s(session),
+            "prompt": prompt.content,
+            "ground_truth": prompt.ground_truth,
+            "data_source": prompt.data_source,
+            "extra_info": dict(prompt.extra_info),
+        }
+
+
+def build_app(routes: Routes) -> FastAPI:
+    """Return the app; `app.state` still needs vLLM's serving objects."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_api_route("/health", routes.health, methods=["GET"])
+    app.add_api_route("/sessions", routes.open_session, methods=["POST"])
+    for prefix in ("", SESSION):
+        app.add_api_route(f"{prefix}/reward", routes.reward, methods=["POST"])
+        app.add_api_route(f"{prefix}/v1/models", routes.models, methods=["GET"])
+        app.add_api_route(f"{prefix}/v1/chat/completions", routes.chat, methods=["POST"])
+        app.add_api_route(f"{prefix}/v1/completions", routes.completion, methods=["POST"])
+    app.add_exception_handler(Refusal, _refuse)
+    return app
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else {}
+    return JSONResponse(error_body(str(error), error.status, error.code), error.status, headers)
+
+
+async def _hang_up(request: Request) -> None:
+    """Return when the client has gone; its body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_body(request: Request) -> Body:
+    """Return the JSON object of a request.
+
+    Raises:
+        Refusal: It is too long or too slow, is not called JSON, is none, or holds text without a UTF-8 form.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise Refusal("the content type must be application/json", status=415)
+    chunks, num_bytes = [], 0
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            async for chunk in request.stream():
+                num_bytes += len(chunk)
+                if num_bytes > MAX_BODY_BYTES:
+                    raise Refusal(f"the body is over the limit of {MAX_BODY_BYTES} bytes", status=413)
+                chunks.append(chunk)
+    except TimeoutError:
+        raise Refusal(f"the body did not come within {BODY_DEADLINE_S:g} s", status=408) from None
+    try:
+        text = b"".join(chunks).decode() or "{}"
+        body = json.loads(text)
+        if "\\u" in text:  # an escape can make half of a surrogate pair, which no message can carry on
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise Refusal("the body is not JSON in UTF-8") from None
+    if not isinstance(body, dict):
+        raise Refusal("the body must be a JSON object")
+    return body
+
+
+def _with_marker(body: Body, call: Call) -> Body:
+    """Return the body with the call's marker in place of the answer that is recorded."""
+    if call.step is not Step.NEXT or call.asked.kind != "chat":
+        return body
+    assert call.session.before is not None
+    place = len(call.session.before.content)
+    messages = list(body["messages"])
+    messages[place] = {"role": "assistant", "content": call.marker}
+    return {**body, "messages": messages}
+
+
+def _max_tokens(body: Body) -> int | None:
+    value = body.get("max_completion_tokens") or body.get("max_tokens")
+    return value if type(value) is int and value > 0 else None
+
+
+def _bearer(request: Request) -> str:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _number(value: Any, name: str) -> float:
+    if not isinstance(value, bool) and isinstance(value, int | float):
+        with contextlib.suppress(OverflowError):  # an int may have any number of digits
+            if math.isfinite(number := float(value)):
+                return number
+    raise Refusal(f"'{name}' must be a finite number")
+
+
+def _parts(parts: Any) -> Mapping[str, float]:
+    if not isinstance(parts, dict):
+        raise Refusal("'parts' must be an object of numbers by name")
+    return {name: _number(value, f"parts.{name}"[:MAX_REASON_CHARS]) for name, value in parts.items()}
+
+
+def _json_response(body: Body) -> Response:
+    """Return a response of what a data file holds, which may be more than JSON knows."""
+    return Response(json.dumps(body, default=str), media_type="application/json")

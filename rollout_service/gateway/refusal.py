@@ -1,0 +1,43 @@
+"""What the gateway answers when it does not do what it was asked.
+
+Owns the error that carries an HTTP status, and the error of a group whose agents did not bring it to an
+end. Messages go to strangers: they name what was asked for and never what this process holds.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from asyncrl.errors import AsyncrlError
+
+
+class Refusal(AsyncrlError, ValueError):
+    """A request that is answered with an error.
+
+    Attributes:
+        status: The HTTP status.
+        code: One word that a program can branch on.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", status: int = 400, code: str = "refused") -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made = partial(type(self), hint=self.hint, status=self.status, code=self.code)
+        return made, (self.message,)
+
+
+class EpisodeFailed(AsyncrlError, RuntimeError):
+    """A group of sessions that cannot become a group of trajectories; the message begins with the reason."""
+
+
+class NobodyCame(AsyncrlError, RuntimeError):
+    """A group of which no agent took a session: its lease goes back, and counts as no attempt."""
+
+
+def error_body(message: str, status: int, code: str) -> dict[str, Any]:
+    """Return the body that OpenAI's clients read an error from."""
+    return {"error": {"message": message, "type": code, "code": status, "param": None}}

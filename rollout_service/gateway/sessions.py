@@ -1,0 +1,415 @@
+"""Sessions: one agent's conversation, which becomes one trajectory of a leased group.
+
+    openers wait -> the replica leases a group -> its samples go to the openers -> calls -> reward
+    all siblings have a reward -> the group; one failed, or the deadline came -> EpisodeFailed
+
+Owns who holds which sample of which lease. A group is asked of the ledger only while somebody waits for
+a session. Invariant: a session belongs to one (ticket, attempt, sample) of a lease that is held; when the
+lease's group ends, in whatever way, its sessions are closed, and their keys answer with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, OrderedDict, deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncrl.buffer.client import LeaseGrant
+from asyncrl.buffer.ledger.orders import sample_seed
+from asyncrl.errors import AsyncrlError, WireError
+from asyncrl.experience import Group, Trajectory, check_reward
+from rollout_service.gateway.history import Asked, Step, follow
+from rollout_service.gateway.keys import lookup_of, make_marker, make_session_key
+from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame, Refusal
+from rollout_service.gateway.rules import Rules
+from rollout_service.gateway.transcript import Transcript, Turn, common_prompt
+
+if TYPE_CHECKING:
+    from rollout_service.data.prompts import PromptSet, TokenizedPrompt
+
+MAX_WAITING = 1024
+MAX_REMEMBERED = 4096
+"""Ended sessions whose keys still answer with the reason."""
+UNOPENED_S = 10.0
+"""How long a group waits for its first session: who asked for it may have gone, or asks again at once."""
+DRAINING = "draining: this replica is about to stop"
+LOST = "its group is no longer this replica's"
+
+
+@dataclass(eq=False)
+class Call:
+    """One request in flight.
+
+    Attributes:
+        max_tokens: Of the answer, if the client named a number.
+        marker: Stands in the rendered chat for the answer that is recorded.
+        request_id: The engine's, once it has the request.
+    """
+
+    session: Session
+    asked: Asked
+    step: Step
+    max_tokens: int | None = None
+    marker: str = field(default_factory=make_marker)
+    request_id: str = ""
+
+    def end(self) -> None:
+        """Let the session take the next call."""
+        if self.session.call is self:
+            self.session.call = None
+
+
+class Session:
+    """What one key opens. `deadline` is on the event loop's clock."""
+
+    def __init__(self, key: str, group: OpenGroup, sample: int) -> None:
+        self.key = key
+        self.group = group
+        self.sample = sample
+        self.transcript = Transcript()
+        self.before: Asked | None = None
+        self.call: Call | None = None
+        self.reward: float | None = None
+        self.parts: Mapping[str, float] = {}
+
+    @property
+    def id(self) -> str:
+        grant = self.group.grant
+        return f"{grant.ticket}.{grant.attempt}.{self.sample}"
+
+    def begin(self, asked: Asked) -> Call:
+        """Return the call that asks `asked`; `end` it in any case.
+
+        Raises:
+            Refusal: Another call is in flight, the reward was given, or the history changed. The last one
+                ends the group: what this agent says to its model is not what was recorded.
+        """
+        if self.reward is not None:
+            raise Refusal("this session is closed: its reward was given", status=410, code="session_closed")
+        if self.call is not None:
+            raise Refusal("a call of this session is in flight", status=409, code="call_in_flight")
+        try:
+            step = follow(self.before, self.transcript.last_text, self.transcript.ids, asked)
+        except Refusal as error:
+            self.group.fail(EpisodeFailed(f"{error.code}: session {self.id}: {error.message}"))
+            raise
+        self.call = Call(self, asked, step)
+        return self.call
+
+    def seed(self, run_seed: int, step: Step) -> int:
+        """Return the seed of a call: asked again, a turn has the seed that it had."""
+        turn = len(self.transcript.answers) - (step is Step.AGAIN)
+        seed = sample_seed(run_seed, self.group.grant.ticket, self.sample)
+        return seed if not turn else sample_seed(seed, self.group.grant.ticket, turn)
+
+    def record(self, call: Call, turn: Turn) -> None:
+        """Keep a call that ran to its end."""
+        if self.call is not call:
+            return  # its client has gone, and may have asked again
+        if call.step is Step.AGAIN:
+            self.transcript.replace_last(turn)
+        else:
+            self.transcript.add(turn)
+        self.before = call.asked
+
+    def close(self, reward: float, parts: Mapping[str, float]) -> None:
+        """End the episode with its reward; saying the same twice is no error.
+
+        Raises:
+            Refusal: A call is in flight, there is no answer to reward, another reward was given, the group
+                has ended, or could not be pushed with this reward.
+        """
+        if self.group.outcome.done() and not self.group.is_whole:
+            raise Refusal("this session's group has ended", status=410, code="session_closed")
+        if self.call is not None:
+            raise Refusal("a call of this session is in flight", status=409, code="call_in_flight")
+        if not self.transcript.answers:
+            raise Refusal("this session has no answer that a reward could be for", code="no_answer")
+        if self.reward is not None and (self.reward, dict(self.parts)) != (reward, dict(parts)):
+            raise Refusal("this session has another reward", status=409, code="session_closed")
+        try:
+            check_reward(reward, parts, self.group.part_names)
+        except WireError as error:
+            raise Refusal(error.message) from None
+        self.reward, self.parts = reward, parts
+        self.group.check_complete()
+
+
+class OpenGroup:
+    """A leased group whose samples agents generate."""
+
+    def __init__(self, grant: LeaseGrant, prompt: TokenizedPrompt, size: int, deadline: float) -> None:
+        self.grant = grant
+        self.prompt = prompt
+        self.size = size
+        self.deadline = deadline
+        self.sessions: list[Session] = []
+        self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def num_left(self) -> int:
+        """Samples that no agent has taken."""
+        return 0 if self.outcome.done() else self.size - len(self.sessions)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.outcome.done() and not self.outcome.cancelled() and self.outcome.exception() is None
+
+    @property
+    def num_rewarded(self) -> int:
+        return sum(session.reward is not None for session in self.sessions)
+
+    @property
+    def part_names(self) -> set[str]:
+        """Names of all parts of the rewards so far."""
+        return {name for session in self.sessions for name in session.parts}
+
+    def open(self) -> Session:
+        """Return a session for the first sample that nobody has; `sessions` are in the samples' order."""
+        free = set(range(self.size)) - {session.sample for session in self.sessions}
+        session = Session(make_session_key(), self, min(free))
+        self.sessions.insert(session.sample, session)
+        return session
+
+    def fail(self, error: AsyncrlError) -> None:
+        """End the group with `error`; the first one counts."""
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+
+    def check_complete(self) -> None:
+        """End the group well once every sibling has its reward."""
+        if self.num_rewarded == self.size and not self.outcome.done():
+            self.outcome.set_result(None)
+
+    def assemble(self, rules: Rules) -> Group:
+        """Return the group: its prompt is what the first prompts of all sessions begin with.
+
+        Raises:
+            EpisodeFailed: The prompts have nothing in common, or too much after what they have.
+        """
+        first_prompts = [session.transcript.first_prompt for session in self.sessions]
+        num_common = common_prompt(first_prompts)
+        if not num_common:
+            raise EpisodeFailed("prompts_differ: the first prompts of the siblings begin differently")
+        trajectories = tuple(self._trajectories(num_common, rules.masks_cut))
+        longest = max(trajectory.num_tokens for trajectory in trajectories)
+        if longest > rules.max_tokens:
+            raise EpisodeFailed(
+                f"prompts_differ: after the {num_common} tokens that the siblings' prompts share, a "
+                f"trajectory has {longest}, over rollout.max_tokens ({rules.max_tokens})"
+            )
+        prompt_ids = np.asarray(first_prompts[0][:num_common], dtype=np.int32)
+        return Group(self.grant.ticket, self.grant.attempt, prompt_ids, trajectories)
+
+    def _trajectories(self, num_common: int, masks_cut: bool) -> Iterator[Trajectory]:
+        for session in self.sessions:
+            trajectory = session.transcript.trajectory(num_common, session.reward or 0.0, session.parts)
+            is_masked = masks_cut and trajectory.finish_reason == "length"
+            mask = np.zeros_like(trajectory.loss_mask) if is_masked else trajectory.loss_mask
+            yield replace(trajectory, loss_mask=mask)
+
+
+class Desk:
+    """Gives sessions out and brings groups in. All calls come from one event loop.
+
+    Args:
+        deadline_s: From a group's lease to the reward of its last session.
+        abort: Ends requests in the engine, by id.
+    """
+
+    def __init__(
+        self,
+        prompts: PromptSet,
+        rules: Rules,
+        deadline_s: float,
+        abort: Callable[[list[str]], Awaitable[None]],
+    ) -> None:
+        self.rules = rules
+        self.counters: Counter[str] = Counter()
+        self.on_demand: Callable[[], None] = lambda: None
+        self._prompts = prompts
+        self._deadline_s = deadline_s
+        self._abort = abort
+        self._groups: dict[tuple[int, int], OpenGroup] = {}
+        self._sessions: dict[bytes, Session] = {}
+        self._by_id: dict[str, Session] = {}
+        self._ended: OrderedDict[bytes, str] = OrderedDict()
+        self._waiting: deque[asyncio.Future[Session]] = deque()
+        self._closed_for = ""
+
+    # Agents
+
+    async def open(self, wait_s: float) -> Session:
+        """Return a new session, within `wait_s`.
+
+        Raises:
+            Refusal: There is no group for it: the ledger admits none, or this replica is full or draining.
+        """
+        if self._closed_for:
+            raise Refusal(self._closed_for, status=503, code="draining")
+        group = next((group for group in self._groups.values() if group.num_left), None)
+        if group is not None:
+            return self._enter(group.open())
+        if len(self._waiting) >= MAX_WAITING:
+            raise Refusal("too many agents wait for a session", status=503, code="no_session")
+        waiter: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        self.on_demand()
+        try:
+            return await asyncio.wait_for(waiter, wait_s)
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.take_back(waiter.result())
+            raise
+        except TimeoutError:
+            what = f"no group was admitted within {wait_s:g} s"
+            hint = "The learner has enough for now, or this replica is full; ask again"
+            raise Refusal(what, hint=hint, status=503, code="no_session") from None
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+
+    def take_back(self, session: Session) -> None:
+        """Free the sample of a session whose agent had gone before it got the key."""
+        group = session.group
+        if group.outcome.done():
+            return  # its end ends the session
+        group.sessions.remove(session)
+        del self._sessions[lookup_of(session.key)], self._by_id[session.id]
+        self.counters["sessions_taken_back"] += 1
+        self._serve_waiting(group)
+
+    def find(self, key: str) -> Session:
+        """Return the session that `key` opens. Raises Refusal: there is none, or it has ended."""
+        lookup = lookup_of(key)
+        session = self._sessions.get(lookup)
+        if session is not None:
+            return session
+        if lookup in self._ended:
+            raise Refusal(f"this session has ended: {self._ended[lookup]}", status=410, code="session_closed")
+        raise Refusal("the session key is missing or wrong", status=401, code="unauthorized")
+
+    def call_of(self, session_id: str | None) -> Call:
+        """Return the call in flight of the session with this id."""
+        session = self._by_id.get(session_id or "")
+        if session is None or session.call is None:
+            raise Refusal("this session has ended", status=410, code="session_closed")
+        return session.call
+
+    def why_ended(self, session: Session) -> str:
+        """Return the reason that the key of an ended session answers with."""
+        return self._ended.get(lookup_of(session.key), "it was aborted")
+
+    def remaining_s(self, session: Session) -> float:
+        return max(0.0, session.group.deadline - asyncio.get_running_loop().time())
+
+    # The replica
+
+    @property
+    def num_groups_wanted(self) -> int:
+        """How many groups the agents that wait could begin."""
+        return math.ceil(len(self._waiting) / self.rules.group_size)
+
+    def status(self) -> dict[str, Any]:
+        """Return how many sessions are open, wait, and what became of earlier ones."""
+        counts = {"sessions": len(self._sessions), "sessions_waiting": len(self._waiting)}
+        return {**counts, "sessions_counted": dict(self.counters)}
+
+    async def run(self, grant: LeaseGrant, carried: Group | None = None) -> Group:
+        """Let agents generate the grant's group, and return it. The same seam as `GroupRunner.run`.
+
+        Nothing is carried: an agent's own state is not among the tokens.
+
+        Raises:
+            EpisodeFailed: The siblings were not complete by the deadline, or one of them failed.
+            NobodyCame: No agent has a session of the group.
+            EngineDied: The engine is gone.
+        """
+        deadline = asyncio.get_running_loop().time() + self._deadline_s
+        prompt, size = self._prompts.at(grant.index), self.rules.group_size
+        group = self._groups[grant.key] = OpenGroup(grant, prompt, size, deadline)
+        ending = LOST
+        self._serve_waiting(group)
+        try:
+            await self._outcome_of(group)
+            assembled = group.assemble(self.rules)
+            ending = "its group is complete"
+            return assembled
+        except TimeoutError:
+            what = self._what_is_missing(group)
+            error = EpisodeFailed(what) if group.sessions else NobodyCame(what)
+            ending = error.message
+            raise error from None
+        except AsyncrlError as error:
+            ending = error.message
+            raise
+        finally:
+            self.counters["groups_complete" if group.is_whole else "groups_ended"] += 1
+            await self._end(group, self._closed_for if ending == LOST and self._closed_for else ending)
+
+    def is_complete(self, group: Group) -> bool:
+        """Tell whether a group that `run` returned is whole: it always is."""
+        return True
+
+    def fits(self, grant: LeaseGrant, carried: Group) -> bool:
+        """Tell whether agents could go on from what another replica's group came to: they cannot."""
+        return False
+
+    def refuse_sessions(self, why: str = DRAINING) -> None:
+        """Give no more sessions out. Groups with all their siblings go on; the others are handed back."""
+        self._closed_for = why
+        for group in self._groups.values():
+            if group.num_left:
+                group.outcome.cancel()
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_exception(Refusal(why, status=503, code="draining"))
+
+    def fail_all(self, error: AsyncrlError) -> None:
+        """End all groups: the engine cannot go on."""
+        for group in self._groups.values():
+            group.fail(error)
+
+    async def _outcome_of(self, group: OpenGroup) -> None:
+        """Wait until all siblings have a reward. Raises the group's error, TimeoutError if they have not."""
+        await asyncio.wait([group.outcome], timeout=min(UNOPENED_S, self._deadline_s))
+        if not (group.sessions or group.outcome.done()):
+            raise TimeoutError
+        await asyncio.wait_for(group.outcome, group.deadline - asyncio.get_running_loop().time())
+
+    def _serve_waiting(self, group: OpenGroup) -> None:
+        while group.num_left and self._waiting:
+            waiter = self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(self._enter(group.open()))
+
+    def _enter(self, session: Session) -> Session:
+        self._sessions[lookup_of(session.key)] = self._by_id[session.id] = session
+        self.counters["sessions"] += 1
+        return session
+
+    def _what_is_missing(self, group: OpenGroup) -> str:
+        return (
+            f"siblings_missing: {group.num_rewarded} of {group.size} sessions had a reward after "
+            f"{self._deadline_s:g} s, {len(group.sessions)} were opened"
+        )
+
+    async def _end(self, group: OpenGroup, ending: str) -> None:
+        del self._groups[group.grant.key]
+        group.outcome.cancel()  # where it is still open: nothing of the group counts any more
+        in_flight = []
+        for session in group.sessions:
+            lookup = lookup_of(session.key)
+            del self._sessions[lookup], self._by_id[session.id]
+            self._ended[lookup] = ending
+            if session.call is not None and session.call.request_id:
+                in_flight.append(session.call.request_id)
+        while len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+        if in_flight:
+            await self._abort(in_flight)

@@ -1,0 +1,126 @@
+"""What a reward judges, what it answers, and what its parts must do.
+
+Invariant: a `Score` holds finite numbers only; whatever cannot be one is a `RewardError`, and never
+reaches a trajectory.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from asyncrl.errors import AsyncrlError
+
+Fault = Literal["raised", "timeout", "not_finite", "not_a_number", "died", "unreachable", "refused"]
+"""What went wrong: the function raised, took too long, or returned NaN or no number at all; its process
+died; the server could not be reached, or would not score the answer."""
+
+
+MAX_NUMBER = 3.4028234663852886e38
+"""The largest of 32 bits: rewards are sent as such."""
+
+
+class RewardError(AsyncrlError, ValueError):
+    """An answer could not be scored; `kind` says how. The message can be sent: it encodes as UTF-8."""
+
+    def __init__(self, message: str, *, hint: str = "", kind: Fault = "raised") -> None:
+        super().__init__(message.encode("utf-8", "backslashreplace").decode(), hint=hint)
+        self.kind: Fault = kind
+
+
+class RewardsFailed(RewardError):
+    """More answers than `reward.max_error_rate` allows could not be scored: the run must end."""
+
+
+class Task(Protocol):
+    """What a reward may know of a prompt (`rollout_service.data.prompts.Prompt` is one)."""
+
+    @property
+    def row(self) -> int: ...
+
+    @property
+    def content(self) -> Any: ...
+
+    @property
+    def ground_truth(self) -> Any: ...
+
+    @property
+    def data_source(self) -> str: ...
+
+    @property
+    def extra_info(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a reward function judges."""
+
+    prompt: Task
+    response: str
+    finish_reason: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an answer is worth.
+
+    Attributes:
+        value: The reward.
+        parts: What it is made of, by name, before weighting.
+    """
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert all(math.isfinite(value) for value in (self.value, *self.parts.values())), "checked where made"
+
+
+class Reward(Protocol):
+    """Anything that scores answers, one call per answer, many at once."""
+
+    async def score(self, answer: Answer) -> Score:
+        """Return what the answer is worth. Raises RewardError."""
+
+
+class Part(Protocol):
+    """One number about an answer: a function, a model, or a server."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def start(self) -> None:
+        """Start what it needs. Raises ConfigError if that cannot be used."""
+
+    async def value(self, answer: Answer) -> float:
+        """Return a finite number. Raises RewardError."""
+
+    async def close(self) -> None:
+        """End what it started; calls under way fail."""
+
+    def child_pids(self) -> list[int]:
+        """Return the processes that it started and that live."""
+
+
+def checked_number(name: str, value: Any) -> float:
+    """Return what the reward `name` said as a float that is finite in 32 bits.
+
+    Raises:
+        RewardError: It is no number, or not such a one.
+    """
+    if not isinstance(value, numbers.Real):
+        said = f"a {type(value).__name__} ({value!r:.60})"
+        raise RewardError(f"the reward '{name}' returned {said}, not a number", kind="not_a_number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= MAX_NUMBER:  # nan neither
+        raise RewardError(
+            f"the reward '{name}' returned {number}, which is no finite number of 32 bits", kind="not_finite"
+        )
+    return number

@@ -1,0 +1,112 @@
+"""A reward model in a process beside the replica: one of Hugging Face's sequence classifiers, in batches.
+
+The process is the replica's own, so it grows, drains and dies with it. Invariant: one batch at a time; a
+batch that hangs or kills the process fails its own answers, and the next one starts a new process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from rollout_service.rewards.score import Answer, RewardError
+from rollout_service.rewards.served.batches import Batches, Item, Outcome
+from rollout_service.rewards.served.child import Child, ChildDied
+from rollout_service.rewards.served.frames import pack_frame
+from rollout_service.rewards.served.pool import plain_answer
+
+MODULE = "rollout_service.rewards.served.model_process"
+START_DEADLINE_S = 300.0
+WAIT_S = 0.005
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model scores, and where.
+
+    Attributes:
+        path: Folder of a sequence classifier and its tokenizer.
+        label: Index of the label whose probability is the reward; None takes the only logit of a model
+            with one label.
+        device: `cpu` or `cuda`, a share of the replica's GPU.
+        dtype: Of the weights.
+    """
+
+    path: str
+    label: int | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+
+
+class ModelReward:
+    """A part that a model computes.
+
+    Args:
+        batch: Answers at once.
+        deadline_s: Of one batch, from when the model takes it up.
+    """
+
+    def __init__(self, name: str, settings: ModelSettings, batch: int = 16, deadline_s: float = 60.0) -> None:
+        self.name = name
+        self._settings = settings
+        self._deadline_s = deadline_s
+        self._child: Child | None = None
+        self._batches = Batches(self._run, batch, WAIT_S, 1)
+
+    async def start(self) -> None:
+        """Load the model. Raises ConfigError if it cannot be used."""
+        try:
+            self._child = await Child.start(MODULE, asdict(self._settings), START_DEADLINE_S)
+        except (ChildDied, TimeoutError) as error:
+            raise ConfigError(f"the model of the reward '{self.name}' did not start: {error}") from error
+
+    async def value(self, answer: Answer) -> float:
+        """Return the model's number. Raises RewardError."""
+        item = text_of(answer)
+        try:
+            pack_frame(item)
+        except ValueError as error:  # alone: its batch would fail with it
+            message = f"row {answer.prompt.row} cannot be handed to the reward '{self.name}': {error}"
+            raise RewardError(message, kind="refused") from error
+        return await self._batches.value(item)
+
+    async def close(self) -> None:
+        """End the process."""
+        await self._batches.close()
+        if self._child is not None:
+            await self._child.close()
+
+    def child_pids(self) -> list[int]:
+        """Return the process, while it lives."""
+        return [self._child.pid] if self._child is not None and self._child.is_alive else []
+
+    async def _run(self, items: Sequence[Item]) -> Sequence[Outcome]:
+        try:
+            if self._child is None or not self._child.is_alive:
+                if self._child is not None:
+                    await self._child.kill()  # what it started may live
+                await self.start()
+            assert self._child is not None, "it was just started"
+            reply = await self._child.ask({"items": list(items)}, self._deadline_s)
+        except (ChildDied, ConfigError, TimeoutError, ValueError) as error:
+            if self._child is not None:
+                await self._child.kill()
+            kind = "timeout" if isinstance(error, TimeoutError) else "died"
+            said = f"no answer after {self._deadline_s:g} s" if kind == "timeout" else str(error)
+            message = f"the model of the reward '{self.name}': {said}"
+            raise RewardError(message, kind="timeout" if kind == "timeout" else "died") from error
+        return [self._outcome(item, said) for item, said in zip(items, reply["scores"], strict=True)]
+
+    def _outcome(self, item: Item, said: Any) -> Outcome:
+        if isinstance(said, float):
+            return said
+        kind, what = said
+        return RewardError(f"the reward '{self.name}' (row {item['row']}): {what}", kind=kind)
+
+
+def text_of(answer: Answer) -> Mapping[str, Any]:
+    """Return what the model reads: prompt and response."""
+    told = plain_answer(answer)
+    return {name: told[name] for name in ("prompt", "response", "row")}

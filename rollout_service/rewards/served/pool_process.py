@@ -1,0 +1,79 @@
+"""The process of a pooled reward: loads one function, then scores one answer after the other.
+
+It must never import what the replica imports: it starts in a fraction of a second and stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import ConfigError
+from rollout_service.rewards.calling import BoundFunction, ScoreFunction
+from rollout_service.rewards.matching import score_format
+from rollout_service.rewards.score import Answer, RewardError
+from rollout_service.rewards.served.frames import ParentLink
+from rollout_service.rewards.served.symbolic import load_math_verify
+from rollout_service.user_file import import_file
+
+BUILT_IN = ("math_verify", "format")
+
+
+@dataclass(frozen=True)
+class PlainTask:
+    """A `Task` out of plain values."""
+
+    row: int
+    content: Any
+    ground_truth: Any
+    data_source: str
+    extra_info: Mapping[str, Any]
+
+
+def main() -> None:
+    """Serve until the parent leaves."""
+    link = ParentLink()
+    settings = link.receive()
+    try:
+        bound = load_function(**settings)
+    except ConfigError as error:
+        link.send({"refused": str(error)})
+        return
+    link.send({})
+    while True:
+        link.send(answer_request(bound, link.receive()))
+
+
+def answer_request(bound: BoundFunction, request: dict[str, Any]) -> dict[str, Any]:
+    """Return `{value}`, or `{error, kind}`."""
+    told = (request["row"], request["prompt"], request["ground_truth"], request["data_source"])
+    task = PlainTask(*told, request["extra_info"])
+    try:
+        answer = Answer(task, request["response"], request["finish_reason"], request["num_tokens"])
+        return {"value": bound(answer)}
+    except RewardError as error:
+        return {"error": error.message, "kind": error.kind}
+
+
+def load_function(name: str, function: str, arguments: Mapping[str, Any]) -> BoundFunction:
+    """Return the function that `function` names. Raises ConfigError: there is none, or it takes less."""
+    if function == "format":
+        return BoundFunction(name, score_format, arguments, is_closed=True)
+    if function == "math_verify":
+        return BoundFunction(name, load_math_verify(), arguments, is_closed=True)
+    file, _, attribute = function.rpartition(":")
+    return BoundFunction(name, load_from_file(Path(file), attribute), arguments)
+
+
+def load_from_file(path: Path, attribute: str) -> ScoreFunction:
+    """Return a function of a Python file. Raises ConfigError."""
+    found = getattr(import_file(path, "the reward file"), attribute, None)
+    if not callable(found):
+        raise ConfigError(f"{path} has no function '{attribute}'")
+    return found  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    main()

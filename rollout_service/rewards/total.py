@@ -1,0 +1,165 @@
+"""The reward of a run: its parts weighed and summed, counted, and watched for failures.
+
+Invariant: every answer is counted once, as scored or as failed; once the share of failed ones is over the
+limit, every further call raises `RewardsFailed`, so that the replica ends and the run with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.errors import WireError
+from asyncrl.experience import MAX_REWARD_PARTS, check_reward
+from rollout_service.rewards.score import Answer, Part, RewardError, RewardsFailed, Score
+
+WINDOW_ANSWERS = 256
+"""The share of failed answers is taken over so many of the last ones."""
+MIN_ANSWERS = 20
+"""Nothing is said of fewer answers."""
+LAST_REASONS = 3
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A part and what its value is multiplied by."""
+
+    part: Part
+    weight: float = 1.0
+
+
+class ErrorRate:
+    """Counts answers that could not be scored, by kind, and says when there were too many.
+
+    Args:
+        max_error_rate: Of the last `WINDOW_ANSWERS`; 1 never ends a run.
+    """
+
+    def __init__(self, max_error_rate: float) -> None:
+        self._max_error_rate = max_error_rate
+        self._failed: deque[bool] = deque(maxlen=WINDOW_ANSWERS)
+        self._reasons: deque[str] = deque(maxlen=LAST_REASONS)
+        self.kinds: Counter[str] = Counter()
+        self.verdict: RewardsFailed | None = None
+
+    def add_scored(self) -> None:
+        """Count an answer that was scored."""
+        self._failed.append(False)
+
+    def add_failed(self, error: RewardError) -> None:
+        """Count one that was not; sets `verdict` when there were too many."""
+        self._failed.append(True)
+        self.kinds[error.kind] += 1
+        if error.message not in self._reasons:
+            self._reasons.append(error.message)
+        num_failed, num_answers = sum(self._failed), len(self._failed)
+        if num_answers < MIN_ANSWERS or num_failed <= self._max_error_rate * num_answers:
+            return
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
+        self.verdict = RewardsFailed(
+            f"{num_failed} of the last {num_answers} answers could not be scored, over reward.max_error_rate "
+            f"({self._max_error_rate:g}). Since the start: {kinds}. The last reasons: "
+            + "; ".join(self._reasons),
+            hint="Mend the reward, or raise reward.max_error_rate",
+            kind=error.kind,
+        )
+
+
+class TotalReward:
+    """The weighted sum of parts that are asked at once.
+
+    Args:
+        rate: Counts failures; None counts nothing, for evaluations.
+    """
+
+    def __init__(self, parts: Sequence[Weighed], rate: ErrorRate | None = None) -> None:
+        self._parts = tuple(parts)
+        self._rate = rate
+        self._sums = {weighed.part.name: [0, 0.0] for weighed in self._parts}
+
+    async def start(self) -> None:
+        """Start what the parts need. Raises ConfigError if one cannot be used."""
+        for weighed in self._parts:
+            await weighed.part.start()
+
+    async def close(self) -> None:
+        """End what the parts started."""
+        for weighed in self._parts:
+            await weighed.part.close()
+
+    def for_evaluation(self) -> TotalReward:
+        """Return the same reward, whose calls are not counted and never end the run."""
+        return TotalReward(self._parts)
+
+    async def score(self, answer: Answer) -> Score:
+        """Return the sum and its parts. Raises RewardError, and RewardsFailed once too many failed."""
+        rate = self._rate
+        if rate is not None and rate.verdict is not None:
+            raise rate.verdict
+        try:
+            score = self._sum(await self._values(answer))
+        except RewardError as error:
+            self.note_failed(error)
+            raise
+        self.note_scored(score)
+        return score
+
+    def note_scored(self, score: Score) -> None:
+        """Count an answer that was scored, here or by its environment."""
+        if self._rate is None:
+            return
+        self._rate.add_scored()
+        for name, value in score.parts.items():
+            if name not in self._sums and len(self._sums) >= MAX_REWARD_PARTS:
+                continue  # no group could hold it; its push is refused
+            counted = self._sums.setdefault(name, [0, 0.0])
+            counted[0] += 1
+            counted[1] += value
+
+    def note_failed(self, error: RewardError) -> None:
+        """Count an answer that failed, here or before it came here. Raises RewardsFailed after too many."""
+        if self._rate is None:
+            return
+        self._rate.add_failed(error)
+        if self._rate.verdict is not None:
+            raise self._rate.verdict from error
+
+    async def _values(self, answer: Answer) -> list[float]:
+        if len(self._parts) == 1:
+            return [await self._parts[0].part.value(answer)]
+        failures: list[RewardError] = []
+        calls: list[asyncio.Task[float]] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                calls = [tasks.create_task(weighed.part.value(answer)) for weighed in self._parts]
+        except* RewardError as group:
+            failures = [error for error in group.exceptions if isinstance(error, RewardError)]
+        if failures:
+            raise failures[0]
+        return [call.result() for call in calls]
+
+    def _sum(self, values: Sequence[float]) -> Score:
+        value = sum(weighed.weight * value for weighed, value in zip(self._parts, values, strict=True))
+        try:
+            check_reward(value, {})
+        except WireError as error:
+            what = "the weighted sum of the rewards is no finite number of 32 bits"
+            raise RewardError(what, kind="not_finite") from error
+        names = (weighed.part.name for weighed in self._parts)
+        return Score(value, dict(zip(names, values, strict=True)))
+
+    def counts(self) -> dict[str, Any]:
+        """Return, since the start, each part's (count, sum) and the failures by kind."""
+        errors = {} if self._rate is None else dict(self._rate.kinds)
+        sums = list(self._sums.items())  # at once: the thread that scores may add a name meanwhile
+        return {
+            "reward_parts": {name: list(pair) for name, pair in sums},
+            "reward_errors": errors,
+        }
+
+    def child_pids(self) -> list[int]:
+        """Return the processes that the parts started and that live."""
+        return [pid for weighed in self._parts for pid in weighed.part.child_pids()]

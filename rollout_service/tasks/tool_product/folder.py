@@ -1,0 +1,67 @@
+"""What stands in the task's folder: model, tokenizer, `train.parquet`, `eval.parquet` and `task.json`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rollout_service.tasks.recipes import make_by_recipe
+from rollout_service.tasks.tool_product.examples import draw_split
+from rollout_service.tasks.tool_product.vocabulary import Factors, answer_text, build_tokenizer, prompt_text
+
+log = logging.getLogger(__name__)
+
+TASK = "tool_product"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides the content of the folder."""
+
+    seed: int = 0
+    num_warm_start_steps: int = 350
+    num_train: int = 20_000
+    num_held_out: int = 512
+
+
+def make_folder(folder: Path, recipe: Recipe = Recipe()) -> Path:
+    """Make `folder` unless it is complete, and return it.
+
+    Raises:
+        DataError: The folder exists, but was not made by this recipe.
+    """
+    return make_by_recipe(folder, TASK, recipe, _fill)
+
+
+def _fill(folder: Path, recipe: Recipe) -> dict[str, Any]:
+    # Imports torch: only when a folder has to be made.
+    from rollout_service.tasks.tool_product.warm_start import train_warm_start
+
+    split = draw_split(recipe.seed, recipe.num_train, recipe.num_held_out)
+    write_prompts(folder / "train.parquet", split.train, "train")
+    write_prompts(folder / "eval.parquet", split.held_out, "eval")
+    model, loss = train_warm_start(recipe.seed, recipe.num_warm_start_steps)
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    log.info("warm start: loss %.3f", loss)
+    return {"warm_start_loss": loss}
+
+
+def write_prompts(path: Path, pairs: Sequence[Factors], split: str) -> None:
+    """Write `pairs` as prompts in verl's columns."""
+    rows = [
+        {
+            "data_source": TASK,
+            "prompt": prompt_text(factors),
+            "reward_model": {"style": "rule", "ground_truth": answer_text(factors)},
+            "extra_info": {"split": split, "index": index},
+        }
+        for index, factors in enumerate(pairs)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)

@@ -1,0 +1,72 @@
+"""The model of an engine's scheduler, and the judgement of what it shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import concurrency
+from benchmarks.concurrency import Adaptive, Engine, Fixed, FullBatch, Request, check, main, measure, table
+
+
+@pytest.mark.parametrize("num_blocks", [1000, 30], ids=["roomy", "tight"])
+def test_every_token_is_sampled_once_and_every_block_comes_back(num_blocks: int):
+    engine = Engine(num_blocks)
+    wanted = [40, 90, 10, 100, 64]
+    engine.waiting.extend(Request(0, number) for number in wanted)
+    num_ended = 0
+    while num_ended < len(wanted):
+        num_ended += len(engine.step()[1])
+    assert engine.num_sampled == sum(wanted)
+    assert engine.free_blocks == num_blocks and engine.cache_use == 0
+    assert (engine.num_preempted > 0) == (num_blocks == 30)
+
+
+def test_the_controller_takes_more_while_there_is_room_and_less_after_a_preemption():
+    engine, rule = Engine(100), Adaptive()
+    rule.look(engine)
+    assert (rule.wants_more(2, 16), rule.wants_more(3, 24)) == (True, False)
+    engine.num_preempted = 1
+    rule.look(engine)
+    assert not rule.wants_more(2, 16)
+    engine.waiting.append(Request(0, 1))
+    rule.look(engine)
+    assert not rule.wants_more(2, 16), "requests wait already"
+
+
+def test_a_batch_is_filled_by_unfinished_requests_however_many_groups_they_are_of():
+    assert FullBatch(0).wants_more(100, concurrency.FULL_BATCH - concurrency.GROUP_SIZE)
+    assert not FullBatch(0).wants_more(1, concurrency.FULL_BATCH)
+
+
+def test_more_groups_in_flight_give_more_tokens_until_the_batch_is_full():
+    rates = [
+        measure(concurrency.MIXES["fixed"], 400_000, Fixed(number), 8.0).tokens_per_s for number in (2, 8, 32)
+    ]
+    assert rates[0] < rates[1] < rates[2]
+
+
+def made_up(ratio: float) -> dict[str, Any]:
+    rule = {"tokens_per_s": 100, "groups": 3.0, "preemptions": 0.0, "ratio": ratio}
+    fixed = {str(number): 100 for number in concurrency.FIXED}
+    case = {"mix": "fixed", "cache": "tight", "fixed": fixed, "best": 100}
+    return {"cases": [case | {"rules": {"full batch": rule, "adaptive": rule}}]}
+
+
+def test_the_check_asks_the_replica_s_rule_for_its_share_of_the_best_fixed_number():
+    assert check(made_up(0.75))[0]
+    is_met, verdict = check(made_up(0.72))
+    assert not is_met and "0.96 (full batch, fixed, tight)" in verdict
+
+
+def test_the_command_prints_the_table_it_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(concurrency, "QUICK_S", 1.0)
+    assert main(["--quick", "--json", str(tmp_path / "figures.json")]) == 0
+    results = json.loads((tmp_path / "figures.json").read_text())
+    assert capsys.readouterr().out.strip() == table(results)
+    assert len(results["cases"]) == 6

@@ -1,0 +1,203 @@
+"""The reward of a run: weighted sums, their parts, and the end of a run whose reward does not work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.control.record.metering import Meter
+from asyncrl.errors import AsyncrlError, ServiceFailed
+from asyncrl.experience import MAX_REWARD_PARTS
+from rollout_service.rewards.calling import FunctionReward
+from rollout_service.rewards.score import Answer, RewardError, RewardsFailed, Score
+from rollout_service.rewards.total import MIN_ANSWERS, WINDOW_ANSWERS, ErrorRate, TotalReward, Weighed
+from tests.rollout.replica_parts import GROUP_SIZE, open_stage, wait_for
+from tests.rollout.rewards.judging import answer, judge, reward_of
+
+
+def total_of(function: Callable[..., Any], max_error_rate: float = 1.0) -> TotalReward:
+    return TotalReward([Weighed(FunctionReward("mine", function))], ErrorRate(max_error_rate))
+
+
+def ask(reward: TotalReward, *responses: str) -> list[float | AsyncrlError]:
+    async def ask_one(response: str) -> float | AsyncrlError:
+        try:
+            return (await reward.score(answer(response))).value
+        except RewardError as error:
+            return error
+
+    async def ask_all() -> list[float | AsyncrlError]:
+        return [await ask_one(response) for response in responses]
+
+    return asyncio.run(ask_all())
+
+
+def score_or_refuse(response: str, ground_truth: Any) -> float:
+    if response == "bad":
+        raise KeyError(response)
+    return 1.0
+
+
+def test_parts_are_weighed_and_summed_and_each_is_told_before_weighting():
+    fn = [
+        "gsm8k",
+        {"fn": "gsm8k_flexible", "weight": 0.5},
+        {"fn": "format", "name": "box", "pattern": "boxed", "weight": -2},
+        {"fn": "exact_match", "weight": 0},
+    ]
+
+    async def work(reward: TotalReward) -> None:
+        score = await reward.score(answer(r"\boxed{4} #### 4"))
+        assert score.parts == {"gsm8k": 1.0, "gsm8k_flexible": 1.0, "box": 1.0, "exact_match": 0.0}
+        assert score.value == 1.0 + 0.5 - 2.0
+        assert (await reward.for_evaluation().score(answer("4"))).value == 0.5
+        assert reward.counts()["reward_parts"]["gsm8k"] == [1, 1.0]
+
+    judge(reward_of(fn), work)
+
+
+def test_one_part_that_fails_fails_the_answer_and_ends_the_other_calls():
+    class Slow(FunctionReward):
+        async def value(self, answer: Answer) -> float:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                ended.append(self.name)
+                raise
+            return 0.0
+
+    ended: list[str] = []
+    parts = [Weighed(Slow("slow", score_or_refuse)), Weighed(FunctionReward("bad", score_or_refuse))]
+    reward = TotalReward(parts, ErrorRate(1.0))
+    (error,) = ask(reward, "bad")
+    assert isinstance(error, RewardError) and "KeyError" in error.message
+    assert ended == ["slow"]
+    assert reward.counts() == {
+        "reward_parts": {"slow": [0, 0.0], "bad": [0, 0.0]},
+        "reward_errors": {"raised": 1},
+    }
+
+
+def test_a_sum_that_is_not_finite_is_an_error():
+    huge = Weighed(FunctionReward("huge", lambda response, ground_truth: 1e308), 1e10)
+    (error,) = ask(TotalReward([huge], ErrorRate(1.0)), "4")
+    assert isinstance(error, RewardError) and error.kind == "not_finite"
+
+
+def test_nothing_is_said_of_a_few_answers_however_many_fail():
+    assert all(
+        type(told) is RewardError
+        for told in ask(total_of(score_or_refuse, 0.0), *["bad"] * (MIN_ANSWERS - 1))
+    )
+
+
+def test_above_the_rate_the_run_is_ended_with_the_kinds_and_the_last_reasons():
+    responses = ["good"] * (MIN_ANSWERS - 5) + ["bad"] * 5 + ["good"]
+    reward = total_of(score_or_refuse, 0.2)
+    told = ask(reward, *responses)
+    assert [type(one) for one in told[-6:-2]] == [RewardError] * 4
+    for last in told[-2:]:  # the one that was too many, and every one after it
+        assert isinstance(last, RewardsFailed)
+        assert last.message.startswith(f"5 of the last {MIN_ANSWERS} answers could not be scored, over ")
+        assert "reward.max_error_rate (0.2). Since the start: 5 raised." in last.message
+        assert "the reward 'mine' raised KeyError: 'bad' (row 7)" in last.message
+        assert "reward.max_error_rate" in last.hint
+
+
+def test_at_the_rate_the_run_goes_on():
+    responses = [*["good"] * (MIN_ANSWERS - 4), *["bad"] * 4] * 3
+    assert not any(isinstance(one, RewardsFailed) for one in ask(total_of(score_or_refuse, 0.2), *responses))
+
+
+def test_only_the_last_answers_count():
+    rate, error = ErrorRate(0.5), RewardError("x")
+    for _ in range(10 * WINDOW_ANSWERS):
+        rate.add_scored()
+    for _ in range(WINDOW_ANSWERS // 2):
+        rate.add_failed(error)
+    assert rate.verdict is None
+    rate.add_failed(error)
+    assert rate.verdict is not None
+
+
+def test_a_rate_of_one_never_ends_a_run():
+    assert not any(isinstance(one, RewardsFailed) for one in ask(total_of(score_or_refuse), *["bad"] * 100))
+
+
+def test_a_replica_whose_reward_fails_too_often_ends_with_the_reasons(tmp_path: Path):
+    def refuse(response: str, ground_truth: Any) -> float:
+        raise KeyError("no such judge")
+
+    with open_stage(tmp_path, total_of(refuse, 0.2)) as stage:
+        stage.serve_first_version()
+        wait_for(lambda: stage.failures, "the end of the replica")
+        (failure,) = stage.failures
+        assert isinstance(failure, ServiceFailed)
+        assert failure.message.startswith(f"rollout.0 cannot go on: {MIN_ANSWERS} of the last")
+        assert "KeyError: 'no such judge'" in failure.message
+        assert stage.census()["trained"] == 0
+
+
+def test_a_replica_counts_parts_and_failures_and_drops_the_groups_that_failed(tmp_path: Path):
+    def sometimes(response: str, ground_truth: Any, extra_info: Any) -> Any:
+        return "no number" if next(calls) % 7 == 0 else -1.0
+
+    calls = iter(range(1, 1_000_000))
+    reward = total_of(sometimes)
+    with open_stage(tmp_path, reward) as stage:
+        stage.serve_first_version()
+        wait_for(lambda: stage.learner.status()["stored_groups"] >= 4, "a batch")
+        wait_for(lambda: stage.replica.status()["counters"].get("groups_failed"), "a failed group")
+        reservation = stage.learner.reserve(0, 20.0)
+        assert reservation is not None
+        groups = stage.learner.fetch([ticket.ticket for ticket in reservation.tickets])
+        told = [one.reward_parts for group in groups for one in group.trajectories]
+        assert told == [{"mine": -1.0}] * 4 * GROUP_SIZE
+        status = stage.replica.status() | reward.counts()
+        empty = {"reward_parts": {"mine": [0, 0.0]}, "reward_errors": {}}
+        meter = Meter()
+        meter.update(0.0, {"rollout.0": status | empty})
+        row = meter.update(1.0, {"rollout.0": status})
+        assert row["reward/mine/mean"] == -1.0
+        assert row["rollout/reward_errors/not_a_number"] >= 1
+
+
+def test_what_an_environment_scores_or_fails_by_itself_is_counted_too():
+    reward = total_of(score_or_refuse, 0.2)
+    for _ in range(MIN_ANSWERS - 1):
+        reward.note_scored(Score(0.5, {"game": 0.5}))
+    reward.note_failed(RewardError("the game broke", kind="raised"))
+    counts = reward.counts()
+    assert counts["reward_parts"] == {"mine": [0, 0.0], "game": [MIN_ANSWERS - 1, 0.5 * (MIN_ANSWERS - 1)]}
+    assert counts["reward_errors"] == {"raised": 1}
+    for _ in range(4):  # 5 of 24 are too many
+        with contextlib.suppress(RewardError):
+            reward.note_failed(RewardError("the game broke"))
+    with pytest.raises(RewardsFailed, match="the game broke"):
+        reward.note_failed(RewardError("the game broke"))
+
+
+def test_an_environment_cannot_bring_more_parts_than_a_group_holds():
+    reward = total_of(score_or_refuse)
+    for number in range(2 * MAX_REWARD_PARTS):
+        reward.note_scored(Score(0.0, {f"part {number}": 0.0}))
+    assert len(reward.counts()["reward_parts"]) == MAX_REWARD_PARTS
+
+
+def test_a_part_that_arrives_while_another_thread_asks_for_the_counts_ends_nothing():
+    class Busy(list[Any]):
+        """The sums of a part; while they are read, an answer with a further part is counted."""
+
+        def __iter__(self) -> Iterator[Any]:
+            reward.note_scored(Score(1.0, {"late": 1.0}))
+            return super().__iter__()
+
+    reward = total_of(score_or_refuse)
+    reward._sums["mine"] = Busy([0, 0.0])
+    assert reward.counts()["reward_parts"]["mine"] == [0, 0.0]
+    assert reward.counts()["reward_parts"]["late"][0] >= 1

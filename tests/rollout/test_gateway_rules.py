@@ -1,0 +1,599 @@
+"""The gateway without an engine: what may be asked, what follows on what, what is recorded, who may come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from asyncrl.buffer.client import LeaseGrant
+from asyncrl.config.tree import Config
+from asyncrl.errors import ConfigError
+from asyncrl.experience import MAX_REWARD_PARTS, decode_group, encode_group
+from asyncrl.versions import Span, check_spans
+from rollout_service.data.prompts import Prompt, PromptSet, TokenizedPrompt
+from rollout_service.engine.protocol import EngineDied
+from rollout_service.gateway import sessions
+from rollout_service.gateway.app import Routes, build_app
+from rollout_service.gateway.gateway import Gateway, GatewaySettings
+from rollout_service.gateway.history import Asked, Step, asked_in_chat, asked_in_completion, follow
+from rollout_service.gateway.keys import VARIABLE, GatewayKey, read_key
+from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame, Refusal
+from rollout_service.gateway.rules import Rules, check_request
+from rollout_service.gateway.sessions import Desk, Session
+from rollout_service.gateway.transcript import Transcript, Turn, common_prompt
+
+RULES = Rules(run_seed=0, group_size=2, temperature=0.7, max_tokens=20, max_prompt_tokens=10)
+HELLO = {"role": "user", "content": "hello"}
+MORE = {"role": "user", "content": "more"}
+
+
+def answer(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def chat(*messages: dict[str, Any], **more: Any) -> Asked:
+    return asked_in_chat({"messages": list(messages), **more})
+
+
+def turn(prompt: tuple[int, ...], ids: tuple[int, ...], version: int = 1, end: str = "stop") -> Turn:
+    return Turn(prompt, ids, (-0.5,) * len(ids), (Span(version, 0, len(ids)),), end, "text")
+
+
+# What may be asked
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"temperature": 0.2},
+        {"temperature": 0},
+        {"top_p": 0.9},
+        {"top_p": 0},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"n": 2},
+        {"n": 0},
+        {"best_of": 2},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"seed": 0},
+        {"logit_bias": {"5": 1}},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}},
+        {"min_tokens": 3},
+        {"ignore_eos": True},
+        {"skip_special_tokens": False},
+        {"use_beam_search": True},
+        {"echo": True},
+        {"prompt_logprobs": 1},
+        {"continue_final_message": True},
+        {"add_generation_prompt": False},
+        {"kv_transfer_params": {"prompt_token_ids": [1]}},
+        {"vllm_xargs": {"a": 1}},
+        {"a_field_of_tomorrow": 1},
+        {"tools": [{"type": "function"}]},
+    ],
+)
+def test_what_training_cannot_take_is_refused_by_name(field: dict[str, Any]):
+    name = "tool_choice" if "tools" in field else next(iter(field))
+    with pytest.raises(Refusal, match=f"'{name}' ") as refused:
+        check_request({"messages": [HELLO], **field}, RULES)
+    assert (refused.value.status, refused.value.code) == (400, "not_trainable")
+
+
+def test_what_says_nothing_is_let_through():
+    neutral = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "n": 1, "presence_penalty": 0, "seed": None}
+    free = {"stop": ["."], "stream": True, "logprobs": True, "top_logprobs": 2, "max_tokens": 5, "user": "me"}
+    check_request({"messages": [HELLO], **neutral, **free, "logit_bias": {}, "echo": False}, RULES)
+    check_request({"messages": [HELLO], "tools": [{}], "tool_choice": "none"}, RULES)
+
+
+# What follows on what
+
+
+def test_the_first_call_follows_nothing():
+    assert follow(None, "", (), chat(HELLO)) is Step.FIRST
+
+
+def test_a_conversation_that_goes_on_from_the_recorded_answer_is_the_next_turn():
+    before = chat(HELLO)
+    added = answer("hi", refusal=None, tool_calls=[], function_call=None, annotations=[])
+    assert follow(before, "hi", (), chat(HELLO, added, MORE)) is Step.NEXT
+    in_parts = answer("", content=[{"type": "text", "text": "hi"}])
+    assert follow(before, "hi", (), chat(HELLO, in_parts, MORE)) is Step.NEXT
+
+
+def test_the_same_call_again_is_a_repetition():
+    assert follow(chat(HELLO), "hi", (), chat(HELLO)) is Step.AGAIN
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        chat(HELLO, answer("ho"), MORE),
+        chat(HELLO, answer("hi", tool_calls=[{"id": "1"}]), MORE),
+        chat(HELLO, MORE),
+        chat(MORE, answer("hi"), MORE),
+        chat(MORE),
+        chat({"role": "system", "content": "s"}, HELLO, answer("hi"), MORE),
+        chat(HELLO, answer("hi"), MORE, tools=[{"type": "function"}]),
+        chat(HELLO, answer("hi"), MORE, chat_template_kwargs={"enable_thinking": False}),
+        Asked("text", ("hello",)),
+    ],
+)
+def test_a_conversation_with_another_past_is_refused(asked: Asked):
+    with pytest.raises(Refusal) as refused:
+        follow(chat(HELLO), "hi", (), asked)
+    assert refused.value.code == "history_changed"
+
+
+def test_a_completion_goes_on_where_its_text_or_its_ids_do():
+    text = asked_in_completion({"prompt": ["ab"]})
+    assert follow(text, "cd", (), Asked("text", ("abcd ef",))) is Step.NEXT
+    ids = asked_in_completion({"prompt": [1, 2]})
+    assert follow(ids, "cd", (1, 2, 3), Asked("ids", (1, 2, 3, 4))) is Step.NEXT
+    for before, changed in ((text, Asked("text", ("abce",))), (ids, Asked("ids", (1, 2, 4)))):
+        with pytest.raises(Refusal, match="not the one that this session recorded"):
+            follow(before, "cd", (1, 2, 3), changed)
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], ["a", "b"], [[1], [2]], [1, "a"], [True]])
+def test_a_completion_has_one_prompt(prompt: Any):
+    with pytest.raises(Refusal, match="'prompt' must be"):
+        asked_in_completion({"prompt": prompt})
+
+
+# What is recorded
+
+
+def test_a_trajectory_masks_what_the_model_did_not_sample_and_covers_it_by_the_turn_before():
+    transcript = Transcript()
+    transcript.add(turn((1, 2, 3), (4, 5), version=7, end="length"))
+    transcript.add(turn((1, 2, 3, 4, 5, 6, 6), (8,), version=9))
+    trajectory = transcript.trajectory(2, 0.5, {"right": 1.0})
+    assert trajectory.response_ids.tolist() == [3, 4, 5, 6, 6, 8]
+    assert trajectory.loss_mask.tolist() == [0, 1, 1, 0, 0, 1]
+    assert trajectory.logprobs.tolist() == [0.0, -0.5, -0.5, 0.0, 0.0, -0.5]
+    assert trajectory.spans == (Span(7, 0, 5), Span(9, 5, 6))
+    check_spans(trajectory.spans, 6)
+    assert (trajectory.num_turns, trajectory.finish_reason) == (2, "stop")
+    assert dict(trajectory.reward_parts) == {"right": 1.0}
+
+
+def test_turns_under_one_version_have_one_span():
+    transcript = Transcript()
+    transcript.add(turn((1,), (2,)))
+    transcript.add(turn((1, 2, 3), (4,)))
+    assert transcript.trajectory(1, 0.0).spans == (Span(1, 0, 3),)
+
+
+def test_a_turn_that_does_not_go_on_from_the_sampled_ids_is_a_programmers_mistake():
+    transcript = Transcript()
+    transcript.add(turn((1,), (2,)))
+    with pytest.raises(AssertionError):
+        transcript.add(turn((1, 9, 3), (4,)))
+
+
+def test_the_common_prompt_ends_where_the_first_prompts_part():
+    assert common_prompt([(1, 2, 3), (1, 2, 4, 5)]) == 2
+    assert common_prompt([(1, 2), (1, 2, 3)]) == 2
+    assert common_prompt([(1,), (2,)]) == 0
+
+
+# Who may come
+
+
+def test_without_a_key_the_gateway_stays_on_this_machine():
+    assert read_key({}, "127.0.0.1").admits("")
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.7 without a key.*ASYNCRL_GATEWAY_KEY"):
+        read_key({}, "10.0.0.7")
+    with pytest.raises(ConfigError, match="fewer than 16"):
+        read_key({VARIABLE: "secret"}, "127.0.0.1")
+
+
+def test_a_key_admits_itself_alone_and_is_not_printed():
+    key = read_key({VARIABLE: "a-long-enough-secret"}, "10.0.0.7")
+    assert key.admits("a-long-enough-secret")
+    assert not any(key.admits(given) for given in ("", "a-long-enough-secres", "schlüssel"))
+    assert "secret" not in repr(key)
+    assert GatewayKey("").admits("anything")
+
+
+def test_a_refusal_keeps_its_status_over_a_pickle():
+    refused = pickle.loads(pickle.dumps(Refusal("no", status=410, code="gone")))
+    assert (str(refused), refused.status, refused.code) == ("no", 410, "gone")
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"rollout": {"gateway": {}, "engine": "scripted"}}, "has no gateway"),
+        ({"rollout": {"gateway": {}}, "algorithm": {"advantage": "remax"}}, "greedy"),
+        ({"rollout": {"gateway": {}, "response_tokens": "lognormal:1:8"}}, "response_tokens does nothing"),
+        ({"rollout": {"gateway": {}, "stop": ["."]}}, "stop does nothing"),
+        ({"rollout": {"gateway": {}, "resume_partial": True}}, "resume_partial does nothing"),
+        (
+            {"rollout": {"gateway": {}}, "reward": {"fn": "f", "overlong": {"buffer_tokens": 9}}},
+            "reward.overlong does nothing",
+        ),
+    ],
+)
+def test_what_agents_cannot_give_is_a_conflict(more: dict[str, Any], told: str):
+    base = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}}
+    with pytest.raises(ValueError, match=told):
+        Config.model_validate({**base, **more})
+
+
+# Sessions
+
+
+def make_desk(deadline_s: float = 20.0) -> tuple[Desk, list[str]]:
+    prompt = TokenizedPrompt(0, Prompt(0, "hello", "truth", "", {}), np.asarray([1], dtype=np.int32))
+    aborted: list[str] = []
+
+    async def abort(ids: list[str]) -> None:
+        aborted.extend(ids)
+
+    return Desk(PromptSet((prompt,), "digest"), RULES, deadline_s, abort), aborted
+
+
+GRANT = LeaseGrant(ticket=5, attempt=1, source=0, pass_number=0, index=0, seed=0, lease_s=10.0)
+
+
+def speak(session: Session, prompt: tuple[int, ...] = (1, 2), ids: tuple[int, ...] = (3,)) -> None:
+    call = session.begin(chat(HELLO))
+    session.record(call, turn(prompt, ids))
+    call.end()
+
+
+def play(deadline_s: float, script: Any) -> Any:
+    """Run `script(desk, first session, the group's task)` on a desk with one lease."""
+
+    async def run() -> Any:
+        desk, aborted = make_desk(deadline_s)
+        opening = asyncio.create_task(desk.open(5.0))
+        await asyncio.sleep(0)
+        assert desk.num_groups_wanted == 1
+        group = asyncio.create_task(desk.run(GRANT))
+        first = await opening
+        assert desk.num_groups_wanted == 0
+        await script(desk, first, group)
+        assert desk.status()["sessions"] == 0
+        return aborted
+
+    return asyncio.run(run())
+
+
+def test_a_group_is_complete_when_its_last_sibling_has_its_reward():
+    async def script(desk: Desk, first: Session, group: Any) -> None:
+        second = await desk.open(0.0)
+        assert {first.id, second.id} == {"5.1.0", "5.1.1"}
+        speak(first)
+        speak(second, (1, 2, 9), (4, 5))
+        first.close(1.0, {})
+        first.close(1.0, {})  # its answer may have been lost
+        with pytest.raises(Refusal, match="another reward"):
+            first.close(0.5, {})
+        with pytest.raises(Refusal, match="reward was given"):
+            first.begin(chat(HELLO))
+        assert not group.done()
+        second.close(0.0, {})
+        found = await group
+        assert (found.ticket, found.attempt, found.prompt_ids.tolist()) == (5, 1, [1, 2])
+        assert [t.response_ids.tolist() for t in found.trajectories] == [[3], [9, 4, 5]]
+        assert [t.loss_mask.tolist() for t in found.trajectories] == [[1], [0, 1, 1]]
+        with pytest.raises(Refusal, match="its group is complete"):
+            desk.find(first.key)
+
+    play(20.0, script)
+
+
+def test_missing_siblings_end_the_group_at_its_deadline_and_what_is_in_flight():
+    async def script(desk: Desk, first: Session, group: Any) -> None:
+        call = first.begin(chat(HELLO))
+        call.request_id = "in-flight"
+        with pytest.raises(EpisodeFailed, match=r"siblings_missing: 0 of 2 .* 1 were opened"):
+            await group
+        with pytest.raises(Refusal, match="has ended: siblings_missing") as refused:
+            desk.find(first.key)
+        assert refused.value.status == 410
+
+    assert play(0.05, script) == ["in-flight"]
+
+
+def test_a_changed_history_ends_the_group_at_once():
+    async def script(desk: Desk, first: Session, group: Any) -> None:
+        speak(first)
+        with pytest.raises(Refusal, match="not the one"):
+            first.begin(chat(MORE))
+        with pytest.raises(EpisodeFailed, match=r"history_changed: session 5\.1\.0"):
+            await group
+
+    play(20.0, script)
+
+
+def test_a_session_has_one_call_at_a_time_and_no_reward_without_an_answer():
+    async def script(desk: Desk, first: Session, group: Any) -> None:
+        with pytest.raises(Refusal, match="no answer"):
+            first.close(1.0, {})
+        call = first.begin(chat(HELLO))
+        for attempt in (lambda: first.begin(chat(HELLO)), lambda: first.close(1.0, {})):
+            with pytest.raises(Refusal, match="in flight") as refused:
+                attempt()
+            assert refused.value.status == 409
+        call.end()
+        speak(first)
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        with pytest.raises(Refusal, match="no longer this replica's"):
+            desk.find(first.key)
+
+    play(20.0, script)
+
+
+def test_an_answer_that_comes_after_its_client_left_is_not_recorded():
+    async def script(desk: Desk, first: Session, group: Any) -> None:
+        call = first.begin(chat(HELLO))
+        call.end()
+        first.record(call, turn((1,), (2,)))
+        assert not first.transcript.answers
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+
+    play(20.0, script)
+
+
+def test_a_turn_asked_again_has_the_seed_that_it_had_and_the_next_one_another():
+    async def script(desk: Desk, first: Session, group: Any) -> None:
+        second = await desk.open(0.0)
+        seeds = [first.seed(0, Step.FIRST), second.seed(0, Step.FIRST)]
+        speak(first)
+        assert first.seed(0, Step.AGAIN) == seeds[0]
+        seeds.append(first.seed(0, Step.NEXT))
+        assert len({*seeds, first.seed(1, Step.AGAIN)}) == 4
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+
+    play(20.0, script)
+
+
+def test_siblings_whose_prompts_have_nothing_in_common_are_no_group():
+    async def script(desk: Desk, first: Session, group: Any) -> None:
+        second = await desk.open(0.0)
+        speak(first, (1, 2))
+        speak(second, (2, 1))
+        for session in (first, second):
+            session.close(1.0, {})
+        with pytest.raises(EpisodeFailed, match="prompts_differ"):
+            await group
+
+    play(20.0, script)
+
+
+def test_nobody_gets_a_session_without_a_lease_or_while_draining():
+    async def run() -> None:
+        desk, _ = make_desk()
+        asked: list[int] = []
+        desk.on_demand = lambda: asked.append(desk.num_groups_wanted)
+        with pytest.raises(Refusal, match="no group was admitted") as refused:
+            await desk.open(0.01)
+        assert (refused.value.status, asked, desk.num_groups_wanted) == (503, [1], 0)
+        waiting = asyncio.create_task(desk.open(5.0))
+        await asyncio.sleep(0)
+        desk.refuse_sessions()
+        for attempt in (waiting, desk.open(5.0)):
+            with pytest.raises(Refusal, match="about to stop"):
+                await attempt
+        with pytest.raises(Refusal, match="missing or wrong"):
+            desk.find("nobody's")
+
+    asyncio.run(run())
+
+
+def test_a_drain_hands_back_the_groups_that_no_agent_can_complete_any_more():
+    async def script(desk: Desk, first: Session, group: Any) -> None:
+        siblings = [first, await desk.open(0.0)]
+        half_open = asyncio.create_task(desk.run(replace(GRANT, ticket=6)))
+        await asyncio.sleep(0)
+        alone = await desk.open(0.0)
+        desk.refuse_sessions()
+        with pytest.raises(asyncio.CancelledError):  # the farewell of the replica releases its lease
+            await half_open
+        with pytest.raises(Refusal, match="has ended: draining"):
+            desk.find(alone.key)
+        for session in siblings:
+            speak(session)
+            session.close(1.0, {})
+        assert (await group).ticket == 5
+
+    play(20.0, script)
+
+
+@pytest.mark.parametrize("deadline_s", [0.05, 20.0])
+def test_a_group_that_no_agent_opened_is_no_failed_attempt(
+    deadline_s: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sessions, "UNOPENED_S", 0.05)
+
+    async def run() -> None:
+        desk, _ = make_desk(deadline_s)
+        with pytest.raises(NobodyCame, match="0 were opened"):
+            await asyncio.wait_for(desk.run(GRANT), 5.0)
+        group = asyncio.create_task(desk.run(GRANT))
+        await asyncio.sleep(0)
+        desk.take_back(await desk.open(0.0))
+        with pytest.raises(NobodyCame):
+            await asyncio.wait_for(group, 5.0)
+
+    asyncio.run(run())
+
+
+def test_a_sample_that_was_taken_back_goes_to_the_next_agent():
+    async def script(desk: Desk, first: Session, group: Any) -> None:
+        second = await desk.open(0.0)
+        waiting = asyncio.create_task(desk.open(5.0))
+        await asyncio.sleep(0)
+        desk.take_back(first)
+        third = await waiting
+        assert (third.id, third.key != first.key) == ("5.1.0", True)
+        for session, ids in ((second, (4,)), (third, (3,))):
+            speak(session, ids=ids)
+            session.close(1.0, {})
+        assert [t.response_ids.tolist() for t in (await group).trajectories] == [[3], [4]]
+        desk.take_back(third)  # too late: its group has ended
+
+    play(20.0, script)
+
+
+# Strangers at the door
+
+
+def make_app(desk: Desk) -> Any:
+    serving: Any = None  # no call is made
+    return build_app(Routes(desk, serving, GatewayKey(""), lambda: "http://here", lambda: True))
+
+
+def visit(script: Any) -> None:
+    """Run `script(desk, post)` where `post(path, body, key)` is a request to the app without an engine."""
+
+    async def run() -> None:
+        desk, _ = make_desk()
+        transport = httpx.ASGITransport(make_app(desk))
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+
+            async def post(path: str, body: str, key: str = "") -> httpx.Response:
+                headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+                return await client.post(path, content=body.encode(), headers=headers)
+
+            await script(desk, post)
+
+    asyncio.run(run())
+
+
+async def open_two(desk: Desk, post: Any) -> tuple[asyncio.Task[Any], list[str]]:
+    """Return a group's task, and the keys of its two sessions, each with an answer."""
+    group = asyncio.create_task(desk.run(GRANT))
+    await asyncio.sleep(0)
+    keys = [(await post("/sessions", "{}")).json()["key"] for _ in range(2)]
+    for key in keys:
+        speak(desk.find(key))
+    return group, keys
+
+
+def part(name: str, value: float = 1) -> str:
+    return json.dumps({"reward": 1, "parts": {name: value}})
+
+
+BAD_REWARDS = {
+    "a lone surrogate": r'{"error": "\ud800"}',
+    "a lone surrogate as a name": r'{"reward": 1, "parts": {"\ud800": 1}}',
+    "infinite in float32": '{"reward": 1e300}',
+    "infinite in any form": '{"reward": 1' + "0" * 400 + "}",
+    "an infinite part": part("a", -1e39),
+    "no name": part(""),
+    "a long name": part("x" * 65),
+    "a name that cannot be printed": part("a\nb"),
+    "too many": json.dumps({"reward": 1, "parts": {str(n): 1 for n in range(MAX_REWARD_PARTS + 1)}}),
+}
+
+
+@pytest.mark.parametrize("body", BAD_REWARDS.values(), ids=BAD_REWARDS.keys())
+def test_a_reward_that_cannot_be_pushed_is_refused_and_the_session_stays_open(body: str):
+    async def script(desk: Desk, post: Any) -> None:
+        group, keys = await open_two(desk, post)
+        refused = await post("/reward", body, keys[0])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, 400), refused.text
+        for key in keys:
+            assert (await post("/reward", part("é" * 64, 3e38), key)).json() == {"closed": True}
+        found = decode_group([bytes(frame) for frame in encode_group(await group)])
+        assert found.rewards == [1.0, 1.0]
+
+    visit(script)
+
+
+def test_the_limit_of_parts_holds_for_all_siblings_together():
+    async def script(desk: Desk, post: Any) -> None:
+        group, keys = await open_two(desk, post)
+        most = {str(number): 1 for number in range(MAX_REWARD_PARTS)}
+        assert (await post("/reward", json.dumps({"reward": 1, "parts": most}), keys[0])).status_code == 200
+        assert "33 reward parts" in (await post("/reward", part("one more"), keys[1])).text
+        assert (await post("/reward", part("0"), keys[1])).status_code == 200
+        decode_group([bytes(frame) for frame in encode_group(await group)])
+
+    visit(script)
+
+
+def test_a_reward_for_a_group_that_has_just_ended_is_not_called_taken():
+    async def script(desk: Desk, post: Any) -> None:
+        group, keys = await open_two(desk, post)
+        session = desk.find(keys[0])
+        session.group.fail(EpisodeFailed("agent_failed: a sibling"))
+        with pytest.raises(Refusal, match="group has ended"):
+            session.close(1.0, {})
+        with pytest.raises(EpisodeFailed):
+            await group
+        assert (await post("/reward", part("a"), keys[0])).status_code == 410
+
+    visit(script)
+
+
+@pytest.mark.parametrize("has_group", [False, True])
+def test_an_agent_that_hangs_up_while_it_waits_gets_no_session(has_group: bool):
+    async def run() -> None:
+        desk, _ = make_desk()
+        left, sent = asyncio.Event(), []
+        said = [{"type": "http.request", "body": b'{"wait_s": 30}', "more_body": False}]
+
+        async def receive() -> Any:
+            if said:
+                return said.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/sessions", "query_string": b""}
+        asking = asyncio.create_task(make_app(desk)({**scope, "headers": headers}, receive, send))
+        while desk.num_groups_wanted == 0:
+            await asyncio.sleep(0)
+        group = asyncio.create_task(desk.run(GRANT)) if has_group else None
+        left.set()
+        await asyncio.wait_for(asking, 5.0)
+        assert sent[0]["status"] == 499
+        assert (desk.num_groups_wanted, desk.status()["sessions"]) == (0, 0)
+        if group is not None:
+            assert (await desk.open(0.0)).sample == 0
+            group.cancel()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_died_between_calls_is_noticed():
+    engine: Any = SimpleNamespace(client=SimpleNamespace(errored=False))
+
+    async def run() -> None:
+        desk, _ = make_desk()
+        settings = GatewaySettings("127.0.0.1", 0, 20.0)
+        gateway = Gateway(settings, RULES, GatewayKey(""), desk._prompts, engine, meter=engine)
+        watching = asyncio.create_task(gateway.watch())
+        await asyncio.sleep(0)
+        assert not watching.done()
+        engine.client.errored = True
+        with pytest.raises(EngineDied):
+            await asyncio.wait_for(watching, 5.0)
+
+    asyncio.run(run())
