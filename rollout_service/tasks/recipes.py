@@ -9,10 +9,13 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from asyncrl.errors import DataError
 
@@ -56,6 +59,20 @@ def make_by_recipe(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def write_rows(path: Path, task: str, split: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Write prompts with their right answers in verl's columns."""
+    columns = [
+        {
+            "data_source": task,
+            "prompt": prompt,
+            "reward_model": {"style": "rule", "ground_truth": answer},
+            "extra_info": {"split": split, "index": index},
+        }
+        for index, (prompt, answer) in enumerate(rows)
+    ]
+    pq.write_table(pa.Table.from_pylist(columns), path)
 
 
 def _check_recipe(folder: Path, task: str, recipe: Recipe) -> None:

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from rollout_service.tasks.digit_sort.examples import Digits, draw_split
 from rollout_service.tasks.digit_sort.vocabulary import answer_text, build_tokenizer, prompt_text
-from rollout_service.tasks.recipes import MARKER, make_by_recipe
+from rollout_service.tasks.recipes import MARKER, make_by_recipe, write_rows
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +53,4 @@ def _fill(folder: Path, recipe: Recipe) -> dict[str, Any]:
 
 def write_prompts(path: Path, lists: Sequence[Digits], split: str) -> None:
     """Write `lists` as prompts in verl's columns."""
-    rows = [
-        {
-            "data_source": DATA_SOURCE,
-            "prompt": prompt_text(digits),
-            "reward_model": {"style": "rule", "ground_truth": answer_text(digits)},
-            "extra_info": {"split": split, "index": index},
-        }
-        for index, digits in enumerate(lists)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    write_rows(path, DATA_SOURCE, split, ((prompt_text(digits), answer_text(digits)) for digits in lists))

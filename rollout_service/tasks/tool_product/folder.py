@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from rollout_service.tasks.recipes import make_by_recipe
+from rollout_service.tasks.recipes import make_by_recipe, write_rows
 from rollout_service.tasks.tool_product.examples import draw_split
 from rollout_service.tasks.tool_product.vocabulary import Factors, answer_text, build_tokenizer, prompt_text
 
@@ -55,13 +52,4 @@ def _fill(folder: Path, recipe: Recipe) -> dict[str, Any]:
 
 def write_prompts(path: Path, pairs: Sequence[Factors], split: str) -> None:
     """Write `pairs` as prompts in verl's columns."""
-    rows = [
-        {
-            "data_source": TASK,
-            "prompt": prompt_text(factors),
-            "reward_model": {"style": "rule", "ground_truth": answer_text(factors)},
-            "extra_info": {"split": split, "index": index},
-        }
-        for index, factors in enumerate(pairs)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    write_rows(path, TASK, split, ((prompt_text(factors), answer_text(factors)) for factors in pairs))
