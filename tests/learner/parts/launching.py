@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import os
@@ -19,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.control.launch.ports import HeldPort
+from asyncrl.control.launch.ports import held_row
 from learner.backend import Placement
 from tests.learner.parts.rank_process import RUNS
 
@@ -84,9 +83,8 @@ def run_ranks(
 
     All must end well, or with `wanted_codes`.
     """
-    with contextlib.ExitStack() as held:
-        ports = [held.enter_context(HeldPort()) for _ in jobs]
-        placed = [job | {"port": port.number} for job, port in zip(jobs, ports, strict=True)]
+    with held_row("127.0.0.1", len(jobs)) as first:  # below the ports that outgoing connections take
+        placed = [job | {"port": first + index} for index, job in enumerate(jobs)]
         codes = start_server().run({"world_size": world_size, "jobs": placed, "out": out})
     logs = (out / f"rank.{rank}.log" for rank in range(world_size))
     assert codes == list(wanted_codes or [0] * world_size), "\n".join(log.read_text()[-3000:] for log in logs)
