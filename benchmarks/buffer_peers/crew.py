@@ -125,7 +125,9 @@ class Crew:
     def _hear(self, name: str) -> Any:
         stream = self._worker(name).stdout
         assert stream is not None
-        if not select.select([stream], [], [], ANSWER_DEADLINE_S)[0]:
+        waiting = select.poll()
+        waiting.register(stream, select.POLLIN)
+        if not waiting.poll(ANSWER_DEADLINE_S * 1000):
             raise ServiceFailed(f"the process '{name}' gave no answer within {ANSWER_DEADLINE_S:g} s")
         line = stream.readline()
         if not line:

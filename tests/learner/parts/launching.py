@@ -53,8 +53,9 @@ class RankServer:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request, default=str) + "\n")
         self._process.stdin.flush()
-        has_answer, _, _ = select.select([self._process.stdout], [], [], DEADLINE_S)
-        answer = self._process.stdout.readline() if has_answer else ""
+        waiting = select.poll()  # select() takes no descriptor above 1023
+        waiting.register(self._process.stdout, select.POLLIN)
+        answer = self._process.stdout.readline() if waiting.poll(DEADLINE_S * 1000) else ""
         if not answer:
             start_server.cache_clear()
             self.close()
