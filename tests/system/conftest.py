@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from asyncrl.control.prepare import BUILTINS, MAKE_DEADLINE_S
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-UP_DEADLINE_S = 280.0
+from tests.system.up_run import QUICKSTART, UpRun, asyncrl_command
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,71 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(600))
-
-
-def asyncrl_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "asyncrl.cli", *arguments]
-
-
-@dataclass
-class UpRun:
-    """One `asyncrl up` and the folder that it writes to."""
-
-    folder: Path
-    process: subprocess.Popen[str]
-
-    @property
-    def runs_dir(self) -> Path:
-        return self.folder.parent
-
-    def status(self) -> dict[str, Any]:
-        """Return `asyncrl status --json`, empty while the run has no API yet."""
-        found = self.command("status", "--json")
-        return json.loads(found.stdout) if found.returncode == 0 else {}
-
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        place = ["--run", self.folder.name, "--dir", str(self.runs_dir)]
-        return subprocess.run(
-            asyncrl_command(*arguments, *place), capture_output=True, text=True, timeout=60, check=False
-        )
-
-    def wait_for(self, claim: Callable[[dict[str, Any]], bool], deadline_s: float = 200.0) -> dict[str, Any]:
-        """Wait until the run's status fulfils `claim`, and return it."""
-        end = time.monotonic() + deadline_s
-        while time.monotonic() < end:
-            status = self.status()
-            if status and claim(status):
-                return status
-            if self.process.poll() is not None:
-                raise AssertionError(f"the run ended first:\n{self.finish()[1]}")
-            time.sleep(0.3)
-        raise AssertionError(f"waited {deadline_s:g} s; the last status was {self.status()}")
-
-    def interrupt(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-
-    def finish(self, deadline_s: float = UP_DEADLINE_S) -> tuple[int, str]:
-        """Wait for the end; return the exit code and all that was printed."""
-        output, _ = self.process.communicate(timeout=deadline_s)
-        return self.process.returncode, output
-
-    def end(self) -> None:
-        """End what is left of the run, as a test that failed leaves it."""
-        from asyncrl.control.launch.processes import end_leftovers
-
-        self.process.kill()
-        self.process.wait(10)
-        if (live := self.folder / "run.json").exists():
-            end_leftovers(json.loads(live.read_text())["run_id"])
-
-    def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
-        return found
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the metric rows of learner steps."""
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [row for line in lines if "timing_s/step" in (row := json.loads(line))]
 
 
 class TaskMaker:
@@ -182,13 +108,3 @@ def up(runs_dir: Path) -> Callable[..., UpRun]:
         return STARTED[-1]
 
     return start
-
-
-def leftovers(folder: Path) -> list[str]:
-    """Return what a run has left: processes, sockets, shared-memory segments."""
-    from asyncrl.control.launch.processes import pids_of_run
-
-    live = json.loads((folder / "run.json").read_text())
-    segments = list(Path("/dev/shm").glob(f"asyncrl-{live['run_id']}-*"))
-    sockets = [live["sockets"]] if Path(live["sockets"]).exists() else []
-    return [*map(str, pids_of_run(live["run_id"])), *map(str, segments), *sockets]

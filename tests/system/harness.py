@@ -12,8 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from host_main import host
-
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
@@ -21,6 +19,7 @@ from asyncrl.control.launch.ports import HeldPort
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.faults import VARIABLE as FAULT_VARIABLE
+from tests.system.host_main import host
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["learner.composition", "learner.megatron.backend"])

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Callable
 
 import pytest
-from conftest import UpRun
 from test_learning import gain_in_standard_errors
+
+from tests.system.up_run import UpRun
 
 pytestmark = pytest.mark.long
 PLAIN = ("learner.steps=80", "eval.every_steps=0")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from conftest import UpRun
 from safetensors.torch import load_file
+
+from tests.system.up_run import UpRun
 
 SETTINGS = ("staleness.max_lag=0", "learner.steps=5", "eval.every_steps=0")
 

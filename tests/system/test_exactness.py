@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Harness
 from transformers import AutoModelForCausalLM
 
 from asyncrl.buffer.client import LeaseGrant, ReplicaClient
@@ -23,6 +22,7 @@ from asyncrl.experience import Group, Trajectory
 from asyncrl.versions import Span
 from rollout_service.engine.protocol import Completion, Sampling
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
+from tests.system.harness import Harness
 from weight_sync.link import ReceiverLink
 from weight_sync.memory.staging import Staged, open_tensors
 

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Callable
 
 import pytest
-from conftest import UpRun
+
+from tests.system.up_run import UpRun
 
 pytestmark = pytest.mark.long
 NUM_STEPS = 150

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import httpx
 import openai
 import pytest
-from conftest import UpRun
+
+from tests.system.up_run import UpRun
 
 pytestmark = pytest.mark.long
 SMALL = ("rollout.replicas=1", "rollout.group_size=4", "learner.groups_per_step=4", "eval.every_steps=0")

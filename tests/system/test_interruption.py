@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import UpRun, leftovers
 
 from asyncrl.buffer.client import LearnerClient
+from tests.system.up_run import UpRun, leftovers
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

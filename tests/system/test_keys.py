@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import UpRun, leftovers
 
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.keys import read_client_keys
+from tests.system.up_run import UpRun, leftovers
 
 
 def await_text(path: Path, pattern: str) -> re.Match[str]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Harness
 
 from asyncrl.buffer.audit.report import verify_run
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.events import Reserved, Resumed, Trained
 from asyncrl.config.load import load_config
 from learner.checkpoint import CheckpointStore
+from tests.system.harness import Harness
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 NUM_STEPS = 12

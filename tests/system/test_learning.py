@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import UpRun, leftovers
 
 from asyncrl.buffer.audit.report import verify_run
+from tests.system.up_run import UpRun, leftovers
 
 NUM_STEPS = 60
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from conftest import UpRun, asyncrl_command
 
 from asyncrl.buffer.audit.report import opened_past
 from asyncrl.buffer.ledger.events import Issued
 from asyncrl.buffer.ledger.orders import PromptOrder, Source
+from tests.system.up_run import UpRun, asyncrl_command
 
 NUM_STEPS, NUM_SHORT, NUM_LONG = 12, 400, 600
 

@@ -6,7 +6,8 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-from conftest import UpRun, asyncrl_command
+
+from tests.system.up_run import UpRun, asyncrl_command
 
 DEADLINE_S = 600.0
 """Of a start on a busy machine and eight steps."""

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Callable
 
 import pytest
-from conftest import UpRun
+
+from tests.system.up_run import UpRun
 
 pytestmark = pytest.mark.long
 PPO = ("algorithm.advantage=gae", "algorithm.gamma=0.99", "algorithm.lam=0.95", "critic.lr=1e-3")

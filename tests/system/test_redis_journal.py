@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import QUICKSTART, UpRun, leftovers
+
+from tests.system.up_run import QUICKSTART, UpRun, leftovers
 
 CONFIG = QUICKSTART.with_name("quickstart_redis.yaml")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from conftest import UpRun, leftovers
+
+from tests.system.up_run import UpRun, leftovers
 
 
 @pytest.mark.long

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import UpRun, asyncrl_command
+from tests.system.up_run import UpRun, asyncrl_command
 
 CONFIG = Path(__file__).parents[2] / "configs" / "grpo_gsm8k.yaml"
 QUESTION = (

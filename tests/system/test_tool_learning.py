@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import QUICKSTART, UpRun
 from test_learning import gain_in_standard_errors
 
 from asyncrl.buffer.audit.report import verify_run
+from tests.system.up_run import QUICKSTART, UpRun
 
 pytestmark = pytest.mark.long
 TOOL_PRODUCT = QUICKSTART.with_name("tool_product.yaml")
