@@ -2,13 +2,14 @@
 
     python -m benchmarks.concurrency --check
 
-A model of vLLM's scheduler, not vLLM: requests in order of arrival, a batch limit, a KV cache of blocks, and
-where a block is wanted and none is free the youngest running request loses its own and is computed anew.
-Three rules: a fixed number of groups in flight; `full batch`, which a replica has: whenever the unfinished
-requests leave room for a group beside a batch and a quarter; and a controller that sees what an engine tells
-(requests waiting, use of the KV cache, preemptions) and holds one group more or fewer. A controller would
-have to give 95 % of the tokens/s of the best fixed number on every mix of lengths, with the same constants;
-this one does not, and a replica has none. Targets of `full batch`: `TARGETS`, by KV cache.
+A model of vLLM's scheduler, not vLLM (that is `benchmarks.concurrency_vllm`): requests in order of arrival,
+a batch limit, a KV cache of blocks, and where a block is wanted and none is free the youngest running request
+loses its own and is computed anew. Three rules: a fixed number of groups in flight; `full batch`, which a
+replica has: whenever the unfinished requests leave room for a group beside a batch and a quarter; and a
+controller that sees what an engine tells (requests waiting, use of the KV cache, preemptions) and holds one
+group more or fewer. A controller would have to give 95 % of the tokens/s of the best fixed number on every
+mix of lengths, with the same constants; this one does not, and a replica has none. Targets of `full batch`:
+`TARGETS`, by KV cache.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.options import Verdict, judge, make_parser, report
+from benchmarks.rollout_ways.rules import GROUP_SIZE, Adaptive, Fixed, FullBatch
 
-GROUP_SIZE = 8
 PROMPT_TOKENS = 128
 MAX_TOKENS = 4096
 BLOCK_TOKENS = 16
@@ -31,11 +32,7 @@ STEP_S, PER_REQUEST_S, PER_PREFILL_TOKEN_S = 0.010, 0.00004, 0.00002
 """A decode step of a GPU: mostly reading the weights, a little for each request, and prompts by the token."""
 PERIOD_S = 0.5
 """How often the controller looks."""
-FULL = 0.9
-"""Share of the KV cache from which on it takes no more groups in."""
 FIXED = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-FULL_BATCH = MAX_SEQUENCES * 5 // 4
-"""Unfinished requests of the rule `full batch`: a few wait inside the engine, so that its batch is full."""
 TARGETS = {"roomy": 0.95, "tight": 0.75}
 """Least share of the best fixed number. A cache that cannot hold a batch is `max_sequences` set too high."""
 WHOLE_S, QUICK_S = 600.0, 120.0
@@ -84,6 +81,10 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.free_blocks = self.num_blocks
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self.waiting)
 
     @property
     def cache_use(self) -> float:
@@ -139,48 +140,6 @@ class Outcome:
     preemptions: float
 
 
-class Fixed:
-    """Holds a number of groups."""
-
-    def __init__(self, num_groups: int) -> None:
-        self.num_groups = num_groups
-
-    def wants_more(self, num_groups: int, num_requests: int) -> bool:
-        """Tell whether another group is taken, beside so many groups and unfinished requests."""
-        return num_groups < self.num_groups
-
-    def look(self, engine: Engine) -> None:
-        """See what the engine tells: nothing here."""
-
-
-class FullBatch(Fixed):
-    """Holds as many groups as keep the batch full, by their unfinished requests."""
-
-    def wants_more(self, num_groups: int, num_requests: int) -> bool:
-        return num_requests <= FULL_BATCH - GROUP_SIZE
-
-
-class Adaptive(Fixed):
-    """Holds a group more while the engine has room, and fewer when it preempts.
-
-    It takes an eighth off at a preemption and adds one group per period else, unless requests wait or the
-    cache is nearly full.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self._num_preempted = 0
-
-    def look(self, engine: Engine) -> None:
-        """Read the engine's metrics and move the limit."""
-        has_preempted = engine.num_preempted > self._num_preempted
-        self._num_preempted = engine.num_preempted
-        if has_preempted:
-            self.num_groups = max(1, self.num_groups - max(1, self.num_groups // 8))
-        elif not engine.waiting and engine.cache_use < FULL:
-            self.num_groups += 1
-
-
 def measure(draw: Draw, cache_tokens: int, rule: Fixed, duration_s: float) -> Outcome:
     """Keep a replica busy for `duration_s` of the model's time. The first fifth is not counted."""
     source, engine = random.Random(0), Engine(cache_tokens // BLOCK_TOKENS)
@@ -230,7 +189,7 @@ def _run_case(mix: str, cache: str, duration_s: float) -> dict[str, Any]:
 
     fixed = {number: run_rule(Fixed(number)) for number in FIXED}
     best = max(fixed.values(), key=lambda outcome: outcome.tokens_per_s).tokens_per_s
-    rules = {"full batch": run_rule(FullBatch(0)), "adaptive": run_rule(Adaptive())}
+    rules = {"full batch": run_rule(FullBatch(MAX_SEQUENCES)), "adaptive": run_rule(Adaptive())}
     return {
         "mix": mix,
         "cache": cache,

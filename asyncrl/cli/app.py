@@ -37,6 +37,7 @@ BENCHMARKS = {
     "buffer": "Measure the buffer beside bare pipes and other systems.",
     "checkpoints": "Measure the stall of a checkpoint, its write and its load.",
     "concurrency": "Simulate when a replica should take another group, by fixed rules and a controller.",
+    "concurrency_vllm": "Measure when a replica should take another group, on vLLM.",
     "hostile": "Measure what honest replicas still get through while others attack the buffer.",
     "learner": "Measure a learner step against Hugging Face, and the losses against verl's.",
     "ledger": "Measure the ledger's transitions, and its cost as the fleet grows.",

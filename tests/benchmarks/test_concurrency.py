@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import concurrency
-from benchmarks.concurrency import Adaptive, Engine, Fixed, FullBatch, Request, check, main, measure, table
+from benchmarks.concurrency import MAX_SEQUENCES, Engine, Request, check, main, measure, table
+from benchmarks.rollout_ways.rules import GROUP_SIZE, Adaptive, Fixed, FullBatch
 
 
 @pytest.mark.parametrize("num_blocks", [1000, 30], ids=["roomy", "tight"])
@@ -38,8 +39,9 @@ def test_the_controller_takes_more_while_there_is_room_and_less_after_a_preempti
 
 
 def test_a_batch_is_filled_by_unfinished_requests_however_many_groups_they_are_of():
-    assert FullBatch(0).wants_more(100, concurrency.FULL_BATCH - concurrency.GROUP_SIZE)
-    assert not FullBatch(0).wants_more(1, concurrency.FULL_BATCH)
+    full_batch = MAX_SEQUENCES * 5 // 4
+    assert FullBatch(MAX_SEQUENCES).wants_more(100, full_batch - GROUP_SIZE)
+    assert not FullBatch(MAX_SEQUENCES).wants_more(1, full_batch)
 
 
 def test_more_groups_in_flight_give_more_tokens_until_the_batch_is_full():
