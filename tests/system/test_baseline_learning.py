@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable
 
 import pytest
-from test_learning import gain_in_standard_errors
 
+from tests.system.test_learning import gain_in_standard_errors
 from tests.system.up_run import UpRun
 
 pytestmark = pytest.mark.long

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_learning import gain_in_standard_errors
 
 from asyncrl.buffer.audit.report import verify_run
+from tests.system.test_learning import gain_in_standard_errors
 from tests.system.up_run import QUICKSTART, UpRun
 
 pytestmark = pytest.mark.long

@@ -182,6 +182,7 @@ def test_an_environment_may_give_the_reward_itself(given: Any, value: float, par
     trajectory, _, reward = run_episode(episodes, [("1", [1])])
     assert (trajectory.reward, trajectory.reward_parts) == (value, parts)
     assert reward.answers == []
+    assert [score.parts for score in reward.scores] == [parts], "the run's metrics count it"
 
 
 @pytest.mark.parametrize("given", [float("nan"), float("inf"), "1"])
