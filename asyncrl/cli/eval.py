@@ -45,14 +45,17 @@ class Wishes:
         """Return them in the form of `--set`."""
         values = {
             "data.eval": list(self.data) or None,
-            "reward.fn": self.reward,
             "eval.samples": self.samples,
             "eval.temperature": self.temperature,
             "eval.prompts": self.prompts,
             "rollout.max_tokens": self.max_tokens,
             "data.max_prompt_tokens": self.max_prompt_tokens,
         }
-        return [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+        found = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+        if self.reward is not None:
+            is_section = self.reward.startswith("{")
+            found.append(f"reward.fn={self.reward if is_section else json.dumps(self.reward)}")
+        return found
 
 
 def print_evaluation(target: str, runs_dir: str, step: str, wishes: Wishes, as_json: bool) -> None:
@@ -117,7 +120,6 @@ def _read_model(target: str, runs_dir: str, wishes: Wishes, scratch: Path) -> Co
             "train": list(wishes.data),
             "max_prompt_tokens": max(1, min(2 * DEFAULT_TOKENS, _positions(table) - max_tokens)),
         },
-        "reward": {"fn": wishes.reward},
         "rollout": {"max_tokens": max_tokens},
         "eval": {"prompts": ALL_PROMPTS},
     }

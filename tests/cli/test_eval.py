@@ -113,6 +113,15 @@ def test_a_model_folder_keeps_its_dtype(model, tmp_path):
     assert [source.path for source in config.data.eval] == [str(model / "eval.parquet")]
 
 
+def test_a_reward_may_have_arguments(model, tmp_path):
+    wishes = Wishes(data=[str(model / "eval.parquet")], reward="{fn: format, pattern: '[0-9]+', weight: 0.5}")
+    (part,) = read_target(str(model), str(tmp_path), "newest", wishes, tmp_path).reward.fn
+    assert (part.fn, part.weight, dict(part.arguments)) == ("format", 0.5, {"pattern": "[0-9]+"})
+    broken = Wishes(data=wishes.data, reward="{fn: format, weight: much}")
+    with pytest.raises(ConfigError, match="weight"):
+        read_target(str(model), str(tmp_path), "newest", broken, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("target", "wishes", "message"),
     [
