@@ -73,6 +73,7 @@ class Flight:
         victims = [self._begin_victim(workers) for _ in range(3)]
         cancelled = [workers.create_task(self._ask(self.max_tokens)) for _ in range(3)]
         await self._ask_greedily()  # so that all of them have tokens of the version before
+        await self._until_under_way()
         self.models[number] = make_model(number)
         with stage(
             self.models[number], PolicyVersion(number, number), probe_of(self.models[number])
@@ -85,6 +86,18 @@ class Flight:
             await swap
         await self._ask_greedily()
         await self.engine._llm.abort(victims)
+
+    async def _until_under_way(self) -> None:
+        """Wait until most requests have a token, however slow the machine is."""
+        async with asyncio.timeout(60.0):
+            while True:
+                states = list(self.engine._llm.output_processor.request_states.values())
+                if (
+                    sum(state.detokenizer.num_output_tokens() > 0 for state in states)
+                    > 0.8 * self.num_workers
+                ):
+                    return
+                await asyncio.sleep(0.005)
 
     async def _work(self, is_over: asyncio.Event) -> None:
         while not is_over.is_set():
