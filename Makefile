@@ -44,6 +44,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/shape.py $(PACKAGES) tools tests
+	$(BIN)/python tools/pickles.py $(filter-out benchmarks,$(PACKAGES)) tools
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -53,6 +53,10 @@ class DeadlineExceeded(AsyncrlError, TimeoutError):
     """A wait reached its deadline."""
 
 
+class ConnectionLost(DeadlineExceeded, ConnectionError):
+    """The service hung up before it answered; it may have acted all the same."""
+
+
 class FencedError(AsyncrlError, PermissionError):
     """The caller holds an older fencing token than the ledger's newest."""
 
@@ -89,6 +93,7 @@ BY_NAME: dict[str, type[AsyncrlError]] = {
         WireError,
         RemoteError,
         DeadlineExceeded,
+        ConnectionLost,
         FencedError,
         LedgerError,
         CheckpointError,

@@ -59,6 +59,14 @@ def make_run_keys() -> RunKeys:
     )
 
 
+def keep_others_out() -> None:
+    """Let nobody else write what this process and its children make from now on, whatever its umask was.
+
+    Who can write a run's folder can change its configuration, which runs code.
+    """
+    os.umask(os.umask(0o022) | 0o022)
+
+
 def write_client_keys(path: Path, keys: ClientKeys) -> None:
     """Write `keys` to a file that only this user can read, whole or not at all."""
     names = ("public", "secret", "server")

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 from asyncrl.config.tree import Config
 from asyncrl.keys import ClientKeys, RunKeys, ServerKeys
 
+PAUSED_FILE = "paused"
+"""In the run's folder."""
+
 
 @dataclass(frozen=True)
 class ServiceContext:
@@ -27,6 +30,7 @@ class ServiceContext:
         world_size: Number of the learner's processes, else 1.
         rendezvous: `host:port` where the learner's ranks meet; empty with one rank.
         keys: Of the run's sockets; None leaves them plain, on loopback or socket files only.
+        is_standby: A replica that follows versions and takes no leases until it is told `promote`.
     """
 
     config: Config
@@ -39,6 +43,7 @@ class ServiceContext:
     world_size: int = 1
     rendezvous: str = ""
     keys: RunKeys | None = None
+    is_standby: bool = False
 
     @property
     def kind(self) -> str:
@@ -59,6 +64,27 @@ class ServiceContext:
     @property
     def shm_prefix(self) -> str:
         return f"asyncrl-{self.run_id}-"
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether this start of the run is paused: a service that is started again begins so."""
+        return read_paused(self.run_dir) == self.run_id
+
+
+def read_paused(run_dir: Path) -> str:
+    """Return the `run_id` of the start that was paused, empty if none was."""
+    try:
+        return (run_dir / PAUSED_FILE).read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def write_paused(run_dir: Path, run_id: str, is_paused: bool) -> None:
+    """Mark a start of the run as paused, or take the mark away. A later start does not heed it."""
+    if is_paused:
+        (run_dir / PAUSED_FILE).write_text(run_id)
+    else:
+        (run_dir / PAUSED_FILE).unlink(missing_ok=True)
 
 
 class Service(Protocol):

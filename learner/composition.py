@@ -23,8 +23,6 @@ from weight_sync.handoff import Handoff
 
 log = logging.getLogger(__name__)
 
-CALL_DEADLINE_S = 60.0
-
 
 def build(context: ServiceContext) -> LearnerService:
     """Build the service of `context.rank`; returns once all ranks have met."""
@@ -39,7 +37,7 @@ def build(context: ServiceContext) -> LearnerService:
         log.info("algorithm: %s", describe(config.algorithm))
     models = open_models(config, objective, Placement(context.rank, context.world_size, context.rendezvous))
     client = LearnerClient(
-        context.addresses["buffer.0"], deadline_s=CALL_DEADLINE_S, keys=context.client_keys
+        context.addresses["buffer.0"], deadline_s=config.launcher.start_deadline_s, keys=context.client_keys
     )
     store = CheckpointStore(
         context.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best
@@ -51,6 +49,10 @@ def build(context: ServiceContext) -> LearnerService:
         config.weight_sync.bucket_bytes,
         keys=context.client_keys,
     )
+    leader = None
+    if context.rank == 0:
+        leader = Leader(config, client, connect, store, context.world_size)
+        leader.is_paused = context.is_paused
     return LearnerService(
         config,
         Ranks(context.rank, context.world_size, device),
@@ -59,7 +61,7 @@ def build(context: ServiceContext) -> LearnerService:
         Intake(client, prefetches=context.world_size == 1),
         store,
         context.run_dir / "weights",
-        Leader(config, client, connect, store, context.world_size) if context.rank == 0 else None,
+        leader,
     )
 
 

@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from asyncrl.buffer.client import LearnerClient
+from asyncrl.buffer.client import LearnerClient, Reservation
+from asyncrl.clock import Clock
 from asyncrl.config.tree import Config
-from asyncrl.errors import CheckpointError
+from asyncrl.errors import CheckpointError, DeadlineExceeded
 from asyncrl.faults import fault_point
 from learner.batching.probe import is_probe_due
 from learner.checkpoint import CheckpointStore, Commit
@@ -26,6 +27,7 @@ from learner.checkpoint.store import Cut
 from learner.checkpoint.writer import WRITE_DEADLINE_S, CheckpointKeeper
 from learner.guard.watch import Watch
 from learner.orders import Checkpoint, Finish, Order, Publish, Restore, Train, Wait
+from learner.report.waits import BATCH, BUFFER, CHECKPOINT, PAUSED, PUBLISHER, Waits
 from weight_sync.handoff import Handoff
 
 log = logging.getLogger(__name__)
@@ -33,10 +35,15 @@ log = logging.getLogger(__name__)
 RESERVE_WAIT_S = 0.5
 UNPUBLISHED_WAIT_S = 0.01
 LAST_PUBLISH_S = 30.0
+PAUSED_WAIT_S = 0.1
 
 
 class Leader:
-    """Gives orders. `orders` is a generator: it goes on when the order it gave has been performed."""
+    """Gives orders. `orders` is a generator: it goes on when the order it gave has been performed.
+
+    `is_paused` and `asked_step` may be set from other threads. They are heeded between two steps.
+    `asked_step`: a checkpoint is asked for, of that step or a later one.
+    """
 
     def __init__(
         self,
@@ -45,6 +52,7 @@ class Leader:
         connect: Callable[[int], Handoff],
         store: CheckpointStore,
         world_size: int = 1,
+        clock: Clock | None = None,
     ) -> None:
         self._config = config
         self._client = client
@@ -62,12 +70,15 @@ class Leader:
         self._watch = Watch(config.guard)
         self._commits: list[Commit] = []
         self.step = 0
-        self.wait_s = 0.0
+        self.waits = Waits(clock)
         self.stale_tickets: list[int] = []
         self.refused_tickets: list[int] = []
         self.lag_max = 0
         self.controllers: dict[str, float] = {}
         self.last_evaluation = 0
+        self.is_paused = False
+        self.asked_step: int | None = None
+        self._away_since = 0.0
         self._published_step = -1
         self._evaluated_step = -1
         self._checkpointed_step = -1
@@ -97,6 +108,7 @@ class Leader:
             yield order
             if isinstance(order, Train):
                 yield from self._settle(order)
+            yield from self._checkpoint_if_asked()
             yield from self._publish()
         self._finish_checkpoint()
         yield from self._checkpoint_if(self.step > max(self._checkpointed_step, 0))
@@ -104,10 +116,10 @@ class Leader:
         self._finish_checkpoint()
         yield Finish(is_complete=self.step >= self._config.learner.steps)
 
-    def take_wait_s(self) -> float:
-        """Return the seconds waited for batches since the last call."""
-        waited, self.wait_s = self.wait_s, 0.0
-        return waited
+    @property
+    def checkpointed_step(self) -> int:
+        """The step of the newest checkpoint that the journal knows, 0 without one."""
+        return max((commit.step for commit in self._commits), default=0)
 
     def judge(self, step: int, metrics: Mapping[str, float], num_refused: int) -> dict[str, float]:
         """Let the guard look at the metrics of `step`, before it is booked; return the guard's own."""
@@ -143,10 +155,15 @@ class Leader:
             yield self._watch.adjustment()
 
     def _publish(self) -> Iterator[Publish]:
-        if self._published_step == self.step or not self.handoff.has_room():
+        if self._published_step == self.step:
+            return
+        with self.waits.on(PUBLISHER):
+            has_room = self.handoff.has_room()
+        if not has_room:
             return
         fault_point("learner.publishing", self.step)
-        self._number = self._client.register_version(self.step)
+        with self.waits.on(BUFFER):
+            self._number = self._client.register_version(self.step)
         every = self._config.weight_sync.probe_every
         has_probe = is_probe_due(self.step, self._published_step, every)
         yield Publish(self._number, self.step, has_probe, self.handoff.shared_path)
@@ -164,7 +181,8 @@ class Leader:
             return
         is_due = self.step // every > self._evaluated_step // every
         if is_due or self.step == self._config.learner.steps:
-            self.last_evaluation = self._client.request_evaluation(self.step)
+            with self.waits.on(BUFFER):
+                self.last_evaluation = self._client.request_evaluation(self.step)
             self._note_scores()  # by the next order a long list may no longer tell of this one's forerunner
         self._evaluated_step = self.step
 
@@ -178,10 +196,13 @@ class Leader:
             log.warning("the weights of step %d found no free buffer in %g s", self.step, LAST_PUBLISH_S)
 
     def _next_batch(self) -> Train | Wait:
+        if self.is_paused:
+            with self.waits.on(PAUSED):
+                time.sleep(PAUSED_WAIT_S)
+            return Wait()
         is_published = self._published_step == self.step
-        start = time.perf_counter()
-        found = self._client.reserve(self.step, RESERVE_WAIT_S if is_published else UNPUBLISHED_WAIT_S)
-        self.wait_s += time.perf_counter() - start
+        with self.waits.on(BATCH):
+            found = self._reserve(RESERVE_WAIT_S if is_published else UNPUBLISHED_WAIT_S)
         if found is None:
             return Wait()
         fault_point("learner.reserved", self.step)
@@ -193,6 +214,24 @@ class Leader:
             versions=list(found.step_of_version.items()),
             limits=self._watch.limits(),
         )
+
+    def _reserve(self, wait_s: float) -> Reservation | None:
+        """Return the batch, or None: it is not complete, or the buffer is being started again.
+
+        Raises:
+            DeadlineExceeded: The buffer has not answered for `launcher.start_deadline_s`.
+        """
+        try:
+            found = self._client.reserve(self.step, wait_s)
+        except DeadlineExceeded as error:
+            now = time.monotonic()
+            self._away_since = self._away_since or now
+            if now - self._away_since > self._config.launcher.start_deadline_s:
+                raise
+            log.warning("the buffer is away: %s", error.message)
+            return None
+        self._away_since = 0.0
+        return found
 
     def _settle(self, order: Train) -> Iterator[Order]:
         """Do what the guard says about a trained batch: book it, or go back to before it."""
@@ -231,13 +270,18 @@ class Leader:
         """Report the step. Groups that changed no weights are dropped: over age, or refused by the guard."""
         dropped = dict.fromkeys(self.refused_tickets, "guard") | dict.fromkeys(self.stale_tickets, "stale")
         fault_point("learner.updated", order.step)
-        self._client.trained(order.step, list(dropped.items()), self.lag_max)
+        with self.waits.on(BUFFER):
+            self._client.trained(order.step, list(dropped.items()), self.lag_max)
         fault_point("learner.booked", order.step)
         self.step = order.step + 1
 
     def _checkpoint_if(self, is_due: bool) -> Iterator[Checkpoint]:
         self.keeper.commit_finished()
-        if not is_due or self.step == self._checkpointed_step or not self.keeper.has_room():
+        if not is_due or self.step == self._checkpointed_step:
+            return
+        with self.waits.on(CHECKPOINT):
+            has_room = self.keeper.has_room()
+        if not has_room:
             return
         self.keeper.begin(self.step)
         yield Checkpoint(self.step)
@@ -245,14 +289,27 @@ class Leader:
         self.keeper.seal_in_background(self.step, self._token, cut)
         self._checkpointed_step = self.step
 
+    def _checkpoint_if_asked(self) -> Iterator[Checkpoint]:
+        """Write one that was asked for, once the one before is done; nothing waits for that.
+
+        After a rollback, once the step that was done when it was asked for is done again.
+        """
+        is_free, asked = self.keeper.commit_finished(), self.asked_step
+        if is_free and asked is not None and asked <= self.step:
+            self.asked_step = None
+            yield from self._checkpoint_if(True)
+
     def _finish_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written and commit it. Raises CheckpointError."""
-        if not self.keeper.commit_finished(WRITE_DEADLINE_S):
+        with self.waits.on(CHECKPOINT):
+            is_written = self.keeper.commit_finished(WRITE_DEADLINE_S)
+        if not is_written:
             raise CheckpointError(f"a checkpoint was not written within {WRITE_DEADLINE_S:g} s")
 
     def _commit(self, step: int, digest: str, kept: Sequence[int]) -> None:
         """Make a sealed checkpoint known to the journal, and score what was evaluated meanwhile."""
-        self._client.checkpointed(step, digest, kept)
+        with self.waits.on(BUFFER):
+            self._client.checkpointed(step, digest, kept)
         fresh = [*self._commits, Commit(self._token, step, digest)]
         self._commits = [commit for commit in fresh if commit.step in kept]
         self._note_scores()

@@ -14,9 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.faults import fault_point
+from asyncrl.metrics.row_log import append_row
 from asyncrl.versions import PolicyVersion
 from learner.algorithms.diagnostics.summary import throughput_metrics
 from learner.algorithms.objective import Objective
@@ -36,6 +38,7 @@ from learner.report import (
     Efficiency,
     ProfilerWindow,
     Stopwatch,
+    describe_time,
     make_efficiency,
     measure_memory,
     reduce_over_ranks,
@@ -64,6 +67,7 @@ class LearnerService:
         store: CheckpointStore,
         weights_dir: Path,
         leader: Leader | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._config = config
         self._ranks = ranks
@@ -79,14 +83,15 @@ class LearnerService:
         if leader is not None:
             leader.controllers = objective.read_controllers()
         self._together = TogetherWriter(ranks)
-        self._watch = Stopwatch()
+        self._clock = clock or SystemClock()
+        self._watch = Stopwatch(self._clock)
         self._window = ProfilerWindow(
             config.metrics.profile_steps, weights_dir.parent / "profile", ranks.rank
         )
         self._rows: list[dict[str, Any]] = []
         self._step = self._resumed_step = 0
         self._state = "starting"
-        self._step_began = time.perf_counter()
+        self._step_began = self._clock.now()
 
     def run(self, stop: threading.Event) -> None:
         """Perform orders until the leader finishes."""
@@ -101,13 +106,25 @@ class LearnerService:
             "step": self._step,
             "resumed_step": self._resumed_step,
             "last_evaluation": self._leader.last_evaluation if self._leader else 0,
+            "paused": self._leader is not None and self._leader.is_paused,
+            "checkpointed_step": self._leader.checkpointed_step if self._leader else 0,
         }
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """`rows {after}`: the metric rows from index `after` on."""
-        if name != "rows":
+        """Do what the supervisor asks; of what it asks of the leader, the other ranks know nothing.
+
+        `rows {after}`: the metric rows from index `after` on. `pause`: take no batch after the step in
+        progress, until `unpause`. `checkpoint`: write one after it.
+        """
+        if name == "rows":
+            return {"rows": self._rows[args["after"] :]}
+        if self._leader is None or name not in ("pause", "unpause", "checkpoint"):
             raise ConfigError(f"the learner knows no command '{name}'")
-        return {"rows": self._rows[args["after"] :]}
+        if name == "checkpoint":
+            self._leader.asked_step = self._step
+        else:
+            self._leader.is_paused = name == "pause"
+        return {"step": self._step, "paused": self._leader.is_paused}
 
     @cached_property
     def _efficiency(self) -> Efficiency:
@@ -145,14 +162,24 @@ class LearnerService:
                 pass
 
     def _restore(self, order: Restore) -> None:
-        if order.has_checkpoint:
-            folder = self._store.folder(order.step)
-            self._policy.load_state(folder)
-            if self._critic is not None:
-                self._critic.load_state(folder / CRITIC)
-        self._objective.restore_controllers(order.controllers)
-        self._step, self._resumed_step, self._state = order.step, order.step, "training"
-        self._step_began = time.perf_counter()
+        with self._watch.time("restore"):
+            if order.has_checkpoint:
+                folder = self._store.folder(order.step)
+                self._policy.load_state(folder)
+                if self._critic is not None:
+                    self._critic.load_state(folder / CRITIC)
+            self._objective.restore_controllers(order.controllers)
+        self._step, self._resumed_step = order.step, order.step
+        if self._state == "starting":  # a rollback's time belongs to the step that comes after it
+            self._state = "training"
+            self._begin_account()
+
+    def _begin_account(self) -> None:
+        """Let the first step's time begin here."""
+        self._step_began = self._clock.now()
+        self._watch.read()
+        if self._leader is not None:
+            self._leader.waits.take()
 
     def _snapshots(self) -> dict[str, Callable[[], Snapshot]]:
         """Return what a checkpoint holds, by its folder in it. The reference is the model of the start."""
@@ -208,27 +235,33 @@ class LearnerService:
     def _record(self, order: Train, metrics: dict[str, float]) -> None:
         """Add the step's row; its time runs from the end of the step before, so shares add up to it."""
         assert self._leader is not None
-        now = time.perf_counter()
+        now = self._clock.now()
         total_s, self._step_began = now - self._step_began, now
         num_tokens = float(sum(order.num_tokens))
-        waited_s = self._leader.take_wait_s()
-        stages = {**self._watch.read(), "timing_s/wait": waited_s}
+        waits, stages = self._leader.waits.take(), self._watch.read()
         row = {
+            "time": time.time(),
             "training/global_step": self._step,
             **metrics,
-            **stages,
+            **describe_time(stages, waits, total_s),
             **self._efficiency.describe(metrics, stages, num_tokens),
-            "timing_s/other": total_s - sum(stages.values()),
-            "timing_s/step": total_s,
             **throughput_metrics(order.num_tokens, total_s, self._ranks.world_size),
             "perf/learner_tokens_per_s": num_tokens / total_s,
             "weights/publish_s": stages.get("timing_s/update_weights", 0.0),
             **self._leader.handoff.take_times().metrics(),
-            "perf/learner_idle_share": waited_s / total_s,
         }
         row |= self._leader.keeper.take_metrics()
         self._leader.keeper.note_metrics(self._step, row)
-        self._rows.append(row | self._leader.judge(order.step, row, self._guarded.num_refused))
+        self._keep(row | self._leader.judge(order.step, row, self._guarded.num_refused))
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        """Hold a row for the supervisor; on disk too: it may be away for longer than this process lives."""
+        try:
+            is_first = float(not self._rows)
+            append_row(self._weights_dir.parent, {**row, "training/is_first_of_life": is_first})
+        except OSError as error:
+            log.warning("the row of step %d was not written down: %s", self._step, error)
+        self._rows.append(row)
 
     @cached_property
     def _probe_batch(self) -> PackedBatch:

@@ -25,7 +25,8 @@ from rollout_service.evaluation.wiring import build_evaluator, load_data
 from rollout_service.gateway.gateway import build_gateway, check_gateway
 from rollout_service.groups import GroupRunner, GroupSettings
 from rollout_service.lengths import parse_lengths
-from rollout_service.replica import Replica, ReplicaParts, ReplicaSettings
+from rollout_service.parts import ReplicaParts, ReplicaSettings
+from rollout_service.replica import Replica
 from rollout_service.rewards.registry import load_reward
 from rollout_service.rewards.shaping import Overlong
 
@@ -94,7 +95,7 @@ def build(context: ServiceContext) -> Replica:
             gateway=gateway,
         )
 
-    return Replica(context.name, _replica_settings(config), build_parts)
+    return Replica(context.name, _replica_settings(config), build_parts, is_standby=context.is_standby)
 
 
 def _replica_settings(config: Config) -> ReplicaSettings:
@@ -133,7 +134,7 @@ def _group_settings(config: Config) -> GroupSettings:
 def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
     """Return the engine of a replica, not yet started."""
     if config.rollout.engine == "scripted":
-        return ScriptedEngine(tokenizer.eos_token_id, SCRIPTED_TOKENS_PER_S)
+        return ScriptedEngine(tokenizer.eos_token_id, SCRIPTED_TOKENS_PER_S, follows_steps=True)
     rollout = config.rollout
     settings = VllmSettings(
         model=config.model.path,

@@ -22,26 +22,21 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from asyncrl.buffer.client import EvaluationOrder, LeaseGrant, ReplicaClient
+from asyncrl.buffer.client import EvaluationOrder, LeaseGrant
 from asyncrl.errors import AsyncrlError, DataError, DeadlineExceeded, EngineError, ServiceFailed
 from asyncrl.experience import Group
 from asyncrl.faults import fault_point
 from asyncrl.versions import UNLOADED
-from rollout_service.data.prompts import PromptSet
-from rollout_service.engine.metered import MeteredEngine
+from rollout_service.engine.metered import BUSY
 from rollout_service.engine.protocol import EngineDied, Interrupted
 from rollout_service.evaluation.evaluator import Evaluator
-from rollout_service.gateway.gateway import Gateway
 from rollout_service.gateway.refusal import NobodyCame
-from rollout_service.gateway.sessions import Desk
 from rollout_service.groups import GroupRunner
+from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.rewards.score import RewardsFailed
-from rollout_service.rewards.shaping import Overlong
-from rollout_service.rewards.total import TotalReward
+from rollout_service.states import State, idle_cause
 from weight_sync.memory.staging import Staged
 
 log = logging.getLogger(__name__)
@@ -57,76 +52,21 @@ FAREWELL_DEADLINE_S = 2.0
 CARRY_DEADLINE_S = 5.0
 
 
-class State(StrEnum):
-    """Where a replica stands."""
-
-    STARTING = "STARTING"
-    SYNCING = "SYNCING"
-    READY = "READY"
-    PINNED = "PINNED"
-    DRAINING = "DRAINING"
-    RETIRED = "RETIRED"
-
-
-class WeightLink(Protocol):
-    """The receiver beside this replica. `is_fenced`: no leases until the replica has caught up."""
-
-    is_fenced: bool
-
-    async def next_staged(self, serving_number: int, wait_s: float) -> Staged | None: ...
-
-    async def report_loaded(self, number: int, ok: bool, error: str = "") -> None: ...
-
-    async def pin(self) -> None: ...
-
-    async def unpin(self) -> None: ...
-
-    async def drain(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class ReplicaSettings:
-    """How much a replica holds at once, and how it keeps it.
-
-    Attributes:
-        max_groups: Groups in flight with all of their samples; samples that have ended make room.
-        lease_s: Lease time; leases are renewed after a third of it.
-        start_deadline_s: How long the buffer may take to answer for the first time.
-        resumes_partial: A drain hands the tokens of unfinished groups back, for another replica.
-    """
-
-    max_groups: int
-    lease_s: float
-    start_deadline_s: float
-    resumes_partial: bool = False
-
-
-@dataclass(frozen=True)
-class ReplicaParts:
-    """What a replica is built of; made in `run`, because loading takes time."""
-
-    engine: MeteredEngine
-    buffer: ReplicaClient
-    weights: WeightLink
-    runner: GroupRunner | Desk
-    evaluator: Evaluator | None
-    prompts: PromptSet
-    overlong: Overlong | None = None
-    reward: TotalReward | None = None
-    gateway: Gateway | None = None
-
-
 class Replica:
     """The service. `run` owns the event loop; `status` and `command` come from other threads.
 
     Args:
         build: Makes the parts, in the event loop.
+        is_standby: It follows the weights, and takes neither leases nor evaluations until `promote`.
     """
 
     def __init__(
-        self, name: str, settings: ReplicaSettings, build: Callable[[], Awaitable[ReplicaParts]]
+        self,
+        name: str,
+        settings: ReplicaSettings,
+        build: Callable[[], Awaitable[ReplicaParts]],
+        *,
+        is_standby: bool = False,
     ) -> None:
         self._name = name
         self._settings = settings
@@ -139,6 +79,9 @@ class Replica:
         self._counters: Counter[str] = Counter()
         self._changed = asyncio.Event()
         self._weights_lock = asyncio.Lock()
+        self._num_asking = 0
+        self._may_miss_grants = False
+        self._is_standby = is_standby
         self._drain_asked = threading.Event()
         self._grace_s = 0.0
 
@@ -148,10 +91,12 @@ class Replica:
         """Return the state, the version served, and what was done so far."""
         status: dict[str, Any] = {"state": self._state.value, "in_flight_groups": len(self._groups)}
         status["counters"] = dict(self._counters)
+        status["standby"] = self._is_standby
         if self._parts is None:
             return {**status, "version": 0, "step": 0, "child_pids": []}
         engine = self._parts.engine
-        busy_s, idle_s = engine.seconds()
+        idle = engine.account()
+        busy_s = idle.pop(BUSY, 0.0)
         return {
             **status,
             "version": engine.serving.number,
@@ -160,7 +105,8 @@ class Replica:
             "tokens": engine.num_tokens,
             "trajectories": engine.num_completions,
             "busy_s": busy_s,
-            "idle_s": idle_s,
+            "idle_s": sum(idle.values()),
+            "idle_by_cause": idle,
             "swaps": engine.num_swaps,
             "last_swap_s": engine.last_swap_s,
             "child_pids": [*engine.child_pids(), *self._child_pids_of_rewards()],
@@ -174,9 +120,12 @@ class Replica:
         return [] if reward is None else reward.child_pids()
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Obey `drain` (`grace_s`: how long groups in flight may still finish; default 0)."""
+        """Obey `drain` (`grace_s`: how long groups in flight may still finish; default 0) or `promote`."""
+        if name == "promote":
+            self._is_standby = False
+            return {"standby": False}
         if name != "drain":
-            raise ServiceFailed(f"a replica knows no command '{name}'", hint="It knows 'drain'")
+            raise ServiceFailed(f"a replica knows no command '{name}'", hint="It knows 'drain' and 'promote'")
         self._grace_s = float(args.get("grace_s", 0.0))
         self._drain_asked.set()
         return {"state": State.DRAINING.value}
@@ -244,8 +193,14 @@ class Replica:
                     raise
 
     async def _watch(self, stop: threading.Event) -> None:
+        was_standby = self._is_standby
         while not stop.is_set() and not self._drain_asked.is_set():
             await asyncio.sleep(WATCH_S)
+            if was_standby and not self._is_standby:
+                was_standby = False
+                log.info("%s is promoted", self._name)
+                self._note_idle_cause()
+                self._changed.set()
 
     async def _lease_loop(self, parts: ReplicaParts) -> None:
         call: asyncio.Task[None] | None = None
@@ -253,7 +208,7 @@ class Replica:
         while True:
             self._changed.clear()
             version, want = parts.engine.serving.number, self._num_wanted(parts)
-            is_ready = self._state is State.READY and not parts.weights.is_fenced
+            is_ready = self._state is State.READY and not (parts.weights.is_fenced or self._is_standby)
             may_ask = is_ready and (want > 0 or parts.gateway is not None)
             is_news = version != asked_version or want > 0 == asked_want
             if may_ask and (call is None or call.done() or is_news):
@@ -265,11 +220,18 @@ class Replica:
             await self._changed.wait()
 
     async def _lease(self, parts: ReplicaParts, version: int, want: int) -> None:
+        held = list(self._groups) if self._may_miss_grants and not self._num_asking else None
+        self._num_asking += 1
         try:
-            reply = await parts.buffer.lease(version, want, LEASE_WAIT_S)
+            reply = await parts.buffer.lease(version, want, LEASE_WAIT_S, held)
         except AsyncrlError as error:
+            self._may_miss_grants = True  # the next call says what came, so that the rest goes back
             await self._note("lease_errors", error)
             return
+        finally:
+            self._num_asking -= 1
+        if held is not None:
+            self._may_miss_grants = False
         for grant in reply.grants:
             self._begin_group(parts, grant)
         if reply.evaluate is not None:
@@ -292,11 +254,25 @@ class Replica:
         task = self._tasks.create_task(self._run_group(parts, grant))
         self._groups[key] = task
         task.add_done_callback(lambda _: self._end_group(key))
+        self._note_idle_cause()
 
     def _end_group(self, key: tuple[int, int]) -> None:
         if self._state is not State.DRAINING:
             self._groups.pop(key, None)
+        self._note_idle_cause()
         self._changed.set()
+
+    def _note_idle_cause(self) -> None:
+        """Tell the meter what the engine waits for while it has no request."""
+        if self._parts is None:
+            return
+        cause = idle_cause(
+            self._state,
+            has_groups=bool(self._groups),
+            is_fenced=self._parts.weights.is_fenced,
+            is_standby=self._is_standby,
+        )
+        self._parts.engine.wait_for(cause)
 
     async def _run_group(self, parts: ReplicaParts, grant: LeaseGrant) -> None:
         try:
@@ -323,7 +299,7 @@ class Replica:
     async def _fetch_carry(self, parts: ReplicaParts, grant: LeaseGrant) -> Group | None:
         """Return what an earlier attempt left. Without it, the group starts from its prompt."""
         try:
-            carried = await parts.buffer.fetch_carry(grant.ticket, grant.attempt)
+            carried = await self._repeat(lambda: parts.buffer.fetch_carry(grant.ticket, grant.attempt))
         except AsyncrlError as error:
             await self._note("carries_unread", error)
             return None
@@ -349,10 +325,10 @@ class Replica:
         log.warning("group %d, attempt %d ended: %s", grant.ticket, grant.attempt, error)
         try:
             if is_unopened:
-                await parts.buffer.release([grant.key])
+                await self._repeat(lambda: parts.buffer.release([grant.key]))
             else:
                 reason = f"{type(error).__name__}: {error.message}"
-                await parts.buffer.fail(grant.ticket, grant.attempt, reason)
+                await self._repeat(lambda: parts.buffer.fail(grant.ticket, grant.attempt, reason))
         except AsyncrlError as fail_error:
             await self._note("fail_errors", fail_error)
         self._groups.pop(grant.key, None)
@@ -380,7 +356,10 @@ class Replica:
             except AsyncrlError as error:
                 parts.buffer.forget_evaluation()  # the order will be handed out again
                 await self._note("evaluation_errors", error)
-            await self._repeat(parts.weights.unpin)  # pinned for ever it would fall behind without a word
+            try:
+                await self._repeat(parts.weights.unpin)  # pinned for ever it would fall behind without a word
+            except AsyncrlError as error:  # the receiver is gone: the next one begins without a pin
+                await self._note("calls_repeated", error)
             self._move(State.READY)
 
     async def _answer_part(
@@ -421,6 +400,7 @@ class Replica:
             try:
                 loaded_number = engine.serving.number if engine.is_loaded else UNLOADED
                 staged = await weights.next_staged(loaded_number, STAGED_WAIT_S)
+                self._note_idle_cause()
                 self._changed.set()  # the poll also tells whether this replica is fenced
                 if staged is not None:
                     async with self._weights_lock:
@@ -480,6 +460,7 @@ class Replica:
         if state is not self._state:
             log.info("%s: %s -> %s", self._name, self._state, state)
         self._state = state
+        self._note_idle_cause()
         self._changed.set()
 
     async def _note(self, counter: str, error: AsyncrlError) -> None:

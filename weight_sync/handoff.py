@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from asyncrl.errors import AsyncrlError, DeadlineExceeded, SegmentGone, SyncError, WireError
+from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, SegmentGone, SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import ClientKeys
 from asyncrl.rpc import Client, Reply
@@ -118,10 +118,22 @@ class Handoff:
         self.num_absences = 0
         self._client = Client(address, keys)
         try:
-            self._client.call("open", deadline_s=START_DEADLINE_S, token=token)
+            self._open()
         except AsyncrlError:
             self._client.close()  # nobody else can: the caller gets no Handoff
             raise
+
+    def _open(self) -> None:
+        """Say who publishes from now on; again, to a publisher that took the place of one that died."""
+        end = time.monotonic() + START_DEADLINE_S
+        while True:
+            try:
+                self._client.call("open", deadline_s=max(0.0, end - time.monotonic()), token=self._token)
+                return
+            except ConnectionLost as error:
+                self._note_absence(error)
+                if time.monotonic() >= end:
+                    raise
 
     def has_room(self) -> bool:
         """Tell whether a `publish` now would find a free segment, before the tensors are gathered.

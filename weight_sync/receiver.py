@@ -184,6 +184,7 @@ class ReceiverService:
             self.counters["replica_restarts"] += 1
             self._serving = serving
             self._shelf.untake()
+            self._set_pinned(False)  # the process that asked for it is gone
             self._liaison.report("restarted", serving=serving)
         elif serving > self._serving:
             self._serving = serving

@@ -3,26 +3,37 @@
 Every method raises DeadlineExceeded when the buffer does not answer in time, and the buffer's own
 error otherwise. A long poll (`lease`, `reserve`) returns empty-handed after `wait_s`; ask again. A
 call whose answer was lost may be repeated: pushes, `reserve`, `trained` and `checkpointed` count once.
+The learner's client repeats what was lost with its connection, so a buffer that is started again within
+the deadline is a pause and no failure; a replica's caller does that itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from asyncrl.buffer.ledger.events import UNSAID
-from asyncrl.errors import DeadlineExceeded, LedgerError, WireError
+from asyncrl.buffer.payloads import Prefetched, read_fetched, split_frames
+from asyncrl.errors import ConnectionLost, DeadlineExceeded, WireError
 from asyncrl.experience import Group, decode_group, encode_group
 from asyncrl.keys import ClientKeys
 from asyncrl.metrics.tallies import Tally
-from asyncrl.rpc import AsyncClient, Client, PendingCall, Reply
-from asyncrl.wire import Frame
+from asyncrl.rpc import AsyncClient, Client, PendingCall
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MARGIN_S = 5.0
 """What a long poll's answer may take beyond its wait."""
+REPEAT_PAUSE_S = 0.05
 FETCHED_AT_ONCE = 4
+"""Groups per answer: the next ones travel while these are decoded."""
 FETCHES_AT_ONCE = 32
 """Calls of one `fetch` in flight. A service drops replies beyond what it keeps for a client that is behind
 (`rpc.sockets.UNSENT_REPLIES`)."""
@@ -30,7 +41,6 @@ PREFETCH_DEADLINE_S = 2.0
 """After that the next `fetch` asks for everything itself: the buffer may have died in between."""
 MAX_PREFETCHED = 4096
 """What a service allows to be asked for in one `prefetch`."""
-"""Groups per answer: the next ones travel while these are decoded."""
 
 
 @dataclass(frozen=True)
@@ -162,13 +172,21 @@ class ReplicaClient:
         pairs = [list(one) for one in sources]
         await self._call("describe_data", num_prompts=num_prompts, digest=digest, sources=pairs)
 
-    async def lease(self, version: int, want: int, wait_s: float) -> LeaseReply:
+    async def lease(
+        self, version: int, want: int, wait_s: float, held: Iterable[tuple[int, int]] | None = None
+    ) -> LeaseReply:
         """Ask for up to `want` groups to generate with the weights of `version`.
 
         `want=0` asks for an evaluation order only. An order is handed out once: it is this replica's
         until `evaluated`.
+
+        Args:
+            held: All (ticket, attempt) pairs that this replica works on, after a `lease` failed: grants
+                may have been lost with its answer, and go back. Not while another `lease` is out.
         """
-        wanted = {"version": version, "want": want, "evaluating": self._evaluating}
+        wanted: dict[str, Any] = {"version": version, "want": want, "evaluating": self._evaluating}
+        if held is not None:
+            wanted["held"] = [list(pair) for pair in held]
         args = await self._call("lease", wait_s, **wanted)
         grants = tuple(_read_grant(row) for row in args["grants"])
         order = args["evaluate"]
@@ -287,44 +305,16 @@ def _read_reservation(step: int, args: dict[str, Any]) -> Reservation | None:
     return Reservation(step, tickets, dict(args["versions"]))
 
 
-def _split_frames(reply: Reply) -> list[list[Frame]]:
-    """Return the frames of each group in a reply to `fetch` or `prefetch`."""
-    counts = reply.args["frames_per_group"]
-    if sum(counts) != len(reply.frames):
-        raise WireError("the buffer's frames do not fit the groups that it names")
-    frames = iter(reply.frames)
-    return [[next(frames) for _ in range(count)] for count in counts]
-
-
-def _read_fetched(tickets: Sequence[int], reply: Reply, known: Mapping[int, Group]) -> dict[int, Group]:
-    """Return the groups that came; those of `tickets` without frames must be `known`."""
-    if reply.args["lost"]:
-        raise LedgerError(
-            f"the payloads of tickets {reply.args['lost']} are lost", hint="Reserve the step again"
-        )
-    found = _split_frames(reply)
-    if len(found) != len(tickets):
-        raise WireError("the buffer's frames do not fit the tickets that were fetched")
-    came = {ticket: frames for ticket, frames in zip(tickets, found, strict=True) if frames}
-    if any(ticket not in came and ticket not in known for ticket in tickets):
-        raise WireError("the buffer left out groups that were fetched")
-    return {ticket: decode_group(frames) for ticket, frames in came.items()}
-
-
-@dataclass(frozen=True)
-class Prefetched:
-    """A payload that came ahead, of one attempt at a ticket."""
-
-    attempt: int
-    frames: list[Frame]
-
-
 class LearnerClient:
     """A learner's side, synchronous. `open` or a given token comes first.
 
     Args:
         token: The fencing token that another process of the same learner got from `open`; a
             data-parallel rank that only fetches is built with it.
+        deadline_s: Of each call, its repetitions included. A long poll has its own.
+
+    Attributes:
+        num_repeated: Calls that were made again because the connection broke.
     """
 
     def __init__(
@@ -334,10 +324,11 @@ class LearnerClient:
         self._rpc = Client(address, keys)
         self._deadline_s = deadline_s
         self._prefetching: PendingCall | None = None
+        self.num_repeated = 0
 
     def open(self, holder: str) -> Opening:
         """Become the learner: older tokens are fenced. Then `resume`, unless nothing was trained yet."""
-        args = self._rpc.call("open", deadline_s=self._deadline_s, holder=holder).args
+        args = self._repeat(lambda left_s: self._rpc.call("open", deadline_s=left_s, holder=holder)).args
         self.token = args["token"]
         checkpoints = tuple(
             CheckpointEntry(row["token"], row["step"], row["digest"]) for row in args["checkpoints"]
@@ -379,12 +370,14 @@ class LearnerClient:
         """
         if self._prefetching is not None:
             self._rpc.forget(self._prefetching)
-        self._prefetching = self._rpc.begin(
-            "prefetch",
-            deadline_s=min(self._deadline_s, PREFETCH_DEADLINE_S),
-            token=self.token,
-            num_groups=min(num_groups, MAX_PREFETCHED),
-        )
+            self._prefetching = None
+        with contextlib.suppress(DeadlineExceeded):  # no buffer: a hint must never fail a step
+            self._prefetching = self._rpc.begin(
+                "prefetch",
+                deadline_s=min(self._deadline_s, PREFETCH_DEADLINE_S),
+                token=self.token,
+                num_groups=min(num_groups, MAX_PREFETCHED),
+            )
 
     def fetch(self, tickets: Sequence[int], prefetch: int = 0) -> list[Group]:
         """Return the groups of reserved tickets, in the order asked for.
@@ -396,6 +389,11 @@ class LearnerClient:
             LedgerError: A payload turned out damaged; its ticket was issued again. Reserve the step again.
         """
         known = self._take_prefetched()
+        return self._repeat(lambda left_s: self._fetch(tickets, prefetch, known, left_s))
+
+    def _fetch(
+        self, tickets: Sequence[int], prefetch: int, known: Mapping[int, Prefetched], deadline_s: float
+    ) -> list[Group]:
         firsts = range(0, max(1, len(tickets)), FETCHED_AT_ONCE)
         waiting = deque(list(tickets[first : first + FETCHED_AT_ONCE]) for first in firsts)
         begun: deque[tuple[list[int], PendingCall]] = deque()
@@ -403,24 +401,26 @@ class LearnerClient:
         try:
             while waiting or begun:
                 while waiting and len(begun) < FETCHES_AT_ONCE:
-                    begun.append(self._begin_fetch(waiting.popleft(), known))
+                    begun.append(self._begin_fetch(waiting.popleft(), known, deadline_s))
                 if prefetch and not waiting:
                     self.prefetch(prefetch)
                     prefetch = 0
                 if not groups:  # while the answers travel
                     groups = {one: decode_group(known[one].frames) for one in tickets if one in known}
                 part, call = begun[0]
-                groups |= _read_fetched(part, call.end(), groups)
+                groups |= read_fetched(part, call.end(), groups)
                 begun.popleft()
         finally:
             for _, call in begun:
                 self._rpc.forget(call)
         return [groups[number] for number in tickets]
 
-    def _begin_fetch(self, part: list[int], known: Mapping[int, Prefetched]) -> tuple[list[int], PendingCall]:
+    def _begin_fetch(
+        self, part: list[int], known: Mapping[int, Prefetched], deadline_s: float
+    ) -> tuple[list[int], PendingCall]:
         have = [[ticket, known[ticket].attempt] for ticket in part if ticket in known]
         wanted: dict[str, Any] = {"token": self.token, "tickets": part, "have": have}
-        return part, self._rpc.begin("fetch", deadline_s=self._deadline_s, **wanted)
+        return part, self._rpc.begin("fetch", deadline_s=deadline_s, **wanted)
 
     def _take_prefetched(self) -> dict[int, Prefetched]:
         """Return what the last `prefetch` brought, by ticket; nothing if it came too late."""
@@ -431,7 +431,7 @@ class LearnerClient:
             reply = call.end()
         except (DeadlineExceeded, WireError):  # a hint must never fail a step
             return {}
-        pairs = zip(reply.args["groups"], _split_frames(reply), strict=True)
+        pairs = zip(reply.args["groups"], split_frames(reply), strict=True)
         return {ticket: Prefetched(attempt, frames) for (ticket, attempt), frames in pairs}
 
     def trained(self, step: int, dropped: Iterable[tuple[int, str]] = (), lag_max: int = UNSAID) -> None:
@@ -474,13 +474,27 @@ class LearnerClient:
 
     def status(self) -> dict[str, Any]:
         """Return the buffer's census, counters and evaluations."""
-        return self._rpc.call("status", deadline_s=self._deadline_s).args
+        return self._repeat(lambda left_s: self._rpc.call("status", deadline_s=left_s)).args
 
     def close(self) -> None:
         self._rpc.close()
 
     def _call(self, op: str, wait_s: float | None = None, **args: Any) -> dict[str, Any]:
-        deadline_s = self._deadline_s
-        if wait_s is not None:
-            deadline_s, args["wait_s"] = wait_s + MARGIN_S, wait_s
-        return self._rpc.call(op, deadline_s=deadline_s, token=self.token, **args).args
+        if wait_s is not None:  # whoever polls asks again
+            args["wait_s"] = wait_s
+            return self._rpc.call(op, deadline_s=wait_s + MARGIN_S, token=self.token, **args).args
+        call = partial(self._rpc.call, op, token=self.token, **args)
+        return self._repeat(lambda left_s: call(deadline_s=left_s)).args
+
+    def _repeat(self, call: Callable[[float], T]) -> T:
+        """Make a call, given the seconds that it may take; make it again if the connection breaks."""
+        end = time.monotonic() + self._deadline_s
+        while True:
+            try:
+                return call(max(0.0, end - time.monotonic()))
+            except ConnectionLost as error:
+                if time.monotonic() >= end:
+                    raise
+                self.num_repeated += 1
+                log.warning("%s; it is made again", error.message)
+                time.sleep(REPEAT_PAUSE_S)

@@ -133,4 +133,4 @@ def build(context: ServiceContext, clock: Clock | None = None) -> BufferService:
             if path is not None
         ),
     )
-    return BufferService(store, clock, context.bind, context.server_keys)
+    return BufferService(store, clock, context.bind, context.server_keys, context.is_paused)

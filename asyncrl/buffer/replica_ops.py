@@ -62,6 +62,9 @@ class ReplicaOps:
             self._store.counters["leases_given_up"] += 1
             self._reply(request, **no_grant())
             return
+        if "held" in args:
+            num_lost = self._ledger.keep_only(replica, set(read_pairs(args, "held")))
+            self._store.counters["grants_lost"] += num_lost
 
         def attempt() -> Any:
             return self._grant(replica, version, want, evaluating)
@@ -69,7 +72,9 @@ class ReplicaOps:
         self._desk.park_until(request, attempt, no_grant, read_wait_s(args), ("replica", replica))
 
     def _grant(self, replica: str, version: int, want: int, evaluating: int | None) -> dict[str, Any] | None:
-        grants = self._ledger.lease(replica, version, want, self._desk.clock.now())
+        # An evaluation is no lease: the learner has ordered it, and a pause lets what was begun end.
+        wanted = 0 if self._desk.is_paused else want
+        grants = self._ledger.lease(replica, version, wanted, self._desk.clock.now())
         order = self._ledger.evaluations.give(replica, version, evaluating)
         if not grants and order is None:
             return None
@@ -130,10 +135,14 @@ class ReplicaOps:
         self._reply(request)
 
     def retire(self, request: Request) -> None:
-        replica = self._replica(request)
+        self.retire_absent(self._replica(request))
+        self._reply(request)
+
+    def retire_absent(self, replica: str) -> None:
+        """Take back what a replica holds, or held before it died; grant it nothing that it waits for."""
+        self._desk.end_waits(("replica", replica))
         self._ledger.retire(replica)
         self._last_seen.pop(replica, None)
-        self._reply(request)
 
     def evaluated(self, request: Request) -> None:
         args, orders = request.args, self._ledger.evaluations

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from asyncrl.buffer.learner_ops import LearnerOps
@@ -90,6 +91,9 @@ class Desk:
     def __init__(self, store: ExperienceStore, clock: Clock) -> None:
         self.store = store
         self.clock = clock
+        self.is_paused = False
+        self.retiring: SimpleQueue[str] = SimpleQueue()
+        self._was_paused = False
         self.last_status: dict[str, Any] = {}
         self.counters: Counter[str] = Counter()
         self.wire_counters: Counter[str] = Counter()
@@ -118,11 +122,24 @@ class Desk:
         if self.store.is_settled:  # else nobody can renew
             self._has_changed |= self.store.ledger.expire(self.clock.now()) > 0
             self._has_changed |= self._replicas.expire_silent(self.clock.now())
+            self._has_changed |= self._retire_absent()
+        self._has_changed |= self.is_paused != self._was_paused
+        self._was_paused = self.is_paused
         self._has_changed |= bool(self._parked) and self.store.ledger.settings.policy == "wait"
         self.end_turn()
         self.store.journal.tick(self.clock.now())
         if self.clock.now() >= self._next_status:
             self.refresh_status()
+
+    def _retire_absent(self) -> bool:
+        """Take back what the replicas held that another thread has put on the list."""
+        has_retired = False
+        while True:
+            try:
+                self._replicas.retire_absent(self.retiring.get_nowait())
+            except Empty:
+                return has_retired
+            has_retired = True
 
     def answer(self, request: Request, args: dict[str, Any], frames: Sequence[Frame] = ()) -> None:
         """Send this once the turn's events are durable."""
@@ -158,6 +175,12 @@ class Desk:
             if parked.request.client != newcomer.request.client:
                 self._parked.remove(parked)
                 self.answer(parked.request, parked.last())
+
+    def end_waits(self, owner: tuple[str, str]) -> None:
+        """Answer all that an owner left parked: it is gone, or goes, and a grant would be lost."""
+        for parked in [one for one in self._parked if one.owner == owner]:
+            self._parked.remove(parked)
+            self.answer(parked.request, parked.last())
 
     def end_turn(self) -> None:
         """Answer what can be answered, make the turn durable, send; without the journal, wait."""
@@ -284,11 +307,13 @@ class BufferService:
         clock: Clock,
         bind: str = "tcp://127.0.0.1:*",
         keys: ServerKeys | None = None,
+        is_paused: bool = False,
     ) -> None:
         settings = store.ledger.settings
         limits = Limits.of_groups(settings.max_group_bytes, settings.memory_bytes)
         self._server = TurnServer(bind, keys, limits)
         self._desk = Desk(store, clock)
+        self._desk.is_paused = is_paused
         self._desk.wire_counters = self._server.counters
         self._store = store
         self._state = "starting"
@@ -313,11 +338,24 @@ class BufferService:
 
     def status(self) -> dict[str, Any]:
         """Return the last recount, at most half a second old while the service runs."""
-        return {**self._desk.last_status, "state": self._state, "address": self.address}
+        told = {"state": self._state, "address": self.address, "paused": self._desk.is_paused}
+        return {**self._desk.last_status, **told}
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """`tighten {max_lag}`: admit under a bound up to the configured one, until the next start."""
-        if name != "tighten":
-            raise LedgerError(f"the buffer knows no command '{name}'", hint="It knows 'tighten'")
-        self._store.ledger.tighten(int(args["max_lag"]))
-        return {"max_lag": self._store.ledger.max_lag}
+        """Do what an operator asks.
+
+        `tighten {max_lag}`: admit under a bound up to the configured one, until the next start.
+        `pause`: grant no leases for training, until `unpause`; what is leased is still taken.
+        `retire {replica}`: its process has died, so what it held is issued again at once.
+        """
+        if name == "retire":
+            self._desk.retiring.put(str(args["replica"]))
+            return {"replica": args["replica"]}
+        if name == "tighten":
+            self._store.ledger.tighten(int(args["max_lag"]))
+            return {"max_lag": self._store.ledger.max_lag}
+        if name in ("pause", "unpause"):
+            self._desk.is_paused = name == "pause"
+            return {"paused": self._desk.is_paused}
+        hint = "It knows 'tighten', 'retire', 'pause' and 'unpause'"
+        raise LedgerError(f"the buffer knows no command '{name}'", hint=hint)

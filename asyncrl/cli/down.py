@@ -1,41 +1,38 @@
-"""`asyncrl down`: ask a run to end and wait until it has."""
+"""`asyncrl down`: ask a run to end, wait until it has, and say what took how long."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from asyncrl.cli import exits
 from asyncrl.cli.exits import say
-from asyncrl.clock import Clock, SystemClock
+from asyncrl.cli.watch import PhaseTimer, tell_failure
+from asyncrl.clock import SystemClock
 from asyncrl.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
-    from asyncrl.control.api.client import RunClient
+    from asyncrl.control.record.rundir import RunDir
 
 DEADLINE_S = 240.0
-POLL_S = 0.2
 
 
-def down(client: RunClient, clock: Clock | None = None) -> None:
-    """Return when the run has ended.
+def down(folder: RunDir, deadline_s: float = DEADLINE_S) -> int:
+    """Return the exit code when the run has ended and left nothing. Ctrl-C leaves it ending.
 
     Raises:
-        DeadlineExceeded: It has not, in 240 s.
+        DeadlineExceeded: It has not ended in time.
     """
-    from asyncrl.control.api.client import NotRunning
-    from asyncrl.control.launch.processes import is_alive
-    from asyncrl.control.record.rundir import read_json
+    from asyncrl.control.launch.handle import attach
 
-    clock = clock or SystemClock()
-    end = clock.now() + DEADLINE_S
-    live = read_json(client.folder.live) or {}
-    try:
-        client.stop()
-    except NotRunning:
-        pass  # it has ended between being found and being asked
-    say(f"ending the run in {client.folder.path}")
-    while is_alive(client.pid, live.get("run_id", "")):
-        if clock.now() >= end:
-            hint = f"See {client.folder.path / 'logs'}, then end process {client.pid}"
-            raise DeadlineExceeded(f"the run did not end within {DEADLINE_S:g} s", hint=hint)
-        clock.sleep(POLL_S)
-    say("the run has ended")
+    handle = attach(folder)
+    if handle is None:
+        say("the run has ended")  # between being found and being asked
+        return exits.OK
+    say(f"ending the run in {folder.path}")
+    timer = PhaseTimer(SystemClock(), say)
+    if not handle.await_end(deadline_s, timer.show):
+        hint = f"See {folder.path / 'logs'}, then end process {handle.pid}"
+        raise DeadlineExceeded(f"the run did not end within {deadline_s:g} s", hint=hint)
+    handle.clear()
+    say(f"the run has ended after {timer.elapsed_s:.1f} s ({timer.summary()})")
+    return exits.FAILED if tell_failure(folder, handle.result()) else exits.OK

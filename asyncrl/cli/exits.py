@@ -10,6 +10,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, DataError
 OK = 0
 FAILED = 1
 USAGE = 2
+DEGRADED = 3
 NOT_RUNNING = 4
 INTERRUPTED = 130
 

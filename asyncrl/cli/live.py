@@ -33,8 +33,9 @@ STATE_STYLES = {
 def line_of(snapshot: Snapshot) -> str:
     """Return the snapshot as one line, without a step while there is none."""
     state = snapshot.get("state", DASH)
+    phase = f" ({snapshot['phase']})" if snapshot.get("phase") else ""
     if not snapshot.get("metrics"):
-        return f"{snapshot.get('run', 'run')}: {state}"
+        return f"{snapshot.get('run', 'run')}: {state}{phase}"
     fields = [
         f"step {_steps(snapshot)}",
         f"reward {_number(snapshot, 'critic/rewards/mean', '.3f')}",
@@ -46,8 +47,8 @@ def line_of(snapshot: Snapshot) -> str:
     ]
     if snapshot.get("accuracy") is not None:
         fields.append(f"accuracy {snapshot['accuracy']:.3f}")
-    if state != "running":
-        fields.append(str(state))
+    if state != "running" or phase:
+        fields.append(f"{state}{phase}")
     return "  ".join(filter(None, fields))
 
 
@@ -62,7 +63,8 @@ def resumed_line_of(snapshot: Snapshot) -> str:
 def panel_of(snapshot: Snapshot) -> RenderableType:
     """Return the snapshot as a panel: progress, rates, who waits for whom, services, ledger."""
     state = str(snapshot.get("state", DASH))
-    title = Text.assemble(str(snapshot.get("run", "run")), "  ", (state, STATE_STYLES.get(state, "")))
+    style = STATE_STYLES.get(state, "") if state_of(snapshot) == state else "yellow"
+    title = Text.assemble(str(snapshot.get("run", "run")), "  ", (state_of(snapshot), style))
     parts: list[RenderableType] = [_figures(snapshot)]
     if resumed := resumed_line_of(snapshot):
         parts.insert(0, Text(resumed, style="dim"))
@@ -71,6 +73,41 @@ def panel_of(snapshot: Snapshot) -> RenderableType:
     if snapshot.get("error"):
         parts += [Text(), Text(str(snapshot["error"]), style="bold red")]
     return Panel(Group(*parts), title=title, title_align="left", expand=False)
+
+
+def bottleneck(snapshot: Snapshot) -> str:
+    """Return who sets the pace and why, in a sentence; empty if the snapshot does not say."""
+    found = snapshot.get("bottleneck") or {}
+    who, why, waits_for = (str(found.get(key) or "") for key in ("who", "why", "learner_waits_for"))
+    sentence = f"{who}: {why}" if who else why
+    return f"{sentence}; the learner waits for {waits_for}" if waits_for not in ("", who) else sentence
+
+
+def row_of(snapshot: Snapshot) -> dict[str, str]:
+    """Return the snapshot as a row of a table of several runs."""
+    held = (snapshot.get("bottleneck") or {}).get("who")
+    accuracy = snapshot.get("accuracy")
+    return {
+        "run": str(snapshot.get("run", DASH)),
+        "state": state_of(snapshot),
+        "step": _steps(snapshot),
+        "reward": _number(snapshot, "critic/rewards/mean", ".3f"),
+        "accuracy": DASH if accuracy is None else f"{accuracy:.3f}",
+        "lag": _lag(snapshot),
+        "tokens/s": _rates(snapshot),
+        "idle": _idle(snapshot),
+        "bottleneck": held or DASH,
+    }
+
+
+def state_of(snapshot: Snapshot) -> str:
+    """Return the run's state, with what is unusual about it."""
+    unusual = []
+    if snapshot.get("paused"):
+        unusual.append("paused")
+    if snapshot.get("health", "ok") != "ok":
+        unusual.append(str(snapshot["health"]))
+    return ", ".join([str(snapshot.get("state", DASH)), *unusual])
 
 
 def waiting(snapshot: Snapshot) -> str:
@@ -98,6 +135,8 @@ def _figures(snapshot: Snapshot) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
+    if snapshot.get("phase"):
+        table.add_row("phase", str(snapshot["phase"]))
     table.add_row("step", _steps(snapshot))
     table.add_row("reward", _number(snapshot, "critic/rewards/mean", ".3f"))
     if snapshot.get("accuracy") is not None:
@@ -106,6 +145,8 @@ def _figures(snapshot: Snapshot) -> Table:
     table.add_row("tokens/s", f"{_rates(snapshot)} (rollout/learner)")
     verdict = waiting(snapshot)
     table.add_row("idle", f"{_idle(snapshot)} (rollout/learner)" + (f": {verdict}" if verdict else ""))
+    if bottleneck(snapshot):
+        table.add_row("bottleneck", Text(bottleneck(snapshot)))
     if snapshot.get("ledger"):
         table.add_row(
             "ledger", ", ".join(f"{name} {_plain(value)}" for name, value in snapshot["ledger"].items())

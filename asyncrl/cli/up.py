@@ -1,59 +1,157 @@
-"""`asyncrl up`: read and check the configuration, start the run, watch it, say how it ended."""
+"""`asyncrl up`: read and check the configuration, start the run or find it live, watch it."""
 
 from __future__ import annotations
 
-import signal
+import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from asyncrl.cli import exits, live, watch
+from asyncrl.cli import exits
 from asyncrl.cli.exits import say
+from asyncrl.cli.services import function
 from asyncrl.clock import SystemClock
-from asyncrl.config.load import Loaded, load
 from asyncrl.config.problems import ConfigProblems, Problem, suggest
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncrlError, ConfigError
 
 if TYPE_CHECKING:
-    from asyncrl.control.launch.run import RunHandle
+    from asyncrl.config.load import Loaded
+    from asyncrl.config.tree import Config
+    from asyncrl.control.launch.handle import RunHandle
     from asyncrl.control.record.rundir import RunDir
 
-STOP_DEADLINE_S = 240.0
+AUTO, NEVER = "auto", "never"
+ENDING = ("stopping", "stopped", "finished", "failed")
+"""States of a run whose head still cleans up."""
 
 
-def up(config: str, overrides: Sequence[str]) -> int:
-    """Run `config` to its end and return the exit code.
+def up(
+    configs: Sequence[str], overrides: Sequence[str], is_detached: bool = False, resume: str = AUTO
+) -> int:
+    """Start the run of `configs`, or find it live; watch it to its end and return the exit code.
+
+    Args:
+        configs: Files, later ones laid over earlier ones, or the name of a shipped one.
+        is_detached: Return as soon as the run's supervisor answers.
+        resume: `auto` goes on from the newest checkpoint, a number from the checkpoint of that step;
+            `never` refuses to go on.
 
     Raises:
-        ConfigError: The configuration, or what it names, cannot be used. Nothing was started.
+        ConfigError: The configuration, or what it names, cannot be used, or the run is live with another
+            one. Nothing was started.
     """
-    loaded = load(find_config(config), overrides)
-    from asyncrl.control.launch import run
+    step = _step_of(resume)
+    if sys.stderr.isatty():  # before anything heavy is imported: a person waits
+        say(f"reading {', '.join(configs)}")
+    from asyncrl.cli import watch
+    from asyncrl.config.load import load
 
-    if (folder := run.finished_run(loaded.config)) is not None:
-        say(f"the run in {folder.path} has done its steps; raise learner.steps or choose another run.name")
-        print_summary(folder)
-        return exits.OK
+    loaded = load([find_config(name) for name in configs], overrides)
+    say(f"{loaded.config.run.name}: checking the configuration and what it names")
+    from asyncrl.control.launch.handle import attach
+    from asyncrl.control.launch.run import finished_run, folder_of
+
+    folder = folder_of(loaded.config)
     try:
-        handle = run.start(loaded.config, say)
+        live = _await_end_of_ending(attach(folder))
+        if live is not None:
+            _refuse_difference(folder, loaded.config, resume)
+            say(f"the run in {folder.path} is live (process {live.pid}): nothing is started")
+            return _detach(live) if is_detached else watch.follow(live)
+        if resume == AUTO and finished_run(loaded.config) is not None:
+            say(
+                f"the run in {folder.path} has done its steps; raise learner.steps or choose another run.name"
+            )
+            watch.print_summary(folder)
+            return exits.OK
+        handle = _start(loaded.config, resume, step, command_of(configs, overrides))
     except ConfigError as error:
         raise placed(error, loaded) from error
-    return follow(handle)
+    return _detach(handle) if is_detached else watch.follow(handle)
 
 
-def follow(handle: RunHandle) -> int:
-    """Watch a started run to its end and return the exit code; Ctrl-C and SIGTERM stop it."""
+def _await_end_of_ending(live: RunHandle | None) -> RunHandle | None:
+    """Return the live run; one that is ending already is waited for, and is then none."""
+    if live is None or live.poll().get("state") not in ENDING:
+        return live
+    from asyncrl.cli import watch
+
+    say("the run is still ending")
+    watch.watch(live, watch.LineView(sys.stderr), SystemClock())
+    live.clear()
+    return None
+
+
+def command_of(configs: Sequence[str], overrides: Sequence[str]) -> str:
+    """Return what a user types for the same run."""
+    sets = [part for text in overrides for part in ("--set", text)]
+    return shlex.join(["asyncrl", "up", *configs, *sets])
+
+
+def _step_of(resume: str) -> int | None:
+    if resume in (AUTO, NEVER):
+        return None
+    if resume.isascii() and resume.isdigit():
+        return int(resume)
+    raise ConfigError(f"--resume {resume}: it is 'auto', 'never' or the step of a checkpoint")
+
+
+def _start(config: Config, resume: str, step: int | None, command: str) -> RunHandle:
+    from asyncrl.control.launch import lineage, run
+
+    folder = run.folder_of(config)
+    if resume == NEVER:
+        lineage.refuse_earlier_life(folder)
+    if step is not None:
+        lineage.check_step(folder, step, lambda number: _verify_checkpoint(folder, number))
+    return run.start(config, say, command, before=None if step is None else lambda: _go_back(folder, step))
+
+
+def _verify_checkpoint(folder: RunDir, step: int) -> None:
+    say(f"checking the checkpoint of step {step}")
+    function("learner.checkpoint.store:CheckpointStore")(folder.checkpoints, 1).verify_whole(step)
+
+
+def _go_back(folder: RunDir, step: int) -> None:
+    from asyncrl.control.launch.lineage import rewind
+
+    aside = rewind(folder, step)
+    kept = f"; the later checkpoints are kept in {aside}, as nothing goes on from them" if aside else ""
+    say(f"going on from step {step}{kept}")
+
+
+def _refuse_difference(folder: RunDir, config: Config, resume: str) -> None:
+    """Raise ConfigError unless the live run in `folder` was started with `config`."""
+    from asyncrl.config.load import load_config
+    from asyncrl.control.launch.lineage import differences
+    from asyncrl.control.launch.run import with_absolute_dir
+
+    end_it = f"End it first: asyncrl down --run {folder.path.name} --dir {folder.path.parent}"
+    if resume != AUTO:
+        raise ConfigError(f"--resume {resume}: the run in {folder.path} is live", hint=end_it)
+    before = load_config(folder.asked if folder.asked.exists() else folder.resolved)
+    if changed := differences(before, with_absolute_dir(config)):
+        what = f"the run in {folder.path} is live with another configuration (there), and yours (here)"
+        raise ConfigError(
+            "\n".join([f"{what} differs:", *changed]), hint=f"{end_it}; then up goes on with yours"
+        )
+
+
+def _detach(handle: RunHandle) -> int:
+    """Return once somebody can be asked about the run; say how to watch it."""
+    from asyncrl.cli import watch
+
     try:
-        with sigterm_as_interrupt():
-            say(f"the run writes to {handle.folder.path}; Ctrl-C stops it, hanging up leaves it running")
-            watch.watch(handle, watch.view_on(sys.stdout), SystemClock())
+        is_up = watch.follow_until_up(handle, watch.LineView(sys.stderr), SystemClock())
     except KeyboardInterrupt:
-        stop(handle)
         return exits.INTERRUPTED
-    return report(handle)
+    if not is_up:
+        return watch.report(handle)
+    place = f"--run {handle.folder.path.name} --dir {handle.folder.path.parent}"
+    say(f"the run is in the background (process {handle.pid}). Watch it: asyncrl status -w {place}")
+    say(f"its logs: {handle.folder.logs}. End it: asyncrl down {place}")
+    return exits.OK
 
 
 def find_config(name: str) -> Path:
@@ -73,7 +171,7 @@ def find_config(name: str) -> Path:
     raise ConfigError(f"there is no configuration '{name}'", hint=hint)
 
 
-def placed(error: ConfigError, loaded: Loaded) -> ConfigError:
+def placed(error: ConfigError, loaded: Loaded) -> AsyncrlError:
     """Return `error` with file:line:col on each line that begins with a key (`model.path: ...`)."""
     if isinstance(error, ConfigProblems):
         return error.placed(loaded.places)
@@ -86,50 +184,3 @@ def placed(error: ConfigError, loaded: Loaded) -> ConfigError:
     if error.hint:
         problems.append(Problem(error.hint))
     return ConfigProblems(problems)
-
-
-def stop(handle: RunHandle) -> None:
-    """End the run in order; a second Ctrl-C ends it at once."""
-    say("stopping the run; Ctrl-C again ends it at once")
-    try:
-        handle.stop(STOP_DEADLINE_S)
-    except KeyboardInterrupt:
-        handle.stop(0.0)
-    say(f"stopped; 'asyncrl up' goes on from the newest checkpoint in {handle.folder.path}")
-
-
-def report(handle: RunHandle) -> int:
-    """Print the run's figures to stdout, and a failure to stderr."""
-    outcome: dict[str, Any] = handle.result()
-    if outcome.get("state") == "failed":
-        where = f" in {outcome['service']}" if outcome.get("service") else ""
-        say(f"the run failed{where}: {outcome.get('error') or 'without a message'}")
-        say("\n".join(f"  | {line}" for line in outcome.get("tail") or []))
-        say(f"logs: {handle.folder.path / 'logs'}")
-        return exits.FAILED
-    print_summary(handle.folder)
-    say(f"the run is {outcome.get('state', 'over')}; see {handle.folder.path}")
-    return exits.OK
-
-
-def print_summary(folder: RunDir) -> None:
-    """Print what is in the run's `summary.json`, if there is one."""
-    from asyncrl.control.record.rundir import read_json
-
-    summary = read_json(folder.summary)
-    if summary:
-        print(live.table_of(summary))
-
-
-@contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM stop the run as Ctrl-C does, so that no wrapper leaves one behind."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

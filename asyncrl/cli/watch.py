@@ -3,26 +3,47 @@
 consumes: snapshots of the run, a few times a second
 waits for: the head process to end
 unblocked by: its end, or Ctrl-C, which stops the run
-produces: a live panel, or a line per step where stdout is no terminal
+produces: a live panel, or a line per step and per phase where stdout is no terminal; how the run ended
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TextIO
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from asyncrl.cli.live import Snapshot, line_of, panel_of, resumed_line_of
-from asyncrl.clock import Clock
+from asyncrl.cli import exits
+from asyncrl.cli.exits import say
+from asyncrl.cli.live import Snapshot, line_of, panel_of, resumed_line_of, table_of
+from asyncrl.clock import Clock, SystemClock
+
+if TYPE_CHECKING:
+    from asyncrl.control.record.rundir import RunDir
 
 POLL_S = 0.25
+STOP_DEADLINE_S = 240.0
+ASKED = "the run is asked to stop"
 
 
 class Watched(Protocol):
-    """What a view needs of a run handle."""
+    """What watching needs of a run handle."""
 
-    def poll(self) -> dict[str, Any]: ...
+    @property
+    def folder(self) -> RunDir: ...
 
     @property
     def is_over(self) -> bool: ...
+
+    def poll(self) -> dict[str, Any]: ...
+
+    def stop(self, deadline_s: float, show: Callable[[dict[str, Any]], None] = ...) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def result(self) -> dict[str, Any]: ...
 
 
 class View(Protocol):
@@ -34,7 +55,7 @@ class View(Protocol):
 
 
 class LineView:
-    """A line whenever the step or the state has changed, and one that says where a run goes on."""
+    """A line whenever the step, the state or the phase has changed, and one that says where a run goes on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -45,7 +66,8 @@ class LineView:
         if not self._resumed and (resumed := resumed_line_of(snapshot)):
             self._resumed = resumed
             print(resumed, file=self._stream, flush=True)
-        news = (snapshot.get("state"), snapshot.get("step"), bool(snapshot.get("metrics")))
+        has_metrics = bool(snapshot.get("metrics"))
+        news = (snapshot.get("state"), snapshot.get("step"), has_metrics, snapshot.get("phase"))
         if news != self._shown:
             self._shown = news
             print(line_of(snapshot), file=self._stream, flush=True)
@@ -71,16 +93,146 @@ class PanelView:
         self._live.stop()
 
 
+class PhaseTimer:
+    """Says what a run is busy with while it ends, and for how long it was.
+
+    >>> timer = PhaseTimer(SystemClock(), lambda sentence: None)
+    >>> timer.show({"phase": "ending Ray"})
+    >>> timer.summary()
+    'ending Ray 0.0 s'
+    """
+
+    def __init__(self, clock: Clock, tell: Callable[[str], None]) -> None:
+        self._clock = clock
+        self._tell = tell
+        self._began = clock.now()
+        self._phases: dict[str, float] = {}
+        self._phase = ""
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock.now() - self._began
+
+    def show(self, snapshot: Snapshot) -> None:
+        is_running = snapshot.get("state") == "running"
+        phase = ASKED if is_running else str(snapshot.get("phase") or self._phase or ASKED)
+        if phase == self._phase:
+            return
+        begins_s = self.elapsed_s
+        self._phases.setdefault(phase, begins_s)
+        self._phase = phase
+        self._tell(f"  {begins_s:4.1f} s: {phase}")
+
+    def summary(self) -> str:
+        """Return each phase with its seconds, the last one until now."""
+        starts = [*self._phases.values(), self.elapsed_s]
+        spans = zip(self._phases, starts, starts[1:], strict=False)
+        return ", ".join(f"{phase} {end - start:.1f} s" for phase, start, end in spans)
+
+
 def view_on(stream: TextIO) -> View:
     """Return the view that suits `stream`."""
     return PanelView(stream) if stream.isatty() else LineView(stream)
 
 
-def watch(run: Watched, view: View, clock: Clock) -> None:
-    """Show the run's snapshots until it is over. Ends early only by an exception, as Ctrl-C is one."""
+def watch(
+    run: Watched, view: View, clock: Clock, is_enough: Callable[[Snapshot], bool] = lambda snapshot: False
+) -> None:
+    """Show the run's snapshots until it is over or one is enough. An exception, as Ctrl-C, ends it early."""
     try:
         while not run.is_over:
-            view.show(run.poll())
+            snapshot = run.poll()
+            view.show(snapshot)
+            if is_enough(snapshot):
+                return
             clock.sleep(POLL_S)
     finally:
         view.close()
+
+
+def follow(run: Watched) -> int:
+    """Watch a run to its end and return the exit code; Ctrl-C and SIGTERM stop it."""
+    try:
+        with sigterm_as_interrupt():
+            say(f"the run writes to {run.folder.path}; Ctrl-C stops it, hanging up leaves it running")
+            watch(run, view_on(sys.stdout), SystemClock())
+    except KeyboardInterrupt:
+        stop(run)
+        return exits.INTERRUPTED
+    return report(run)
+
+
+def follow_until_up(run: Watched, view: View, clock: Clock) -> bool:
+    """Watch a run until its supervisor answers; return whether it does. Ctrl-C stops the run."""
+    found: list[Snapshot] = []
+
+    def is_up(snapshot: Snapshot) -> bool:
+        found.extend([snapshot] if "services" in snapshot else [])
+        return bool(found)
+
+    try:
+        with sigterm_as_interrupt():
+            watch(run, view, clock, is_up)
+    except KeyboardInterrupt:
+        stop(run)
+        raise
+    return bool(found)
+
+
+def stop(run: Watched) -> None:
+    """End the run in order, saying what takes how long and what failed; a second Ctrl-C ends it at once."""
+    say("stopping the run; Ctrl-C again ends it at once")
+    timer = PhaseTimer(SystemClock(), say)
+    outcome: dict[str, Any] = {}
+    try:
+        run.stop(STOP_DEADLINE_S, timer.show)
+        outcome = run.result()
+    except KeyboardInterrupt:
+        run.stop(0.0)
+    say(f"stopped in {timer.elapsed_s:.1f} s ({timer.summary()})")
+    if not tell_failure(run.folder, outcome):
+        say(f"'asyncrl up' goes on from the newest checkpoint in {run.folder.path}")
+
+
+def tell_failure(folder: RunDir, outcome: dict[str, Any]) -> bool:
+    """Print to stderr what a run failed of, if it did, perhaps while it was being stopped; return whether."""
+    if outcome.get("state") != "failed":
+        return False
+    from asyncrl.control.record.ending import paragraph
+
+    say(paragraph(folder, outcome))
+    return True
+
+
+def report(run: Watched) -> int:
+    """Print the run's figures to stdout, and a failure to stderr."""
+    run.clear()
+    outcome = run.result()
+    if tell_failure(run.folder, outcome):
+        return exits.FAILED
+    print_summary(run.folder)
+    say(f"the run is {outcome.get('state', 'over')}; see {run.folder.path}")
+    return exits.OK
+
+
+def print_summary(folder: RunDir) -> None:
+    """Print what is in the run's `summary.json`, if there is one."""
+    from asyncrl.control.record.rundir import read_json
+
+    summary = read_json(folder.summary)
+    if summary:
+        print(table_of(summary))
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM stop the run as Ctrl-C does, so that no wrapper leaves one behind."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from asyncrl.config.secrets import find_secrets
+
 if TYPE_CHECKING:
     from asyncrl.config.tree import BufferSection, Config, LearnerSection
 
@@ -82,6 +84,7 @@ def find_conflicts(config: Config) -> list[Conflict]:
         )
     return [
         *conflicts,
+        *(Conflict(*found) for found in find_secrets(config)),
         *_find_gpu_conflicts(config),
         *_find_checkpoint_conflicts(config),
         *_find_backend_conflicts(learner),

@@ -48,6 +48,49 @@ def read_document(text: str, origin: str, is_file: bool = True) -> Document:
     return reader.document
 
 
+def overlay(below: Document, above: Document) -> None:
+    """Put the values of `above` over those of `below`: maps key by key, everything else whole.
+
+    A section without keys changes nothing. Both documents hold a map; what is wrong with either is kept.
+    """
+    below.problems.extend(above.problems)
+    _overlay_map(below, above, ())
+
+
+def _overlay_map(below: Document, above: Document, path: KeyPath) -> None:
+    old, new = _value_at(below, path), _value_at(above, path)
+    for key, value in new.items():
+        here = (*path, key)
+        if value is None and not path and key in old:
+            continue
+        below.places.keys[here] = above.places.keys[here]
+        if isinstance(value, dict) and isinstance(old.get(key), dict):
+            _overlay_map(below, above, here)
+            continue
+        old[key] = value
+        forget_below(below.places, here)
+        for mine, theirs in (
+            (below.places.keys, above.places.keys),
+            (below.places.values, above.places.values),
+        ):
+            mine |= {other: theirs[other] for other in theirs if other[: len(here)] == here}
+
+
+def _value_at(document: Document, path: KeyPath) -> dict[str, Any]:
+    value = document.values
+    for part in path:
+        value = value[part]
+    found: dict[str, Any] = value
+    return found
+
+
+def forget_below(places: Places, path: KeyPath) -> None:
+    """Forget where the parts of the value at `path` stand."""
+    for found in (places.keys, places.values):
+        for other in [other for other in found if len(other) > len(path) and other[: len(path)] == path]:
+            del found[other]
+
+
 @dataclass(frozen=True)
 class _Reader:
     document: Document

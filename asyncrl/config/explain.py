@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
-from typing import Any, get_args
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from asyncrl.config.problems import KeyPath, Places, Problem, suggest
+from asyncrl.config.rules.refusals import BREAKS_LOGPROBS, FOREIGN_DISTRIBUTION, MOVED, NO_ADAPTER, NOT_THERE
+from asyncrl.config.secrets import hide_passwords, hide_secrets
 from asyncrl.config.tree import Config
 
-PASSWORD = re.compile(r"(://[^:/@\s]*:)[^\s]*@")
-"""What stands before, and is, the password of a URL."""
 SHOWN_CHARACTERS = 60
 WANTED = {
     "int_type": "a whole number",
@@ -39,51 +39,6 @@ WANTED = {
     "string_pattern_mismatch": "letters, digits, '.', '_' and '-', at most 64, with a letter or digit first",
 }
 
-FOREIGN_DISTRIBUTION = (
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "logits_processors",
-    "min_tokens",
-    "bad_words",
-    "allowed_token_ids",
-)
-"""Well-known options that draw tokens from another distribution than the policy's."""
-BREAKS_LOGPROBS = (
-    "Leave it out: answers are sampled with the temperature alone. The learner weighs each token by its "
-    "log-prob under the whole vocabulary's distribution, and would take every token that this option favours "
-    "or bans for one that the policy favours or avoids"
-)
-NO_ADAPTER = {
-    ("rollout.engine", "sglang"): (
-        "There is no adapter for SGLang yet: swaps with requests in flight, and log-probs and a version for "
-        "each token, are proven with vllm alone"
-    )
-}
-"""Why a value that many would write is none of those allowed."""
-_ADAPTIVE = "Write adaptive: {target, horizon} under 'algorithm.kl', and leave it out for a fixed coefficient"
-_REVISION = "Write it behind the hub id: path: owner/name@revision"
-_OVERLONG = "Write overlong: {buffer_tokens, penalty} under 'reward', and leave it out for none"
-MOVED = {
-    "algorithm.kl.controller": _ADAPTIVE,
-    "algorithm.kl.target": _ADAPTIVE,
-    "algorithm.kl.horizon": _ADAPTIVE,
-    "learner.min_lr_ratio": "Write it behind the schedule: lr_schedule: cosine:0.1",
-    "model.revision": _REVISION,
-    "critic.revision": _REVISION,
-    "data.shuffle": "Write order: shuffled or order: sequential under 'data'",
-    "data.curriculum": "Write it as the order: order: extra_info.level under 'data'",
-    "reward.overlong_buffer_tokens": _OVERLONG,
-    "reward.overlong_penalty": _OVERLONG,
-    "buffer.managed": "Write url: managed under 'buffer'",
-}
-"""Keys that other versions have, and what stands for them here."""
-
 
 def explain(error: ErrorDetails, places: Places) -> Problem:
     """Return `error` as a problem with its place."""
@@ -97,9 +52,9 @@ def explain(error: ErrorDetails, places: Places) -> Problem:
         )
     if kind == "missing":
         return _missing_key(path, places)
-    value, context = error["input"], error.get("ctx", {})
+    value, context = hide_secrets(path[-1] if path else "", error["input"]), error.get("ctx", {})
     wanted = WANTED[kind].format(**context) if kind in WANTED else _as_clause(error["msg"])
-    what = f"{key} is {show(value)}, but must be {wanted}"
+    what = f"{key} is {show(value)}, but must be {hide_passwords(wanted)}"
     hint = NO_ADAPTER.get((key, str(value))) or _hint(kind, value, context)
     return Problem(what, hint=hint, key=key, where=places.of_value(path))
 
@@ -107,14 +62,22 @@ def explain(error: ErrorDetails, places: Places) -> Problem:
 def keys_of(path: KeyPath) -> list[str]:
     """Return the keys that the tree knows right under `path`."""
     model: type[BaseModel] = Config
+    is_map = False
     for part in path:
-        if part.isdigit():
-            continue  # an item has the keys that stand for its whole list
-        found = _section_of(model.model_fields[part].annotation) if part in model.model_fields else None
-        if found is None:
+        if is_map or part.isdigit():
+            is_map = False
+            continue  # an item has the keys that stand for its whole list or map
+        field = model.model_fields.get(part)
+        found = None if field is None else _section_of(field.annotation)
+        if field is None or found is None:
             return []
-        model = found
-    return list(model.model_fields)
+        model, is_map = found, _is_map(field.annotation)
+    return [] if is_map else list(model.model_fields)
+
+
+def _is_map(annotation: Any) -> bool:
+    """Tell whether an annotation is a map from names to sections, or None."""
+    return get_origin(annotation) is Mapping or any(_is_map(part) for part in get_args(annotation))
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:
@@ -128,20 +91,24 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 def show(value: Any) -> str:
     """Return `value` as it could stand in the file, cut to a readable length and without passwords."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    text = PASSWORD.sub(r"\1***@", text)
+    text = hide_passwords(text)
     text = text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
     return f"'{text}'" if isinstance(value, str) else text
 
 
 def _unknown_key(path: KeyPath, places: Places) -> Problem:
     section, key = path[:-1], path[-1]
+    where = places.of_key(path)
+    if key in NOT_THERE:
+        what, why = NOT_THERE[key]
+        return Problem(f"{'.'.join(path)}: {what}", hint=why, key=".".join(path), where=where)
     known = keys_of(section)
     homes = [other for other in Config.model_fields if key in keys_of((other,))]
     hint = f"It belongs to the section '{homes[0]}'" if homes else suggest(key, known)
     hint = BREAKS_LOGPROBS if key in FOREIGN_DISTRIBUTION else hint or f"Known here: {', '.join(known)}"
     hint = MOVED.get(".".join(path), hint)
     what = f"unknown key '{key}' in '{'.'.join(section)}'" if section else f"unknown section '{key}'"
-    return Problem(what, hint=hint, key=".".join(path), where=places.of_key(path))
+    return Problem(what, hint=hint, key=".".join(path), where=where)
 
 
 def _missing_key(path: KeyPath, places: Places) -> Problem:

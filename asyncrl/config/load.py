@@ -1,4 +1,4 @@
-"""From a YAML file and `--set` options to a checked `Config`, with every error at once.
+"""From YAML files and `--set` options to a checked `Config`, with every error at once.
 
 Relative paths in a configuration (model folders, data files, `run.dir`) are read from the current
 directory, not from the folder of the file: what `up` does depends on where it is called, as with
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,18 @@ from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 
 from asyncrl.config.conflicts import CONFLICT, Conflict
-from asyncrl.config.document import Document, read_document
+from asyncrl.config.document import Document, forget_below, overlay, read_document
 from asyncrl.config.explain import explain
 from asyncrl.config.problems import ORIGIN, ConfigProblems, Places, Problem
+from asyncrl.config.rules.format import FORMAT, OLDEST, bring_up_to_date
+from asyncrl.config.secrets import hide_in_option
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 
 REPAIR_ROUNDS = 4
 OPTION = "--set "
+WRITTEN_BY_RUNS = ("resolved.yaml", "asked.yaml")
+"""Without a number of their form these are of an asyncrl that wrote none."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,10 @@ class Loaded:
     places: Places
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in the file `path`, changed by `overrides` (`"learner.lr=1e-5"`).
+
+    Of several files each is laid over those before it.
 
     Raises:
         ConfigProblems: Everything that is wrong with the file and the overrides, each with its place.
@@ -55,46 +60,75 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_resolved(folder: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of the run in `folder`, changed by `overrides`.
 
+    One that an older asyncrl wrote is brought to the current form.
+
     Raises:
         ConfigProblems: The overrides are wrong.
         ConfigError: The run is of another asyncrl, or has no configuration.
     """
     resolved = folder / "resolved.yaml"
     try:
-        return load_config(resolved, overrides)
+        return load(resolved, overrides, assumed_format=OLDEST).config
     except ConfigProblems:
-        _refuse_older(resolved)
+        _refuse_other(resolved)
         raise
 
 
-def _refuse_older(resolved: Path) -> None:
+def _refuse_other(resolved: Path) -> None:
     try:
-        load_config(resolved)
+        load(resolved, assumed_format=OLDEST)
     except ConfigProblems as error:
-        what = (
-            f"the run in {resolved.parent} is of an older asyncrl, whose {resolved.name} this one cannot read"
-        )
+        problem = error.problems[0]
+        age = "a newer" if problem.key == "format" else "an older"
+        what = f"the run in {resolved.parent} is of {age} asyncrl, whose {resolved.name} this one cannot read"
         hint = "Read it with the asyncrl that wrote it; for a new run choose another run.name"
-        raise ConfigError(f"{what} ({error.problems[0].what})", hint=hint) from error
+        raise ConfigError(f"{what} ({problem.what})", hint=hint) from error
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """As `load_config`, and keep the places for problems that are found later."""
-    document = read_document(_read_text(Path(path)), str(path))
-    if not document.problems and document.values is None:
-        document.problems.append(Problem("the file is empty", where=f"{path}{ORIGIN}"))
-    elif not document.problems and not isinstance(document.values, dict):
-        document.problems.append(
-            Problem("the file must hold sections of keys and values", where=f"{path}{ORIGIN}")
-        )
+def load(
+    path: str | Path | Sequence[str | Path], overrides: Sequence[str] = (), assumed_format: int = FORMAT
+) -> Loaded:
+    """As `load_config`, and keep the places for problems that are found later.
+
+    Args:
+        assumed_format: The form of a file that does not name its own.
+    """
+    paths = [path] if isinstance(path, str | Path) else list(path)
+    document = _read_files(paths, assumed_format)
     is_tree = isinstance(document.values, dict)
     values: dict[str, Any] = document.values if is_tree else {}
     for text in overrides:
         _override(document, values, text)
     config, problems = _check(values, document.places) if is_tree else (None, [])
     if document.problems or config is None:
-        raise ConfigProblems(sorted([*document.problems, *problems], key=_position))
+        found = [*document.problems, *problems]
+        origins = [str(one) for one in paths]
+        raise ConfigProblems(sorted(found, key=lambda problem: _position(problem, origins)))
     return Loaded(config, document.places)
+
+
+def _read_files(paths: Sequence[str | Path], assumed_format: int) -> Document:
+    """Return the files as one document, each laid over those before it."""
+    document, *others = [_read_file(path, assumed_format) for path in paths]
+    for other in others:
+        if isinstance(document.values, dict) and isinstance(other.values, dict):
+            overlay(document, other)
+        else:
+            document.problems.extend(other.problems)
+    return document
+
+
+def _read_file(path: str | Path, assumed_format: int) -> Document:
+    document = read_document(_read_text(Path(path)), str(path))
+    if not document.problems and document.values is None:
+        document.problems.append(Problem("the file is empty", where=f"{path}{ORIGIN}"))
+    elif not document.problems and not isinstance(document.values, dict):
+        what = "the file must hold sections of keys and values"
+        document.problems.append(Problem(what, where=f"{path}{ORIGIN}"))
+    assumed = OLDEST if Path(path).name in WRITTEN_BY_RUNS else assumed_format
+    if isinstance(document.values, dict) and not bring_up_to_date(document, assumed):
+        document.values = None  # its keys mean something else
+    return document
 
 
 def dump_resolved(config: Config) -> str:
@@ -107,12 +141,12 @@ def dump_resolved(config: Config) -> str:
     return stream.getvalue()
 
 
-def _position(problem: Problem) -> tuple[int, int]:
-    """Order problems as they stand in the file, and those of options last."""
-    line_and_column = problem.where.rsplit(":", 2)[1:]
-    if problem.where.startswith(OPTION) or len(line_and_column) < 2:
-        return sys.maxsize, 0
-    return int(line_and_column[0]), int(line_and_column[1])
+def _position(problem: Problem, origins: Sequence[str]) -> tuple[int, int, int]:
+    """Order problems as they stand in the files, one after the other, and those of options last."""
+    origin, *line_and_column = problem.where.rsplit(":", 2)
+    if origin not in origins or len(line_and_column) < 2:
+        return len(origins), 0, 0
+    return origins.index(origin), int(line_and_column[0]), int(line_and_column[1])
 
 
 def _read_text(path: Path) -> str:
@@ -128,7 +162,7 @@ def _read_text(path: Path) -> str:
 
 def _override(document: Document, values: dict[str, Any], text: str) -> None:
     """Put one `--set` into `values`; what is wrong with it goes to `document.problems`."""
-    where = OPTION + text
+    where = OPTION + hide_in_option(text)
     key, equals, value_text = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
@@ -151,13 +185,7 @@ def _override(document: Document, values: dict[str, Any], text: str) -> None:
     for length in range(1, len(path) + 1):
         if length == len(path) or not document.places.knows(path[:length]):
             document.places.keys[path[:length]] = document.places.values[path[:length]] = where
-    _forget_below(document.places, path)
-
-
-def _forget_below(places: Places, path: tuple[str, ...]) -> None:
-    for found in (places.keys, places.values):
-        for other in [other for other in found if len(other) > len(path) and other[: len(path)] == path]:
-            del found[other]
+    forget_below(document.places, path)
 
 
 def _check(values: dict[str, Any], places: Places) -> tuple[Config | None, list[Problem]]:

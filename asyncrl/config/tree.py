@@ -6,15 +6,17 @@ there because something reads it. Values are checked as they enter.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from asyncrl.config.conflicts import CONFLICT, find_conflicts
+from asyncrl.config.rules.format import FORMAT
 from asyncrl.config.sections.algorithm import AdaptiveKlSection, AlgorithmSection, KlSection
 from asyncrl.config.sections.data import DataSection, SourceSection
 from asyncrl.config.sections.experience import BufferSection, StalenessSection
+from asyncrl.config.sections.guard import GuardSection, LimitSection
 from asyncrl.config.sections.launcher import LauncherSection, WeightSyncSection
 from asyncrl.config.sections.learner import CriticSection, LearnerSection, ModelSection
 from asyncrl.config.sections.reward import OverlongSection, RewardPart, RewardSection
@@ -22,10 +24,11 @@ from asyncrl.config.sections.rollout import (
     EnvironmentSection,
     EvalSection,
     GatewaySection,
+    ReplicasSection,
     RolloutSection,
     as_environment,
 )
-from asyncrl.config.sections.run import CheckpointSection, GuardSection, MetricsSection, RunSection
+from asyncrl.config.sections.run import CheckpointSection, MetricsSection, RunSection, SinkSection
 from asyncrl.config.sections.section import Section
 
 __all__ = [
@@ -43,13 +46,16 @@ __all__ = [
     "KlSection",
     "LauncherSection",
     "LearnerSection",
+    "LimitSection",
     "MetricsSection",
     "ModelSection",
     "OverlongSection",
+    "ReplicasSection",
     "RewardPart",
     "RewardSection",
     "RolloutSection",
     "RunSection",
+    "SinkSection",
     "SourceSection",
     "StalenessSection",
     "WeightSyncSection",
@@ -58,8 +64,10 @@ __all__ = [
 
 
 class Config(Section):
-    """A run, whole."""
+    """A run, whole. `format` numbers the form of the file; without it a file is in the newest."""
 
+    format: Literal[2] = FORMAT
+    """Number of this file's form; an older one is brought up to date, a newer one refused."""
     run: RunSection = RunSection()
     model: ModelSection
     data: DataSection

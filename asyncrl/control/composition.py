@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import psutil
 
 from asyncrl.control.api.server import ControlApi
-from asyncrl.control.launch.ray_launcher import RayLauncher
+from asyncrl.control.cluster.opening import make_launcher
+from asyncrl.control.operations import COMMANDS
+from asyncrl.control.page.routes import page_routes
 from asyncrl.control.record.recorder import Recorder
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.control.record.sinks.opening import open_sinks
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.service import ServiceContext
@@ -29,21 +34,20 @@ def build(context: ServiceContext) -> Supervisor:
         keys=context.keys,
         interface=_interface_of(config.launcher.host or "127.0.0.1"),
     )
-    tensorboard = context.run_dir / "tensorboard" if config.metrics.tensorboard else None
-    launcher = RayLauncher(namespace=config.run.name)
-    supervisor = Supervisor(roster, launcher, Recorder(run_dir.metrics, tensorboard))
+    launcher = make_launcher(config, context.run_id)
+    supervisor = Supervisor(roster, launcher, Recorder(run_dir.metrics, open_sinks(config, run_dir)))
     live = read_json(run_dir.live) or {}
     api = ControlApi(
-        port=config.launcher.api_port,
+        port=int(context.addresses["api_port"]),
         key=live["key"],
         routes={
             "GET /status": lambda _: supervisor.status(),
             "GET /weights": lambda _: supervisor.weights(),
-            "POST /scale": lambda body: supervisor.command("scale", body),
-            "POST /tighten": lambda body: supervisor.command("tighten", body),
-            "POST /stop": lambda body: supervisor.command("stop", body),
+            **page_routes(supervisor.status, config, context.run_dir),
+            **{f"POST /{name}": partial(supervisor.command, name) for name in COMMANDS},
         },
     )
+    supervisor.see_off = api.await_readers
     write_json(run_dir.live, {**live, "url": api.url}, mode=0o600)
     return supervisor
 

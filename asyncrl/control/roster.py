@@ -58,17 +58,8 @@ class Roster:
     def num_learner_ranks(self) -> int:
         return self.config.learner.num_ranks
 
-    def core(self) -> list[str]:
-        """Return the services that every run has, in the order in which they are started."""
-        ranks = [f"learner.{rank}" for rank in range(self.num_learner_ranks)]
-        return ["buffer.0", "weight_sync.0", *ranks, "publisher.0"]
-
-    def replica(self, index: int) -> list[str]:
-        """Return the services of one rollout replica."""
-        return [f"rollout.{index}", f"receiver.{index}"]
-
-    def spec(self, name: str) -> ServiceSpec:
-        """Return how to start `name`."""
+    def spec(self, name: str, *, is_standby: bool = False) -> ServiceSpec:
+        """Return how to start `name`; a replica may be started to stand by."""
         kind, index = name.split(".")
         is_learner = kind == "learner"
         context = ServiceContext(
@@ -82,6 +73,7 @@ class Roster:
             world_size=self.num_learner_ranks if is_learner else 1,
             rendezvous=self.rendezvous,
             keys=self.keys if self.keys is None or name in SERVERS else self.keys.without_server(),
+            is_standby=is_standby,
         )
         sections = {"learner": self.config.learner, "rollout": self.config.rollout}
         section: LearnerSection | RolloutSection | None = sections.get(kind)  # type: ignore[assignment]
@@ -95,8 +87,9 @@ class Roster:
         )
 
     def _address(self, name: str) -> str:
+        """Return where `name` listens; a receiver is called by its own replica alone, on the same node."""
         host = self.config.launcher.host
-        if host is None or name not in SERVERS:
+        if host is None or name not in SERVERS or name in RECEIVERS:
             return f"ipc://{self.socket_dir / name}"
         return f"tcp://{host}:{self.first_port + SERVERS.index(name)}"
 

@@ -3,7 +3,7 @@
 Owns the rule: weight sync keeps 3 versions at the publisher (the current one, one in transfer, one being
 written) and 2 at each receiver (one that the engine loads, one that arrives); with `encoding: delta` one
 more at each, as the base of differences. Never reserves anything: the services do, as versions come.
-Invariant: what is counted is the most that is in use at once, were all of the run on this host.
+Invariant: what is counted is the most that is in use at once, with the receivers that are on this host.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 import os
 import struct
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,13 @@ class SharedMemory:
     """What weight sync needs.
 
     Attributes:
+        num_weights: Of the model.
         version_bytes: Of one version.
         num_versions: That are kept at once, at most.
         rule: How these were counted.
     """
 
+    num_weights: int
     version_bytes: int
     num_versions: int
     rule: str
@@ -55,20 +58,23 @@ class SharedMemory:
         )
 
 
-def count(config: Config) -> SharedMemory | None:
-    """Return what a run needs, None if its model's size cannot be told."""
-    num_weights = _count_weights(Path(config.model.path))
+def count(config: Config, receivers: int) -> SharedMemory | None:
+    """Return what a run needs of one host, None if its model's size cannot be told.
+
+    Args:
+        receivers: That are on the publisher's host.
+    """
+    num_weights = count_weights(Path(config.model.path))
     if num_weights is None:
         return None
     version_bytes = num_weights * ITEM_BYTES[config.model.dtype]
     extra = int(config.weight_sync.encoding == "delta")
     at_publisher, at_receiver = NUM_AT_PUBLISHER + extra, NUM_AT_RECEIVER + extra
-    replicas = config.rollout.replicas
-    rule = (
-        f"({at_publisher} at the publisher + {at_receiver} at each of {replicas} receivers) "
-        f"x {version_bytes / GB:.3g} GB"
-    )
-    return SharedMemory(version_bytes, at_publisher + at_receiver * replicas, rule)
+    rule = f"{at_publisher} at the publisher"
+    if receivers:
+        rule = f"({rule} + {at_receiver} at each of {receivers} receivers)"
+    rule += f" x {version_bytes / GB:.3g} GB"
+    return SharedMemory(num_weights, version_bytes, at_publisher + at_receiver * receivers, rule)
 
 
 def free_bytes() -> int:
@@ -77,19 +83,24 @@ def free_bytes() -> int:
     return stats.f_bavail * stats.f_frsize
 
 
-def _count_weights(folder: Path) -> int | None:
-    """Return the number of weights in a folder's safetensors, None if that cannot be told."""
+def count_weights(folder: Path, without: Container[str] = ()) -> int | None:
+    """Return the number of weights in a folder's safetensors, None if that cannot be told.
+
+    Args:
+        without: Names of tensors that do not count.
+    """
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     try:
-        return sum(map(_count_in_file, files)) or None
+        return sum(_count_in_file(file, without) for file in files) or None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return None
 
 
-def _count_in_file(file: Path) -> int:
+def _count_in_file(file: Path, without: Container[str]) -> int:
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"'{file}' is no safetensors file")
         header: dict[str, Any] = json.loads(stream.read(length))
-    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return sum(math.prod(entry["shape"]) for name, entry in tensors.items() if name not in without)

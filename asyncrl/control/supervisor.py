@@ -1,10 +1,11 @@
-"""The supervisor: starts a run's services, watches them, ends them, and writes down what happened.
+"""The supervisor: starts a run's services, watches and repairs them, ends them, writes down what happened.
 
 The watch loop
   consumes: the services' statuses, the learner's rows, finished evaluations, API requests
   waits for: its own pulse of `PULSE_S`          unblocked by: time, or the stop event
   produces: the snapshot for the API, metrics on disk, the outcome
-Invariant: a service that fails ends the run with that service's own error; nothing is left running.
+Invariant: a run that cannot be kept up ends with the error of the service that it failed for; nothing is left
+running. What is repaired, and how, is decided in `fleet/` and carried out by `upkeep/`.
 """
 
 from __future__ import annotations
@@ -12,50 +13,83 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from asyncrl.control import plan
-from asyncrl.control.fleet import Fleet
+from asyncrl.config.tree import Config
+from asyncrl.control.fleet.autoscaler import Autoscaler
+from asyncrl.control.fleet.units import STARTING_STATES
+from asyncrl.control.fleet.watchdog import Watchdog
 from asyncrl.control.launch.ray_launcher import Launcher
+from asyncrl.control.operations import Operations
+from asyncrl.control.phases import phase_of
 from asyncrl.control.record import metering
-from asyncrl.control.record.recorder import FIRST_OF_LIFE, Recorder, load_rows
+from asyncrl.control.record.bottleneck import diagnose
+from asyncrl.control.record.events import EventLog
+from asyncrl.control.record.recorder import (
+    FIRST_OF_LIFE,
+    Recorder,
+    Row,
+    evaluation_rows,
+    load_rows,
+    lost_rows,
+    training_rows,
+)
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.record.summary import write_summary
 from asyncrl.control.record.syncing import weights_answer
-from asyncrl.control.roster import MAX_REPLICAS, Roster
-from asyncrl.control.vitals import DRAINING, SILENT, Vitals
+from asyncrl.control.roster import Roster
+from asyncrl.control.upkeep.keeper import Upkeep
 from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, ServiceFailed
+from asyncrl.metrics.row_log import read_rows
 
 log = logging.getLogger(__name__)
 
 PULSE_S = 0.25
-STATUS_DEADLINE_S = 5.0
+ROWS_DEADLINE_S = 5.0
 EVALUATION_WAIT_S = 120.0
 FAILED_BATCHES_LIMIT = 2
 LEARNER_STOP_S = 120.0
 SERVICE_STOP_S = 20.0
+EVENTS_TOLD = 50
+SAME_ROW = ("training/global_step", "timing_s/step")
+"""No two rows have both alike, save one that was taken down twice."""
+OVER = {"ended", "failed", "gone"}
+TOLD_OF_SERVICES = ("state", "version", "pid", "address", "gateway", "node")
 
 
 class Supervisor:
-    """Implements `asyncrl.service.Service` for the run as a whole."""
+    """Implements `asyncrl.service.Service` for the run as a whole, and what operations need of it.
+
+    Attributes:
+        see_off: Called when the outcome is in the status, before the final state, by which the head ends Ray.
+    """
 
     def __init__(self, roster: Roster, launcher: Launcher, recorder: Recorder) -> None:
         self._roster = roster
         self._launcher = launcher
         self._recorder = recorder
         self._run_dir = RunDir(roster.run_dir)
-        self._fleet = Fleet(roster, launcher)
-        self._lock = threading.Lock()
+        self._events = EventLog(self._run_dir.events)
+        self._upkeep = Upkeep(roster, launcher, self._events)
+        self._operations = Operations(roster, self, self._events)
+        self._watchdog = Watchdog(roster.config.learner.groups_per_step)
+        self._autoscaler = _autoscaler_of(roster.config)
         self._meter = metering.Meter()
         self._is_stop_asked = threading.Event()
+        self._over_since = 0.0
         self._statuses: dict[str, dict[str, Any]] = {}
-        self._vitals = Vitals(roster.config.launcher.start_deadline_s)
         self._row: dict[str, Any] = {}
-        self._accuracy: float | None = None
+        self._evaluation: Row = {}
+        self._refusal = ""
         self._num_rows = 0
-        self._seen_evaluations = metering.evaluation_ids(load_rows(self._run_dir.metrics))
+        self._learner_life = 0
+        rows = load_rows(self._run_dir.metrics)
+        self._seen_evaluations = metering.evaluation_ids(rows)
+        self._evaluation = next(reversed(evaluation_rows(rows)), {})
         self._state = "starting"
-        self._error = ""
+        self._error = self._outcome = ""
+        self.see_off: Callable[[], None] = lambda: None
 
     # --- the service protocol -------------------------------------------------------------
 
@@ -63,8 +97,10 @@ class Supervisor:
         """Run to the end of training, to a stop, or to the first failure; then end every service."""
         outcome: dict[str, Any] = {"state": "finished", "error": "", "service": "", "tail": []}
         try:
-            self._fleet.start()
-            self._watch(stop)
+            self._begin()
+            if self._upkeep.ending is None:
+                self._watch(stop)
+            outcome.update(self._upkeep.ending or {})
             if self._is_stop_asked.is_set() or stop.is_set():
                 outcome["state"] = "stopped"
         except ServiceFailed as failure:
@@ -72,61 +108,90 @@ class Supervisor:
             outcome.update(state="failed", error=str(failure), service=service)
             outcome["tail"] = self._run_dir.tail(service)
             log.error("the run failed: %s", failure)
+            self._save_what_can_be()
         self._end(outcome)
 
     def status(self) -> dict[str, Any]:
-        """Return the snapshot that the CLI and the API show."""
-        buffer = self._statuses.get("buffer.0", {})
-        services = {
-            name: {key: status.get(key) for key in ("state", "version", "pid", "address", "gateway")}
-            for name, status in self._statuses.items()
-        }
-        learner = self._statuses.get("learner.0", {})
+        """Return the snapshot that the CLI, the page and the API show."""
+        statuses = self._statuses
+        buffer, learner = statuses.get("buffer.0", {}), statuses.get("learner.0", {})
         return {
             "run": self._roster.config.run.name,
             "state": self._state,
-            "step": learner.get("step", 0),
+            "phase": phase_of(self._state, statuses),
+            "health": self._health(),
+            "step": learner.get("step", self._row.get("training/global_step", 0)),
             "steps": self._roster.config.learner.steps,
             "resumed_step": learner.get("resumed_step", 0),
+            "paused": self._operations.is_paused,
             "metrics": self._row,
-            "services": services,
+            "services": {name: self._describe(name, status) for name, status in statuses.items()},
+            "bottleneck": diagnose(self._row, statuses),
+            "events": self._events.newest(EVENTS_TOLD),
             "error": self._error or None,
+            "outcome": self._outcome,
             "ledger": {key: buffer[key] for key in metering.LEDGER_KEYS if key in buffer},
-            "accuracy": self._accuracy,
+            "accuracy": metering.accuracy(self._evaluation),
+            "evaluation": self._evaluation,
         }
+
+    def _describe(self, name: str, status: dict[str, Any]) -> dict[str, Any]:
+        return {key: status.get(key) for key in TOLD_OF_SERVICES} | self._upkeep.describe(name)
+
+    def _health(self) -> str:
+        is_ill = self._state == "failed" or self._upkeep.is_degraded or self._watchdog.is_stalled
+        return "degraded" if is_ill else "ok"
 
     def weights(self) -> dict[str, Any]:
         """Return what the coordinator, the publisher and the replicas said of weights in the last pulse."""
         return weights_answer(self._statuses)
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """`scale {replicas}`, `tighten {max_lag}` or `stop {}`."""
-        if name == "scale":
-            return self._scale(args)
-        if name == "tighten":
-            return self._tighten(args)
-        if name == "stop":
-            self._is_stop_asked.set()
-            return {"state": "stopping"}
-        raise ConfigError(f"the supervisor knows no command '{name}'")
+        """Carry out a command of the control API; see `operations.py`."""
+        return self._operations.perform(name, args)
 
-    def _tighten(self, args: dict[str, Any]) -> dict[str, Any]:
-        max_lag, bound = args.get("max_lag"), self._roster.config.staleness.max_lag
-        if type(max_lag) is not int or not 0 <= max_lag <= bound:
-            raise ConfigError(f"max_lag must be a whole number from 0 to {bound}, not {max_lag!r}")
-        return self._launcher.command("buffer.0", "tighten", {"max_lag": max_lag}, STATUS_DEADLINE_S)
+    # --- the crew that operations ask -----------------------------------------------------
 
-    def _scale(self, args: dict[str, Any]) -> dict[str, Any]:
-        replicas = args.get("replicas")
-        if type(replicas) is not int or not 0 <= replicas <= MAX_REPLICAS:
-            raise ConfigError(f"replicas must be a whole number from 0 to {MAX_REPLICAS}, not {replicas!r}")
-        if self._state != "running":
-            raise ConfigError(f"the run is {self._state}; only a running one can be scaled")
-        with self._lock:
-            plan.check_replicas(self._roster.config, replicas + self._fleet.num_draining)
-            return self._fleet.scale(replicas)
+    @property
+    def state(self) -> str:
+        return self._state
+
+    @property
+    def replicas(self) -> list[int]:
+        return self._upkeep.replicas
+
+    @property
+    def num_draining(self) -> int:
+        return self._upkeep.num_draining
+
+    def scale(self, replicas: int) -> dict[str, Any]:
+        """Want so many replicas."""
+        return self._upkeep.scale(replicas)
+
+    def drain(self, index: int) -> dict[str, Any]:
+        """Let a replica drain and leave."""
+        return self._upkeep.drain(index)
+
+    def ask(self, service: str, command: str, args: dict[str, Any]) -> dict[str, Any]:
+        """Pass a command on to a service."""
+        return self._upkeep.ask(service, command, args)
+
+    def stop(self) -> None:
+        """End the run in order, also if this supervisor dies before it has."""
+        self._is_stop_asked.set()
+        self._upkeep.finish_learner()
 
     # --- the watch loop -------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        rollout = self._roster.config.rollout
+        is_taken_over = self._upkeep.begin(rollout.replicas.start, rollout.standby)
+        self._learner_life = self._upkeep.num_restarts("learner.0")
+        if self._upkeep.is_learner_ending:  # the one before this was asked to stop
+            self._is_stop_asked.set()
+        self._recover_rows()
+        if is_taken_over:
+            self._skip_known_rows()
 
     def _watch(self, stop: threading.Event) -> None:
         while not (self._is_stop_asked.is_set() or stop.is_set()):
@@ -135,71 +200,150 @@ class Supervisor:
                 self._await_evaluations(stop)
                 return
             stop.wait(PULSE_S)
+        self._stop_learner()
+
+    def _stop_learner(self) -> None:
+        """Have the learner write its checkpoint and end, while those whom it needs for it are kept up.
+
+        Raises:
+            ServiceFailed: It did not: what it did since its last checkpoint is lost.
+        """
         self._state = "stopping"
-        self._launcher.stop(self._fleet.learners, LEARNER_STOP_S)
-        self._observe()
+        self._upkeep.finish_learner()
+        ranks = self._upkeep.learners
+        ending = threading.Thread(
+            target=self._launcher.stop, args=(ranks, LEARNER_STOP_S), name="stop-learner", daemon=True
+        )
+        ending.start()
+        while ending.is_alive():
+            self._statuses = self._upkeep.pulse()
+            self._collect_rows()
+            ending.join(PULSE_S)
+        last = self._launcher.statuses(ranks, ROWS_DEADLINE_S)
+        self._statuses = self._statuses | last  # anew: the API may be reading the other one
+        self._collect_rows()
+        if (why := _why_unsaved(last.get("learner.0", {"state": "ended"}))) is not None:
+            lost = "it wrote no checkpoint as the run was stopped, which goes on from the newest one"
+            raise ServiceFailed(f"learner.0 {why}; {lost}")
 
     def _observe(self) -> None:
-        with self._lock:
-            names = self._fleet.names
-            self._statuses = self._launcher.statuses(names, STATUS_DEADLINE_S)
-            self._check_health()
-            self._fleet.reap(self._statuses)
+        self._statuses = self._upkeep.pulse()
+        if (end := self._upkeep.given_up) is not None:
+            raise ServiceFailed(end.reason)
+        self._check_groups()
         if self._state == "starting" and self._statuses["learner.0"].get("state") == "training":
             self._state = "running"
-        self._collect_rows()
+        self._operations.keep_paused(self._statuses)
+        self._autoscale(self._collect_rows())
         self._collect_evaluations()
-
-    def _check_health(self) -> None:
-        # A process that is gone made others fail: it is the one to name.
-        by_cause = sorted(self._statuses.items(), key=lambda item: item[1].get("state") != "gone")
-        for name, status in by_cause:
-            if (state := status.get("state")) in ("failed", "gone"):
-                raise ServiceFailed(f"{name} {state}: {status.get('error', '')}")
-        for late in self._vitals.overdue(time.monotonic(), self._statuses):
-            if late.state == DRAINING:  # its leases run out, and its prompts are issued again
-                log.warning("%s was still draining after %g s and is ended", late.name, late.limit_s)
-                self._fleet.abandon(late.name)
-            elif late.state == SILENT:
-                raise ServiceFailed(f"{late.name} gave no sign of life for {late.limit_s:g} s")
-            else:
-                raise ServiceFailed(f"{late.name} was still {late.state} after {late.limit_s:g} s")
-        self._check_groups()
+        self._watch_for_stalls()
 
     def _check_groups(self) -> None:
         """A run whose first groups all fail would never take a step."""
         buffer = self._statuses.get("buffer.0", {})
         limit = FAILED_BATCHES_LIMIT * self._roster.config.learner.groups_per_step
         if not buffer.get("trained") and buffer.get("dropped", {}).get("poison", 0) >= limit:
-            raise ServiceFailed(f"{self._fleet.first_replica} gave up the first {limit} prompts; see its log")
+            name = next((name for name in self._statuses if name.startswith("rollout.")), "rollout.0")
+            raise ServiceFailed(f"{name} gave up the first {limit} prompts; see its log")
+
+    def _watch_for_stalls(self) -> None:
+        is_meant_to_train = self._state == "running" and not self._operations.is_paused
+        stall = self._watchdog.look(time.monotonic(), self._statuses, is_meant_to_train=is_meant_to_train)
+        if stall is not None:
+            log.warning("%s", stall.text)
+            self._events.add("stall", stall.who, stall.text, waiting=list(stall.edges))
+            self._upkeep.dump_stacks()
 
     def _is_learner_done(self) -> bool:
-        return all(self._statuses[name].get("state") == "ended" for name in self._fleet.learners)
+        """Tell whether the leader has ended by itself, and no other rank is at work or awaited any more."""
+        if not self._upkeep.has_learner_ended:
+            return False
+        self._over_since = self._over_since or time.monotonic()
+        others = {name: self._statuses[name].get("state") for name in self._upkeep.learners[1:]}
+        is_late = time.monotonic() - self._over_since > LEARNER_STOP_S
+        if is_late:
+            log.warning("the learner is over; of its other ranks: %s", others)
+        return set(others.values()) <= OVER or is_late
 
-    def _collect_rows(self) -> None:
+    def _collect_rows(self) -> list[Row]:
+        """Take down the learner's rows since the last pulse, and return them."""
         if "step" not in self._statuses.get("learner.0", {}):
+            return []
+        if (life := self._upkeep.num_restarts("learner.0")) != self._learner_life:
+            # Steps that it takes again come as rows again, and replace the older ones at reading.
+            self._learner_life, self._num_rows = life, 0
+            if self._recover_rows():
+                self._skip_known_rows()
+        rows = self._fetch_rows(self._num_rows)
+        if not rows:
+            return []
+        is_first = self._num_rows == 0  # its time holds the start of this life, not a step's work
+        self._num_rows += len(rows)
+        rates = self._meter.update(time.monotonic(), self._statuses)
+        recorded = []
+        for row in rows:
+            first = {FIRST_OF_LIFE: float(is_first and row is rows[0])}
+            recorded.append(self._recorder.record({**row, **rates, **first}))
+        self._row = recorded[-1]
+        return recorded
+
+    def _autoscale(self, rows: list[Row]) -> None:
+        if self._autoscaler is None or self._state != "running" or self._operations.is_paused:
+            return
+        wanted, ready = self._upkeep.wanted, self._upkeep.num_ready
+        decision = self._autoscaler.decide(time.monotonic(), wanted, ready, rows)
+        if decision is None:
             return
         try:
-            found = self._launcher.command("learner.0", "rows", {"after": self._num_rows}, STATUS_DEADLINE_S)
-        except DeadlineExceeded:
-            return  # the next pulse asks again
-        if not found["rows"]:
+            self._operations.check_room(decision.replicas)
+            self._upkeep.scale(decision.replicas, why=decision.reason)
+            self._refusal = ""
+        except ConfigError as error:  # no room, or all indices are taken by leavers; it asks again
+            self._tell_of_refusal(f"not scaled to {decision.replicas} replicas: {error.message}")
+
+    def _tell_of_refusal(self, text: str) -> None:
+        """Say once why a decision is not carried out, however often it is made."""
+        if text != self._refusal:
+            self._refusal = text
+            log.warning("%s", text)
+            self._events.add("autoscale", "rollout", text)
+
+    def _fetch_rows(self, after: int) -> list[dict[str, Any]]:
+        try:
+            found = self._launcher.command("learner.0", "rows", {"after": after}, ROWS_DEADLINE_S)
+        except (DeadlineExceeded, ServiceFailed) as error:  # the next pulse asks again, or sees why not
+            log.info("the learner did not hand over its rows: %s", error)
+            return []
+        rows: list[dict[str, Any]] = found["rows"]
+        return rows
+
+    def _recover_rows(self) -> bool:
+        """Take down rows that a learner wrote and handed over to nobody; return whether there were any."""
+        try:
+            lost = lost_rows(load_rows(self._run_dir.metrics), read_rows(self._run_dir.path))
+        except OSError as error:
+            log.warning("the learner's own log of its rows cannot be read: %s", error)
+            return False
+        for row in lost:
+            self._recorder.record(row)
+        return bool(lost)
+
+    def _skip_known_rows(self) -> None:
+        """Go on after the last row of the living learner that the supervisor before this one recorded."""
+        recorded = training_rows(load_rows(self._run_dir.metrics))
+        if not recorded or "learner.0" not in self._upkeep.learners:
             return
-        is_first = self._num_rows == 0  # its time holds the start of this life, not a step's work
-        self._num_rows += len(found["rows"])
-        rates = self._meter.update(time.monotonic(), self._statuses)
-        for row in found["rows"]:
-            self._row = {**row, **rates, FIRST_OF_LIFE: float(is_first and row is found["rows"][0])}
-            self._recorder.record(self._row)
+        last = max(recorded, key=lambda row: float(row["time"]))
+        rows = self._fetch_rows(0)
+        is_known = [all(last.get(key) == row[key] for key in SAME_ROW) for row in rows]
+        self._row, self._num_rows = last, len(rows) - is_known[::-1].index(True) if any(is_known) else 0
 
     def _collect_evaluations(self) -> None:
         for evaluation in self._statuses.get("buffer.0", {}).get("evaluations", []):
             if evaluation["id"] in self._seen_evaluations:
                 continue
             self._seen_evaluations.add(evaluation["id"])
-            row = metering.evaluation_row(evaluation)
-            self._accuracy = metering.accuracy(row)
-            self._recorder.record(row)
+            self._evaluation = self._recorder.record(metering.evaluation_row(evaluation))
 
     def _await_evaluations(self, stop: threading.Event) -> None:
         end = time.monotonic() + EVALUATION_WAIT_S
@@ -214,17 +358,49 @@ class Supervisor:
 
     # --- the end --------------------------------------------------------------------------
 
+    def _save_what_can_be(self) -> None:
+        """Let the learner write its checkpoint, if it and the buffer live, and it was not asked before."""
+        if self._state == "stopping":
+            return
+        states = [self._statuses.get(name, {}).get("state") for name in ("learner.0", "buffer.0")]
+        if states[0] == "training" and states[1] == "ready":
+            self._launcher.stop(self._upkeep.learners, LEARNER_STOP_S)
+
     def _end(self, outcome: dict[str, Any]) -> None:
-        self._state = "stopping"
-        with self._lock:
-            unstopped, last = self._fleet.stop(SERVICE_STOP_S)
-        self._statuses |= {name: status for name, status in last.items() if status["state"] == "ended"}
+        self._state, self._error = "stopping", outcome["error"]
+        unstopped, last = self._upkeep.stop(SERVICE_STOP_S, outcome)
+        ended = {name: status for name, status in last.items() if status["state"] == "ended"}
+        self._statuses = self._statuses | ended
         if unstopped:
             log.warning("killed after %g s: %s", SERVICE_STOP_S, ", ".join(sorted(unstopped)))
+        self._recover_rows()
+        self._run_dir.learner_rows.unlink(missing_ok=True)
         self._recorder.close()
         try:
             write_summary(self._run_dir, self._roster.config, self._statuses, outcome)
         except (OSError, AsyncrlError) as error:
             log.error("the summary could not be written: %s", error)
         write_json(self._run_dir.outcome, outcome)
-        self._error, self._state = outcome["error"], outcome["state"]
+        text = outcome["error"] or f"the run has {outcome['state']}"
+        self._events.add("finish", outcome["service"] or "run", text)
+        self._outcome = outcome["state"]
+        self.see_off()
+        self._state = outcome["state"]
+
+
+def _why_unsaved(status: dict[str, Any]) -> str | None:
+    """Return why a learner that was to stop has left no checkpoint, None if it has or had none to write."""
+    state = status["state"]
+    if state == "ended" or state in STARTING_STATES:
+        return None
+    if state in OVER:
+        return f"{state}: {status.get('error') or 'without a message'}"
+    return f"did not end within {LEARNER_STOP_S:g} s"
+
+
+def _autoscaler_of(config: Config) -> Autoscaler | None:
+    """Return the autoscaler of a run that is given a range of replicas."""
+    replicas = config.rollout.replicas
+    if replicas.min == replicas.max:
+        return None
+    return Autoscaler(replicas.min, replicas.max, config.staleness.max_lag)

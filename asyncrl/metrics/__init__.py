@@ -3,6 +3,6 @@
 `python -m asyncrl.metrics` prints `docs/metrics.md`.
 """
 
-from asyncrl.metrics.registry import METRICS, Metric, extreme_of, find, unknown_names
+from asyncrl.metrics.registry import METRICS, Metric, extreme_of, find, unknown_names, variables_of
 
-__all__ = ["METRICS", "Metric", "extreme_of", "find", "unknown_names"]
+__all__ = ["METRICS", "Metric", "extreme_of", "find", "unknown_names", "variables_of"]

@@ -120,6 +120,7 @@ _STALENESS = [
     *means(
         "counted tokens",
         ("staleness/lag_mean", "steps", "Mean lag of trained tokens"),
+        ("staleness/lag_share/<number>", "share", "Trained tokens with that lag; the last of 32 or more"),
         ("staleness/masked_share", "share", "Sampled tokens masked because they were over age"),
     ),
     Metric("staleness/trained_tokens", "tokens", "Tokens within the bound on lag", "sum"),

@@ -30,6 +30,7 @@ PLACEHOLDERS = {
     "metric": r"[^/]+(?:/(?:mean|std))?(?:/(?:low|high))?",
     "number": r"[0-9]+",
     "part": r"[^/]+",
+    "sink": r"[a-z][a-z0-9_]*",
 }
 """What each `<word>` in a name may stand for."""
 
@@ -41,6 +42,18 @@ def find(name: str) -> Metric | None:
     'timing_s/<stage>'
     """
     return _find(name)
+
+
+def variables_of(name: str) -> dict[str, str]:
+    """Return what the variable parts of the metric called `name` stand for; empty if it has none.
+
+    >>> variables_of("timing_s/update_actor")
+    {'stage': 'update_actor'}
+    """
+    if name in _EXACT:
+        return {}
+    matches = (pattern.fullmatch(name) for pattern, _ in _PATTERNS)
+    return next((match.groupdict() for match in matches if match is not None), {})
 
 
 def unknown_names(names: Iterable[str]) -> dict[str, str]:
@@ -84,9 +97,14 @@ def _compile(name: str) -> re.Pattern[str]:
     literals, words = parts[::2], parts[1::2]
     text = re.escape(literals[0])
     for word, literal in zip(words, literals[1:], strict=True):
-        text += f"(?:{PLACEHOLDERS[word]})" + re.escape(literal)
+        text += f"(?P<{word}>{PLACEHOLDERS[word]})" + re.escape(literal)
     return re.compile(text)
 
 
 _EXACT = {metric.name: metric for metric in METRICS if "<" not in metric.name}
-_PATTERNS = [(_compile(metric.name), metric) for metric in METRICS if "<" in metric.name]
+_PATTERNS = [
+    (_compile(metric.name), metric)
+    # Fewer variable parts say more: `val-aux/a/b/clip_ratio` is the clip ratio of source a/b.
+    for metric in sorted(METRICS, key=lambda metric: metric.name.count("<"))
+    if "<" in metric.name
+]

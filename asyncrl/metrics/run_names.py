@@ -22,7 +22,12 @@ _TIME = singles(
     "leader",
     ("timing_s/step", "s", "From the end of the step before to the end of this one"),
     ("timing_s/wait", "s", "Waiting for a complete batch"),
-    ("timing_s/other", "s", "Of `timing_s/step`, what no stage has timed"),
+    (
+        "timing_s/wait_<cause>",
+        "s",
+        "Waiting for something else: paused, buffer (its answers), checkpoint (the one before), publisher",
+    ),
+    ("timing_s/other", "s", "Of `timing_s/step`, what no stage has timed; all the others add up to the rest"),
     (
         "timing_s/<stage>",
         "s",
@@ -42,6 +47,12 @@ _PERFORMANCE = [
         ("perf/throughput", "tokens/s", "Tokens per second and learner rank"),
         ("perf/learner_tokens_per_s", "tokens/s", "Tokens per second of all learner ranks"),
         ("perf/learner_idle_share", "share", "Of `timing_s/step`, waiting for a batch"),
+        (
+            "perf/learner_idle/<cause>",
+            "share",
+            "Of `timing_s/step`, waiting: batch, paused, buffer, checkpoint, publisher",
+        ),
+        ("perf/learner_busy_share", "share", "The rest: this and `perf/learner_idle/*` add up to 1"),
         ("weights/publish_s", "s", "Handing new weights to the publisher, since the row before"),
         ("weights/publish_gather_s", "s", "Of it, gathering shards, and waiting for the other ranks"),
         ("weights/publish_copy_s", "s", "Of it, copying into shared memory"),
@@ -99,6 +110,12 @@ _ROLLOUT = singles(
         "share",
         "Of the replicas' time, without a request in flight, over the last 2 s",
     ),
+    (
+        "perf/rollout_idle/<cause>",
+        "share",
+        "Of it, by what a replica waited for: start, weights, swap, lease, group (tools, rewards), ...",
+    ),
+    ("perf/rollout_busy_share", "share", "The rest: this and `perf/rollout_idle/*` add up to 1"),
     ("perf/rollout_replicas", "replicas", "Rollout replicas of the run"),
     (
         "rollout/overlong_share",
@@ -185,4 +202,15 @@ _GUARD = singles(
     ("guard/out_of_memory", "count", "Times that a rank ran out of memory and made its microbatches smaller"),
 )
 
-RUN = (*_PROGRESS, *_PASSES, *_TIME, *_PERFORMANCE, *_BALANCE, *_ROLLOUT, *_EVALUATION, *_CHECKPOINT, *_GUARD)
+_SINKS = singles(
+    "supervisor",
+    (
+        "metrics/sink_dropped/<sink>",
+        "rows",
+        "Rows so far that a sink did not take: it failed, or is too slow",
+    ),
+    ("metrics/sink_waiting/<sink>", "rows", "Rows on their way to a sink"),
+)
+
+_AROUND = (*_CHECKPOINT, *_GUARD, *_SINKS)
+RUN = (*_PROGRESS, *_PASSES, *_TIME, *_PERFORMANCE, *_BALANCE, *_ROLLOUT, *_EVALUATION, *_AROUND)

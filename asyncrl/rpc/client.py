@@ -1,7 +1,7 @@
 """The DEALER side: calls with deadlines, for threads and for asyncio.
 
 Invariant: a call ends by its deadline, with the reply, the service's error, or an error that names
-the operation and the address.
+the operation and the address; one whose connection broke ends at once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any
 import zmq
 
 from asyncrl import wire
-from asyncrl.errors import AsyncrlError, DeadlineExceeded, WireError
+from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, WireError
 from asyncrl.keys import ClientKeys
 from asyncrl.rpc.frames import receive_parts, send_parts
+from asyncrl.rpc.lifeline import Lifeline
 from asyncrl.rpc.request import Reply, pack_request, read_reply
 from asyncrl.rpc.sockets import prepare_client
 
@@ -45,9 +46,10 @@ class Client:
     def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
         self.address = address
         self._has_keys = keys is not None
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        prepare_client(self._socket, keys)
-        self._socket.connect(address)
+        self._socket, self._lifeline = _connected(address, keys)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._lifeline.socket, zmq.POLLIN)
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._begun: dict[int, Reply | AsyncrlError | None] = {}
@@ -60,6 +62,7 @@ class Client:
         Raises:
             DeadlineExceeded: No answer within `deadline_s`. The service may have acted all the same,
                 unless the message says that there was no connection.
+            ConnectionLost: The connection broke, so no answer will come.
             AsyncrlError: The service's own error, with its class where that is one of ours.
         """
         return self.begin(op, frames, deadline_s, **args).end()
@@ -74,6 +77,7 @@ class Client:
         """
         call = PendingCall(self, next(self._ids), op, deadline_s, time.monotonic() + deadline_s)
         with self._locked(call):
+            self._notice_break()
             self._socket.setsockopt(zmq.SNDTIMEO, max(1, int((call.end_s - time.monotonic()) * 1000)))
             try:
                 within_s = call.end_s - time.monotonic()
@@ -96,26 +100,45 @@ class Client:
         """Wait for the reply of a call that was begun, see `PendingCall.end`."""
         with self._locked(call):
             try:
-                result = self._begun.get(call.id)
-                while result is None:
+                while (result := self._begun.get(call.id)) is None:
                     left_s = max(0.0, call.end_s - time.monotonic())  # what has come is taken even then
-                    if not self._socket.poll(math.ceil(left_s * 1000)):
+                    ready = self._poller.poll(math.ceil(left_s * 1000))
+                    if not ready:
                         raise _late(call.op, self.address, call.deadline_s)
-                    found_id, found = read_reply(receive_parts(self._socket))
-                    if found_id in self._begun:  # else the answer to a call that was given up earlier
-                        self._begun[found_id] = found
-                    result = self._begun.get(call.id)
+                    if ready[0][0] is self._socket:
+                        self._take_reply(receive_parts(self._socket))
+                    else:
+                        self._notice_break()
             finally:
                 self._begun.pop(call.id, None)
+        if isinstance(result, ConnectionLost):
+            raise _lost(call.op, self.address)
         if isinstance(result, AsyncrlError):
             raise result
         return result
+
+    def _take_reply(self, message: list[wire.Frame]) -> None:
+        found_id, found = read_reply(message)
+        if found_id in self._begun:  # else the answer to a call that was given up earlier
+            self._begun[found_id] = found
+
+    def _notice_break(self) -> None:
+        """If the connection broke, give up what was asked over it and not answered before."""
+        if not self._lifeline.has_broken():
+            return
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self._take_reply(receive_parts(self._socket, _NOBLOCK))
+        for call_id, result in list(self._begun.items()):
+            if result is None:
+                self._begun[call_id] = ConnectionLost("the connection broke")
 
     def forget(self, call: PendingCall) -> None:
         """Give up a call that was begun; its reply is dropped when it comes."""
         self._begun.pop(call.id, None)
 
     def close(self) -> None:
+        self._lifeline.close()
         self._socket.close(linger=0)
 
 
@@ -150,9 +173,7 @@ class AsyncClient:
         self.address = address
         self.counters: Counter[str] = Counter()
         self._has_keys = keys is not None
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        prepare_client(self._socket, keys)
-        self._socket.connect(address)
+        self._socket, self._lifeline = _connected(address, keys)
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -163,14 +184,16 @@ class AsyncClient:
         """As `Client.call`."""
         loop, call_id, is_sent = self._attach(), next(self._ids), False
         future: asyncio.Future[Reply] = loop.create_future()
-        self._waiting[call_id] = future
         header = pack_request(call_id, op, args, deadline_s)
         try:
             async with asyncio.timeout(deadline_s):
                 while not self._try_send([header, *frames]):
                     await asyncio.sleep(SEND_RETRY_S)
                 is_sent = True
+                self._waiting[call_id] = future
                 return await future
+        except ConnectionLost:
+            raise _lost(op, self.address) from None
         except TimeoutError as error:
             if isinstance(error, AsyncrlError):
                 raise
@@ -186,12 +209,14 @@ class AsyncClient:
         if self._loop is not loop:
             self._detach()
             loop.add_reader(self._socket.fileno(), self._read)
+            loop.add_reader(self._lifeline.socket.fileno(), self._notice_break)
             self._loop = loop
         return loop
 
     def _detach(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_reader(self._lifeline.socket.fileno())
         self._loop = None
 
     def _try_send(self, parts: Sequence[wire.Frame]) -> bool:
@@ -219,6 +244,14 @@ class AsyncClient:
                 self.counters["malformed"] += 1
                 log.warning("a malformed reply from %s: %s", self.address, error)
 
+    def _notice_break(self) -> None:
+        """If the connection broke, end the calls that were sent over it and not answered before."""
+        if self._socket.closed or not self._lifeline.has_broken():
+            return
+        self._read()
+        for call_id in list(self._waiting):
+            self._resolve(call_id, ConnectionLost("the connection broke"))
+
     def _resolve(self, call_id: int, result: Reply | AsyncrlError) -> None:
         future = self._waiting.get(call_id)
         if future is None or future.done():
@@ -231,11 +264,29 @@ class AsyncClient:
     def close(self) -> None:
         """Close the socket. Calls still in flight end at their deadlines."""
         self._detach()
+        self._lifeline.close()
         self._socket.close(linger=0)
+
+
+def _connected(address: str, keys: ClientKeys | None) -> tuple[zmq.Socket[bytes], Lifeline]:
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    lifeline = Lifeline(socket)
+    try:
+        prepare_client(socket, address, keys)
+        socket.connect(address)
+    except (AsyncrlError, zmq.ZMQError):
+        lifeline.close()
+        socket.close(linger=0)
+        raise
+    return socket, lifeline
 
 
 def _late(op: str, address: str, deadline_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(f"'{op}' at {address} gave no answer within {deadline_s:g} s")
+
+
+def _lost(op: str, address: str) -> ConnectionLost:
+    return ConnectionLost(f"'{op}' at {address}: the connection broke before an answer came")
 
 
 def _unreachable(op: str, address: str, deadline_s: float, has_keys: bool) -> DeadlineExceeded:

@@ -16,7 +16,7 @@ from collections import Counter
 
 import zmq
 
-from asyncrl.errors import AsyncrlError, RemoteError, WireError
+from asyncrl.errors import AsyncrlError, ConfigError, RemoteError, WireError
 from asyncrl.keys import ServerKeys
 from asyncrl.rpc.delays import Delays
 from asyncrl.rpc.frames import receive_part
@@ -42,7 +42,7 @@ class Server:
     Args:
         bind: A ZMQ address; `*` as port takes a free one, see `address`.
         keys: With keys only their allowed clients can connect, encrypted; without, anybody can who
-            reaches the address: loopback or a socket file.
+            reaches the address: loopback or a socket file, any other is a ConfigError.
         limits: What a request may be.
 
     `counters`: `requests`, `malformed`, `oversized`, `internal_errors`, `refused_keys`, `reopened`.
@@ -100,7 +100,11 @@ class Server:
 
     def _open(self, bind: str, deadline_s: float = 0.0) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        prepare_server(socket, self._limits, self._keys)
+        try:
+            prepare_server(socket, bind, self._limits, self._keys)
+        except ConfigError:
+            socket.close(linger=0)
+            raise
         end = time.monotonic() + deadline_s
         while True:
             try:

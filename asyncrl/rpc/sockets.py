@@ -1,16 +1,20 @@
 """The options of asyncrl's sockets: what bounds them in time and memory, and their keys.
 
-Invariant: a socket is given its options here and nowhere else, before it is bound or connected.
+Invariant: a socket is given its options here and nowhere else, before it is bound or connected; none
+without keys gets them for an address that another machine could reach.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 import zmq
 
 from asyncrl import wire
+from asyncrl.errors import ConfigError
 from asyncrl.keys import ClientKeys, ServerKeys
 
 HANDSHAKE_MS = 10_000
@@ -67,8 +71,38 @@ class Limits:
         return min(MAX_WAITING, max(MIN_WAITING, WAITING_BYTES // self.message_bytes))
 
 
-def prepare_server(socket: zmq.Socket[bytes], limits: Limits, keys: ServerKeys | None) -> None:
-    """Set what a ROUTER needs before it is bound."""
+def stays_here(address: str) -> bool:
+    """Tell whether no other machine can reach the ZMQ address: a file, this process, or loopback.
+
+    >>> stays_here("tcp://127.0.0.1:5555"), stays_here("tcp://*:5555")
+    (True, False)
+    """
+    place = urlsplit(address)
+    if place.scheme in ("ipc", "inproc"):
+        return True
+    host = place.hostname or ""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # a name, an interface, or every interface: who knows where that leads
+        return False
+
+
+def refuse_plain(address: str, keys: ServerKeys | ClientKeys | None) -> None:
+    """Raise ConfigError if a socket without keys would cross the network."""
+    if keys is None and not stays_here(address):
+        raise ConfigError(
+            f"a socket at {address} would be open to the network without keys",
+            hint="Set launcher.curve: auto, or give a client the keys.json of its run",
+        )
+
+
+def prepare_server(socket: zmq.Socket[bytes], address: str, limits: Limits, keys: ServerKeys | None) -> None:
+    """Set what a ROUTER needs before it is bound to `address`.
+
+    Raises:
+        ConfigError: It has no keys, and other machines could reach it.
+    """
+    refuse_plain(address, keys)
     socket.setsockopt(zmq.LINGER, 200)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.frame_bytes)
     socket.setsockopt(zmq.RCVHWM, limits.num_waiting)
@@ -84,8 +118,13 @@ def prepare_server(socket: zmq.Socket[bytes], limits: Limits, keys: ServerKeys |
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
 
-def prepare_client(socket: zmq.Socket[Any], keys: ClientKeys | None) -> None:
-    """Set what a DEALER needs before it connects."""
+def prepare_client(socket: zmq.Socket[Any], address: str, keys: ClientKeys | None) -> None:
+    """Set what a DEALER needs before it connects to `address`.
+
+    Raises:
+        ConfigError: It has no keys, and what it says could be read on its way.
+    """
+    refuse_plain(address, keys)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
     socket.setsockopt(zmq.IMMEDIATE, 1)

@@ -42,6 +42,8 @@ from learner.algorithms.wording import check_section, describe_section
 from learner.batching.batch import PackedBatch
 
 Tensors = dict[str, torch.Tensor]
+MOST_LAG_TOLD = 32
+"""Of the histogram of lags; its last bar holds all that is older."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Objective:
         """
         self._check_fields(batch)
         rows = rows_of(batch)
-        metrics: dict[str, float] = _lag_metrics(batch)
+        metrics: dict[str, float] = _lag_metrics(batch, self.max_lag)
         assert prox_N is not None or not self.needs_prox, "a decoupled objective needs prox"
         if self.needs_prox:
             batch = dataclasses.replace(batch, prox_N=prox_N)
@@ -431,9 +433,13 @@ def _mean_metrics(tokens: TokenLoss, mask_N: torch.Tensor, microbatch: PackedBat
     return {name: masked(value_N, mask_N).sum() / num_trained for name, value_N in tokens.metrics.items()}
 
 
-def _lag_metrics(batch: PackedBatch) -> dict[str, float]:
+def _lag_metrics(batch: PackedBatch, max_lag: int) -> dict[str, float]:
     lag_N = batch.lag_N.float()
+    num_bars = min(max_lag, MOST_LAG_TOLD) + 1
+    trained = batch.lag_N[batch.loss_mask_N.bool()].clamp(0, num_bars - 1).long()
+    shares = torch.bincount(trained, minlength=num_bars) / len(trained)  # NaN of no token
     return {
+        **{f"staleness/lag_share/{lag}": float(share) for lag, share in enumerate(shares)},
         "staleness/lag_max_trained": max(0.0, float((lag_N * batch.loss_mask_N).max()))
         if batch.num_rows
         else 0.0,

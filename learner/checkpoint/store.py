@@ -17,12 +17,15 @@ from typing import Any
 
 import xxhash
 
+import asyncrl
 from asyncrl.durable import sync_path
 from asyncrl.errors import CheckpointError
 from asyncrl.faults import fault_point
 
-FORMAT = 2
-"""Of the folder, manifest and state files. 1 had files that only the same layout of ranks could read."""
+FORMAT = 3
+"""Of the folder, manifest and state files. 2 did not say which asyncrl wrote it."""
+OLDEST_FORMAT = 2
+"""That is still read. 1 had files that only the same layout of ranks could read."""
 MANIFEST = "manifest.json"
 SCORES = "scores.json"
 CHUNK_BYTES = 1 << 20
@@ -97,6 +100,7 @@ class CheckpointStore:
         fault_point("checkpoint.written", step)
         body = {
             "format": FORMAT,
+            "written_by": asyncrl.__version__,
             "step": step,
             "token": token,
             "version": cut.version,
@@ -238,14 +242,20 @@ def _read_body(folder: Path) -> dict[str, Any]:
     if not is_whole:
         raise CheckpointError(f"the manifest of {folder} is torn or altered")
     found = body.get("format", 1)
-    if found != FORMAT:
-        newer = "A newer asyncrl wrote it: use that one, or newer"
-        older = "An older asyncrl wrote it: go on with that one, or start a new run from its weights"
+    if not OLDEST_FORMAT <= found <= FORMAT:
+        by = f"asyncrl {body['written_by']} wrote it" if "written_by" in body else "asyncrl wrote it"
+        newer = f"A newer {by}: use that one, or newer"
+        older = f"An older {by}: go on with that one, or start a new run from its weights"
         raise ForeignFormatError(
-            f"{folder} is a checkpoint of format {found}, this asyncrl reads format {FORMAT}",
+            f"{folder} is a checkpoint of format {found}, this asyncrl reads {OLDEST_FORMAT} to {FORMAT}",
             hint=newer if found > FORMAT else older,
         )
-    return body
+    return _bring_up_to_date(body)
+
+
+def _bring_up_to_date(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an older manifest says, in the current format; the file stays as it was committed."""
+    return {"written_by": "unknown", **body, "format": FORMAT}
 
 
 def _files(folder: Path) -> list[Path]:

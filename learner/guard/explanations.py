@@ -115,6 +115,15 @@ EXPLANATIONS = {
         "add replicas (asyncrl scale), or look at the stage whose timing_s grew; no action is taken",
         "speed is not learning: the same steps give the same reward, later",
     ),
+    "limit": Explanation(
+        "a metric is beyond the limit that guard.limits gives it",
+        (
+            "what the metric measures has changed: docs/metrics.md says what it is",
+            "the limit does not fit this run: compare with the metric's course so far",
+        ),
+        "look at what else changed at that step; widen the limit, or take it away with null",
+        "the reward and this metric need not have anything to do with each other",
+    ),
     "out_of_memory": Explanation(
         "a microbatch did not fit into memory; its step is tried again with smaller ones",
         (

@@ -96,7 +96,7 @@ class Guard:
         bounds = {
             signal.metric: severe_limit(signal, self._past[signal.metric], self._section.z_score)
             for signal in self._signals
-            if signal.metric in KNOWN_BEFORE_UPDATE
+            if signal.metric in KNOWN_BEFORE_UPDATE and signal.is_upper
         }
         return [(metric, bound) for metric, bound in bounds.items() if bound is not None]
 

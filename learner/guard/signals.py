@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from asyncrl.config.tree import GuardSection
+from asyncrl.config.tree import GuardSection, LimitSection
 
 FAR = 10.0
 WINDOW_STEPS = 50
@@ -27,6 +27,25 @@ UNUSUAL = 3.0
 FINITE_PREFIXES = ("actor/", "critic/", "rollout_corr/")
 MAY_BE_NAN = ("critic/score", "critic/rewards")
 """verl's names that are not a number where a batch has no row to average."""
+SPEED_PREFIXES = ("perf/", "timing_s/", "timing_per_token_ms/")
+"""What no change of the training mends."""
+SPIKES = ("kl_spike", "grad_norm_spike")
+OTHER = "limit"
+"""The kind of a limit that has no explanation of its own."""
+KINDS = {
+    ("actor/ppo_kl", "max"): "kl_spike",
+    ("rollout_corr/kl", "max"): "kl_spike",
+    ("actor/grad_norm", "max"): "grad_norm_spike",
+    ("critic/grad_norm", "max"): "grad_norm_spike",
+    ("actor/pg_clipfrac", "max"): "clip_fraction",
+    ("critic/vf_clipfrac", "max"): "value_clip_fraction",
+    ("actor/entropy", "min"): "entropy_collapse",
+    ("actor/entropy", "min_share"): "entropy_collapse",
+    ("rollout_corr/rollout_is_eff_sample_size", "min"): "low_ess",
+    ("perf/throughput", "min"): "low_throughput",
+    ("perf/throughput", "min_share"): "low_throughput",
+}
+"""What is known of a metric beyond its limit, by metric and form of the limit."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +87,20 @@ class Finding:
 
 def make_signals(section: GuardSection) -> tuple[Signal, ...]:
     """Return what is watched, apart from values that are not finite."""
-    return (
-        Signal("kl_spike", "actor/ppo_kl", section.max_kl, is_spike=True),
-        Signal("kl_spike", "rollout_corr/kl", section.max_kl, is_spike=True),
-        Signal("grad_norm_spike", "actor/grad_norm", section.max_grad_norm, is_spike=True),
-        Signal("grad_norm_spike", "critic/grad_norm", section.max_grad_norm, is_spike=True),
-        Signal("clip_fraction", "actor/pg_clipfrac", section.max_clipfrac),
-        Signal("value_clip_fraction", "critic/vf_clipfrac", section.max_vf_clipfrac),
-        Signal("entropy_collapse", "actor/entropy", section.min_entropy, is_upper=False, is_relative=True),
-        Signal("low_ess", "rollout_corr/rollout_is_eff_sample_size", section.min_ess, is_upper=False),
-        Signal(
-            "low_throughput",
-            "perf/throughput",
-            section.min_throughput,
-            is_upper=False,
-            is_relative=True,
-            can_act=False,
-        ),
+    return tuple(_make_signal(metric, limit) for metric, limit in section.limits.items() if limit is not None)
+
+
+def _make_signal(metric: str, limit: LimitSection) -> Signal:
+    ((way, value),) = limit.as_written().items()
+    kind = KINDS.get((metric, way), OTHER)
+    return Signal(
+        kind,
+        metric,
+        value,
+        is_upper=way == "max",
+        is_relative=way == "min_share",
+        is_spike=kind in SPIKES,
+        can_act=not metric.startswith(SPEED_PREFIXES),
     )
 
 
@@ -157,11 +173,23 @@ def severe_limit(signal: Signal, past: Past, z_score: float) -> float | None:
     limit = limit_of(signal, past)
     if limit is None or not signal.can_act:
         return None
+    if not past.is_warm:
+        far = _far_beyond(signal, limit)
+        return far if math.isfinite(far) else None
     if signal.is_upper:
-        far = FAR * (max(limit, past.usual) if past.is_warm else limit)
-        return max(limit, min(far, past.usual + z_score * past.deviation)) if past.is_warm else far
-    far = (min(limit, past.usual) if past.is_warm else limit) / FAR
-    return min(limit, max(far, past.usual - z_score * past.deviation)) if past.is_warm else far
+        far = _far_beyond(signal, max(limit, past.usual))
+        return max(limit, min(far, past.usual + z_score * past.deviation))
+    far = _far_beyond(signal, min(limit, past.usual))
+    return min(limit, max(far, past.usual - z_score * past.deviation))
+
+
+def _far_beyond(signal: Signal, base: float) -> float:
+    """Return what is `FAR` times beyond `base`, on the side that is watched; infinite where `base` is 0."""
+    if base == 0:
+        return math.inf if signal.is_upper else -math.inf
+    if signal.is_upper:
+        return base + (FAR - 1) * abs(base)
+    return base / FAR if base > 0 else base * FAR
 
 
 def judge_value(signal: Signal, value: float, past: Past, z_score: float) -> Finding | None:

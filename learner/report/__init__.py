@@ -12,16 +12,19 @@ from learner.report.memory import measure_memory
 from learner.report.profiler import ProfilerWindow
 from learner.report.reduction import merge_updates, reduce_over_ranks
 from learner.report.stopwatch import Stopwatch
+from learner.report.waits import Waits, describe_time
 
 __all__ = [
     "Efficiency",
     "ProfilerWindow",
     "Stopwatch",
+    "Waits",
     "describe_baselines",
     "describe_batch",
     "describe_probabilities",
     "describe_rewards",
     "describe_targets",
+    "describe_time",
     "make_efficiency",
     "measure_memory",
     "merge_updates",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from asyncrl.clock import Clock, SystemClock
 
 
 class Stopwatch:
@@ -15,14 +16,15 @@ class Stopwatch:
     A stage is also a range of `torch.profiler` and, on a GPU, of NVTX.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self.seconds: dict[str, float] = {}
         self._has_cuda = torch.cuda.is_available()
 
     @contextmanager
     def time(self, stage: str) -> Iterator[None]:
         """Add the time of the block to `stage`."""
-        start = time.perf_counter()
+        start = self._clock.now()
         if self._has_cuda:
             torch.cuda.nvtx.range_push(stage)
         try:
@@ -31,7 +33,7 @@ class Stopwatch:
         finally:
             if self._has_cuda:
                 torch.cuda.nvtx.range_pop()
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + self._clock.now() - start
 
     def read(self) -> dict[str, float]:
         """Return `timing_s/<stage>` and start anew."""

@@ -39,6 +39,7 @@ NEEDED = (
     Feature(ENGINE, "AsyncLLM.from_engine_args"),
     Feature(ENGINE, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id")),
     Feature(ENGINE, "AsyncLLM.abort", ("request_id",)),
+    Feature(ENGINE, "AsyncLLM.errored"),
     Feature(ENGINE, "AsyncLLM.pause_generation", ("mode", "clear_cache")),
     Feature(ENGINE, "AsyncLLM.resume_generation"),
     Feature(ENGINE, "AsyncLLM.start_weight_update"),

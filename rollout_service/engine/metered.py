@@ -1,12 +1,13 @@
 """An engine with a meter: what it generated, and how long it was busy.
 
 Once interrupted it takes no request any more: its replica is leaving, and an episode that was in its tool
-must end as those do that were in the engine. Invariant: busy and idle seconds add up to the time since the
-meter was made. Busy means that a request is in flight and no swap is going on.
+must end as those do that were in the engine. Invariant: busy seconds and idle ones by their cause add up to
+the time since the meter was made. Busy means that a request is in flight and no swap is going on.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -15,9 +16,12 @@ from asyncrl.clock import Clock
 from asyncrl.versions import PolicyVersion
 from rollout_service.carry import NOTHING
 from rollout_service.engine.protocol import Completion, Engine, Interrupted, Sampling
+from rollout_service.states import START
 
 if TYPE_CHECKING:
     from weight_sync.memory.staging import Staged
+
+BUSY, SWAP = "busy", "swap"
 
 
 class MeteredEngine:
@@ -27,7 +31,8 @@ class MeteredEngine:
         self._engine = engine
         self._clock = clock
         self._start = self._changed = clock.now()
-        self._busy_s = 0.0
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._cause = START
         self._is_swapping = False
         self._is_interrupted = False
         self.num_in_flight = 0
@@ -44,12 +49,17 @@ class MeteredEngine:
     def is_loaded(self) -> bool:
         return self._engine.is_loaded
 
-    def seconds(self) -> tuple[float, float]:
-        """Return (busy, idle) seconds."""
-        now = self._clock.now()
-        running_s = now - self._changed if self._is_busy else 0.0
-        busy_s = self._busy_s + running_s
-        return busy_s, now - self._start - busy_s
+    def account(self) -> dict[str, float]:
+        """Return seconds by what they went by with: `BUSY`, `SWAP` and what `wait_for` named."""
+        seconds = dict(self._seconds)  # a copy first: another thread may book meanwhile
+        rest = self._clock.now() - self._start - sum(seconds.values())
+        activity = self._activity
+        return seconds | {activity: seconds.get(activity, 0.0) + rest}
+
+    def wait_for(self, cause: str) -> None:
+        """Say what an engine without a request waits for from here on."""
+        self._turn()
+        self._cause = cause
 
     async def start(self) -> None:
         await self._engine.start()
@@ -90,14 +100,15 @@ class MeteredEngine:
         await self._engine.shutdown()
 
     @property
-    def _is_busy(self) -> bool:
-        return self.num_in_flight > 0 and not self._is_swapping
+    def _activity(self) -> str:
+        if self._is_swapping:
+            return SWAP
+        return BUSY if self.num_in_flight else self._cause
 
     def _turn(self) -> None:
-        """Book the time until now; call before anything that `_is_busy` depends on changes."""
+        """Book the time until now; call before anything that `_activity` depends on changes."""
         now = self._clock.now()
-        if self._is_busy:
-            self._busy_s += now - self._changed
+        self._seconds[self._activity] += now - self._changed
         self._changed = now
 
     @contextmanager

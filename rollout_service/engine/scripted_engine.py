@@ -3,6 +3,7 @@
 Tokens are random digits and an end of sequence, drawn from the request's seed; a token's log-prob
 is a fixed function of the token and the version, so a greedy answer is zeros up to the limit. Time
 passes by a token rate. It writes no text, so stop strings mean nothing to it.
+Invariant: with `follows_steps`, weights that were restored and published anew answer as they did before.
 """
 
 from __future__ import annotations
@@ -38,10 +39,13 @@ class ScriptedEngine:
     Args:
         eos_id: The token that ends a response.
         tokens_per_s: Speed of each request; 0 answers at once.
+        follows_steps: Log-probs are a function of the version's step, as a real engine's are, and not of
+            its number, which tells more versions apart.
     """
 
-    def __init__(self, eos_id: int, tokens_per_s: float = 0.0) -> None:
+    def __init__(self, eos_id: int, tokens_per_s: float = 0.0, *, follows_steps: bool = False) -> None:
         self._eos_id = eos_id
+        self._follows_steps = follows_steps
         self._tokens_per_s = tokens_per_s
         self._serving = PolicyVersion(UNLOADED, 0)
         self._is_running = asyncio.Event()
@@ -62,20 +66,20 @@ class ScriptedEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Completion:
         source = random.Random(sampling.seed)
         token_ids: list[int] = []
-        versions: list[int] = []
+        versions: list[PolicyVersion] = []
         ended = asyncio.Event()
         self._requests.add(ended)
         try:
             while len(token_ids) < sampling.max_tokens and (not token_ids or token_ids[-1] != self._eos_id):
                 await self._wait_one_token(ended)
                 if ended.is_set():
-                    beginning = _completion(token_ids, versions, "abort")
+                    beginning = self._completion(token_ids, versions, "abort")
                     raise Interrupted(f"request {request_id} was ended before its end", completion=beginning)
                 token_ids.append(self._next_token(token_ids, sampling, source))
-                versions.append(self._serving.number)
+                versions.append(self._serving)
         finally:
             self._requests.discard(ended)
-        return _completion(token_ids, versions, "stop" if token_ids[-1] == self._eos_id else "length")
+        return self._completion(token_ids, versions, "stop" if token_ids[-1] == self._eos_id else "length")
 
     async def interrupt(self) -> None:
         running = set(self._requests)
@@ -107,6 +111,16 @@ class ScriptedEngine:
         self._serving = staged.version
         self._is_running.set()
 
+    def _completion(self, token_ids: list[int], versions: list[PolicyVersion], reason: str) -> Completion:
+        known = [one.step if self._follows_steps else one.number for one in versions]
+        logprobs = [scripted_logprob(token, version) for token, version in zip(token_ids, known, strict=True)]
+        return Completion(
+            token_ids=np.asarray(token_ids, dtype=np.int32),
+            logprobs=np.asarray(logprobs, dtype=np.float32),
+            spans=_spans([one.number for one in versions]),
+            finish_reason=reason,
+        )
+
     def child_pids(self) -> list[int]:
         return []
 
@@ -117,16 +131,6 @@ class ScriptedEngine:
 async def _wait(ended: asyncio.Event, time_s: float) -> None:
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(ended.wait(), time_s)
-
-
-def _completion(token_ids: list[int], versions: list[int], finish_reason: str) -> Completion:
-    logprobs = [scripted_logprob(token, version) for token, version in zip(token_ids, versions, strict=True)]
-    return Completion(
-        token_ids=np.asarray(token_ids, dtype=np.int32),
-        logprobs=np.asarray(logprobs, dtype=np.float32),
-        spans=_spans(versions),
-        finish_reason=finish_reason,
-    )
 
 
 def _spans(versions: list[int]) -> tuple[Span, ...]:

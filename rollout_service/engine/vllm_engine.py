@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 PLUGIN_GROUP = "vllm.general_plugins"
 CONTROL_DEADLINE_S = 60.0
+DEATH_WATCH_S = 0.5
 WARM_UP_DEADLINE_S = 300.0
 CPU_BATCH_TOKENS = 8192
 INTERRUPT_PAUSE_S = 0.001
@@ -249,18 +250,29 @@ class VllmEngine:
         raise EngineError(f"vLLM ended request {request_id} without a final output")
 
     async def _control(self, call: Any, what: str) -> Any:
-        """Await one of vLLM's control calls, within a deadline, under our error class."""
+        """Await one of vLLM's control calls, within a deadline, under our error class.
+
+        vLLM 0.32 ends requests when its core dies, but never answers a control call that was under way.
+        """
         from vllm.v1.engine.exceptions import EngineDeadError
 
+        answer = asyncio.ensure_future(call)
         try:
             async with asyncio.timeout(CONTROL_DEADLINE_S):
-                return await call
+                while not (await asyncio.wait([answer], timeout=DEATH_WATCH_S))[0]:
+                    if self._llm.errored:
+                        raise EngineDied(f"vLLM died at {what}")
+            return answer.result()
+        except EngineDied:
+            raise
         except TimeoutError as error:
             raise EngineError(f"vLLM did not finish {what} within {CONTROL_DEADLINE_S:g} s") from error
         except EngineDeadError as error:
             raise EngineDied(f"vLLM died at {what}: {_describe(error)}") from error
         except Exception as error:  # vLLM passes a worker's exception on as a bare Exception
             raise EngineError(f"vLLM refused {what}: {_describe(error)}") from error
+        finally:
+            answer.cancel()
 
     async def _warm_up(self) -> None:
         """Run a full batch, because vLLM's first calls take seconds."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from asyncrl.cli.eval import Wishes, read_target, table_of
+from asyncrl.cli.reports.evaluation import Wishes, read_target, table_of
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
@@ -78,7 +78,7 @@ def test_the_table_shows_each_metric_with_its_interval():
 def test_only_the_result_goes_to_stdout(tmp_path):
     code = """
 import subprocess, sys
-from asyncrl.cli.eval import talk_on_stderr
+from asyncrl.cli.reports.evaluation import talk_on_stderr
 with talk_on_stderr():
     print("mine")
     subprocess.run([sys.executable, "-c", "print('of a child')"], check=True)

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from asyncrl.cli.live import line_of, panel_of, table_of, waiting
+from asyncrl.cli.live import bottleneck, line_of, panel_of, row_of, state_of, table_of, waiting
 
 SNAPSHOT = {
     "run": "quickstart",
@@ -88,3 +88,31 @@ def test_the_panel_shows_where_agents_reach_a_gateway_if_there_is_one():
     assert "gateway" not in drawn(SNAPSHOT)
     services = {"rollout.0": {"state": "READY", "version": 9, "gateway": "http://127.0.0.1:8100"}}
     assert "http://127.0.0.1:8100" in drawn({**SNAPSHOT, "services": services})
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ({"who": "rollout", "why": "slow", "learner_waits_for": "rollout"}, "rollout: slow"),
+        (
+            {"who": "weight_sync", "why": "late", "learner_waits_for": "rollout"},
+            "weight_sync: late; the learner waits for rollout",
+        ),
+        ({"who": "", "why": "balanced", "learner_waits_for": ""}, "balanced"),
+        (None, ""),
+    ],
+)
+def test_the_bottleneck_is_told_with_whom_the_learner_waits_for(found, sentence):
+    assert bottleneck({"bottleneck": found}) == sentence
+    assert not sentence or sentence in drawn({**SNAPSHOT, "bottleneck": found})
+
+
+def test_a_run_is_a_row_of_a_table_and_what_is_unusual_stands_beside_its_state():
+    row = row_of({**SNAPSHOT, "paused": True, "health": "degraded", "bottleneck": {"who": "operator"}})
+    assert (
+        row["state"]
+        == "running, paused, degraded"
+        == state_of({**SNAPSHOT, "paused": True, "health": "degraded"})
+    )
+    assert (row["step"], row["accuracy"], row["bottleneck"]) == ("12/300", "0.625", "operator")
+    assert set(row_of({}).values()) == {"-", "-/-"}

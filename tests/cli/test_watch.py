@@ -7,8 +7,18 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import exits
-from asyncrl.cli.up import find_config, follow, placed, sigterm_as_interrupt
-from asyncrl.cli.watch import POLL_S, LineView, PanelView, view_on, watch
+from asyncrl.cli.up import find_config, placed
+from asyncrl.cli.watch import (
+    POLL_S,
+    LineView,
+    PanelView,
+    PhaseTimer,
+    follow,
+    follow_until_up,
+    sigterm_as_interrupt,
+    view_on,
+    watch,
+)
 from asyncrl.clock import ManualClock
 from asyncrl.config.load import load
 from asyncrl.control.record.rundir import RunDir
@@ -23,6 +33,8 @@ class ScriptedRun:
     folder: RunDir = field(default_factory=lambda: RunDir(Path("runs/x")))
     outcome: dict = field(default_factory=lambda: {"state": "finished"})
     stops: list = field(default_factory=list)
+    interrupts_stop: bool = False
+    is_cleared: bool = False
 
     @property
     def is_over(self):
@@ -34,8 +46,13 @@ class ScriptedRun:
             raise snapshot
         return snapshot
 
-    def stop(self, deadline_s):
+    def stop(self, deadline_s, show=lambda snapshot: None):
         self.stops.append(deadline_s)
+        if self.interrupts_stop and len(self.stops) == 1:
+            raise KeyboardInterrupt
+
+    def clear(self):
+        self.is_cleared = True
 
     def result(self):
         return self.outcome
@@ -76,6 +93,56 @@ def test_ctrl_c_stops_the_run_and_ends_with_130():
     run = ScriptedRun([at(1), KeyboardInterrupt()])
     assert follow(run) == exits.INTERRUPTED
     assert len(run.stops) == 1
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once():
+    run = ScriptedRun([KeyboardInterrupt()], interrupts_stop=True)
+    assert follow(run) == exits.INTERRUPTED
+    assert run.stops[-1] == 0.0
+
+
+def test_what_a_run_has_left_is_ended_before_its_outcome_is_told():
+    run = ScriptedRun([at(1)])
+    follow(run)
+    assert run.is_cleared
+
+
+def test_a_phase_is_one_line_too_while_there_is_no_step():
+    stream = io.StringIO()
+    phases = ["starting Ray", "starting Ray", "the learner loads its weights"]
+    snapshots = [{"run": "x", "state": "starting", "phase": phase} for phase in phases]
+    watch(ScriptedRun(snapshots), LineView(stream), ManualClock())
+    assert stream.getvalue().splitlines() == [
+        "x: starting (starting Ray)",
+        "x: starting (the learner loads its weights)",
+    ]
+
+
+def test_a_detached_run_is_watched_until_its_services_are_known():
+    run = ScriptedRun([{"state": "starting"}, {**at(0), "services": {}}, at(1)])
+    assert follow_until_up(run, LineView(io.StringIO()), ManualClock())
+    assert len(run.snapshots) == 1
+
+
+def test_a_detached_run_that_ends_before_that_is_not_up():
+    assert not follow_until_up(ScriptedRun([{"state": "starting"}]), LineView(io.StringIO()), ManualClock())
+
+
+def test_ctrl_c_before_a_detached_run_is_up_stops_it():
+    run = ScriptedRun([{"state": "starting"}, KeyboardInterrupt()])
+    with pytest.raises(KeyboardInterrupt):
+        follow_until_up(run, LineView(io.StringIO()), ManualClock())
+    assert len(run.stops) == 1
+
+
+def test_the_parts_of_an_end_are_told_as_they_begin_and_add_up_to_the_whole():
+    clock, told = ManualClock(), []
+    timer = PhaseTimer(clock, told.append)
+    for phase, lasting_s in (("a checkpoint", 1.0), ("a checkpoint", 2.0), ("ending Ray", 2.0)):
+        timer.show({"phase": phase})
+        clock.advance(lasting_s)
+    assert timer.summary() == "a checkpoint 3.0 s, ending Ray 2.0 s"
+    assert told == ["   0.0 s: a checkpoint", "   3.0 s: ending Ray"]
 
 
 def test_a_failed_run_ends_with_1_and_tells_service_error_log_tail_on_stderr(capsys):

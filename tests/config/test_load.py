@@ -2,9 +2,10 @@ import pickle
 
 import pytest
 
-from asyncrl.config.explain import MOVED, keys_of
+from asyncrl.config.explain import keys_of
 from asyncrl.config.load import dump_resolved, load, load_config
 from asyncrl.config.problems import ConfigProblems, Problem
+from asyncrl.config.rules.refusals import MOVED, NO_ADAPTER, NOT_THERE
 from asyncrl.errors import ConfigError
 from configs import shipped
 
@@ -79,7 +80,7 @@ def test_a_misspelt_order_of_the_prompts_is_not_taken_for_a_field_of_the_rows(wr
 
 
 def test_a_section_whose_keys_are_all_commented_out_has_its_defaults(write):
-    assert load_config(write(GOOD + "rollout:\n  # replicas: 3\n")).rollout.replicas == 1
+    assert load_config(write(GOOD + "rollout:\n  # replicas: 3\n")).rollout.replicas.start == 1
 
 
 @pytest.mark.parametrize(
@@ -158,12 +159,16 @@ def test_a_section_whose_keys_are_all_commented_out_has_its_defaults(write):
             "buffer: {url: http://h}\n",
             (
                 "a.yaml:4:15: buffer.url is 'http://h', but must be a Redis URL, ${NAME}, or managed. "
-                "Write redis://user:password@host:6379/0"
+                "Write redis://user:${PASSWORD}@host:6379/0"
             ),
         ),
         (
             "algorithm: {kl: {coef: 0.1, adaptive: {targt: 1}}}\n",
             "a.yaml:4:40: unknown key 'targt' in 'algorithm.kl.adaptive'. Did you mean 'target'?",
+        ),
+        (
+            "guard: {limits: {actor/entropy: {mx: 1}}}\n",
+            "a.yaml:4:34: unknown key 'mx' in 'guard.limits.actor/entropy'. Did you mean 'max'?",
         ),
         ("algorithm: {clip: [0.2]}\n", "a.yaml:4:19: algorithm.clip has too few items. It takes two"),
         ("algorithm: {clip: [0.2, x]}\n", "a.yaml:4:25: algorithm.clip.1 is 'x', but must be a number"),
@@ -190,6 +195,21 @@ def test_a_key_of_another_version_is_refused_with_the_form_that_stands_for_it(wr
     assert name not in keys_of(tuple(section.split(".")))
     (problem,) = problems_of(write(GOOD), [f"{key}=1"])
     assert problem == f"--set {key}=1: unknown key '{name}' in '{section}'. {MOVED[key]}"
+
+
+@pytest.mark.parametrize("key", NOT_THERE)
+def test_a_key_of_what_is_not_there_is_refused_with_the_reason_wherever_it_stands(write, key):
+    what, why = NOT_THERE[key]
+    for place, prefix in ((f"{key}: {{rank: 8}}\n", "4:1: "), (f"learner: {{{key}: 8}}\n", "4:11: learner.")):
+        (problem,) = problems_of(write(GOOD + place))
+        assert problem == f"a.yaml:{prefix}{key}: {what}. {why}"
+    assert not any(key in keys_of((section,)) for section in keys_of(()))
+
+
+@pytest.mark.parametrize(("key", "value"), NO_ADAPTER)
+def test_a_value_of_what_is_not_there_is_refused_with_the_reason(write, key, value):
+    (problem,) = problems_of(write(GOOD), [f"{key}={value}"])
+    assert "but must be one of" in problem and problem.endswith(NO_ADAPTER[key, value])
 
 
 @pytest.mark.parametrize(
@@ -264,7 +284,7 @@ def test_an_override_replaces_a_value_and_mends_a_wrong_one(write):
     )
     assert config.learner.lr == 1e-5
     assert config.learner.betas == (0.8, 0.9)
-    assert config.rollout.replicas == 3
+    assert config.rollout.replicas.start == 3
     assert config.data.eval is None
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.metrics.row_log import append_row
 from asyncrl.service import ServiceContext
 
 ROW = {
@@ -65,6 +68,52 @@ class ScriptedLearner(Scripted):
         return {"rows": self.rows[args["after"] :]}
 
 
+class PacedLearner(ScriptedLearner):
+    """Waits after step 5 for the file `go-on`; a second life goes on from the checkpoint of step 2."""
+
+    def run(self, stop: threading.Event) -> None:
+        folder = self.context.run_dir
+        mark = folder / "second-life"
+        self.life, first = int(mark.exists()), 3 if mark.exists() else 1
+        mark.touch()
+        for step in range(first, self.context.config.learner.steps + 1):
+            while step == 6 and not (folder / "go-on").exists() and not stop.is_set():
+                stop.wait(0.01)
+            if stop.wait(0.01):
+                return
+            row = {**ROW, "timing_s/step": time.time(), "life": self.life}
+            self.rows.append({"training/global_step": step, **row})
+
+    def status(self) -> dict[str, Any]:
+        step = self.rows[-1]["training/global_step"] if self.rows else 0
+        return {**super().status(), "step": step}
+
+
+class MuteLearner(PacedLearner):
+    """Writes its rows into its log, and hands none over in the lives that the file `mute` names."""
+
+    def run(self, stop: threading.Event) -> None:
+        self.rows = LoggedRows(self.context.run_dir)
+        super().run(stop)
+
+    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        is_mute = str(self.life) in (self.context.run_dir / "mute").read_text()
+        return {"rows": []} if is_mute else super().command(name, args)
+
+
+class LoggedRows(list[dict[str, Any]]):
+    """Rows that are written down as a learner's are."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self._run_dir = run_dir
+
+    def append(self, row: dict[str, Any]) -> None:
+        row = {"time": time.time(), **row}
+        append_row(self._run_dir, {**row, "training/is_first_of_life": float(not self)})
+        super().append(row)
+
+
 class ScriptedBuffer(Scripted):
     """Shows one finished evaluation and a clean ledger; the last ticket is trained as it stops."""
 
@@ -109,6 +158,23 @@ class WaitingLearner(Scripted):
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         return {"rows": []}
+
+
+class SlowSaver(WaitingLearner):
+    """Is asked to end, and does when the file `may-save` is there; fails if it has words in it."""
+
+    def run(self, stop: threading.Event) -> None:
+        may_save = self.context.run_dir / "may-save"
+        stop.wait()
+        while not may_save.exists():
+            time.sleep(0.01)
+        if words := may_save.read_text():
+            raise OSError(words)
+
+
+def make_ranked_learner(context: ServiceContext) -> Scripted:
+    """Return a leader that takes its steps, or a rank that goes on until it is stopped."""
+    return WaitingLearner(context) if context.rank else ScriptedLearner(context)
 
 
 class SlowLeaver(Scripted):

@@ -7,16 +7,18 @@ import json
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.control.api import client as api_client
 from asyncrl.control.api.client import NotRunning, RunClient, find_run
 from asyncrl.control.api.server import MAX_BODY_BYTES, MAX_CONNECTIONS, ControlApi
 from asyncrl.control.record.rundir import RunDir, write_json
-from asyncrl.errors import ConfigError, RemoteError
+from asyncrl.errors import ConfigError, ConnectionLost, DeadlineExceeded, RemoteError
 
 
 def refuse(body: dict[str, Any]) -> dict[str, Any]:
@@ -37,6 +39,32 @@ def client(api: ControlApi, tmp_path: Path) -> RunClient:
 
 def test_a_client_reads_the_status(client: RunClient) -> None:
     assert client.status() == {"state": "running"}
+
+
+def test_the_key_goes_to_the_run_alone_whatever_proxy_is_set(
+    client: RunClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.settimeout(0.0)
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setenv("no_proxy", "")
+        monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers the environment of its first call
+        assert client.status() == {"state": "running"}
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+
+
+@pytest.mark.parametrize(("key", "code"), [("guess", 401), ("key", 400)])
+def test_a_target_that_is_no_url_gets_an_answer_and_leaves_nothing_in_the_log(
+    api: ControlApi, capfd: pytest.CaptureFixture[str], key: str, code: int
+) -> None:
+    host, port = api.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as end:
+        end.sendall(f"GET http://[ HTTP/1.0\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: end.recv(4096), b""))
+    assert answer.startswith(f"HTTP/1.0 {code} ".encode()) and b'"error"' in answer
+    assert capfd.readouterr().err == ""
 
 
 def test_a_refused_command_comes_back_as_its_message(client: RunClient) -> None:
@@ -85,6 +113,23 @@ def test_a_thousand_silent_connections_take_a_bounded_number_of_threads(
     while threading.active_count() > before:
         time.sleep(0.01)
     assert client.status() == {"state": "running"}
+
+
+@pytest.mark.parametrize(("is_dropped", "error"), [(False, DeadlineExceeded), (True, ConnectionLost)])
+def test_a_command_that_was_heard_and_not_answered_is_not_told_as_a_run_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dropped: bool, error: type[DeadlineExceeded]
+) -> None:
+    monkeypatch.setattr(api_client, "COMMAND_DEADLINE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        client = RunClient(RunDir(tmp_path), f"http://127.0.0.1:{deaf.getsockname()[1]}", "key", 0)
+        if is_dropped:
+            dropper = threading.Thread(target=lambda: deaf.accept()[0].close())
+            dropper.start()
+            monkeypatch.setattr(api_client, "COMMAND_DEADLINE_S", 10.0)
+        with pytest.raises(error, match="may be done all the same"):
+            client.pause()
+        if is_dropped:
+            dropper.join()
 
 
 def test_an_api_that_is_gone_is_not_running(client: RunClient, api: ControlApi) -> None:

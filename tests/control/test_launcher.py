@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,13 @@ from thread_launcher import ThreadLauncher
 
 from asyncrl.config.tree import Config
 from asyncrl.control.launch import ray_launcher
-from asyncrl.control.launch.processes import end_leftovers, is_alive, pids_of_run
+from asyncrl.control.launch.processes import (
+    end_leftovers,
+    end_service,
+    is_alive,
+    pids_of_run,
+    pids_of_service,
+)
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import ServiceFailed
@@ -102,3 +109,23 @@ def test_every_process_of_a_run_is_found_by_its_mark_and_ended(ray_started: None
     assert not is_alive(os.getpid(), RUN_ID), "the test's own process has no mark"
     assert end_leftovers(RUN_ID) >= 1
     assert not is_alive(pid, RUN_ID)
+
+
+@pytest.mark.long
+def test_another_launcher_takes_charge_of_who_lives_and_a_stopped_one_is_replaced(
+    ray_started: None, tmp_path: Path
+) -> None:
+    ray_launcher.RayLauncher("tests").start(make_spec(tmp_path, "f.0"))
+    launcher = ray_launcher.RayLauncher("tests")
+    assert "f.0" in launcher.adopt()
+    pid = await_state(launcher, "f.0", "serving")["pid"]
+    assert isinstance(pid, int)
+    assert pid in pids_of_service(RUN_ID, "f.0")
+    os.kill(pid, signal.SIGSTOP)
+    assert launcher.statuses(["f.0"], 0.3)["f.0"] == {"state": "silent"}
+    launcher.kill("f.0")
+    assert end_service(RUN_ID, "f.0") == []
+    launcher.start(make_spec(tmp_path, "f.0"))
+    assert await_state(launcher, "f.0", "serving")["pid"] != pid
+    assert launcher.statuses(["g.0"], 1.0)["g.0"]["state"] == "gone"
+    launcher.kill("f.0")

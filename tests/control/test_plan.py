@@ -67,6 +67,19 @@ def test_the_shared_memory_of_versions_on_their_way_is_counted(
     assert warning.startswith("warning: ") and "enlarge it" in warning
 
 
+@pytest.mark.parametrize(("ray", "num_versions"), [("local", 3 + 2 * 6), ("auto", 3)])
+def test_a_plan_shows_the_most_that_versions_take_here(
+    good: dict[str, Any], ray: str, num_versions: int
+) -> None:
+    save_file({"a": np.zeros(1000, np.float16)}, Path(good["model"]["path"]) / "model.safetensors")
+    good["rollout"] = {"replicas": {"min": 1, "max": 5}, "standby": 1, "cpus": 0}
+    good["launcher"] = {"ray": ray}
+    found = plan.check(Config(**good))
+    assert found.shared_memory is not None and found.shared_memory.num_versions == num_versions
+    (part,) = [part for part in found.memory if part.where == "/dev/shm"]
+    assert part.num_bytes == found.shared_memory.num_bytes
+
+
 def test_a_model_whose_size_cannot_be_told_counts_for_nothing(good: dict[str, Any]) -> None:
     file = Path(good["model"]["path"], "model.safetensors")
     zeros = 7 * b"\0"
@@ -276,7 +289,7 @@ def test_a_reward_file_without_the_function_is_refused(good: dict[str, Any], tmp
 
 
 def test_too_many_cpus_are_refused_with_what_there_is(good: dict[str, Any]) -> None:
-    good["rollout"]["replicas"] = 10_000
+    good["rollout"]["cpus"] = 10_000
     (line,) = problems_of(good)
     assert "this machine has" in line
 

@@ -35,13 +35,19 @@ def test_without_a_host_every_socket_is_a_file_in_the_runs_private_folder() -> N
     assert all(address.startswith("ipc:///tmp/sockets/") for address in spec.context.addresses.values())
 
 
-def test_with_a_host_every_server_has_a_port_of_its_own_there() -> None:
+def test_with_a_host_every_server_has_an_address_of_its_own() -> None:
     roster = make_roster(host="127.0.0.1")
     addresses = roster.spec("learner.0").context.addresses
     assert addresses["buffer.0"] == "tcp://127.0.0.1:20000"
     assert len(set(addresses.values())) == len(SERVERS)
     for name in ("buffer.0", "weight_sync.0", "publisher.0", "receiver.3"):
         assert roster.spec(name).context.bind == addresses[name]
+
+
+def test_a_receiver_stays_on_a_socket_file_of_the_node_that_it_shares_with_its_engine() -> None:
+    addresses = make_roster(host="127.0.0.1").spec("rollout.3").context.addresses
+    assert addresses["receiver.3"] == "ipc:///tmp/sockets/receiver.3"
+    assert addresses["weight_sync.0"].startswith("tcp://127.0.0.1:")
 
 
 @pytest.mark.parametrize("name", ["rollout.0", "learner.0"])

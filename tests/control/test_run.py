@@ -16,7 +16,8 @@ import pytest
 from asyncrl.config.load import dump_resolved, load_resolved
 from asyncrl.config.problems import ConfigProblems
 from asyncrl.config.tree import Config
-from asyncrl.control.launch import run
+from asyncrl.control.launch import lineage, run
+from asyncrl.control.launch.handle import attach
 from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, write_json
@@ -126,7 +127,7 @@ def test_a_run_goes_on_with_the_revision_that_it_fetched_at_first(
 
     def kept(path: str = "owner/name") -> str:
         changed = config.model_copy(update={name: section.model_copy(update={"path": path})})
-        found: str = getattr(run.keep_revisions(changed), name).path
+        found: str = getattr(lineage.keep_revisions(changed), name).path
         return found
 
     assert kept() == "owner/name"
@@ -147,7 +148,7 @@ def test_a_run_goes_on_with_the_revision_of_a_reward_model_that_it_fetched_at_fi
         return Config(**{**values, "reward": {"fn": ["gsm8k", {"fn": "model", "path": path, "label": 1}]}})
 
     def kept(path: str) -> tuple[str, dict[str, Any]]:
-        plain, judge = run.keep_revisions(config_with(path)).reward.fn
+        plain, judge = lineage.keep_revisions(config_with(path)).reward.fn
         return plain.fn, judge.arguments
 
     snapshot = tmp_path / "hub" / "models--owner--judge" / "snapshots" / "abc"
@@ -166,7 +167,7 @@ def test_a_run_of_an_older_version_is_named_as_such(values: dict[str, Any], tmp_
     text = dump_resolved(config)
     RunDir(folder).resolved.write_text(text + "critics: {}\n")
     said = "^the run in .*again is of an older asyncrl, .*unknown section 'critics'"
-    for read in (lambda: run.keep_revisions(config), lambda: load_resolved(folder, ["run.seed=1"])):
+    for read in (lambda: lineage.keep_revisions(config), lambda: load_resolved(folder, ["run.seed=1"])):
         with pytest.raises(ConfigError, match=said) as caught:
             read()
         assert "\n" not in str(caught.value)
@@ -183,7 +184,7 @@ def test_a_run_that_had_no_critic_of_its_own_keeps_no_revision_for_one(
     folder = tmp_path / "again"
     folder.mkdir()
     RunDir(folder).resolved.write_text(dump_resolved(Config(**values)))
-    kept = run.keep_revisions(Config(**values, critic={"path": "owner/name"}))
+    kept = lineage.keep_revisions(Config(**values, critic={"path": "owner/name"}))
     assert kept.critic.path == "owner/name"
 
 
@@ -199,7 +200,7 @@ def test_a_run_does_not_go_on_with_remax_when_its_groups_have_no_greedy_answers(
     folder.resolved.write_text(dump_resolved(Config(**values, algorithm={"advantage": before})))
     said = r"advantage: was 'grpo', is 'remax', which needs a greedy answer.*\n?.*Choose another run.name"
     with pytest.raises(ConfigError, match=said) if is_refused else contextlib.nullcontext():
-        run._refuse_other_lineage(folder, Config(**values, algorithm={"advantage": after}))
+        lineage.refuse_other_lineage(folder, Config(**values, algorithm={"advantage": after}))
 
 
 @pytest.mark.parametrize(
@@ -227,4 +228,15 @@ def test_a_run_goes_on_with_the_critic_that_its_checkpoints_hold(
     folder.path.mkdir()
     folder.resolved.write_text(dump_resolved(make(*before)))
     with pytest.raises(ConfigError, match="critic: was") if is_refused else contextlib.nullcontext():
-        run._refuse_other_lineage(folder, make(*after))
+        lineage.refuse_other_lineage(folder, make(*after))
+
+
+def test_a_run_is_live_from_the_moment_its_head_is_started_and_can_be_ended_in_order(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    started = run.start(Config(**values))
+    found = attach(RunDir(tmp_path / "again"))
+    assert found is not None and found.pid == started.pid
+    assert found.await_end(60.0, lambda snapshot: None)
+    started.clear()
+    assert started.result()["state"] == "stopped"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from scripted_services import REPLACE, ROW
 from thread_launcher import ThreadLauncher
 
 from asyncrl.config.tree import Config
+from asyncrl.control.api.server import ControlApi, Text
+from asyncrl.control.fleet.autoscaler import Autoscaler, Decision, Pacing
+from asyncrl.control.page.routes import page_routes
 from asyncrl.control.record.metering import Meter
 from asyncrl.control.record.recorder import FIRST_OF_LIFE, Recorder, load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
@@ -39,7 +43,7 @@ def make_supervisor(
     launcher = ThreadLauncher(replace)
     (folder / "logs").mkdir()
     roster = Roster(make_config(steps, start_deadline_s), folder, "abcd1234", folder, "")
-    return Supervisor(roster, launcher, Recorder(folder / "metrics.jsonl", None)), launcher
+    return Supervisor(roster, launcher, Recorder(folder / "metrics.jsonl")), launcher
 
 
 def wait_for(claim: Callable[[], bool]) -> None:
@@ -80,6 +84,76 @@ def test_a_run_ends_finished_when_the_learner_has_done_its_steps(tmp_path: Path)
     )
 
 
+def test_the_newest_evaluation_is_scraped_also_where_a_supervisor_found_it_on_record(tmp_path: Path) -> None:
+    supervisor, _ = make_supervisor(tmp_path)
+    assert supervisor.status()["evaluation"] == {} and supervisor.status()["accuracy"] is None
+    supervisor.run(threading.Event())
+    roster = Roster(make_config(3), tmp_path, "abcd1234", tmp_path, "")
+    successor = Supervisor(roster, ThreadLauncher(REPLACE), Recorder(tmp_path / "metrics.jsonl"))
+    for one in (supervisor, successor):
+        answer = page_routes(one.status, make_config(3), tmp_path)["GET /metrics"]({})
+        assert isinstance(answer, Text)
+        (line,) = (line for line in answer.body.decode().splitlines() if 'source="held_out"' in line)
+        assert line.startswith("asyncrl_val_core_source_variable_metric{") and line.endswith("} 0.25")
+        assert one.status()["accuracy"] == 0.25
+
+
+def test_a_failed_run_says_why_while_it_is_being_ended(tmp_path: Path) -> None:
+    replace = {**REPLACE, "rollout": "scripted_services:FailingReplica"}
+    supervisor, launcher = make_supervisor(tmp_path, steps=10**6, replace=replace)
+    told: list[tuple[str, str]] = []
+    kill = launcher.kill
+
+    def kill_and_look(name: str) -> None:
+        status = supervisor.status()
+        told.append((status["state"], status["error"] or ""))
+        kill(name)
+
+    launcher.kill = kill_and_look  # type: ignore[method-assign]
+    supervisor.run(threading.Event())
+    state, error = told[-1]
+    assert state == "stopping" and "no tokenizer in the model folder" in error
+
+
+class EagerAutoscaler(Autoscaler):
+    """Decides on every few steps, and counts its decisions."""
+
+    num_decisions = 0
+
+    def __init__(self, minimum: int, maximum: int, max_lag: int) -> None:
+        super().__init__(minimum, maximum, max_lag, Pacing(settle_s=0.0, window_s=0.0, min_steps=3))
+
+    def decide(
+        self, now: float, wanted: int, ready: int, rows: Iterable[Mapping[str, object]]
+    ) -> Decision | None:
+        decision = super().decide(now, wanted, ready, rows)
+        EagerAutoscaler.num_decisions += decision is not None
+        return decision
+
+
+def test_the_autoscaler_is_refused_what_an_operator_would_be_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.control.supervisor.Autoscaler", EagerAutoscaler)
+    monkeypatch.setattr(EagerAutoscaler, "num_decisions", 0)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    (tmp_path / "logs").mkdir()
+    rollout = {"replicas": {"min": 1, "max": 8}, "cpus": 1.0}
+    config = make_config(10**6).model_dump(mode="json") | {"rollout": rollout}
+    launcher = ThreadLauncher(REPLACE)
+    roster = Roster(Config.model_validate(config), tmp_path, "abcd1234", tmp_path, "")
+    supervisor = Supervisor(roster, launcher, Recorder(tmp_path / "metrics.jsonl"))
+    thread, stop = start(supervisor)
+    wait_for(lambda: EagerAutoscaler.num_decisions >= 3)
+    status = supervisor.status()
+    stop.set()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    found = [event["text"] for event in status["events"] if event["kind"] == "autoscale"]
+    assert len(found) == 1 and "not scaled to" in found[0] and "this machine has 2" in found[0]
+    assert [name for name in status["services"] if name.startswith("rollout.")] == ["rollout.0"]
+
+
 def test_a_run_ends_only_after_its_last_evaluation(tmp_path: Path) -> None:
     replace = {**REPLACE, "buffer": "scripted_services:LateEvaluation"}
     supervisor, _ = make_supervisor(tmp_path, replace=replace)
@@ -113,6 +187,32 @@ def test_a_service_that_fails_ends_the_run_with_its_own_error_and_log(tmp_path: 
     assert "learner.0" in launcher.killed
 
 
+def test_an_open_page_sees_how_the_run_ended_before_the_head_ends_it(tmp_path: Path) -> None:
+    supervisor, _ = make_supervisor(tmp_path, steps=10**6)
+    api = ControlApi(0, "key", page_routes(supervisor.status, make_config(3), tmp_path))
+    was_read = threading.Event()
+    found: list[tuple[str, bool]] = []
+
+    def see_off() -> None:
+        api.await_readers(5.0)
+        found.append((supervisor.status()["state"], was_read.wait(1.0)))
+
+    supervisor.see_off = see_off
+    thread, _ = start(supervisor)
+    wait_for(lambda: supervisor.status()["state"] == "running")
+    request = urllib.request.Request(f"{api.url}/events", headers={"Authorization": "Bearer key"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as stream:
+        assert b"retry" in stream.readline()
+        supervisor.command("stop", {})
+        told = stream.read().decode()
+        was_read.set()
+    thread.join(10.0)
+    api.close()
+    assert not thread.is_alive() and found == [("stopping", True)]
+    assert supervisor.status()["state"] == "stopped"
+    assert told.endswith("event: end\ndata: {}\n\n") and '"state":"stopped"' in told
+
+
 def test_a_stop_ends_every_service_and_says_stopped(tmp_path: Path) -> None:
     supervisor, launcher = make_supervisor(tmp_path, steps=10**6)
     thread, _ = start(supervisor)
@@ -130,9 +230,11 @@ def test_scaling_up_starts_new_indices_and_scaling_down_drains_the_newest(tmp_pa
     thread, stop = start(supervisor)
     wait_for(lambda: supervisor.status()["state"] == "running")
     assert supervisor.command("scale", {"replicas": 3})["started"] == ["rollout.2"]
+    wait_for(lambda: supervisor.status()["services"].get("rollout.2", {}).get("stage") == "READY")
     assert supervisor.command("scale", {"replicas": 1})["draining"] == ["rollout.2", "rollout.1"]
     wait_for(lambda: {"rollout.1", "rollout.2", "receiver.1", "receiver.2"} <= set(launcher.killed))
-    assert supervisor.command("scale", {"replicas": 2})["started"] == ["rollout.3"]
+    wait_for(lambda: supervisor.num_draining == 0)
+    assert supervisor.command("scale", {"replicas": 2})["started"] == ["rollout.1"]
     stop.set()
     thread.join(10.0)
     assert not thread.is_alive()
@@ -203,7 +305,7 @@ def test_a_line_that_a_crash_tore_is_left_out_and_does_not_spoil_the_next(tmp_pa
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"training/global_step": 1, "a": 1}\n{"training/global_step": 2, "a')
     assert [row["a"] for row in load_rows(path)] == [1]
-    recorder = Recorder(path, None)
+    recorder = Recorder(path)
     recorder.record({"training/global_step": 2, "a": 5})
     recorder.close()
     assert [row["a"] for row in load_rows(path)] == [1, 5]

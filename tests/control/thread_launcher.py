@@ -7,35 +7,66 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+from asyncrl.control.launch.host import DUMP_STACKS
 from asyncrl.control.launch.spec import ServiceSpec
-from asyncrl.errors import AsyncrlError, ServiceFailed
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
 
 
 class ThreadLauncher:
-    """`replace` maps factories of the roster to those of a test."""
+    """`replace` maps factories of the roster to those of a test.
+
+    A name in `gone` or `silent` is of a service whose process is dead, or stopped, until it is killed.
+    """
 
     def __init__(self, replace: dict[str, str] | None = None) -> None:
         self._replace = replace or {}
         self._hosts: dict[str, _Host] = {}
         self.killed: list[str] = []
+        self.started: list[str] = []
+        self.dumped: list[str] = []
+        self.gone: set[str] = set()
+        self.silent: set[str] = set()
 
     def start(self, spec: ServiceSpec) -> None:
         factory = self._replace.get(spec.context.kind, spec.factory)
+        assert spec.name not in self._hosts, f"{spec.name} is started twice at once"
+        self.started.append(spec.name)
         self._hosts[spec.name] = _Host(factory, spec)
 
     def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
-        return {name: self._hosts[name].status() for name in names}
+        return {name: self._status(name) for name in names}
+
+    def _status(self, name: str) -> dict[str, Any]:
+        if name in self.gone or name not in self._hosts:
+            return {"state": "gone", "error": "it was killed"}
+        return {"state": "silent"} if name in self.silent else self._hosts[name].status()
+
+    def service(self, name: str) -> Any:
+        """Return the object that a service is."""
+        return self._hosts[name].service
 
     def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        if name in self.gone or name not in self._hosts:
+            raise ServiceFailed(f"{name} failed '{command}': it was killed")
+        if name in self.silent:
+            raise DeadlineExceeded(f"{name} did not answer '{command}'")
+        if command == DUMP_STACKS:  # a host's own
+            self.dumped.append(name)
+            return {}
         try:
             return self._hosts[name].service.command(command, args)
         except AsyncrlError as error:
             raise ServiceFailed(f"{name} failed '{command}': {error}") from error
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
-        return {name for name in names if self._hosts[name].stop(deadline_s)}
+        return {name for name in names if name not in self._hosts or self._hosts[name].stop(deadline_s)}
+
+    def adopt(self) -> set[str]:
+        return set(self._hosts) - self.gone
 
     def kill(self, name: str) -> None:
+        self.gone.discard(name)
+        self.silent.discard(name)
         host = self._hosts.pop(name, None)
         if host is not None:
             self.killed.append(name)

@@ -5,11 +5,13 @@ import gc
 import pickle
 import threading
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 import zmq
 
-from asyncrl.errors import AsyncrlError, DeadlineExceeded, FencedError, RemoteError
+from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, FencedError, RemoteError
 from asyncrl.rpc import AsyncClient, Client, Request, Server
 
 
@@ -40,15 +42,21 @@ class Echo:
             self.parked.pop().reply(late=True)
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    server, stop = Server(), threading.Event()
+@contextmanager
+def serving(bind: str = "tcp://127.0.0.1:*") -> Iterator[Server]:
+    server, stop = Server(bind), threading.Event()
     thread = threading.Thread(target=server.serve, args=(Echo(), stop, 0.01))
     thread.start()
     yield server
     stop.set()
     thread.join(5.0)
     assert not thread.is_alive()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving() as server:
+        yield server
 
 
 @pytest.fixture
@@ -144,3 +152,63 @@ def test_malformed_messages_are_counted_and_do_not_end_the_service(client: Clien
 def test_an_address_that_is_taken_is_refused_by_name(server: Server) -> None:
     with pytest.raises(AsyncrlError, match="cannot listen on"):
         Server(server.address)
+
+
+LONG_S = 60.0
+"""A call that waited until its deadline would be seen."""
+
+
+def wait_until_parked(client: Client, count: int) -> None:
+    while client.call("count").args["num_parked"] < count:
+        pass
+
+
+def test_a_call_whose_server_ends_is_over_at_once_and_the_next_one_reaches_the_successor(
+    tmp_path: Path,
+) -> None:
+    address = f"ipc://{tmp_path}/server"
+    with closing(Client(address)) as client:
+        with serving(address):
+            lost = client.begin("park", deadline_s=LONG_S)
+            wait_until_parked(client, 1)
+        with pytest.raises(ConnectionLost, match="'park'"):
+            lost.end()
+        with serving(address):
+            assert client.call("echo", number=2).args == {"number": 2}
+
+
+def test_an_answer_that_came_before_the_connection_broke_is_kept(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/server"
+    with closing(Client(address)) as client:
+        with serving(address) as server:
+            answered = client.begin("echo", number=1)
+            while not server.counters["requests"]:
+                pass
+        with pytest.raises(DeadlineExceeded):
+            client.call("echo", deadline_s=0.2)
+        assert answered.end().args == {"number": 1}
+
+
+def test_awaited_calls_whose_server_ends_are_over_at_once_and_the_next_one_reaches_the_successor(
+    tmp_path: Path,
+) -> None:
+    address = f"ipc://{tmp_path}/server"
+
+    async def call() -> None:
+        client = AsyncClient(address)
+        for _ in range(2):
+            with serving(address):
+                lost = [asyncio.create_task(client.call("park", deadline_s=LONG_S)) for _ in range(3)]
+                while (await client.call("count")).args["num_parked"] < 3:
+                    pass
+            results = await asyncio.gather(*lost, return_exceptions=True)
+            assert [type(one) for one in results] == 3 * [ConnectionLost]
+        client.close()
+
+    asyncio.run(call())
+
+
+def test_a_client_may_be_closed_twice(server: Server) -> None:
+    for client in (Client(server.address), AsyncClient(server.address)):
+        client.close()
+        client.close()

@@ -191,3 +191,31 @@ def test_secrets_are_not_printed(keys: RunKeys) -> None:
     text = repr(keys)
     assert keys.client.secret.decode() not in text
     assert keys.server.secret.decode() not in text
+
+
+OPEN_ADDRESSES = ["tcp://*:*", "tcp://0.0.0.0:*", "tcp://203.0.113.77:5555", "tcp://eth0:*", "tcp://[::]:*"]
+
+
+@pytest.mark.parametrize("address", OPEN_ADDRESSES)
+def test_a_server_without_keys_does_not_listen_where_other_machines_could_reach_it(address: str) -> None:
+    with pytest.raises(ConfigError, match="open to the network without keys"):
+        Server(address)
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_a_client_without_keys_says_nothing_over_the_network(kind: type[Client | AsyncClient]) -> None:
+    with pytest.raises(ConfigError, match=r"tcp://203\.0\.113\.77:5555 .* without keys"):
+        kind("tcp://203.0.113.77:5555")
+
+
+def test_a_server_with_keys_listens_on_every_interface(keys: RunKeys) -> None:
+    with serving(Server("tcp://0.0.0.0:*", keys=keys.server)) as server:
+        port = server.address.rpartition(":")[2]
+        assert call(f"tcp://127.0.0.1:{port}", keys.client) == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.9:1", "tcp://localhost:1", "tcp://[::1]:1", "ipc:///tmp/x"]
+)
+def test_loopback_and_socket_files_need_no_keys(address: str) -> None:
+    Client(address).close()

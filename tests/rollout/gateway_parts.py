@@ -26,7 +26,8 @@ from rollout_service.data.sources import load_prompts
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
 from rollout_service.gateway.gateway import Gateway, build_gateway
-from rollout_service.replica import Replica, ReplicaParts, ReplicaSettings
+from rollout_service.parts import ReplicaParts, ReplicaSettings
+from rollout_service.replica import Replica
 from rollout_service.tasks.tiny_text.model import build_tokenizer, make_folder
 from tests.rollout.engine_parts import stage
 from tests.rollout.replica_parts import HandFedReceiver, running, wait_for

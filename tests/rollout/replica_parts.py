@@ -15,7 +15,7 @@ from asyncrl.buffer import composition
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config, EvalSection, SourceSection
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, DeadlineExceeded
 from asyncrl.service import ServiceContext
 from asyncrl.versions import PolicyVersion
 from rollout_service.data.prompts import PromptSet
@@ -25,7 +25,8 @@ from rollout_service.engine.scripted_engine import ScriptedEngine
 from rollout_service.episode import SingleTurn
 from rollout_service.evaluation.wiring import make_evaluator
 from rollout_service.groups import GroupRunner, GroupSettings
-from rollout_service.replica import Replica, ReplicaParts, ReplicaSettings
+from rollout_service.parts import ReplicaParts, ReplicaSettings
+from rollout_service.replica import Replica
 from rollout_service.rewards.score import Reward
 from rollout_service.rewards.shaping import Overlong
 from rollout_service.tasks.digit_sort.examples import draw_split
@@ -52,6 +53,7 @@ class HandFedReceiver:
     reports: list[tuple[int, bool]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     is_fenced: bool = False
+    is_away: bool = False
 
     def offer(self, number: int, step: int) -> None:
         self.staged.append(Staged(PolicyVersion(number, step), "", None))  # type: ignore[arg-type]
@@ -73,6 +75,8 @@ class HandFedReceiver:
 
     async def unpin(self) -> None:
         self.calls.append("unpin")
+        if self.is_away:
+            raise DeadlineExceeded("the receiver is gone")
 
     async def drain(self) -> None:
         self.calls.append("drain")
@@ -160,11 +164,14 @@ def open_stage(
     evaluation: dict[str, Any] | None = None,
     sources: Sequence[SourceSection] = (),
     make_client: Callable[[str, str, float], ReplicaClient] = ReplicaClient,
+    is_standby: bool = False,
+    lease_s: float = 1.0,
 ) -> Iterator[Stage]:
     """A buffer service and a replica of it, running."""
     write_data(folder)
     config = make_config(folder, advantage)
-    config = config.model_copy(update={"eval": EvalSection(**(evaluation or {}))})
+    buffer_section = config.buffer.model_copy(update={"lease_s": lease_s})
+    config = config.model_copy(update={"eval": EvalSection(**(evaluation or {})), "buffer": buffer_section})
     buffer = composition.build(ServiceContext(config, "buffer.0", folder / "run", "test"))
     with running(buffer):
         wait_for(lambda: buffer.status().get("address"), "the buffer's address")
@@ -189,7 +196,8 @@ def open_stage(
                 overlong=overlong,
             )
 
-        replica = Replica("rollout.0", ReplicaSettings(4, 1.0, 10.0), build)
+        settings = ReplicaSettings(4, lease_s, 10.0)
+        replica = Replica("rollout.0", settings, build, is_standby=is_standby)
         learner = LearnerClient(address)
         with running(replica) as failures:
             yield Stage(replica, receiver, engine, learner, address, prompts, failures)

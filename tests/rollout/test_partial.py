@@ -28,7 +28,8 @@ from rollout_service.engine.protocol import Completion, Sampling
 from rollout_service.engine.scripted_engine import ScriptedEngine, scripted_logprob
 from rollout_service.episode import SingleTurn
 from rollout_service.groups import GroupRunner, GroupSettings
-from rollout_service.replica import Replica, ReplicaParts, ReplicaSettings
+from rollout_service.parts import ReplicaParts, ReplicaSettings
+from rollout_service.replica import Replica
 from rollout_service.rewards.score import Answer, Score
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer
 from tests.rollout.replica_parts import (

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.buffer.client import LeaseReply, ReplicaClient
 from asyncrl.buffer.ledger.orders import sample_seed
-from asyncrl.errors import EngineError, ServiceFailed
+from asyncrl.errors import ConnectionLost, EngineError, ServiceFailed
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.scripted_engine import scripted_logprob
 from rollout_service.gateway.refusal import NobodyCame
@@ -211,3 +212,37 @@ def test_an_engine_that_died_ends_the_replica_with_an_error(tmp_path: Path):
         wait_for(lambda: stage.failures, "the end of the replica")
         assert isinstance(stage.failures[0], ServiceFailed)
         assert "the core is gone" in str(stage.failures[0])
+
+
+class ForgetfulClient(ReplicaClient):
+    """Loses the answer to the first lease that brings grants, as a buffer does that dies as it sends it."""
+
+    has_lost = False
+
+    async def lease(self, *args: Any, **kwargs: Any) -> LeaseReply:
+        reply = await super().lease(*args, **kwargs)
+        if reply.grants and not self.has_lost:
+            self.has_lost = True
+            raise ConnectionLost("the buffer died")
+        return reply
+
+
+def test_grants_that_were_lost_on_their_way_are_generated_long_before_their_leases_expire(tmp_path: Path):
+    with open_stage(tmp_path, DIGIT_SORT, make_client=ForgetfulClient, lease_s=600.0) as stage:
+        stage.serve_first_version()
+        assert stage.learner.reserve(0, WAIT_S) is not None
+        assert stage.census()["reissues"] == {"released": 4}
+
+
+def test_a_replica_that_stands_by_follows_the_weights_and_leases_nothing_until_it_is_promoted(
+    tmp_path: Path,
+):
+    with open_stage(tmp_path, DIGIT_SORT, is_standby=True) as stage:
+        number = stage.serve_first_version()
+        assert stage.replica.status()["standby"] is True
+        assert stage.replica.status()["version"] == number
+        assert stage.learner.reserve(0, 0.3) is None
+        assert stage.census()["issued"] == 0
+        assert stage.replica.command("promote", {}) == {"standby": False}
+        assert stage.learner.reserve(0, WAIT_S) is not None
+        assert stage.replica.status()["standby"] is False

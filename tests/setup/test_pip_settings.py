@@ -1,5 +1,9 @@
+import tomllib
 from pathlib import Path
 
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from pip_settings import parse_pip_settings, uv_environment
 
 
@@ -46,6 +50,19 @@ def test_lists_hold_names_and_versions_only():
         pins = [line for line in lines if not line.startswith("#")]
         assert all(line.count("==") == 1 and not set(" /@:\\;").intersection(line) for line in pins)
         assert any(line.startswith("setuptools==") for line in pins)
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_a_list_pins_whatever_the_project_asks_for_to_a_version_that_it_takes(name):
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = Path("requirements", f"{name}.txt").read_text().splitlines()
+    assert lines[1:] == sorted(lines[1:], key=lambda line: line.split("==")[0])
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for text in [*project["dependencies"], *extras[name], *extras["dev"]]:
+        asked = Requirement(text)
+        version = pins.get(canonicalize_name(asked.name))
+        assert version is not None and asked.specifier.contains(version), text
 
 
 def test_the_cpu_list_has_no_cuda_package():

@@ -81,3 +81,10 @@ def test_a_wheel_holds_the_configurations_and_every_package(tmp_path):
     assert {"configs/quickstart.yaml", "configs/grpo_gsm8k.yaml", "asyncrl/cli/app.py"} <= names
     assert all(any(name.startswith(f"{package}/") for name in names) for package in PACKAGES)
     assert not [name for name in names if name.startswith("tests/")]
+    kept = [path for package in PACKAGES for path in Path(package).rglob("*.*") if path.is_file()]
+    data = {str(path) for path in kept if path.suffix not in (".py", ".pyc") and is_in_a_package(path)}
+    assert {"configs/schema.json", "asyncrl/control/page/page.js"} <= data <= names
+
+
+def is_in_a_package(path):
+    return (path.parent / "__init__.py").exists()

@@ -22,8 +22,19 @@ from asyncrl.faults import VARIABLE as FAULT_VARIABLE
 from tests.system.host_main import host
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["learner.composition", "learner.megatron.backend"])
-"""A learner that imports for itself takes five seconds to its first step; this has a dozen lives of it."""
+FORKS.set_forkserver_preload(
+    [
+        "learner.composition",
+        "learner.megatron.backend",
+        "rollout_service.composition",
+        "transformers.models.auto.tokenization_auto",
+        "pyarrow.parquet",
+        "asyncrl.buffer.composition",
+        "weight_sync.composition",
+        "weight_sync.control_composition",
+    ]
+)
+"""A learner that imports for itself takes five seconds to its first step; a test has a dozen lives of it."""
 
 
 class Harness:
@@ -66,6 +77,15 @@ class Harness:
 
     def address(self, name: str) -> str:
         return f"ipc://{self._sockets / name}"
+
+    def kill(self, name: str) -> None:
+        """End a service's process at once."""
+        self._processes[name].kill()
+        self._processes[name].join(10.0)
+
+    def exit_code(self, name: str) -> int | None:
+        """Return how the service's process ended, None while it lives."""
+        return self._processes[name].exitcode
 
     def buffer_status(self) -> dict[str, Any]:
         client = LearnerClient(self.address("buffer.0"), deadline_s=30.0)

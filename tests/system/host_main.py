@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +38,17 @@ def host(run_dir: Path, name: str, environment: Mapping[str, str], *places: str)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     service = getattr(importlib.import_module(module), function)(spec.context)
-    thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            service.run(stop)
+        except BaseException as error:  # process boundary, SystemExit too: the exit code tells
+            failures.append(error)
+            logging.exception("%s failed", name)
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(0.1)
+    sys.exit(1 if failures else 0)

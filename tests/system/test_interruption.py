@@ -84,13 +84,13 @@ def wait_until_exists(path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_killed_service_ends_the_run_by_name_and_leaves_nothing(
+def test_a_service_that_may_not_be_replaced_ends_the_run_by_name_and_leaves_nothing(
     up: Callable[..., UpRun], tmp_path: Path
 ) -> None:
     """The run's reward is a user's own, in verl's signature, from a file in any folder."""
     (tmp_path / "my_reward.py").write_text(REWARD)
     reward = f"reward.fn={tmp_path / 'my_reward.py'}:compute_score"
-    run = up("killed", "learner.steps=2000", reward, *SHORT)
+    run = up("killed", "learner.steps=2000", "launcher.max_restarts=0", reward, *SHORT)
     metrics = run.folder / "metrics.jsonl"  # a step is known a moment before its row is written
     status = run.wait_for(lambda _: metrics.exists() and metrics.read_text().endswith("\n"))
     os.kill(status["services"]["rollout.0"]["pid"], signal.SIGKILL)

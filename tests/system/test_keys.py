@@ -8,6 +8,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.errors import DeadlineExceeded
-from asyncrl.keys import read_client_keys
+from asyncrl.keys import make_run_keys, read_client_keys
 from tests.system.up_run import UpRun, leftovers
 
 
@@ -57,8 +58,9 @@ def test_a_run_with_keys_trains_lets_no_stranger_in_and_writes_no_secret(
     assert address.startswith(f"tcp://{host}:")
     with contextlib.closing(LearnerClient(address, deadline_s=20.0, keys=keys)) as generator:
         assert generator.status()["residue"] == 0
+    others = replace(make_run_keys().client, server=keys.server)
     with (
-        contextlib.closing(LearnerClient(address, deadline_s=2.0)) as stranger,
+        contextlib.closing(LearnerClient(address, deadline_s=2.0, keys=others)) as stranger,
         pytest.raises(DeadlineExceeded),
     ):
         stranger.status()

@@ -32,14 +32,15 @@ class UpRun:
         return self.folder.parent
 
     def status(self) -> dict[str, Any]:
-        """Return `asyncrl status --json`, empty while the run has no API yet."""
+        """Return `asyncrl status --json`, empty while no supervisor answers."""
         found = self.command("status", "--json")
-        return json.loads(found.stdout) if found.returncode == 0 else {}
+        snapshot: dict[str, Any] = json.loads(found.stdout) if found.stdout else {}
+        return snapshot if "services" in snapshot else {}
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         place = ["--run", self.folder.name, "--dir", str(self.runs_dir)]
         return subprocess.run(
-            asyncrl_command(*arguments, *place), capture_output=True, text=True, timeout=60, check=False
+            asyncrl_command(*arguments, *place), capture_output=True, text=True, timeout=300, check=False
         )
 
     def wait_for(self, claim: Callable[[dict[str, Any]], bool], deadline_s: float = 200.0) -> dict[str, Any]:

@@ -171,6 +171,17 @@ def test_a_pinned_replica_gets_nothing_until_it_is_unpinned(cluster):
     assert load(receiver, 1).number == 2
 
 
+def test_the_pin_of_a_replica_that_died_does_not_hold_its_successor(cluster):
+    (receiver,) = start(cluster, "receiver.0")
+    handoff = cluster.handoff()
+    publish(handoff, 1)
+    assert load(receiver).number == 1
+    receiver.client.call("pin", deadline_s=WAIT_S)
+    wait_until(lambda: cluster.members()["receiver.0"]["pinned"], "the pin to be known")
+    publish(handoff, 2)
+    assert load(receiver, serving=0).number in (1, 2), "an engine that was started anew serves nothing"
+
+
 def test_a_commit_that_was_not_taken_up_waits_for_the_end_of_the_pin(cluster):
     (receiver,) = start(cluster, "receiver.0")
     handoff = cluster.handoff()

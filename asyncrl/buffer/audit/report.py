@@ -102,6 +102,19 @@ def _redis_of(config: Config, folder: Path) -> Iterator[str]:
             server.stop()
 
 
+def committed_steps(folder: Path) -> list[int]:
+    """Return the steps that the run in `folder` can go on from, ascending; 0 is its beginning.
+
+    Raises as `opened_past`.
+    """
+    with opened_past(folder) as past:
+        state = past.start()
+        for timed in past.events():
+            state.apply(timed.event)
+    is_whole = state.floor_step == 0
+    return sorted({*state.checkpoints, *([0] if is_whole else [])})
+
+
 def inspect_account(run: str, runs_dir: str) -> dict[str, Any]:
     """Return the account of a run, see `describe_account`."""
     past = open_past(run, runs_dir)

@@ -46,6 +46,8 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS turns (id INTEGER PRIMARY KEY, digest TEXT, data BLOB, time_s REAL);
 CREATE TABLE IF NOT EXISTS snapshots (turn INTEGER PRIMARY KEY, digest TEXT, data BLOB);
 """
+FORMAT = 2
+"""Of the database, as its `user_version`. 1, which had no number, may lack the time of a turn."""
 SYNC_EVERY_S = 1.0
 EVENTS = "events.sqlite"
 
@@ -272,13 +274,15 @@ def read_turns(folder: Path) -> list[Turn]:
         raise CheckpointError(f"there is no journal {path}", hint="Did the run ever start?")
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            _refuse_newer(database, path)
             return list(_read_turns(database, 0))
     except sqlite3.Error as error:
         raise CheckpointError(f"the journal {path} cannot be read: {error}") from error
 
 
 def _read_turns(database: sqlite3.Connection, after: int) -> Iterator[Turn]:
-    query = "SELECT id, digest, data, time_s FROM turns WHERE id > ? ORDER BY id"
+    time_s = "time_s" if _has_times(database) else "NULL"  # one that is only read stays as it is
+    query = f"SELECT id, digest, data, {time_s} FROM turns WHERE id > ? ORDER BY id"
     try:
         for number, digest, data, time_s in database.execute(query, (after,)):
             yield Turn(number, time_s, unpack_turn(number, data, digest))
@@ -304,11 +308,11 @@ def _open_database(path: Path, synchronous: str) -> sqlite3.Connection:
     try:
         # The server's thread is the only user; it need not be the thread that built the service.
         database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
+        _refuse_newer(database, path)
         database.execute("PRAGMA journal_mode=WAL").fetchall()
         database.execute(f"PRAGMA synchronous={synchronous}")
         database.executescript(_TABLES)
-        if "time_s" not in {row[1] for row in database.execute("PRAGMA table_info(turns)")}:
-            database.execute("ALTER TABLE turns ADD COLUMN time_s REAL")  # a journal of version 0.1
+        _bring_up_to_date(database)
         with contextlib.closing(database.execute("BEGIN IMMEDIATE")):
             database.execute("COMMIT")
     except sqlite3.Error as error:
@@ -317,3 +321,29 @@ def _open_database(path: Path, synchronous: str) -> sqlite3.Connection:
             hint="Give the user who runs this the right to write there",
         ) from error
     return database
+
+
+def _refuse_newer(database: sqlite3.Connection, path: Path) -> None:
+    """Raise ConfigError, and leave the journal alone, if a newer asyncrl has written it."""
+    (found,) = database.execute("PRAGMA user_version").fetchone()
+    if found > FORMAT:
+        database.close()
+        raise ConfigError(
+            f"the journal {path} is of format {found}, this asyncrl reads up to {FORMAT}",
+            hint="A newer asyncrl wrote it: use that one, or newer; for a new run choose another run.name",
+        )
+
+
+def _bring_up_to_date(database: sqlite3.Connection) -> None:
+    """Change an older journal to the current format, at once or not at all."""
+    if database.execute("PRAGMA user_version").fetchone() == (FORMAT,):
+        return
+    database.execute("BEGIN IMMEDIATE")
+    if not _has_times(database):
+        database.execute("ALTER TABLE turns ADD COLUMN time_s REAL")
+    database.execute(f"PRAGMA user_version={FORMAT}")
+    database.execute("COMMIT")
+
+
+def _has_times(database: sqlite3.Connection) -> bool:
+    return "time_s" in {row[1] for row in database.execute("PRAGMA table_info(turns)")}

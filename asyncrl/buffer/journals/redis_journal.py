@@ -31,7 +31,7 @@ from asyncrl.buffer.journals.journal import (
 from asyncrl.buffer.journals.payload_index import PayloadIndex
 from asyncrl.buffer.journals.records import make_record, read_frames
 from asyncrl.buffer.journals.redis_link import Argument, LinkDown, RedisLink, Refusal, explain_refusal
-from asyncrl.buffer.journals.redis_past import keys_of, read_past
+from asyncrl.buffer.journals.redis_past import FORMAT, keys_of, read_past, refuse_newer
 from asyncrl.buffer.ledger.events import Event
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.errors import ConfigError, DeadlineExceeded, FencedError
@@ -118,13 +118,19 @@ class RedisJournal:
             self._clock.sleep(0.05)
 
     def _become_owner(self, link: RedisLink) -> bytes | None:
-        """Write a newer owner than the last; return it, None if another buffer came in between."""
+        """Write a newer owner than the last; return it, None if another buffer came in between.
+
+        Raises:
+            ConfigError: The journal is of a newer form; nothing was written.
+        """
+        refuse_newer(link.call, self._keys, link.label)
         link.call("WATCH", *self._watched)
         last = link.call("GET", self._keys["owner"])
         owner = f"{_rank(last) + 1}:{secrets.token_hex(8)}".encode()
         link.send("MULTI")
         link.send("SET", self._keys["owner"], owner)
         link.send("SETNX", self._keys["turn"], "0")
+        link.send("SET", self._keys["format"], str(FORMAT))
         is_done = link.call("EXEC") is not None
         link.call("WATCH", *self._watched)
         return owner if is_done else None

@@ -18,7 +18,9 @@ from asyncrl.errors import CheckpointError, ConfigError
 
 Ask = Callable[..., Any]
 """Carries out one command and returns Redis' reply."""
-KEYS = ("owner", "turn", "turns", "snapshot", "payloads")
+KEYS = ("owner", "turn", "turns", "snapshot", "payloads", "format")
+FORMAT = 2
+"""Of what stands under the keys. 1 had no number, and is otherwise the same."""
 _PAGE = 1000
 LOOKS, LOOK_AGAIN_S = 10, 0.05
 """A living buffer trims the stream behind each snapshot, some seconds apart; reading takes well below one."""
@@ -42,6 +44,16 @@ class Past:
 def keys_of(run: str) -> dict[str, str]:
     """Return the run's keys by what they hold; the braces keep them together in a cluster."""
     return {name: f"asyncrl:{{{run}}}:{name}" for name in KEYS}
+
+
+def refuse_newer(ask: Ask, keys: dict[str, str], label: str) -> None:
+    """Raise ConfigError if a newer asyncrl has written what stands under `keys`."""
+    found = int(ask("GET", keys["format"]) or 1)
+    if found > FORMAT:
+        raise ConfigError(
+            f"the journal in Redis at {label} is of format {found}, this asyncrl reads up to {FORMAT}",
+            hint="A newer asyncrl wrote it: use that one, or newer; for a new run choose another run.name",
+        )
 
 
 class TurnMissing(CheckpointError):
@@ -94,6 +106,7 @@ def read_run(url: str, run: str) -> Past:
         ConfigError: Redis cannot be reached, or refuses the user.
     """
     with asking(url) as (ask, label):
+        refuse_newer(ask, keys_of(run), label)
         return read_living(ask, keys_of(run), label)
 
 

@@ -141,6 +141,7 @@ class RedisServer:
 
     def _write(self, path: Path, text: str) -> None:
         temporary = path.with_suffix(".new")
+        temporary.unlink(missing_ok=True)  # the mode of one that another process left would stay
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(text)

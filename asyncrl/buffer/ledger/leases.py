@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.evaluations import EvaluationOrders
@@ -118,11 +118,17 @@ class ReplicaCommands:
         return grants
 
     def _served_step(self, version: int) -> int | None:
-        """Return the step that the replica's weights count as, None if it has loaded none yet."""
+        """Return the step that the replica's weights count as, None if it has loaded none yet.
+
+        Nor has it any while it serves a lineage that a resume left: the restored weights, of an earlier step,
+        are on their way, and the rest of its answers would be older than was promised.
+        """
         if version == 0:
             return None
         if version not in self.state.versions.registered:
             raise LedgerError(f"version {version} was never registered")
+        if self.state.versions.is_abandoned(version):  # the restored weights reach it in mid-answer
+            return None
         return self.state.versions.counted_step(version)
 
     def _admit(self, served_step: int) -> int | None:
@@ -280,6 +286,21 @@ class ReplicaCommands:
         for ticket in released:
             self._give_back(self.state.tickets[ticket], Reissue.RELEASED)
         return len(released)
+
+    def keep_only(self, replica: str, held: Collection[tuple[int, int]]) -> int:
+        """Take back what a replica does not know that it holds: the answer with the grant was lost.
+
+        Args:
+            held: All (ticket, attempt) pairs that the replica works on.
+
+        Returns:
+            How many were taken back.
+        """
+        tickets = [self.state.tickets[number] for number in sorted(self.state.leases.get(replica, ()))]
+        unknown = [ticket for ticket in tickets if (ticket.id, ticket.attempt) not in held]
+        for ticket in unknown:
+            self._give_back(ticket, Reissue.RELEASED)
+        return len(unknown)
 
     def retire(self, replica: str) -> None:
         """Take back all that a replica holds; the same name may lease again."""

@@ -52,6 +52,10 @@ class VersionBook:
         if self.forks:
             self.forks[-1] = min(self.forks[-1], step)
 
+    def is_abandoned(self, number: int) -> bool:
+        """Whether a resume has left the lineage that registered version `number`."""
+        return self.registered[number][0] < self.lineage
+
     def counted_step(self, number: int) -> int:
         """Return the step to subtract for a token of version `number`; below its own step beyond a fork."""
         lineage, step = self.registered[number]

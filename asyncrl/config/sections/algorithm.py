@@ -13,7 +13,9 @@ class AdaptiveKlSection(Section):
     """Moves the coefficient so that the KL comes to `target`, by a fifth per `horizon` rows at most."""
 
     target: Annotated[float, Field(gt=0)] = 0.1
+    """[nats] The KL per token that the coefficient steers to."""
     horizon: Annotated[float, Field(gt=0)] = 10_000.0
+    """[rows] Over which the coefficient moves; more is slower."""
 
 
 class KlSection(Section):
@@ -23,11 +25,15 @@ class KlSection(Section):
     """
 
     coef: NonNegativeNumber = 0.0
+    """[1] Weight of the KL to the reference policy; 0 turns it off."""
     where: Literal["loss", "reward"] = "loss"
+    """Whether the KL is a term of the loss or taken off the reward."""
     estimator: Literal[
         "k1", "k2", "k3", "k1+", "k2+", "k3+", "kl", "abs", "mse", "low_var_kl", "low_var_kl+"
     ] = "low_var_kl"
+    """How the KL of a token is estimated; with `+` its gradient is that of k2."""
     adaptive: AdaptiveKlSection | None = None
+    """Controller of the coefficient; null keeps it fixed. For example: {target: 0.1, horizon: 10000}"""
 
 
 class AlgorithmSection(Section):
@@ -39,23 +45,41 @@ class AlgorithmSection(Section):
     """
 
     advantage: str = "grpo"
+    """How rewards become advantages. For example: grpo, gae, "mine.py:advantage", rloo"""
     gamma: Share = 1.0
+    """[1] Discount of later rewards."""
     lam: Share = 1.0
+    """[1] Of generalised advantage estimation: 0 trusts the critic, 1 the rewards."""
     loss: str = "vanilla"
+    """Which loss, of docs/algorithms.md. For example: vanilla, gspo, cispo"""
     clip: tuple[NonNegativeNumber, NonNegativeNumber] = (0.2, 0.28)
+    """[1] How far a ratio may fall and rise before its gradient is cut off."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
+    """[1] The largest ratio that counts where the advantage is negative."""
     value_clip: Annotated[float, Field(gt=0)] = 0.5
+    """[1] How far the critic's value may move from the one at the step's start."""
     entropy_coeff: NonNegativeNumber = 0.0
+    """[1] Weight of the entropy bonus."""
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
     ] = "token-mean"
+    """How losses of tokens become one number."""
     prox: Literal["recompute", "loglinear", "behaviour"] = "recompute"
+    """Where the policy at the step's start gets its log-probs from."""
     correction: str = "decoupled_token_is"
+    """How training corrects for another sampler. For example: decoupled_token_is, disabled"""
     is_threshold: Annotated[float, Field(gt=0)] = 2.0
+    """[1] Importance weights are cut there."""
     normalize_weights: bool = False
+    """Whether importance weights are scaled to a mean of 1 over a batch."""
     rejection: str = ""
+    """Which rows or tokens are left out for their ratio; empty for none. For example: seq_mean_k1"""
     rejection_threshold: str | float = ""
+    """Bounds of the rejection. For example: "0.8_1.25", 2.0"""
     veto: Annotated[float, Field(ge=0)] = 1e-4
+    """[1] A row with a token whose ratio is lower is left out; 0 for none."""
     kl: KlSection = KlSection()
     drop_constant_groups: bool = True
+    """Whether a group whose rewards are all equal is left out."""
     verl_compat: bool = False
+    """Whether numbers are verl's where ours differ on purpose."""

@@ -24,11 +24,20 @@ class SourceSection(Section):
     """
 
     path: Text
+    """A file, a folder of the `datasets` library, or a built-in task. For example: data/gsm8k.parquet"""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    filter: Annotated[tuple[Text, ...], BeforeValidator(as_list)] = ()
+    """[1] Prompts from here for each one from a source of weight 1."""
+    filter: Annotated[
+        tuple[Text, ...], BeforeValidator(as_list, json_schema_input_type=Text | tuple[Text, ...])
+    ] = ()
+    """What is left out of the source. For example: unique, [unique, "tokens:8:256"]"""
 
 
-Sources = Annotated[tuple[SourceSection, ...], BeforeValidator(as_sources), Field(min_length=1)]
+Sources = Annotated[
+    tuple[SourceSection, ...],
+    BeforeValidator(as_sources, json_schema_input_type=Text | tuple[SourceSection | Text, ...]),
+    Field(min_length=1),
+]
 
 
 def check_order(order: str) -> str:
@@ -52,9 +61,13 @@ class DataSection(Section):
     """
 
     train: Sources
+    """Prompts to train on. For example: data/gsm8k.parquet, [{path: a.jsonl, weight: 3}, b.jsonl]"""
     eval: Sources | None = None
+    """Held-out prompts for evaluations. For example: data/test.parquet"""
     max_prompt_tokens: Count = 512
+    """[tokens] A longer prompt is left out, never cut."""
     order: Annotated[Text, AfterValidator(check_order)] = SHUFFLED
+    """Order in which prompts are drawn. For example: shuffled, sequential, extra_info.level"""
 
     @property
     def is_shuffled(self) -> bool:

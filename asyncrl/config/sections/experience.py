@@ -18,9 +18,13 @@ class StalenessSection(Section):
     """
 
     max_lag: NonNegative = 4
+    """[steps] The ceiling of a trained token's lag; 0 is synchronous training."""
     policy: Literal["mask", "drop", "wait"] = "mask"
+    """What happens to a token beyond `max_lag`."""
     max_wait_s: Seconds = 30.0
+    """[s] That a step waits with `policy: wait`, at most."""
     ready_batches: Count = 1
+    """[batches] Stored before no more prompts are leased."""
 
 
 REDIS_URL = re.compile(r"(rediss?://.+|\$\{[A-Za-z_][A-Za-z0-9_]*\})")
@@ -34,7 +38,7 @@ def check_url(url: str | None) -> str | None:
         return url
     raise refuse(
         "a Redis URL, ${NAME}, or managed",
-        "Write redis://user:password@host:6379/0, rediss:// for TLS, or managed for a private server",
+        "Write redis://user:${PASSWORD}@host:6379/0, rediss:// for TLS, or managed for a private server",
     )
 
 
@@ -47,11 +51,19 @@ class BufferSection(Section):
     """
 
     journal: Literal["none", "file", "redis"] = "file"
+    """What remembers trajectories and events over a crash."""
     url: Annotated[str | None, AfterValidator(check_url)] = None
+    """The Redis of `journal: redis`. For example: managed,
+    "rediss://buffer:${REDIS_PASSWORD}@redis.example:6379/0"
+    """
     fsync: Literal["everysec", "always", "never"] = "everysec"
+    """When the journal is forced to disk."""
     memory_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    """[bytes] Of groups that are stored and not yet trained, at most."""
     lease_s: Seconds = 60.0
+    """[s] A replica loses a prompt that it has not renewed for so long."""
     max_attempts: Count = 3
+    """[attempts] At one group before it is given up, or trained masked if it was only too old."""
 
     @property
     def redis_url(self) -> str | None:

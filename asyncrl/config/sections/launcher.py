@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from ipaddress import IPv4Address
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from asyncrl.config.sections.section import Count, NonNegative, Seconds, Section
+from asyncrl.config.sections.section import Count, NonNegative, Seconds, Section, refuse
 
 
 class WeightSyncSection(Section):
@@ -20,11 +21,17 @@ class WeightSyncSection(Section):
     """
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """What carries weights; auto is NCCL if learner and replicas have GPUs."""
     parallelism: Count = 1
+    """[replicas] That load a version at once; the others go on generating."""
     deadline_s: Seconds = 60.0
+    """[s] For a version's way; who is late is left out and catches up."""
     bucket_bytes: Annotated[int, Field(ge=1 << 10)] = 16 << 20
+    """[bytes] Of weights that are sent at once."""
     probe_every: NonNegative = 10
+    """[steps] Between versions whose log-probs replicas check; 0 for never."""
     encoding: Literal["full", "delta"] = "full"
+    """Whether all weights are sent, or only what has changed."""
 
 
 def check_host(host: str | None) -> str | None:
@@ -37,19 +44,48 @@ def check_host(host: str | None) -> str | None:
     return host
 
 
+LOCAL = "local"
+CLUSTER = re.compile(r"auto|[A-Za-z0-9][A-Za-z0-9.-]*:[0-9]{1,5}")
+
+
+def check_ray(ray: str) -> str:
+    """Raise ValueError unless `ray` is `local` or names a cluster that a driver can join."""
+    if ray == LOCAL or CLUSTER.fullmatch(ray):
+        return ray
+    hint = "Write the address that 'ray start --head' prints, or auto on one of the cluster's nodes"
+    raise refuse("local, auto, or the HOST:PORT of a Ray cluster", hint)
+
+
 class LauncherSection(Section):
-    """`ray: local` starts Ray on this machine. `api_port: 0` takes a free port for the control API.
+    """`ray: local` starts Ray on this machine; `HOST:PORT` joins the cluster there, of which this machine is
+    a node, and `auto` the one that runs on this machine (docs/cluster.md). Replicas then go to all of its
+    nodes. `api_port: 0` takes a free port for the control API.
 
     `host` is the IPv4 address of the interface that services listen on; null keeps their sockets in a
     folder that only this user can open. With `curve` their connections are encrypted, and only holders
     of a key that was made for this start get in; `auto`: when the host is not loopback.
+
+    A service that dies is started again, at most `max_restarts` times in ten minutes; over that the run
+    ends with what went wrong. 0 ends it at the first death.
     """
 
-    ray: Literal["local"] = "local"
+    ray: Annotated[str, AfterValidator(check_ray)] = LOCAL
+    """Where Ray runs: local, auto, or HOST:PORT of a Ray cluster."""
     host: Annotated[str | None, AfterValidator(check_host)] = None
+    """IPv4 address that services listen on; null takes socket files. For example: 10.0.0.5"""
     curve: Literal["auto", "on", "off"] = "auto"
+    """Whether connections of services are encrypted, with keys."""
     api_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """[port] Of the control API on loopback; 0 takes a free one."""
     start_deadline_s: Seconds = 300.0
+    """[s] For all services to be ready."""
+    max_restarts: NonNegative = 5
+    """[restarts] Of a service that dies, within ten minutes."""
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether there may be other nodes than this machine."""
+        return self.ray != LOCAL
 
     @property
     def is_local(self) -> bool:

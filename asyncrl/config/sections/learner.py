@@ -21,7 +21,9 @@ class ModelSection(Section):
     """
 
     path: Text
+    """Where the policy starts. For example: Qwen/Qwen3-0.6B, "builtin:digit_sort", models/mine"""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type that weights are computed and sent in."""
 
 
 class CriticSection(Section):
@@ -32,7 +34,9 @@ class CriticSection(Section):
     """
 
     path: Text | None = None
+    """Where the critic starts; null takes the policy's model. For example: Qwen/Qwen3-0.6B"""
     lr: Annotated[float, Field(gt=0)] = 1e-5
+    """[1] Learning rate of the critic, reached after `learner.warmup_steps`."""
 
 
 PLAIN_SCHEDULES = {"constant": 1.0, "cosine": 0.0}
@@ -83,28 +87,51 @@ class LearnerSection(Section):
     """
 
     backend: Literal["megatron", "fsdp2"] = "megatron"
+    """What trains: Megatron-core, or PyTorch's FSDP2 for any Hugging Face model."""
     tp: Count = 1
+    """[ranks] That each matrix is cut over."""
     pp: Count = 1
+    """[ranks] That the layers are cut over."""
     vpp: Count = 1
+    """[parts] Of layers on each pipeline rank."""
     cp: Count = 1
+    """[ranks] That the tokens of a row are cut over."""
     dp: Count = 1
+    """[ranks] That the rows of a minibatch are shared by."""
     sequence_parallel: bool = True
+    """Whether tp ranks share the activations between matrices too."""
     overlap: bool = False
+    """Whether gradients and weights are sent while others are computed."""
     recompute: Literal["none", "selective", "full"] = "none"
+    """Which activations are computed again instead of kept."""
     gpus: NonNegative = 0
+    """[GPUs] Of each rank: 1, or 0 to train on CPU."""
     cpus: Annotated[float, Field(ge=0)] = 1.0
+    """[cores] That Ray reserves for each rank."""
     groups_per_step: Count = 16
+    """[groups] That one learner step reserves and trains."""
     minibatches: Count = 1
+    """[updates] That a step is cut into."""
     max_tokens_per_microbatch: Count = 16384
+    """[tokens] That a rank computes at once; memory and speed, never the result."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
+    """[1] Highest learning rate of the policy."""
     lr_schedule: Annotated[str, AfterValidator(check_schedule)] = "constant"
+    """Course of the learning rate after the warm-up. For example: constant, "cosine:0.1", cosine"""
     warmup_steps: NonNegative = 0
+    """[steps] Over which the learning rate rises to `lr`."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """[1] AdamW's decay of the gradient's mean and square."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """[1] AdamW's, per update and unit of learning rate."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
+    """[1] The longest gradient; longer ones are shortened to it."""
     offload: bool = False
+    """Whether the optimizer's state is in host memory; with fsdp2 weights too."""
     compile: bool = False
+    """Whether torch.compile translates each layer; fsdp2 only."""
     steps: Count = 200
+    """[steps] After which the run is done."""
 
     @property
     def min_lr_ratio(self) -> float:

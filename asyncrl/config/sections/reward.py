@@ -20,8 +20,11 @@ class RewardPart(Section):
     model_config = ConfigDict(frozen=True, extra="allow", strict=False, allow_inf_nan=False)
 
     fn: Text
+    """Registered name, `file.py:function`, or URL of a server. For example: gsm8k"""
     weight: float = 1.0
+    """[1] What its score is multiplied by in the sum."""
     name: Annotated[str | None, Field(pattern=NAME_PATTERN)] = None
+    """What its metrics are called; null takes the last word of `fn`. For example: accuracy"""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -35,7 +38,9 @@ class OverlongSection(Section):
     """
 
     buffer_tokens: Count
+    """[tokens] Length before the limit over which the penalty grows from 0. For example: 128"""
     penalty: Annotated[float, Field(gt=0)] = 1.0
+    """[reward] What an answer at the limit loses."""
 
 
 class RewardSection(Section):
@@ -46,6 +51,13 @@ class RewardSection(Section):
     too long, or returned what is no finite number. With `overlong` long answers lose of their reward.
     """
 
-    fn: Annotated[tuple[RewardPart, ...], BeforeValidator(as_rewards), Field(min_length=1)]
+    fn: Annotated[
+        tuple[RewardPart, ...],
+        BeforeValidator(as_rewards, json_schema_input_type=RewardPart | Text | tuple[RewardPart | Text, ...]),
+        Field(min_length=1),
+    ]
+    """What scores an answer. For example: gsm8k, [math, {fn: format, weight: 0.1}]"""
     max_error_rate: Share = 0.2
+    """[share] The run ends if more of the last answers than this could not be scored."""
     overlong: OverlongSection | None = None
+    """Length penalty near `rollout.max_tokens`; null for none. For example: {buffer_tokens: 128}"""

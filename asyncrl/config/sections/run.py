@@ -1,10 +1,11 @@
-"""What surrounds training: the run's name, checkpoints, the guard, metrics."""
+"""What surrounds training: the run's name, checkpoints, metrics."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_serializer
 
 from asyncrl.config.sections.section import (
     NAME_PATTERN,
@@ -12,8 +13,8 @@ from asyncrl.config.sections.section import (
     NonNegative,
     NonNegativeNumber,
     Section,
-    Share,
     Text,
+    refuse,
 )
 from asyncrl.metrics import find, unknown_names
 
@@ -22,8 +23,11 @@ class RunSection(Section):
     """Names the run; everything that it writes goes to `<dir>/<name>`."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)] = "run"
+    """What the run is called, in `asyncrl status` and as its folder. For example: gsm8k_small"""
     dir: Text = "runs"
+    """Folder that holds the runs, each in one of its own."""
     seed: NonNegative = 0
+    """[1] Of the order of prompts, of sampling, and of the learner's new weights."""
 
 
 EVALUATION_METRICS = ("accuracy", "reward_mean")
@@ -48,10 +52,65 @@ class CheckpointSection(Section):
     """
 
     every_steps: Count = 20
+    """[steps] Between checkpoints."""
     keep: Count = 3
+    """[checkpoints] The newest that stay."""
     keep_best: NonNegative = 0
+    """[checkpoints] The best that stay besides."""
     best_metric: Annotated[Text, AfterValidator(check_metric)] = "accuracy"
+    """What is best where it is highest. For example: accuracy, critic/rewards/mean"""
     max_stall_s: NonNegativeNumber = 30.0
+    """[s] That training waits for the checkpoint before, at most."""
+
+
+SinkName = Literal["wandb", "mlflow", "trackio", "swanlab"]
+NamedSink = Annotated[dict[SinkName, dict[str, Any] | None], Field(min_length=1, max_length=1)]
+WrittenSink = SinkName | NamedSink
+WrittenSinks = WrittenSink | tuple[WrittenSink, ...]
+"""The forms in which a person writes them."""
+
+
+class SinkSection(Section):
+    """One service: its name, and the arguments of its client (`{project: x}`), secrets never among them."""
+
+    name: SinkName
+    """Which service."""
+    arguments: Mapping[str, Any] = Field(default_factory=dict)
+    """Of its client. For example: {project: x}"""
+
+    @model_serializer
+    def as_written(self) -> str | dict[str, Any]:
+        """Return the short form, as a person writes it."""
+        return {self.name: dict(self.arguments)} if self.arguments else self.name
+
+
+def as_sinks(value: object) -> object:
+    """Return sinks as sections; each is a name, or a map from one name to its arguments.
+
+    Raises:
+        PydanticCustomError: An item is neither.
+    """
+    if isinstance(value, str | dict):
+        value = (value,)
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple(_as_sink(item) for item in value)
+
+
+def _as_sink(item: object) -> object:
+    if isinstance(item, SinkSection):
+        return item
+    if isinstance(item, str):
+        name, arguments = item, None
+    elif isinstance(item, dict) and len(item) == 1:
+        ((name, arguments),) = item.items()
+    else:
+        raise refuse("a list of names, or of {name: {argument: value}}", "For example [wandb: {project: x}]")
+    if name == "tensorboard":
+        raise refuse(
+            ", ".join(get_args(SinkName)), "TensorBoard has a key of its own: metrics.tensorboard: true"
+        )
+    return {"name": name, "arguments": arguments or {}}
 
 
 def check_window(steps: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -61,34 +120,22 @@ def check_window(steps: tuple[int, int] | None) -> tuple[int, int] | None:
     return steps
 
 
-class GuardSection(Section):
-    """Watches the metrics of every step; `action` answers a severe finding, every finding is explained.
-
-    The limits are starting points: a value beyond one is reported. It is severe if it is also far
-    from the run's usual values (`z_score` robust deviations, after `warmup_steps`), or ten times
-    beyond. `min_entropy` and `min_throughput` are shares of the run's first values.
-    """
-
-    action: Literal["warn", "skip_update", "reduce_lr", "kl_fallback", "rollback", "stop"] = "warn"
-    warmup_steps: Annotated[int, Field(ge=3)] = 10
-    z_score: Annotated[float, Field(gt=0)] = 8.0
-    max_kl: Annotated[float, Field(gt=0)] = 0.03
-    max_grad_norm: Annotated[float, Field(gt=0)] = 2.0
-    max_clipfrac: Annotated[float, Field(gt=0)] = 0.3
-    max_vf_clipfrac: Annotated[float, Field(gt=0)] = 0.05
-    min_entropy: Share = 0.05
-    min_ess: Share = 0.3
-    min_throughput: Share = 0.3
-
-
 class MetricsSection(Section):
     """Where metrics go besides `metrics.jsonl`, and what is measured.
 
     `profile_steps: [a, b]` records learner steps a to b - 1, counted from 0, with torch.profiler, into
     `runs/<name>/profile/`. `peak_tflops` is what `perf/mfu/*` divides by, per learner rank; null takes
-    the data sheet's figure of a known GPU and measures any other device.
+    the data sheet's figure of a known GPU and measures any other device. `sinks` are names, or
+    `{wandb: {project: x}}` with the arguments that the service's own client takes.
     """
 
     tensorboard: bool = True
+    """Whether metrics are written for TensorBoard too."""
+    sinks: Annotated[
+        tuple[SinkSection, ...], BeforeValidator(as_sinks, json_schema_input_type=WrittenSinks)
+    ] = ()
+    """Services that get the metrics too. For example: [wandb], [{mlflow: {experiment: x}}]"""
     profile_steps: Annotated[tuple[NonNegative, Count] | None, AfterValidator(check_window)] = None
+    """[steps] First step that is profiled, and the one after the last. For example: [10, 12]"""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    """[TFLOP/s] Of a rank, for MFU; null looks it up or measures it. For example: 989.0"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -11,9 +12,15 @@ from typing import Any
 
 from asyncrl.control.launch.processes import is_alive
 from asyncrl.control.record.rundir import RunDir, read_json
-from asyncrl.errors import AsyncrlError, RemoteError
+from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, RemoteError
 
 CALL_DEADLINE_S = 10.0
+COMMAND_DEADLINE_S = 60.0
+"""Of a command that waits for services: replicas that do not answer take 5 s each, and are then killed."""
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""A run listens on this machine: whatever proxy the environment names, it would only be handed the key."""
+START_FILES = ("run.json", "resolved.yaml")
+"""What each start of a run writes."""
 
 
 class NotRunning(AsyncrlError, LookupError):
@@ -22,7 +29,11 @@ class NotRunning(AsyncrlError, LookupError):
 
 @dataclass(frozen=True)
 class RunClient:
-    """Speaks to the control API of one live run."""
+    """Speaks to the control API of one live run.
+
+    Every call raises NotRunning if nobody listens, DeadlineExceeded if the run heard and gave no answer (it
+    may have done what was asked all the same), and RemoteError if it refused.
+    """
 
     folder: RunDir
     url: str
@@ -41,27 +52,65 @@ class RunClient:
         """Ask for `replicas` rollout replicas."""
         return self._call("POST", "/scale", {"replicas": replicas})
 
+    def drain(self, index: int) -> dict[str, Any]:
+        """Ask rollout.`index` to finish what it has and leave; another one takes its place."""
+        return self._call("POST", "/drain", {"index": index})
+
+    def pause(self) -> dict[str, Any]:
+        """Ask for no more leases, and for no step after the one in progress."""
+        return self._call("POST", "/pause")
+
+    def unpause(self) -> dict[str, Any]:
+        """Take a pause back."""
+        return self._call("POST", "/unpause")
+
+    def checkpoint(self) -> dict[str, Any]:
+        """Ask for a checkpoint after the step in progress; `step` is the last one done."""
+        return self._call("POST", "/checkpoint")
+
     def tighten(self, max_lag: int) -> dict[str, Any]:
         """Admit under another bound on lag, at most the configured one, until the run ends."""
         return self._call("POST", "/tighten", {"max_lag": max_lag})
 
     def stop(self) -> dict[str, Any]:
         """Ask the run to checkpoint and end."""
-        return self._call("POST", "/stop")
+        return self._call("POST", "/stop", deadline_s=CALL_DEADLINE_S)
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, deadline_s: float | None = None
+    ) -> dict[str, Any]:
+        if deadline_s is None:
+            deadline_s = CALL_DEADLINE_S if method == "GET" else COMMAND_DEADLINE_S
         data = None if body is None and method == "GET" else json.dumps(body or {}).encode()
         headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, data=data, headers=headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=CALL_DEADLINE_S) as response:
+            with DIRECT.open(request, timeout=deadline_s) as response:
                 result: dict[str, Any] = json.load(response)
                 return result
         except urllib.error.HTTPError as error:
-            message = json.loads(error.read() or b"{}").get("error", str(error))
-            raise RemoteError(message) from error
-        except OSError as error:
-            raise NotRunning(f"the run in {self.folder.path} does not answer: {error}") from error
+            raise RemoteError(_message_of(error)) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise self._no_answer(error, deadline_s) from error
+
+    def _no_answer(self, error: OSError | http.client.HTTPException, deadline_s: float) -> AsyncrlError:
+        """Return what to raise for a call that was not answered: was it heard?"""
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        hint = "It may be done all the same: see 'asyncrl status'"
+        if isinstance(cause, TimeoutError):
+            what = f"the run in {self.folder.path} gave no answer within {deadline_s:g} s"
+            return DeadlineExceeded(what, hint=hint)
+        if isinstance(cause, ConnectionRefusedError):
+            return NotRunning(f"the run in {self.folder.path} does not answer: {cause}")
+        what = f"the run in {self.folder.path} hung up before it answered ({type(cause).__name__}: {cause})"
+        return ConnectionLost(what, hint=hint)
+
+
+def _message_of(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.loads(error.read())["error"])
+    except (ValueError, KeyError, TypeError):  # somebody else listens there
+        return str(error)
 
 
 def connect(folder: RunDir) -> RunClient | None:
@@ -75,19 +124,49 @@ def connect(folder: RunDir) -> RunClient | None:
 def find_run(runs_dir: str, name: str | None) -> RunClient:
     """Return a client for the named run, or for the live run that started last.
 
+    Args:
+        name: Of a run in `runs_dir`, or the path of its folder.
+
+    Raises:
+        NotRunning: There is none, or it is starting and cannot be asked yet.
+    """
+    folder = find_live_folder(runs_dir, name)
+    client = connect(folder)
+    if client is None:
+        what = f"the run in {folder.path} is starting, or ending, and cannot be asked"
+        raise NotRunning(what, hint="'asyncrl status' says what it does")
+    return client
+
+
+def find_live_folder(runs_dir: str, name: str | None) -> RunDir:
+    """Return the folder of the named live run, or of the live one that was started last.
+
+    Its API may not be up yet.
+
     Raises:
         NotRunning: There is none.
     """
-    root = Path(runs_dir)
-    folders = [root / name] if name else sorted(root.glob("*/"), key=_started, reverse=True)
-    for folder in folders:
-        client = connect(RunDir(folder))
-        if client is not None:
-            return client
+    for folder in _named(runs_dir, name) if name else find_folders(runs_dir):
+        live = read_json(folder / "run.json")
+        if live is not None and is_alive(live["pid"], live["run_id"]):
+            return RunDir(folder)
     what = f"run '{name}'" if name else "run"
-    raise NotRunning(f"no live {what} in {root}", hint="Start one with: asyncrl up CONFIG")
+    raise NotRunning(f"no live {what} in {runs_dir}", hint="Start one with: asyncrl up CONFIG")
+
+
+def find_folders(runs_dir: str) -> list[Path]:
+    """Return the folders of all runs in `runs_dir`, the one that was started last first."""
+    root = Path(runs_dir)
+    folders = {path.parent for name in START_FILES for path in root.glob(f"*/{name}")}
+    return sorted(folders, key=_started, reverse=True)
+
+
+def _named(runs_dir: str, name: str) -> list[Path]:
+    return [Path(runs_dir) / name, Path(name)]
 
 
 def _started(folder: Path) -> float:
-    live = folder / "run.json"
-    return live.stat().st_mtime if live.exists() else 0.0
+    for name in START_FILES:
+        if (folder / name).exists():
+            return (folder / name).stat().st_mtime
+    return 0.0

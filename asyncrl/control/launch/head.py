@@ -1,7 +1,9 @@
-"""The head process of a run: owns its local Ray, starts the supervisor, cleans up after both.
+"""The head process of a run: owns its local Ray, keeps the supervisor alive, cleans up after both.
 
-`python -m asyncrl.control.launch.head RUN_DIR` is started by `asyncrl up` in a session of its own, so that
-the terminal only watches. Everything that it starts dies with it or is ended by pid.
+`python -m asyncrl.control.launch.head RUN_DIR LOCK` is started by `asyncrl up` in a session of its own, so
+that the terminal only watches. `LOCK` is the descriptor of the run's lock, held from before the head until
+its death: no second head of the run can be. Its standard input ends once `asyncrl up` has written down its
+pid; SIGTERM is held back until it can be heeded. Everything that it starts dies with it or is ended by pid.
 """
 
 from __future__ import annotations
@@ -11,82 +13,147 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncrl.clock import SystemClock
 from asyncrl.config.load import load_config
 from asyncrl.config.tree import Config
 from asyncrl.control import plan
+from asyncrl.control.cluster import opening
+from asyncrl.control.fleet.budget import Budget
 from asyncrl.control.launch import ray_launcher
+from asyncrl.control.launch.handle import FIRST_START
+from asyncrl.control.launch.keeper import keep, watching_ray
 from asyncrl.control.launch.ports import HeldPort, held_row
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import ServiceSpec
+from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import SERVERS
 from asyncrl.keys import RunKeys, make_run_keys, write_client_keys
 from asyncrl.service import ServiceContext
 
-POLL_S = 0.2
-SUPERVISOR = "supervisor.0"
-EXIT_TERMINATED = 143
+HEAD, SUPERVISOR = "head.0", "supervisor.0"
+EXIT_FAILED, EXIT_TERMINATED = 1, 143
 
 
 def main() -> int:
     """Run the head to the end of the run; returns the process's exit code."""
     run_dir = RunDir(Path(sys.argv[1]))
+    os.set_inheritable(int(sys.argv[2]), False)
+    sys.stdin.read()
     live = read_json(run_dir.live)
     assert live is not None, "asyncrl up writes run.json before it starts the head"
-    live["pid"] = os.getpid()
+    live["pid"] = os.getpid()  # `asyncrl up` may have died before it could
     write_json(run_dir.live, live, mode=0o600)
+    config = load_config(run_dir.resolved)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
-    socket_dir = Path(live["sockets"])
-    socket_dir.mkdir(mode=0o700)
     try:
-        with HeldPort() as rendezvous:
-            config = load_config(run_dir.resolved)
-            with _held_ports(config.launcher.host) as first_port:
-                addresses = {"sockets": str(socket_dir), "first_port": str(first_port)}
-                _run(run_dir, live, config, addresses, rendezvous.address)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        _run(run_dir, live, config)
+    except SystemExit:
+        _write_termination(run_dir)
+        raise
     except Exception as error:  # process boundary: whoever watches must learn how it ended
-        _write_failure(run_dir, f"{type(error).__name__}: {error}", "head.0")
+        _write_failure(run_dir, f"{type(error).__name__}: {error}", HEAD)
         raise
     finally:
-        run_dir.keys.unlink(missing_ok=True)
-        ray_launcher.shut_down()
-        end_leftovers(live["run_id"])
-        remove_leftovers(live["run_id"], socket_dir)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _tear_down(run_dir, live, config)
     return 0
 
 
-def _run(
-    run_dir: RunDir, live: dict[str, Any], config: Config, addresses: dict[str, str], rendezvous: str
-) -> None:
-    ray_launcher.start_local(num_cpus=os.cpu_count() or 1, num_gpus=plan.count_gpus())
-    context = ServiceContext(
-        config=config,
-        name=SUPERVISOR,
-        run_dir=run_dir.path,
-        run_id=live["run_id"],
-        addresses=addresses,
-        rendezvous=rendezvous,
-        keys=_make_keys(config, run_dir),
+def tell_phase(run_dir: RunDir, state: str, phase: str) -> None:
+    """Leave word of what goes on while no supervisor can be asked."""
+    write_json(run_dir.phase, {"state": state, "phase": phase, "time": time.time()})
+
+
+def _run(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
+    """Hold the run's ports, own its Ray, and keep its supervisor until that has ended."""
+    sockets = Path(live["sockets"])
+    sockets.mkdir(mode=0o700)
+    if config.launcher.is_cluster:
+        tell_phase(run_dir, "starting", "joining the Ray cluster and checking its nodes")
+        config = opening.enter(config)
+    host = config.launcher.host
+    with (
+        HeldPort() as rendezvous,
+        _held_ports(host) as first_port,
+        HeldPort(number=config.launcher.api_port) as api,
+    ):
+        addresses = {"sockets": str(sockets), "first_port": str(first_port), "api_port": str(api.number)}
+        context = ServiceContext(
+            config=config,
+            name=SUPERVISOR,
+            run_dir=run_dir.path,
+            run_id=live["run_id"],
+            addresses=addresses,
+            rendezvous=rendezvous.address,
+            keys=_make_keys(config, run_dir),
+        )
+        if not config.launcher.is_cluster:
+            tell_phase(run_dir, "starting", "starting Ray")
+            ray_launcher.start_local(num_cpus=os.cpu_count() or 1, num_gpus=plan.count_gpus())
+        give_up = partial(_give_up, run_dir, live)
+        with watching_ray(give_up), opening.watching_cluster(config, give_up):
+            _keep_supervisor(run_dir, context)
+
+
+def _keep_supervisor(run_dir: RunDir, context: ServiceContext) -> None:
+    """The same context at every start: a new supervisor finds the run's services, and watchers find it."""
+    spec = ServiceSpec("asyncrl.control.composition:build", context, str(run_dir.log(SUPERVISOR)))
+    events = EventLog(run_dir.events)
+
+    def tell(why: str) -> None:
+        events.add("restart", SUPERVISOR, why)
+        tell_phase(run_dir, "starting", "starting the supervisor again")
+
+    tell_phase(run_dir, "starting", FIRST_START)
+    last = keep(
+        opening.make_launcher(context.config, context.run_id),
+        spec,
+        Budget(context.config.launcher.max_restarts),
+        SystemClock(),
+        tell,
     )
-    ray = ray_launcher.RayLauncher(namespace=config.run.name)
-    factory = "asyncrl.control.composition:build"
-    ray.start(ServiceSpec(factory, context, str(run_dir.log(SUPERVISOR))))
-    _watch(run_dir, ray)
+    if last["state"] == "failed" and not run_dir.outcome.exists():
+        _write_failure(run_dir, f"{SUPERVISOR} failed: {last.get('error')}", SUPERVISOR)
 
 
-def _watch(run_dir: RunDir, ray: ray_launcher.RayLauncher) -> None:
-    while True:
-        status = ray.statuses([SUPERVISOR], deadline_s=30.0)[SUPERVISOR]
-        if status["state"] in ("ended", "finished", "stopped"):
-            return
-        if status["state"] in ("failed", "gone"):
-            if not run_dir.outcome.exists():
-                _write_failure(run_dir, f"{SUPERVISOR} {status['state']}: {status.get('error')}", SUPERVISOR)
-            return
-        time.sleep(POLL_S)
+def _give_up(run_dir: RunDir, live: dict[str, Any], name: str) -> None:
+    """Ray's own `name` has died: end what is left of the run and this process, which Ray may hold up."""
+    if not run_dir.outcome.exists():
+        _write_failure(run_dir, f"Ray's process {name} died", HEAD)
+    _clean_up(run_dir, live)
+    os._exit(EXIT_FAILED)
+
+
+def _tear_down(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
+    """Leave nothing: each step is taken, also after one that failed."""
+    with contextlib.ExitStack() as steps:  # the last one first
+        steps.callback(_clean_up, run_dir, live)
+        steps.callback(ray_launcher.shut_down)
+        if config.launcher.is_cluster:
+            steps.callback(opening.leave, config, live["run_id"], Path(live["sockets"]))
+        tell_phase(run_dir, "stopping", "ending Ray")
+
+
+def _clean_up(run_dir: RunDir, live: dict[str, Any]) -> None:
+    run_dir.keys.unlink(missing_ok=True)
+    end_leftovers(live["run_id"])
+    remove_leftovers(live["run_id"], Path(live["sockets"]))
+
+
+def _write_termination(run_dir: RunDir) -> None:
+    """Write down how a run ended that SIGTERM has ended: in order, if it had no services yet."""
+    if run_dir.outcome.exists():
+        return
+    if (read_json(run_dir.live) or {}).get("url"):
+        _write_failure(run_dir, "the head process was ended by SIGTERM", HEAD)
+    else:
+        write_json(run_dir.outcome, {"state": "stopped", "error": "", "service": "", "tail": []})
 
 
 def _write_failure(run_dir: RunDir, error: str, service: str) -> None:

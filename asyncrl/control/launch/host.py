@@ -7,22 +7,28 @@ named, until the process is ended.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import logging
 import os
 import resource
+import signal
 import sys
 import threading
 import traceback
 from pathlib import Path
 from typing import Any
 
+from asyncrl.control.cluster.settling import settle
+from asyncrl.control.launch.spec import NODE_VARIABLE
 from asyncrl.errors import AsyncrlError
 from asyncrl.service import Service, ServiceContext
 
 log = logging.getLogger(__name__)
 
 MAX_DESCRIPTORS = 65_536
+DUMP_STACKS = "dump_stacks"
+"""The command that every service obeys; SIGUSR1 asks for the same where Python itself does not get on."""
 
 
 class ServiceHost:
@@ -36,29 +42,36 @@ class ServiceHost:
 
     def __init__(self, factory: str, context: ServiceContext, log_path: str) -> None:
         _redirect_output(Path(log_path))
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         _raise_descriptor_limit()
+        context = settle(context)
         self._factory = factory
         self._context = context
         self._stop = threading.Event()
         self._service: Service | None = None
         self._error = ""
+        self._error_kinds: list[str] = []
         self._is_done = False
         self._thread = threading.Thread(target=self._run, name=context.name, daemon=True)
         self._thread.start()
 
     def status(self) -> dict[str, Any]:
-        """Return the service's status with `state`, `error` and `pid`."""
+        """Return the service's status with `state`, `error`, `error_kinds`, `pid` and `node`."""
         base: dict[str, Any] = {"state": "starting", "error": "", "pid": os.getpid()}
+        base["node"] = os.environ.get(NODE_VARIABLE, "")
         if self._service is not None:
             base.update(self._service.status())
         if self._error:
-            base.update(state="failed", error=self._error)
+            base.update(state="failed", error=self._error, error_kinds=self._error_kinds)
         elif self._is_done:
             base.update(state="ended")
         return base
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Pass a command to the service; before it is built, refuse it."""
+        """Pass a command to the service, `dump_stacks` excepted; before it is built, refuse it."""
+        if name == DUMP_STACKS:
+            faulthandler.dump_traceback(file=2, all_threads=True)
+            return {}
         if self._service is None:
             raise AsyncrlError(f"{self._context.name} is still starting and cannot '{name}'")
         return self._service.command(name, args)
@@ -80,10 +93,22 @@ class ServiceHost:
             BaseException
         ) as error:  # process boundary, SystemExit too: the supervisor reads what went wrong
             log.error("%s failed\n%s", self._context.name, traceback.format_exc())
+            self._error_kinds = sorted(kinds_of(error))
             self._error = f"{type(error).__name__}: {error}"
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
+
+
+def kinds_of(error: BaseException) -> set[str]:
+    """Return the class names of an error, of what caused it, and of what it groups."""
+    kinds, found = {type(error).__name__}, [error.__cause__]
+    if isinstance(error, BaseExceptionGroup):
+        found += error.exceptions
+    for inner in found:
+        if inner is not None:
+            kinds |= kinds_of(inner)
+    return kinds
 
 
 def _raise_descriptor_limit() -> None:

@@ -10,9 +10,10 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
 
-from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.control.launch.spec import RUN_VARIABLE, SERVICE_VARIABLE
 
 SHM = Path("/dev/shm")
 
@@ -26,6 +27,56 @@ def pids_of_run(run_id: str) -> list[int]:
     """Return the living processes of a run, this one excepted."""
     found = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
     return [pid for pid in found if pid != os.getpid() and is_alive(pid, run_id)]
+
+
+def pids_of_service(run_id: str, name: str) -> list[int]:
+    """Return the living processes of one service of a run: its own and all that it has started."""
+    mark = f"{SERVICE_VARIABLE}={name}".encode()
+    return [pid for pid in pids_of_run(run_id) if mark in _environment(pid)]
+
+
+def is_of_service(pid: int, run_id: str, name: str) -> bool:
+    """Tell whether `pid` is a living process, on this machine, of service `name` of a run."""
+    return is_alive(pid, run_id) and f"{SERVICE_VARIABLE}={name}".encode() in _environment(pid)
+
+
+def end_service(
+    run_id: str, name: str, others: Collection[int] = frozenset(), deadline_s: float = 10.0
+) -> list[int]:
+    """Kill what is left of a service, and those of `others` that no other service of the run has started.
+
+    Returns:
+        Who lives all the same.
+    """
+    end = time.monotonic() + deadline_s
+    while True:
+        left = {*pids_of_service(run_id, name), *(pid for pid in others if _may_belong(pid, run_id, name))}
+        if not left or time.monotonic() > end:
+            return sorted(left)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def remove_segments(run_id: str, name: str) -> None:
+    """Remove the shared memory that a service was killed with. Who has mapped it may go on reading."""
+    own = name.removesuffix(".0") if name.startswith("publisher.") else name
+    for segment in SHM.glob(f"asyncrl-{run_id}-{own}-*"):
+        segment.unlink(missing_ok=True)
+
+
+def stopped_services(run_id: str) -> set[str]:
+    """Return the services of a run with a process, of their own or started by them, that is stopped."""
+    prefix = f"{SERVICE_VARIABLE}=".encode()
+    stopped = (_environment(pid) for pid in pids_of_run(run_id) if is_stopped(pid))
+    marks = (mark for environment in stopped for mark in environment if mark.startswith(prefix))
+    return {mark.removeprefix(prefix).decode() for mark in marks}
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether somebody has stopped a process, with SIGSTOP or a debugger: it does nothing."""
+    return _state(pid) in ("T", "t")
 
 
 def end_leftovers(run_id: str, keep: frozenset[int] = frozenset(), deadline_s: float = 10.0) -> int:
@@ -50,6 +101,13 @@ def remove_leftovers(run_id: str, socket_dir: Path) -> list[str]:
     return [segment.name for segment in segments]
 
 
+def _may_belong(pid: int, run_id: str, name: str) -> bool:
+    """Tell whether `pid` is of the run and not of another service: a number may have been given anew."""
+    prefix = f"{SERVICE_VARIABLE}=".encode()
+    marks = {mark.removeprefix(prefix) for mark in _environment(pid) if mark.startswith(prefix)}
+    return is_alive(pid, run_id) and marks <= {b"", name.encode()}
+
+
 def _marker(run_id: str) -> bytes:
     return f"{RUN_VARIABLE}={run_id}".encode()
 
@@ -62,7 +120,12 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def _is_zombie(pid: int) -> bool:
+    return _state(pid) in ("Z", "")
+
+
+def _state(pid: int) -> str:
+    """Return the letter of a process's state (see proc(5)), empty if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -7,11 +7,16 @@ through it. Every service is a detached actor, named as the service, in the run'
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from asyncrl.control.launch.spec import RUN_VARIABLE, ServiceSpec
+from asyncrl.control.launch.spec import NODE_VARIABLE, RUN_VARIABLE, SERVICE_VARIABLE, ServiceSpec
 from asyncrl.errors import DeadlineExceeded, ServiceFailed
+
+NAME_DEADLINE_S = 10.0
+"""How long Ray may take to let go of the name of a dead actor."""
+SUPERVISOR_KIND = "supervisor"
 
 
 class Launcher(Protocol):
@@ -27,10 +32,13 @@ class Launcher(Protocol):
         """Pass a command to a service. Raises ServiceFailed or DeadlineExceeded."""
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
-        """Ask services to end, all at once; return the names of those that did."""
+        """Ask services to end, all at once; return the names of those that did, or have no process."""
 
     def kill(self, name: str) -> None:
         """End a service's process now."""
+
+    def adopt(self) -> set[str]:
+        """Take charge of the run's services that an earlier launcher has started; return who lives."""
 
 
 class RayLauncher:
@@ -39,13 +47,16 @@ class RayLauncher:
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
         self._actors: dict[str, Any] = {}
+        self._asked: dict[str, Any] = {}
 
     def start(self, spec: ServiceSpec) -> None:
         import ray
 
         from asyncrl.control.launch.host import ServiceHost
 
-        environment = {"OMP_NUM_THREADS": "1", RUN_VARIABLE: spec.context.run_id, **spec.environment}
+        marks = {RUN_VARIABLE: spec.context.run_id, SERVICE_VARIABLE: spec.name}
+        environment = {"OMP_NUM_THREADS": "1", **marks, **spec.environment}
+        environment |= {NODE_VARIABLE: spec.node} if spec.node else {}
         remote = ray.remote(ServiceHost).options(
             name=spec.name,
             namespace=self._namespace,
@@ -55,17 +66,51 @@ class RayLauncher:
             max_concurrency=8,
             max_restarts=0,
             runtime_env={"env_vars": environment},
+            scheduling_strategy=_strategy_of(spec.node),
         )
-        self._actors[spec.name] = remote.remote(spec.factory, spec.context, spec.log_path)
+        end = time.monotonic() + NAME_DEADLINE_S
+        while True:
+            try:
+                self._actors[spec.name] = remote.remote(spec.factory, spec.context, spec.log_path)
+                return
+            except ValueError as error:  # the name is taken: the last one of it is not buried yet
+                if time.monotonic() > end:
+                    raise ServiceFailed(f"{spec.name} could not be started: {error}") from error
+            time.sleep(0.05)
+
+    def adopt(self) -> set[str]:
+        import ray
+        from ray.util import list_named_actors
+
+        named = [one["name"] for one in list_named_actors(all_namespaces=True) if self._is_ours(one)]
+        for name in named:
+            try:
+                self._actors[name] = ray.get_actor(name, namespace=self._namespace)
+            except ValueError:  # it died just now
+                continue
+        return set(self._actors) & set(named)
+
+    def _is_ours(self, named: dict[str, str]) -> bool:
+        kind = named["name"].partition(".")[0]
+        return named["namespace"] == self._namespace and kind != SUPERVISOR_KIND
 
     def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
+        """Ask who has answered the last time; who has not is waited for, and not asked once more."""
         import ray
 
-        pending = {self._actors[name].status.remote(): name for name in names}
+        unknown = {name: {"state": "gone", "error": "it has no process"} for name in names}
+        names = [name for name in unknown if name in self._actors]
+        for name in names:
+            unknown.pop(name)
+            if name not in self._asked:
+                self._asked[name] = self._actors[name].status.remote()
+        pending = {self._asked[name]: name for name in names}
         if not pending:
-            return {}
+            return unknown
         done, late = ray.wait(list(pending), num_returns=len(pending), timeout=deadline_s)
-        found = {pending[reference]: self._read(reference) for reference in done}
+        found = unknown | {pending[reference]: self._read(reference) for reference in done}
+        for name in found.keys() - unknown.keys():
+            del self._asked[name]
         return found | {pending[reference]: {"state": "silent"} for reference in late}
 
     def _read(self, reference: Any) -> dict[str, Any]:
@@ -75,6 +120,8 @@ class RayLauncher:
         try:
             status: dict[str, Any] = ray.get(reference)
             return status
+        except ray.exceptions.ActorUnavailableError:  # for now; if it died, the next answer says so
+            return {"state": "silent"}
         except ray.exceptions.RayActorError as error:
             return {"state": "gone", "error": str(error).strip().splitlines()[0]}
         except ray.exceptions.RayTaskError as error:
@@ -84,6 +131,8 @@ class RayLauncher:
         import ray
         import ray.exceptions
 
+        if name not in self._actors:
+            raise ServiceFailed(f"{name} has no process and cannot '{command}'")
         try:
             reference = self._actors[name].command.remote(command, args)
             result: dict[str, Any] = ray.get(reference, timeout=deadline_s)
@@ -97,11 +146,13 @@ class RayLauncher:
         import ray
         import ray.exceptions
 
-        pending = {self._actors[name].stop.remote(deadline_s): name for name in names}
+        names = set(names)
+        living = {name: self._actors[name] for name in names if name in self._actors}
+        ended = names - living.keys()
+        pending = {actor.stop.remote(deadline_s): name for name, actor in living.items()}
         if not pending:
-            return set()
+            return ended
         done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=deadline_s + 2.0)
-        ended = set()
         for reference in done:
             try:
                 if ray.get(reference):
@@ -114,8 +165,15 @@ class RayLauncher:
         import ray
 
         actor = self._actors.pop(name, None)
+        self._asked.pop(name, None)
         if actor is not None:
             ray.kill(actor)
+
+
+def _strategy_of(node: str) -> Any:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node, soft=False) if node else "DEFAULT"
 
 
 def start_local(num_cpus: int, num_gpus: int) -> str:

@@ -8,6 +8,10 @@ from asyncrl.service import ServiceContext
 
 RUN_VARIABLE = "ASYNCRL_RUN_ID"
 """Marks every process of a run, so that what is left over can be found and ended by pid."""
+SERVICE_VARIABLE = "ASYNCRL_SERVICE"
+"""Names the service whose process it is, or was started by: an engine's core dies with its replica."""
+NODE_VARIABLE = "ASYNCRL_NODE"
+"""Tells a service's process of which node of a cluster it is."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,7 @@ class ServiceSpec:
         cpus: CPU share that Ray reserves.
         gpus: GPUs that Ray reserves.
         environment: Set before the process imports anything.
+        node: Ray's id of the node that it must run on; empty leaves that to Ray.
     """
 
     factory: str
@@ -29,6 +34,7 @@ class ServiceSpec:
     cpus: float = 0.0
     gpus: float = 0.0
     environment: dict[str, str] = field(default_factory=dict)
+    node: str = ""
 
     @property
     def name(self) -> str:

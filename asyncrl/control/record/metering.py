@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,12 +19,14 @@ LEDGER_KEYS = (
     "open",
     "residue",
     "stored_groups",
+    "checkpoints",
     "counters",
     "journal",
 )
 
 WINDOW_S = 2.0
 _PART_COUNT, _PART_SUM, _REWARD_ERRORS = "part count/", "part sum/", "reward errors/"
+_IDLE = "idle/"
 
 
 class Meter:
@@ -33,28 +35,32 @@ class Meter:
     def __init__(self) -> None:
         self._past: list[tuple[float, dict[str, float]]] = []
         self._last: dict[str, dict[str, Any]] = {}
+        self._ended: dict[str, float] = defaultdict(float)
 
     def update(self, now: float, statuses: dict[str, dict[str, Any]]) -> dict[str, float]:
         """Take in the statuses of time `now` (seconds) and return the rollout side's metrics."""
         replicas = {name: status for name, status in statuses.items() if name.startswith("rollout.")}
         # Who is silent for a pulse, or has left, keeps its last count: the sum must not fall and rise.
-        self._last |= {name: status for name, status in replicas.items() if "tokens" in status}
+        for name, status in replicas.items():
+            if "tokens" in status:
+                self._take(name, status)
         totals = rollout_totals(self._last)
+        totals = {key: totals.get(key, 0.0) + self._ended[key] for key in totals.keys() | self._ended.keys()}
         self._past.append((now, totals))
         while len(self._past) > 2 and now - self._past[1][0] > WINDOW_S:
             self._past.pop(0)
-        then, before = self._past[0]
+        # The first time, shares and means are those since the replicas' start.
+        then, before = self._past[0] if len(self._past) > 1 else (now, {})
         gain = {key: total - before.get(key, 0.0) for key, total in totals.items()}
         gain |= {key: max(0.0, change) for key, change in gain.items() if not key.startswith(_PART_SUM)}
-        wall = gain["busy_s"] + gain["idle_s"]
         buffer = statuses.get("buffer.0", {})
         return (
             _overlong_metrics(gain)
             | _reward_metrics(gain, totals)
             | weights_metrics(statuses)
+            | _idle_metrics(gain)
             | {
                 "perf/rollout_tokens_per_s": gain["tokens"] / (now - then) if now > then else 0.0,
-                "perf/rollout_idle_share": gain["idle_s"] / wall if wall else 0.0,
                 "perf/rollout_replicas": float(len(replicas)),
                 "training/epoch": epoch_of(buffer.get("prompts_drawn", 0), buffer.get("num_prompts", 0)),
                 "buffer/depth": float(buffer.get("stored_groups", 0)),
@@ -62,6 +68,29 @@ class Meter:
                 "buffer/residue": float(buffer.get("residue", 0)),
             }
         )
+
+    def _take(self, name: str, status: dict[str, Any]) -> None:
+        """Keep a replica's newest counts; those of a life that has ended stay in the sums."""
+        before = self._last.get(name)
+        if before is not None and _wall_s(status) < _wall_s(before):
+            for key, total in rollout_totals({name: before}).items():
+                self._ended[key] += total
+        self._last[name] = status
+
+
+def _wall_s(status: Mapping[str, Any]) -> float:
+    return float(status.get("busy_s", 0.0) + status.get("idle_s", 0.0))
+
+
+def _idle_metrics(gain: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares of the replicas' time, which add up to 1; all 0 while none has passed."""
+    wall = gain["busy_s"] + gain["idle_s"]
+    shares = {
+        "perf/rollout_busy_share": gain["busy_s"],
+        "perf/rollout_idle_share": gain["idle_s"],
+        **{f"perf/rollout_idle/{cause}": seconds for cause, seconds in sorted(_named(gain, _IDLE))},
+    }
+    return {name: seconds / wall if wall else 0.0 for name, seconds in shares.items()}
 
 
 def _overlong_metrics(gain: dict[str, float]) -> dict[str, float]:
@@ -102,12 +131,14 @@ def rollout_totals(replicas: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Return generated tokens, busy and idle seconds, and what rewards and shaping did, over all replicas."""
     keys = ("tokens", "busy_s", "idle_s", "scored", "overlong", "taken_off")
     totals = {key: float(sum(status.get(key, 0) for status in replicas.values())) for key in keys}
-    return totals | _reward_totals(replicas.values())
+    return totals | _named_totals(replicas.values())
 
 
-def _reward_totals(statuses: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    totals: Counter[str] = Counter()
+def _named_totals(statuses: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    totals: dict[str, float] = defaultdict(float)
     for status in statuses:
+        for cause, seconds in status.get("idle_by_cause", {}).items():
+            totals[_IDLE + cause] += seconds
         for name, (count, total) in status.get("reward_parts", {}).items():
             totals[_PART_COUNT + name] += count
             totals[_PART_SUM + name] += total

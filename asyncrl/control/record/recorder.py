@@ -1,6 +1,7 @@
-"""The run's metrics on disk: one JSON row per learner step, and TensorBoard events of the same.
+"""The run's metrics on disk: one JSON row per learner step; the same rows go to the run's sinks.
 
-A row that is written again for the same step (after a resume) replaces the older one at reading.
+The file is the record: a row is in it before any sink hears of it, and no sink can hold it up. A row that
+is written again for the same step (after a resume) replaces the older one at reading.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from asyncrl.control.record.sinks.outbox import Outbox
 from asyncrl.metrics import unknown_names
 
 Row = dict[str, Any]
@@ -21,33 +23,31 @@ FIRST_OF_LIFE = "training/is_first_of_life"
 """1 on the first row after a start or a resume: its time also holds that start."""
 
 
-class _Writer(Protocol):
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
+CLOSE_S = 5.0
+"""That all sinks together may take at the end."""
 
 
 class Recorder:
-    """Appends rows; `tensorboard` is the folder of event files, or None."""
+    """Appends rows to `path` and hands them to `sinks`."""
 
-    def __init__(self, path: Path, tensorboard: Path | None) -> None:
+    def __init__(self, path: Path, sinks: Sequence[Outbox] = ()) -> None:
         _cut_torn_line(path)
         self._file = path.open("a", buffering=1)
-        self._writer = _open_writer(tensorboard) if tensorboard is not None else None
+        self._sinks = sinks
         self._warned: set[str] = set()
 
-    def record(self, row: Row) -> None:
-        """Write one row; `training/global_step` says which step it belongs to."""
+    def record(self, row: Row) -> Row:
+        """Write one row and return it as it was written, with what the sinks have dropped so far.
+
+        `training/global_step` says which step it belongs to.
+        """
+        for sink in self._sinks:
+            row = row | sink.metrics()
         self._file.write(json.dumps({"time": time.time(), **row}) + "\n")
         self._warn_unknown(row)
-        if self._writer is None:
-            return
-        step = int(row["training/global_step"])
-        for name, value in row.items():
-            if isinstance(value, int | float) and "/" in name:
-                self._writer.add_scalar(name, float(value), step)
+        for sink in self._sinks:
+            sink.put(row, int(row["training/global_step"]))
+        return row
 
     def _warn_unknown(self, row: Row) -> None:
         for name, similar in unknown_names(row.keys() - self._warned).items():
@@ -58,9 +58,13 @@ class Recorder:
             )
 
     def close(self) -> None:
+        """Close the file, and the sinks within `CLOSE_S` seconds whatever they do."""
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        for sink in self._sinks:
+            sink.begin_close()
+        end = time.monotonic() + CLOSE_S
+        for sink in self._sinks:
+            sink.close(max(0.0, end - time.monotonic()))
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -68,29 +72,6 @@ def _cut_torn_line(path: Path) -> None:
     if path.exists():
         data = path.read_bytes()
         os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def _open_writer(folder: Path) -> _Writer:
-    """Return a TensorBoard event writer that needs no torch."""
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    class Writer:
-        def __init__(self) -> None:
-            self._events = EventFileWriter(str(folder))
-
-        def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-            summary = Summary(value=[Summary.Value(tag=tag, simple_value=scalar_value)])
-            self._events.add_event(Event(wall_time=time.time(), step=global_step, summary=summary))
-
-        def flush(self) -> None:
-            self._events.flush()
-
-        def close(self) -> None:
-            self._events.close()
-
-    return Writer()
 
 
 def load_rows(path: Path) -> list[Row]:
@@ -104,6 +85,13 @@ def load_rows(path: Path) -> list[Row]:
         row = json.loads(line)
         rows[(row["training/global_step"], is_evaluation(row))] = row
     return [rows[key] for key in sorted(rows)]
+
+
+def lost_rows(recorded: Iterable[Row], kept: Iterable[Row]) -> list[Row]:
+    """Return those rows of the learner's own log that the record lacks, the newest of each step, in order."""
+    times = {row["training/global_step"]: row["time"] for row in training_rows(recorded)}
+    newest = {row["training/global_step"]: row for row in kept}
+    return [newest[step] for step in sorted(newest) if newest[step]["time"] > times.get(step, 0.0)]
 
 
 def is_evaluation(row: Row) -> bool:

@@ -1,8 +1,9 @@
 """The files of a run: where each lies, written whole or not at all.
 
 runs/<name>/: resolved.yaml, run.json and keys.json (of the live run), outcome.json, metrics.jsonl,
-weight_sync.jsonl, summary.json, curves.png, tensorboard/, logs/, journal/, checkpoints/, weights/ (Hugging
-Face).
+learner_rows.jsonl (until the end), events.jsonl,
+fleet.json, weight_sync.jsonl, summary.json, curves.png, tensorboard/, logs/, journal/,
+checkpoints/, weights/ (Hugging Face).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from asyncrl.metrics import row_log
 
 TAIL_LINES = 20
 
@@ -37,12 +40,41 @@ class RunDir:
         return self.path / "keys.json"
 
     @property
+    def asked(self) -> Path:
+        """The configuration as it was asked for, before anything was fetched or made. Mode 0600."""
+        return self.path / "asked.yaml"
+
+    @property
+    def phase(self) -> Path:
+        """What the head is doing while no supervisor can be asked."""
+        return self.path / "phase.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
     def outcome(self) -> Path:
         return self.path / "outcome.json"
 
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def learner_rows(self) -> Path:
+        """The learner's own log of its rows: see `asyncrl.metrics.row_log`."""
+        return self.path / row_log.NAME
+
+    @property
+    def events(self) -> Path:
+        """What happened to the run, a line each: see `asyncrl.control.record.events`."""
+        return self.path / "events.jsonl"
+
+    @property
+    def fleet(self) -> Path:
+        """What a new supervisor of the same start needs to go on: which services there are, and why."""
+        return self.path / "fleet.json"
 
     @property
     def summary(self) -> Path:
@@ -75,6 +107,7 @@ class RunDir:
 def write_json(path: Path, value: dict[str, Any], mode: int = 0o644) -> None:
     """Write `value` so that a reader sees the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)  # the mode of one that another process left would stay
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(descriptor, "w") as file:
         json.dump(value, file, indent=2)

@@ -77,6 +77,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _weighted(rows: list[Row], name: str, weight: str) -> float | None:
+    rows = [row for row in rows if name in row]  # one from the learner's own log lacks what the fleet did
     total = sum(row[weight] for row in rows)
     return sum(row[name] * row[weight] for row in rows) / total if total else None
 

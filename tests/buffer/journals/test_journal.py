@@ -152,7 +152,9 @@ def test_a_journal_of_an_older_version_is_read_and_goes_on(tmp_path: Path) -> No
     journal.commit([Opened(1, "learner")], 0.0)
     journal.close()
     with contextlib.closing(sqlite3.connect(tmp_path / "events.sqlite")) as database:
-        database.executescript("ALTER TABLE turns DROP COLUMN time_s; DROP TABLE snapshots")
+        database.executescript(
+            "ALTER TABLE turns DROP COLUMN time_s; DROP TABLE snapshots; PRAGMA user_version=0"
+        )
     again = FileJournal(tmp_path)
     assert list(again.recover().events) == [Opened(1, "learner")]
     before = time.time()

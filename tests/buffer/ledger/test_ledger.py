@@ -352,6 +352,19 @@ def test_a_resume_replays_the_same_groups_at_the_same_steps() -> None:
     assert run.residue == 0
 
 
+def test_a_replica_with_weights_that_a_resume_abandoned_gets_nothing_until_it_has_the_restored_ones() -> None:
+    run = Run()
+    run.train()
+    run.checkpoint()
+    run.train()
+    abandoned = run.version
+    run.reopen(1)
+    run.train()
+    assert run.lease(version=abandoned) == [], "the restored weights would reach it in mid-answer"
+    assert len(run.lease()) == 1
+    assert run.residue == 0
+
+
 def test_a_resume_needs_a_committed_checkpoint() -> None:
     run = Run()
     run.train(), run.train()

@@ -234,6 +234,7 @@ def test_a_token_over_max_lag_never_enters_a_loss(model):
     masked, metrics = objective.prepare(batch.mask_over_age(1), prox_N)
     assert backend.update(masked, objective.loss)["actor/skipped_updates"] == 0.0
     assert metrics["staleness/lag_max_trained"] == 1.0
+    assert (metrics["staleness/lag_share/0"], metrics["staleness/lag_share/1"]) == (0.0, 1.0)
     backend.close()
 
 

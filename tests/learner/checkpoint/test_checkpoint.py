@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def test_one_of_another_write_than_the_committed_is_not_used(store: CheckpointSt
     assert store.newest_valid(commits, lambda text: None) == commits[0]
 
 
-@pytest.mark.parametrize(("found", "advice"), [(FORMAT + 1, "A newer asyncrl"), (1, "An older asyncrl")])
+@pytest.mark.parametrize(("found", "advice"), [(FORMAT + 1, "A newer asyncrl 0"), (1, "An older asyncrl 0")])
 def test_another_format_is_refused_and_no_older_checkpoint_stands_in(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, found: int, advice: str
 ) -> None:
@@ -135,7 +136,7 @@ def test_another_format_is_refused_and_no_older_checkpoint_stands_in(
     newer = write(store, 6)
     monkeypatch.undo()
     with pytest.raises(
-        ForeignFormatError, match=f"format {found}, this asyncrl reads format {FORMAT}. {advice}"
+        ForeignFormatError, match=f"format {found}, this asyncrl reads 2 to {FORMAT}. {advice}"
     ):
         store.newest_valid([older, newer], print)
 
@@ -145,6 +146,15 @@ def test_the_manifest_of_the_first_format_is_known_as_such(store: CheckpointStor
     (store.folder(3) / MANIFEST).write_text(json.dumps({"step": 3, "token": 1, "files": {}}))
     with pytest.raises(ForeignFormatError, match="format 1"):
         store.verify_whole(3)
+
+
+def test_a_checkpoint_that_format_2_wrote_is_resumed_from_and_stays_byte_for_byte(tmp_path: Path) -> None:
+    shutil.copytree(Path(__file__).parent / "stored", tmp_path / "old")
+    store = CheckpointStore(tmp_path / "old", keep=3)
+    commit = Commit(2, 4, "a0412707e398cea5794569f5881d4897")
+    assert store.newest_valid([commit], pytest.fail) == commit
+    assert store.cut(4) == Cut(7, {"guard": {"lr_scale": 0.5}})
+    store.verify(commit)
 
 
 def test_version_and_controllers_belong_to_the_cut(store: CheckpointStore) -> None:

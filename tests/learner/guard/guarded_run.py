@@ -17,6 +17,7 @@ from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.events import Reserved, Resumed, Trained
 from asyncrl.buffer.store import ExperienceStore
+from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.experience import Group
 from learner.backend import Models
@@ -43,6 +44,8 @@ class Faults:
         policy, critic: Whether the loss of an update is multiplied by `factor`.
         busy: Steps at which no buffer for weights is free.
         before_write: Called with the number of the checkpoint, from 1, before a rank writes it.
+        clock: What the learner measures its time with.
+        wrap: What is put around the leader's way to the buffer.
     """
 
     policy: Callable[[int], bool] = lambda call: False
@@ -50,6 +53,8 @@ class Faults:
     factor: float = 1e6
     busy: tuple[int, ...] = ()
     before_write: Callable[[int], None] = lambda number: None
+    clock: Clock = field(default_factory=SystemClock)
+    wrap: Callable[[LearnerClient], Any] = lambda client: client
 
 
 @dataclass
@@ -179,10 +184,12 @@ def running(
             stack.callback(made.close)
             return made
 
-        leader = Leader(config, client, connect, checkpoints)
+        leader = Leader(config, faults.wrap(client), connect, checkpoints, clock=faults.clock)
         place = Ranks(0, 1, torch.device("cpu"))
         parts = (models, objective, Intake(fetching), checkpoints, folder / "weights", leader)
-        yield Run(LearnerService(config, place, *parts), store, address, folder, checkpoints)
+        yield Run(
+            LearnerService(config, place, *parts, clock=faults.clock), store, address, folder, checkpoints
+        )
         client.close()
         fetching.close()
 
@@ -202,7 +209,11 @@ def open_models(model: Path, objective, faults: Faults, **changes) -> Models:
 
 def make_config(model: Path, **sections) -> Config:
     """The sampler's log-probs are invented: of the signals only the gradient's norm is looked at."""
-    limits = {"max_kl": 1e3, "max_grad_norm": 50.0, "max_clipfrac": 1e3, "min_ess": 0, "min_throughput": 0}
+    unseen = ("actor/ppo_kl", "rollout_corr/kl", "actor/pg_clipfrac", "perf/throughput")
+    limits = dict.fromkeys((*unseen, "rollout_corr/rollout_is_eff_sample_size")) | {
+        "actor/grad_norm": {"max": 50.0},
+        "critic/grad_norm": {"max": 50.0},
+    }
     return Config.model_validate(
         {
             "model": {"path": str(model), "dtype": "float32"},
@@ -214,7 +225,7 @@ def make_config(model: Path, **sections) -> Config:
             | sections.get("learner", {}),
             "checkpoint": sections.get("checkpoint", {"every_steps": EVERY}),
             "eval": sections.get("eval", {}),
-            "guard": limits | sections.get("guard", {}),
+            "guard": {"limits": limits} | sections.get("guard", {}),
         }
     )
 

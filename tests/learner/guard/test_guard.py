@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
+from pydantic import ValidationError
 
 from asyncrl.config.tree import GuardSection
 from learner.guard.explanations import EXPLANATIONS, explain
@@ -115,7 +117,8 @@ def test_rewards_of_an_empty_batch_may_be_not_a_number():
 
 
 def test_every_kind_of_finding_is_explained_in_all_four_parts():
-    kinds = {signal.kind for signal in make_signals(GuardSection())} | {"not_finite", "out_of_memory"}
+    kinds = {signal.kind for signal in make_signals(GuardSection())}
+    kinds |= {"not_finite", "out_of_memory", "limit"}
     assert kinds == set(EXPLANATIONS)
     for kind in kinds:
         text = explain(Finding(kind, "actor/x", 3.0, 2.0, 9.5))
@@ -124,22 +127,98 @@ def test_every_kind_of_finding_is_explained_in_all_four_parts():
         assert "actor/x is 3, limit 2, +9.5 robust deviations" in text
 
 
-@pytest.mark.parametrize(("field", "metric", "value"), [
-    ("max_kl", "actor/ppo_kl", 0.02),
-    ("max_grad_norm", "actor/grad_norm", 1.5),
-    ("max_clipfrac", "actor/pg_clipfrac", 0.2),
-    ("max_vf_clipfrac", "critic/vf_clipfrac", 0.04),
-    ("min_entropy", "actor/entropy", 0.3),
-    ("min_ess", "rollout_corr/rollout_is_eff_sample_size", 0.6),
-    ("min_throughput", "perf/throughput", 400.0),
+@pytest.mark.parametrize(("way", "metric", "value"), [
+    ("max", "actor/ppo_kl", 0.02),
+    ("max", "rollout_corr/kl", 0.02),
+    ("max", "actor/grad_norm", 1.5),
+    ("max", "critic/grad_norm", 1.5),
+    ("max", "actor/pg_clipfrac", 0.2),
+    ("max", "critic/vf_clipfrac", 0.04),
+    ("min_share", "actor/entropy", 0.3),
+    ("min", "rollout_corr/rollout_is_eff_sample_size", 0.6),
+    ("min_share", "perf/throughput", 400.0),
 ])  # fmt: skip
-def test_every_limit_can_be_set(field, metric, value):
+def test_every_limit_can_be_set_and_taken_away(way, metric, value):
     metrics = calm_metrics(NUM_CALM) | {metric: value}
     assert calm_guard().judge(NUM_CALM, metrics).findings == ()
-    share = {"min_entropy": 1.2, "min_throughput": 900.0}.get(field, 1.0)
-    bound = (value * 1.1 if field.startswith("min") else value / 1.1) / share
-    (finding,) = calm_guard(**{field: bound}).judge(NUM_CALM, metrics).findings
-    assert finding.metric == metric
+    first = CALM[metric] if way == "min_share" else 1.0
+    bound = (value / 1.1 if way == "max" else value * 1.1) / first
+    (finding,) = calm_guard(limits={metric: {way: bound}}).judge(NUM_CALM, metrics).findings
+    assert finding.metric == metric and finding.kind != "limit"
+    worst = calm_metrics(NUM_CALM) | {metric: 1e6 if way == "max" else 0.0}
+    assert calm_guard().judge(NUM_CALM, worst).findings
+    assert calm_guard(limits={metric: None}).judge(NUM_CALM, worst).findings == ()
+
+
+def test_any_metric_of_the_learner_can_have_a_limit_that_acts_unless_it_is_of_speed():
+    calm = {"response_length/mean": 100.0, "timing_s/update_actor": 1.0}
+    limits = {"response_length/mean": {"max": 150.0}, "timing_s/update_actor": {"max": 2.0}}
+    guard = Guard(GuardSection(action="stop", limits=limits))
+    for step in range(NUM_CALM):
+        assert guard.judge(step, calm).action is Action.NONE
+    verdict = guard.judge(NUM_CALM, calm | {"timing_s/update_actor": 90.0})
+    assert verdict.action is Action.WARN and verdict.findings[0].kind == "limit"
+    assert guard.judge(NUM_CALM + 1, calm | {"response_length/mean": 2000.0}).action is Action.STOP
+    assert guard.counters()["guard/limit"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("limit", "beyond", "far"),
+    [
+        ({"min": -1.0}, -1.01, -10.1),
+        ({"max": -1.0}, -0.9, 8.1),
+        ({"min": 0.0}, -0.01, None),
+        ({"max": 0.0}, 0.01, None),
+        ({"min": 0.5}, 0.4, 0.04),
+    ],
+)
+def test_a_limit_that_is_not_positive_is_crossed_a_little_before_it_is_crossed_far(limit, beyond, far):
+    for value, action in ((beyond, Action.WARN), (far, Action.STOP)):
+        guard = Guard(GuardSection(action="stop", limits={"critic/rewards/mean": limit}))
+        if value is not None:
+            assert guard.judge(0, {"critic/rewards/mean": value}).action is action
+    guard = Guard(GuardSection(action="stop", limits={"critic/rewards/mean": limit}))
+    (way, bound), usual = next(iter(limit.items())), 1.0
+    inside = bound - usual if way == "max" else bound + usual
+    for step in range(NUM_CALM):
+        assert guard.judge(step, {"critic/rewards/mean": inside}).action is Action.NONE
+    outside = bound + 50.0 if way == "max" else bound - 50.0
+    assert guard.judge(NUM_CALM, {"critic/rewards/mean": outside}).action is Action.STOP, "by its z-score"
+
+
+def test_before_the_warm_up_no_update_is_refused_for_a_limit_of_zero():
+    limits = {metric: {"max": 0.0} for metric in ("actor/grad_norm", "actor/pg_clipfrac")}
+    bounds = dict(Guard(GuardSection(action="skip_update", limits=limits)).limits())
+    assert not bounds.keys() & limits.keys() and bounds["actor/ppo_kl"] == pytest.approx(0.3)
+
+
+def test_a_usual_value_below_zero_is_not_far_from_itself():
+    guard = Guard(GuardSection(action="stop", limits={"critic/rewards/mean": {"min": -0.1}}))
+    for step in range(NUM_CALM):
+        value = -0.3 + 0.05 * math.sin(7.0 * step)
+        assert guard.judge(step, {"critic/rewards/mean": value}).action is Action.WARN
+    assert guard.judge(NUM_CALM, {"critic/rewards/mean": -0.35}).action is Action.WARN
+    assert guard.judge(NUM_CALM, {"critic/rewards/mean": -9.0}).action is Action.STOP
+
+
+def test_a_lower_limit_never_refuses_an_update_beforehand():
+    guard = Guard(GuardSection(action="skip_update", limits={"actor/grad_norm": {"min": 0.1}}))
+    assert "actor/grad_norm" not in dict(guard.limits())
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"actor/grad_nrm": {"max": 1.0}}, "there is no 'actor/grad_nrm'"),
+        ({"buffer/depth": {"max": 1.0}}, "is made elsewhere"),
+        ({"actor/grad_norm": {}}, "one of {max: x}"),
+        ({"actor/grad_norm": {"max": 1.0, "min": 0.0}}, "one of {max: x}"),
+        ({"actor/grad_norm": {"maximum": 1.0}}, "Extra inputs"),
+    ],
+)
+def test_a_limit_that_would_never_be_looked_at_is_refused(limits, said):
+    with pytest.raises(ValidationError, match=re.escape(said)):
+        GuardSection(limits=limits)
 
 
 def test_the_z_score_and_the_warm_up_can_be_set():

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.config.tree import KlSection
 from asyncrl.control.record.metering import Meter, evaluation_row
+from asyncrl.control.record.prometheus import prometheus_name, prometheus_text
 from asyncrl.control.record.recorder import FIRST_OF_LIFE
 from asyncrl.metrics import METRICS, find, unknown_names
 from asyncrl.metrics.tallies import conclude
@@ -78,6 +80,7 @@ def run_rows(model: Path, cluster: Cluster, tmp_path_factory: pytest.TempPathFac
 def watched_names() -> set[str]:
     """Return what the supervisor and an evaluation add."""
     status = {"tokens": 1, "busy_s": 1.0, "idle_s": 1.0, "scored": 1, "version": 2, "last_swap_s": 0.1}
+    status |= {"idle_by_cause": {"lease": 1.0}}
     status |= {"reward_parts": {"gsm8k": [1, 1.0]}, "reward_errors": {"raised": 1}}
     syncing = {
         "weight_sync.0": {
@@ -89,13 +92,14 @@ def watched_names() -> set[str]:
         },
         "publisher.0": {"counters": {}},
     }
+    sinks = {"metrics/sink_dropped/wandb", "metrics/sink_waiting/wandb"}
     meter = Meter()
     meter.update(0.0, {"rollout.0": status | {"scored": 0, "reward_parts": {}}, "buffer.0": {}})
     made = meter.update(1.0, {"rollout.0": status, "buffer.0": {}, **syncing})
     judged = JudgedPrompt("source", (Judged(True, 1.0, "1", 3, False), None))
     measured = conclude(tally_prompts([judged], 2, {})) | refused_metrics()
     evaluation = {"step": 1, "id": 1, "version": 1, "metrics": measured}
-    return {*made, *evaluation_row(evaluation), FIRST_OF_LIFE}
+    return {*made, *evaluation_row(evaluation), FIRST_OF_LIFE, *sinks}
 
 
 def refused_metrics() -> dict[str, float]:
@@ -113,6 +117,17 @@ def test_every_registered_name_is_made_by_a_real_run(step_rows, run_rows):
     registered = {found.name for name in made if (found := find(name)) is not None}
     expected = {metric.name for metric in METRICS} - (set() if torch.cuda.is_available() else ON_GPUS)
     assert expected - registered == set()
+
+
+def test_prometheus_tells_every_metric_of_a_real_row(step_rows, run_rows):
+    for row in [*step_rows.values(), *run_rows]:
+        told = {
+            (sample.name, sample.value)
+            for family in text_string_to_metric_families(prometheus_text({"run": "r"}, row))
+            for sample in family.samples
+        }
+        metrics = {name: find(name) for name in row if "/" in name}
+        assert all((prometheus_name(found.name), row[name]) in told for name, found in metrics.items())
 
 
 def test_a_plain_run_always_has_what_needs_no_setting(run_rows):

@@ -11,6 +11,7 @@ import pytest
 from asyncrl.buffer.client import EvaluationOrder, LeaseReply, ReplicaClient
 from asyncrl.metrics.tallies import Tally
 from rollout_service.engine.protocol import Interrupted
+from rollout_service.replica import CALL_ATTEMPTS
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.matching import score_digit_sort
 from tests.rollout.replica_parts import Stage, open_stage, wait_for
@@ -49,6 +50,16 @@ def test_a_lone_replica_answers_all_parts_pinned_once(tmp_path: Path):
     assert stage.receiver.calls.count("pin") == 1
 
 
+def test_a_receiver_that_is_away_when_an_evaluation_ends_does_not_end_the_replica(tmp_path: Path):
+    with open_stage(tmp_path, DIGIT_SORT, evaluation={"samples": 1, "replicas": 1}) as stage:
+        stage.receiver.is_away = True
+        stage.serve_first_version()
+        stage.learner.request_evaluation(0)
+        finished(stage)
+        wait_for(lambda: stage.receiver.calls.count("unpin") == CALL_ATTEMPTS, "the last try")
+        wait_for(lambda: stage.state() == "READY", "READY")
+
+
 def test_two_replicas_of_one_version_share_an_evaluation(tmp_path: Path):
     async def help_out(address: str, version: int) -> int:
         client, num_parts = ReplicaClient(address, "rollout.1", 5.0), 0
@@ -75,7 +86,7 @@ def test_the_part_of_a_replica_that_falls_silent_is_answered_by_another(tmp_path
         asyncio.run(take_part(client, number))  # and never a word again
         metrics = finished(stage)["metrics"]
         assert metrics["val-aux/num_prompts"] == NUM_PROMPTS
-        assert stage.replica.status()["counters"]["evaluations"] == 2
+        wait_for(lambda: stage.replica.status()["counters"]["evaluations"] == 2, "the second answer's answer")
         client.close()
 
 
@@ -85,8 +96,8 @@ class LateClient(ReplicaClient):
     stage: Stage
     has_swapped = False
 
-    async def lease(self, version: int, want: int, wait_s: float) -> LeaseReply:
-        reply = await super().lease(version, want, wait_s)
+    async def lease(self, *args: Any, **kwargs: Any) -> LeaseReply:
+        reply = await super().lease(*args, **kwargs)
         if reply.evaluate is not None and not self.has_swapped:
             type(self).has_swapped = True
             stage = self.stage

@@ -1,0 +1,92 @@
+"""Commands for before a run: a configuration to begin with, what it will take, whether the machine is fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl.cli import exits
+from asyncrl.cli.options import PLAIN, AsJson, Overrides, RunsDir, complete_config, complete_run
+
+app = typer.Typer(**PLAIN)
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Made if it is not there.")] = Path("."),
+    preset: Annotated[
+        str,
+        typer.Option(
+            "--preset",
+            metavar="NAME",
+            help="A shipped configuration to start from.",
+            autocompletion=complete_config,
+        ),
+    ] = "quickstart",
+) -> None:
+    """Write a cluster.yaml and a reward to begin with.
+
+    No file is overwritten.
+    """
+    from asyncrl.cli.reports.starter import write_starter
+
+    for path in write_starter(folder, preset):
+        print(path)
+    exits.say(f"next: cd {folder}; asyncrl plan cluster.yaml; asyncrl up cluster.yaml")
+
+
+@app.command()
+def plan(
+    configs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG...",
+            help="YAML files, each laid over those before it, or the name of a shipped one.",
+            autocompletion=complete_config,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            help="Compare with this run; otherwise with that of the same name.",
+            autocompletion=complete_run,
+        ),
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of a configuration and end.")
+    ] = False,
+    elsewhere: Annotated[
+        bool, typer.Option("--elsewhere", help="For another machine: leave this one out of the checks.")
+    ] = False,
+    runs_dir: RunsDir = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Check a configuration; print what it will take.
+
+    Nothing is started. Where its run is there already, also what differs, and what a resume would take of it.
+    """
+    from asyncrl.cli.reports.plan import print_plan, print_schema
+
+    if schema:
+        print_schema()
+        return
+    if not configs:
+        raise typer.BadParameter(
+            "name a configuration, such as quickstart or cluster.yaml", param_hint="CONFIG"
+        )
+    print_plan(configs, overrides or [], run, runs_dir, as_json, elsewhere)
+
+
+@app.command()
+def doctor(runs_dir: RunsDir = "runs", as_json: AsJson = False) -> None:
+    """Look whether this machine is fit for a run.
+
+    Packages, CPUs, GPUs, memory, disk, limits, ports. Exit code 1 if a run cannot work here.
+    """
+    from asyncrl.cli.doctor.examination import print_findings
+
+    raise typer.Exit(exits.OK if print_findings(runs_dir, as_json) else exits.FAILED)

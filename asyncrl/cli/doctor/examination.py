@@ -1,0 +1,48 @@
+"""`asyncrl doctor`: all examinations, as text or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from asyncrl.cli.doctor import machine, packages
+from asyncrl.cli.doctor.finding import Finding
+from asyncrl.cli.reports.table import align
+from asyncrl.control.plan import count_gpus
+
+
+def examine(runs_dir: str) -> Iterator[Finding]:
+    """Yield what was found, one thing after the other."""
+    yield from packages.check_python()
+    yield from packages.check_packages()
+    yield from packages.check_torch(count_gpus())
+    yield from machine.check_processors()
+    yield from machine.check_memory()
+    yield from machine.check_disk(runs_dir)
+    yield from machine.check_limits()
+    yield from machine.check_sockets()
+    yield from machine.check_redis()
+    yield from machine.check_leftovers()
+
+
+def print_findings(runs_dir: str, as_json: bool) -> bool:
+    """Print what was found; return whether a run can work here."""
+    findings = list(examine(runs_dir))
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        print("\n".join(text_of(findings)))
+    return all(finding.verdict != "fail" for finding in findings)
+
+
+def text_of(findings: Sequence[Finding]) -> list[str]:
+    """Return a line per finding, the advice below those that need one, and the sum."""
+    heads = align([[finding.verdict, finding.what, finding.found] for finding in findings])
+    lines = []
+    for head, finding in zip(heads, findings, strict=True):
+        lines.append(head)
+        if finding.advice:
+            lines.append(f"      -> {finding.advice}")
+    counts = {verdict: sum(one.verdict == verdict for one in findings) for verdict in ("ok", "warn", "fail")}
+    return [*lines, ", ".join(f"{count} {verdict}" for verdict, count in counts.items())]

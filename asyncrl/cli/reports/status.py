@@ -1,0 +1,247 @@
+"""`asyncrl status`: what runs are doing, once or until they are over; one as a panel, several as a table.
+
+consumes: snapshots of live runs, and what ended ones have left
+waits for: a second between two looks      unblocked by: the end of the runs, or Ctrl-C, which ends nothing
+produces: text, or JSON: an object for one run, a list for several; a line per look while it watches
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.cli import exits
+from asyncrl.cli.live import row_of
+from asyncrl.cli.reports.table import align
+from asyncrl.clock import Clock, SystemClock
+from asyncrl.control.api.access import page_url
+from asyncrl.control.api.client import NotRunning, RunClient, connect, find_folders, find_live_folder
+from asyncrl.control.launch.handle import attach
+from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.errors import DeadlineExceeded, RemoteError
+
+REFRESH_S = 1.0
+CHECKPOINT_POLL_S = 0.2
+LEFT_BY_THE_END = "ended"
+NOT_ANSWERING = "silent"
+
+Snapshot = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which runs are asked for: by name, all of a folder, or, without either, the one started last."""
+
+    names: Sequence[str]
+    is_all: bool
+    runs_dir: str
+
+    @property
+    def is_several(self) -> bool:
+        return self.is_all or len(self.names) > 1
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return the snapshots of these runs.
+
+        Raises:
+            NotRunning: There is no such live run.
+        """
+        if self.is_all:
+            return [_last_word(RunDir(folder)) for folder in find_folders(self.runs_dir)]
+        if self.names:
+            return [self._one(name) for name in self.names]
+        return [self._one(None)]
+
+    def _one(self, name: str | None) -> Snapshot:
+        try:
+            folder = find_live_folder(self.runs_dir, name)
+        except NotRunning as error:
+            ended = read_json(RunDir(Path(self.runs_dir) / name).outcome) if name else None
+            if ended is None:
+                raise
+            raise NotRunning(error.message, hint=f"It has ended: {ended['state']}") from error
+        return _poll(folder) or _last_word(folder)
+
+
+def show_status(asked: Asked, *, as_json: bool, is_watching: bool = False, clock: Clock | None = None) -> int:
+    """Print what the runs are doing and return the exit code.
+
+    Raises:
+        NotRunning: There is no such live run.
+    """
+    clock = clock or SystemClock()
+    snapshots = asked.snapshots()
+    if not is_watching:
+        _print(snapshots, asked, as_json)
+        return exits.DEGRADED if any(map(_is_degraded, snapshots)) else exits.OK
+    view: _Json | _Text = _Json(asked) if as_json else _Text(asked)
+    try:
+        while True:
+            view.show(snapshots)
+            if not any(map(_is_live, snapshots)):
+                return exits.OK
+            clock.sleep(REFRESH_S)
+            snapshots = asked.snapshots()
+    except NotRunning:
+        exits.say("the run is over")
+        return exits.OK
+    finally:
+        view.close()
+
+
+def await_checkpoint(
+    client: RunClient, step: int, wait_s: float, clock: Clock | None = None
+) -> dict[str, int]:
+    """Return `{"step": s}` once the journal knows a checkpoint of a step `s` of at least `step`.
+
+    Raises:
+        DeadlineExceeded: There was none in `wait_s` seconds.
+        NotRunning: The run ended meanwhile.
+    """
+    clock = clock or SystemClock()
+    end = clock.now() + wait_s
+    life: int | None = None
+    while True:
+        snapshot = _answer(client)
+        known = snapshot.get("ledger", {}).get("checkpoints") or []
+        if known and max(known) >= step:
+            return {"step": max(known)}
+        life = _ask_next_life(client, snapshot, step, life)
+        if clock.now() >= end:
+            raise DeadlineExceeded(
+                f"no checkpoint of step {step} or later was written within {wait_s:g} s",
+                hint="'asyncrl status' shows what the learner does",
+            )
+        clock.sleep(CHECKPOINT_POLL_S)
+
+
+def _answer(client: RunClient) -> Snapshot:
+    """Return the snapshot, an empty one while a live run does not answer: its supervisor starts again."""
+    try:
+        return client.status()
+    except DeadlineExceeded:
+        return {}
+    except NotRunning:
+        if attach(client.folder) is None:
+            raise
+        return {}
+
+
+def _ask_next_life(client: RunClient, snapshot: Snapshot, step: int, life: int | None) -> int | None:
+    """Ask again once a learner that was started anew, and knows of nothing, is back at `step`.
+
+    Returns:
+        The learner's life that was asked; `life` is the one before.
+    """
+    found = snapshot.get("services", {}).get("learner.0", {}).get("restarts")
+    if found is None or found == life:
+        return life
+    if life is None:
+        return int(found)
+    if snapshot.get("step", 0) < step:
+        return life
+    try:
+        client.checkpoint()
+    except (DeadlineExceeded, NotRunning, RemoteError):
+        return life  # it is asked at the next look
+    return int(found)
+
+
+def _poll(folder: RunDir) -> Snapshot | None:
+    handle = attach(folder)
+    return None if handle is None else handle.poll()
+
+
+def _last_word(folder: RunDir) -> Snapshot:
+    """Return the snapshot of a run, or, once it has ended, what it has left."""
+    found = _poll(folder)
+    if found is not None:
+        return found
+    outcome, summary = read_json(folder.outcome) or {}, read_json(folder.summary) or {}
+    return {
+        "run": folder.path.name,
+        "state": outcome.get("state", LEFT_BY_THE_END),
+        "step": summary.get("steps", 0),
+        "accuracy": summary.get("accuracy_end"),
+        "error": outcome.get("error") or None,
+        "is_over": True,
+    }
+
+
+def _is_live(snapshot: Snapshot) -> bool:
+    return not snapshot.get("is_over") and snapshot.get("state") not in ("finished", "stopped", "failed")
+
+
+def _is_degraded(snapshot: Snapshot) -> bool:
+    """A run whose supervisor does not answer, or is being replaced, says nothing of its health."""
+    return snapshot.get("health", "ok") != "ok" or snapshot.get("state") == NOT_ANSWERING
+
+
+def _print(snapshots: Sequence[Snapshot], asked: Asked, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(list(snapshots) if asked.is_several else snapshots[0], indent=2, sort_keys=True))
+    elif asked.is_several:
+        print("\n".join(table_of(snapshots)))
+    else:
+        from rich.console import Console
+
+        from asyncrl.cli.live import panel_of
+
+        Console().print(panel_of(snapshots[0]))
+        _say_page(asked, snapshots[0])
+
+
+def table_of(snapshots: Sequence[Snapshot]) -> list[str]:
+    """Return several runs as lines of one table."""
+    if not snapshots:
+        return ["there are no runs"]
+    rows = [row_of(snapshot) for snapshot in snapshots]
+    return align([[*rows[0]], *([*row.values()] for row in rows)])
+
+
+def _say_page(asked: Asked, snapshot: Snapshot) -> None:
+    """Tell the person at a terminal where the page is; its token is for nobody else."""
+    name = str(snapshot.get("run", ""))
+    client = connect(RunDir(Path(asked.runs_dir) / name)) if name else None
+    if client is not None and sys.stderr.isatty():
+        exits.say(f"page: {page_url(client.url, client.key)}")
+
+
+class _Text:
+    """The panel of one run, or the table of several, drawn again in place where that is possible."""
+
+    def __init__(self, asked: Asked) -> None:
+        from asyncrl.cli.watch import view_on
+
+        self._asked = asked
+        self._view = None if asked.is_several else view_on(sys.stdout)
+
+    def show(self, snapshots: Sequence[Snapshot]) -> None:
+        if self._view is not None:
+            self._view.show(snapshots[0])
+            return
+        if sys.stdout.isatty():
+            print("\x1b[H\x1b[2J", end="")
+        print("\n".join(table_of(snapshots)), flush=True)
+
+    def close(self) -> None:
+        if self._view is not None:
+            self._view.close()
+
+
+class _Json:
+    """A line per look."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+
+    def show(self, snapshots: Sequence[Snapshot]) -> None:
+        value = list(snapshots) if self._asked.is_several else snapshots[0]
+        print(json.dumps(value, sort_keys=True), flush=True)
+
+    def close(self) -> None:
+        """A line is complete when it is printed."""

@@ -1,0 +1,99 @@
+"""`asyncrl inspect weights`: which version each replica serves and how it came there, as text or JSON."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from asyncrl.cli.reports.table import align
+from asyncrl.config.load import find_run_folder
+from asyncrl.control.api.client import connect
+from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.record.sync_history import find_newest_folder, report_weights
+
+
+def print_weights(run: str | None, runs_dir: str, as_json: bool) -> None:
+    """Print the report of a run, or of the one that was started last."""
+    folder = find_run_folder(run, runs_dir) if run else find_newest_folder(runs_dir)
+    report = inspect_weights(folder)
+    print(json.dumps(report, indent=2) if as_json else text_of(report))
+
+
+def inspect_weights(folder: Path) -> dict[str, Any]:
+    """Return the report of the run in `folder`, from its coordinator while it lives."""
+    client = connect(RunDir(folder))
+    return report_weights(folder, client.weights() if client else None)
+
+
+def text_of(report: dict[str, Any]) -> str:
+    """Return the report as lines of text."""
+    counters = "  ".join(f"{name} {count}" for name, count in sorted(report["counters"].items()))
+    head = [
+        f"run {report['run']}, told by its {report['told_by']}",
+        f"version     {_version(report)}",
+        f"membership  {_membership(report)}",
+        f"counters    {counters or '-'}",
+    ]
+    return "\n".join([*head, "", *_replicas(report), "", *_rounds(report), "", *_failures(report)])
+
+
+def _version(report: dict[str, Any]) -> str:
+    if report["version"] is None:
+        return "none yet"
+    number, step = report["version"]
+    return f"{number} (step {step}), {report['num_bytes']} bytes, digest {report['digest'] or '-'}"
+
+
+def _membership(report: dict[str, Any]) -> str:
+    found = report["membership"]
+    return f"{found['number']} ({', '.join(found['members'])})" if found else "none yet"
+
+
+def _replicas(report: dict[str, Any]) -> list[str]:
+    rows = [("replica", "state", "version", "staged", "transfer s", "swap s", "remarks")]
+    for name, member in sorted(report["replicas"].items()):
+        is_so = [word for word in ("fenced", "pinned", "served_alone") if member.get(word)]
+        remarks = ", ".join(
+            [word.replace("_", " ") for word in is_so] + [member["error"]] * bool(member["error"])
+        )
+        numbers = (member["version"] or "-", member["staged"] or "-")
+        times = (_seconds(member["last_round_s"]), _seconds(member["last_swap_s"]))
+        rows.append((name, member["state"], *map(str, numbers), *times, remarks or "-"))
+    return align(rows)
+
+
+def _rounds(report: dict[str, Any]) -> list[str]:
+    rows = [("round of", "version", "lane", "seconds", "bytes", "members", "cause")]
+    for line in report["rounds"]:
+        parts = ", ".join(f"{name} {part}" for name, part in sorted(line["parts"].items()))
+        rows.append(
+            (
+                _clock_time(line["time"]),
+                str(line["number"]),
+                line["lane"],
+                _seconds(line["seconds"]),
+                str(line["num_bytes"]),
+                parts,
+                line["cause"] or "-",
+            )
+        )
+    return align(rows) if len(rows) > 1 else ["no round has ended yet"]
+
+
+def _failures(report: dict[str, Any]) -> list[str]:
+    if not report["failures"]:
+        return ["nobody was blamed"]
+    rows = [("blamed at", "culprit", "newest", "cause")]
+    for line in report["failures"]:
+        rows.append((_clock_time(line["time"]), line["culprit"], str(line["number"]), line["cause"]))
+    return align(rows)
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _clock_time(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s).isoformat(" ", "milliseconds")

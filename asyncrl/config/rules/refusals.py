@@ -1,0 +1,130 @@
+"""Keys and values that many would write, and why they are refused or what stands for them (pure).
+
+Owns these sentences. Must never decide whether a key is known: the tree does, and is asked first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+FOREIGN_DISTRIBUTION = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "logits_processors",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+)
+"""Well-known options that draw tokens from another distribution than the policy's."""
+BREAKS_LOGPROBS = (
+    "Leave it out: answers are sampled with the temperature alone. The learner weighs each token by its "
+    "log-prob under the whole vocabulary's distribution, and would take every token that this option favours "
+    "or bans for one that the policy favours or avoids"
+)
+NO_ADAPTER = {
+    ("rollout.engine", "sglang"): (
+        "There is no adapter for SGLang yet: swaps with requests in flight, and log-probs and a version for "
+        "each token, are proven with vllm alone"
+    ),
+    ("learner.backend", "deepspeed"): (
+        "There is no adapter for DeepSpeed: megatron cuts large models, fsdp2 runs any Hugging Face model"
+    ),
+    ("model.dtype", "fp8"): "Nothing is computed or sent in 8 bits yet: the engine's log-probs would drift",
+}
+"""Why a value that many would write is none of those allowed."""
+
+_LORA = (
+    "there are no LoRA adapters yet",
+    "All parameters are trained: weight sync, checkpoints and the engine's reload carry whole tensors",
+)
+_VISION = (
+    "there are no images or videos yet",
+    "Prompts, trajectories and the wire hold text tokens only: name a text model and a column of text",
+)
+_MOE = (
+    "there are no mixtures of experts yet",
+    "Sampler and learner would send the same token to different experts: name a dense model",
+)
+_STAGE = (
+    "weights are always staged",
+    (
+        "Leave it out: they arrive in shared memory beside the engine while generation goes on. Receiving "
+        "them inside the engine while it pauses (stage: false) is not there yet"
+    ),
+)
+_QUANTIZED = (
+    "there are no quantised engines yet",
+    "The recorded log-probs must be those of the weights that the learner trains: choose model.dtype",
+)
+_SPECULATIVE = (
+    "there is no speculative decoding yet",
+    "Leave it out: a draft model would be another set of weights to keep at the policy's version",
+)
+_COLOCATED = (
+    "there is no colocated mode",
+    "Rollout and learner have devices of their own: rollout.gpus and learner.gpus",
+)
+_REMOTE_CODE = (
+    "no code is taken from a model folder",
+    "Leave it out: choose a model that Transformers and vLLM know by themselves",
+)
+
+NOT_THERE: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "lora_path", "peft", "adapter", "qlora"), _LORA),
+    **dict.fromkeys(
+        ("vision", "image_key", "images", "video_key", "videos", "multimodal", "processor"), _VISION
+    ),
+    **dict.fromkeys(
+        ("moe", "ep", "etp", "expert_parallel", "expert_parallel_size", "num_experts", "router_replay"), _MOE
+    ),
+    "stage": _STAGE,
+    **dict.fromkeys(("quantization", "quantize", "fp8", "load_in_8bit", "load_in_4bit"), _QUANTIZED),
+    **dict.fromkeys(("speculative", "speculative_config", "speculative_model", "draft_model"), _SPECULATIVE),
+    **dict.fromkeys(("colocate", "colocated", "hybrid_engine", "sleep_level"), _COLOCATED),
+    "trust_remote_code": _REMOTE_CODE,
+}
+"""A key or a section, wherever it stands: what is not there, and why or what to do instead."""
+
+_ADAPTIVE = "Write adaptive: {target, horizon} under 'algorithm.kl', and leave it out for a fixed coefficient"
+_REVISION = "Write it behind the hub id: path: owner/name@revision"
+_GPUS = "Write gpus under 'rollout': an engine is cut over the GPUs of its replica"
+_OVERLONG = "Write overlong: {buffer_tokens, penalty} under 'reward', and leave it out for none"
+
+
+def _limit(form: str, *metrics: str) -> str:
+    limits = ", ".join(f"{metric}: {{{form}: x}}" for metric in metrics)
+    return f"Write limits: {{{limits}}} under 'guard'"
+
+
+MOVED = {
+    "guard.max_kl": _limit("max", "actor/ppo_kl", "rollout_corr/kl"),
+    "guard.max_grad_norm": _limit("max", "actor/grad_norm", "critic/grad_norm"),
+    "guard.max_clipfrac": _limit("max", "actor/pg_clipfrac"),
+    "guard.max_vf_clipfrac": _limit("max", "critic/vf_clipfrac"),
+    "guard.min_entropy": _limit("min_share", "actor/entropy"),
+    "guard.min_ess": _limit("min", "rollout_corr/rollout_is_eff_sample_size"),
+    "guard.min_throughput": _limit("min_share", "perf/throughput"),
+    "algorithm.kl.controller": _ADAPTIVE,
+    "algorithm.kl.target": _ADAPTIVE,
+    "algorithm.kl.horizon": _ADAPTIVE,
+    "learner.min_lr_ratio": "Write it behind the schedule: lr_schedule: cosine:0.1",
+    "model.revision": _REVISION,
+    "critic.revision": _REVISION,
+    "data.shuffle": "Write order: shuffled or order: sequential under 'data'",
+    "data.curriculum": "Write it as the order: order: extra_info.level under 'data'",
+    "reward.overlong_buffer_tokens": _OVERLONG,
+    "reward.overlong_penalty": _OVERLONG,
+    "buffer.managed": "Write url: managed under 'buffer'",
+    "rollout.tensor_parallel_size": _GPUS,
+    "rollout.tp": _GPUS,
+    "rollout.multi_turn": "Write environment: {name, max_turns} under 'rollout'",
+    "rollout.agent": "Write gateway: {port} under 'rollout' for agents with a loop of their own",
+    "reward.model": "Write fn: {fn: model, path: ...} under 'reward'",
+}
+"""Keys that other versions or systems have, and what stands for them here."""

@@ -1,0 +1,6 @@
+"""What every key of the configuration means: as JSON Schema, and as a page."""
+
+from asyncrl.config.schema.draft import json_schema
+from asyncrl.config.schema.leaves import Leaf, walk
+
+__all__ = ["Leaf", "json_schema", "walk"]

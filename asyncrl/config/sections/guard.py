@@ -1,0 +1,109 @@
+"""The stability guard: which metrics it watches, their limits, and what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_serializer, model_validator
+
+from asyncrl.config.sections.section import NonNegativeNumber, Section, refuse
+from asyncrl.metrics import find, unknown_names
+
+WATCHED_SOURCES = ("step", "leader")
+"""Who makes the metrics that the guard sees: the learner, once per step."""
+
+
+WAYS = ("max", "min", "min_share")
+
+
+def _is_number(way: str) -> dict[str, Any]:
+    return {"required": [way], "properties": {way: {"type": "number"}}}
+
+
+class LimitSection(Section):
+    """The limit of one metric: one of `max`, `min`, and `min_share` of the run's first values."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [_is_number(way) for way in WAYS]})
+
+    max: float | None = None
+    """The highest value, in the metric's unit. For example: 2.0"""
+    min: float | None = None
+    """The lowest value, in the metric's unit. For example: 0.3"""
+    min_share: NonNegativeNumber | None = None
+    """[share] The lowest value, of the median of the run's first ones. For example: 0.05"""
+
+    @model_validator(mode="after")
+    def check_one_is_set(self) -> Self:
+        """Check that there is one limit: a metric with two would need two pasts."""
+        if len(self.as_written()) != 1:
+            raise refuse("one of {max: x}, {min: x} and {min_share: x}", "null takes the limit away")
+        return self
+
+    @model_serializer
+    def as_written(self) -> dict[str, float]:
+        """Return what is set."""
+        found = {way: getattr(self, way) for way in WAYS}
+        return {way: value for way, value in found.items() if value is not None}
+
+
+DEFAULT_LIMITS: Mapping[str, LimitSection | None] = {
+    "actor/ppo_kl": LimitSection(max=0.03),
+    "rollout_corr/kl": LimitSection(max=0.03),
+    "actor/grad_norm": LimitSection(max=2.0),
+    "critic/grad_norm": LimitSection(max=2.0),
+    "actor/pg_clipfrac": LimitSection(max=0.3),
+    "critic/vf_clipfrac": LimitSection(max=0.05),
+    "actor/entropy": LimitSection(min_share=0.05),
+    "rollout_corr/rollout_is_eff_sample_size": LimitSection(min=0.3),
+    "perf/throughput": LimitSection(min_share=0.3),
+}
+"""What is watched unless the configuration says otherwise."""
+
+
+def with_default_limits(value: object) -> object:
+    """Return the limits that are given, and the usual ones of all other metrics."""
+    return {**DEFAULT_LIMITS, **value} if isinstance(value, Mapping) else value
+
+
+def check_names(limits: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raise ValueError for a name that no row of the learner has: its limit would never be looked at."""
+    for name in limits:
+        metric = find(name)
+        if metric is None:
+            similar = unknown_names([name]).get(name)
+            raise refuse(
+                f"a map of names in docs/metrics.md; there is no '{name}'",
+                f"Did you mean '{similar}'?" if similar else "",
+            )
+        if metric.source not in WATCHED_SOURCES:
+            raise refuse(
+                f"a map of the learner's metrics; '{name}' is made elsewhere",
+                "The guard judges each learner step, before the other metrics of its row are known",
+            )
+    return limits
+
+
+class GuardSection(Section):
+    """Watches the metrics of every step; `action` answers a severe finding, every finding is explained.
+
+    The limits are starting points: a value beyond one is reported. It is severe if it is also far
+    from the run's usual values (`z_score` robust deviations, after `warmup_steps`), or ten times
+    beyond (a limit of 0 has no such value). A limit is `{max: x}`, `{min: x}`, or `{min_share: x}` of the
+    run's first values; null takes a metric's usual limit away, and what is not named keeps its own.
+    """
+
+    action: Literal["warn", "skip_update", "reduce_lr", "kl_fallback", "rollback", "stop"] = "warn"
+    """What answers a severe finding."""
+    warmup_steps: Annotated[int, Field(ge=3)] = 10
+    """[steps] Whose values tell what is usual."""
+    z_score: Annotated[float, Field(gt=0)] = 8.0
+    """[1] Robust deviations from the usual at which a finding is severe."""
+    limits: Annotated[
+        Mapping[str, LimitSection | None],
+        BeforeValidator(with_default_limits),
+        AfterValidator(check_names),
+    ] = DEFAULT_LIMITS
+    """Limits of metrics, besides the usual ones. For example: {actor/grad_norm: {max: 5.0}, actor/entropy:
+    null}
+    """

@@ -1,0 +1,193 @@
+"""Ray's side of a cluster: joining it, who its nodes are, work on each of them, and leaving it clean.
+
+Owns no service. Ray is trusted here: its ports belong on a private interface. Invariant: after
+`sweep` no process, socket or shared memory of the run is left on any node that answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.tree import Config
+from asyncrl.control.cluster.comparison import Inventory, find_differences
+from asyncrl.control.cluster.inventory import needed_paths, take_inventory
+from asyncrl.control.cluster.placement import Node
+from asyncrl.control.launch.processes import (
+    end_leftovers,
+    end_service,
+    remove_leftovers,
+    remove_segments,
+)
+from asyncrl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+CHECK_DEADLINE_S = 120.0
+"""A node's first task starts a worker, which imports torch's metadata and xxhash: about 3 s when idle."""
+SWEEP_DEADLINE_S = 30.0
+CLEAN_DEADLINE_S = 15.0
+
+
+def join(address: str, namespace: str) -> None:
+    """Join the cluster at `address` as the driver of a run; this machine must be one of its nodes.
+
+    Raises:
+        ConfigError: There is none, or this machine is no node of it.
+    """
+    import ray
+
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"launcher.ray: this machine cannot join the Ray cluster at {address}: {_first_line(error)}",
+            hint="Start its node with: ray start --address=HOST:PORT",
+        ) from error
+
+
+def home_node() -> str:
+    """Return the id of the node of this process."""
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def control_store() -> str:
+    """Return the HOST:PORT of Ray's control store, without which there is no cluster."""
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def own_address() -> str:
+    """Return the address by which the cluster knows this node."""
+    home = home_node()
+    return next(node.address for node in living_nodes() if node.id == home)
+
+
+def living_nodes() -> list[Node]:
+    """Return the cluster's nodes that are alive, by address."""
+    import ray
+
+    found = [
+        Node(
+            id=str(node["NodeID"]),
+            address=str(node["NodeManagerAddress"]),
+            cpus=float(node["Resources"].get("CPU", 0.0)),
+            gpus=float(node["Resources"].get("GPU", 0.0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(found, key=lambda node: (node.address, node.id))
+
+
+def check_nodes(config: Config) -> None:
+    """Compare packages, models and data of every node with those of this one.
+
+    Raises:
+        ConfigError: Which node lacks what, a line each.
+    """
+    keys, home = needed_paths(config), home_node()
+    found = ask_every_node(take_inventory, tuple(keys.values()), deadline_s=CHECK_DEADLINE_S)
+    names = {node.id: f"{node.address} ({node.id[:6]})" for node in living_nodes()}
+    ours = found.pop(home)
+    if isinstance(ours, str):
+        raise ConfigError(f"launcher.ray: this node cannot run a task: {ours}")
+    others: dict[str, Inventory | str] = {names.get(node, node): one for node, one in found.items()}
+    problems = list(find_differences(ours, others, keys))
+    if problems:
+        raise ConfigError("\n".join(problems), hint="Every node needs the same packages, model and data")
+    log.info("%d nodes have the same packages, model and data", 1 + len(others))
+
+
+def ask_every_node(function: Callable[..., Any], *args: object, deadline_s: float) -> dict[str, Any]:
+    """Run `function` on every node; return what it returned by node id, or a text that says what failed."""
+    return ask_nodes([node.id for node in living_nodes()], function, *args, deadline_s=deadline_s)
+
+
+def ask_nodes(
+    nodes: Iterable[str], function: Callable[..., Any], *args: object, deadline_s: float
+) -> dict[str, Any]:
+    """Run `function` on some nodes, see `ask_every_node`."""
+    import ray
+    import ray.exceptions
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    task, pending = ray.remote(function), {}
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        placed = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        pending[placed.remote(*args)] = node
+    done, late = ray.wait(list(pending), num_returns=len(pending), timeout=deadline_s)
+    answers: dict[str, Any] = {pending[one]: f"gave no answer within {deadline_s:g} s" for one in late}
+    for reference in done:
+        try:
+            answers[pending[reference]] = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            answers[pending[reference]] = f"cannot run asyncrl: {_last_line(error)}"
+    return answers
+
+
+def clear(namespace: str) -> list[str]:
+    """End the services that an earlier life of the run left in the cluster; return their names."""
+    import ray
+    import ray.util
+
+    left = [entry["name"] for entry in ray.util.list_named_actors(True) if entry["namespace"] == namespace]
+    for name in left:
+        with contextlib.suppress(ValueError):  # it ended meanwhile
+            ray.kill(ray.get_actor(name, namespace=namespace))
+    return left
+
+
+def sweep(namespace: str, run_id: str, socket_dir: Path) -> None:
+    """End what is left of a run on every node. A node that does not answer is named in the log."""
+    import ray
+
+    if not ray.is_initialized():  # it was never joined, and asking would start a Ray here
+        return
+    clear(namespace)
+    for node, answer in ask_every_node(
+        sweep_node, run_id, str(socket_dir), deadline_s=SWEEP_DEADLINE_S
+    ).items():
+        if isinstance(answer, str):
+            log.warning("node %s was not swept: it %s", node, answer)
+
+
+def clean_service(run_id: str, node: str, name: str) -> None:
+    """End what a killed service has left on `node`; a node that is dead has nothing left."""
+    if not any(living.id == node for living in living_nodes()):
+        return
+    answers = ask_nodes([node], clean_node, run_id, name, deadline_s=CLEAN_DEADLINE_S)
+    if answers[node]:
+        log.warning("%s was not cleaned up on node %s: %s", name, node, answers[node])
+
+
+def clean_node(run_id: str, name: str) -> list[int]:
+    """End a service's processes on this node and remove its shared memory; return who lives all the same."""
+    living = end_service(run_id, name)
+    remove_segments(run_id, name)
+    return living
+
+
+def sweep_node(run_id: str, socket_dir: str) -> int:
+    """End a run's processes on this node and remove its sockets and shared memory; return how many ended."""
+    ended = end_leftovers(run_id)
+    remove_leftovers(run_id, Path(socket_dir))
+    return ended
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _last_line(error: Exception) -> str:
+    return next(reversed(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,69 @@
+"""Where a run's services can live: this machine's own Ray, or a cluster that is there already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from asyncrl.config.tree import Config
+from asyncrl.control.cluster import membership
+from asyncrl.control.cluster.launcher import ClusterLauncher
+from asyncrl.control.cluster.placement import Placement
+from asyncrl.control.cluster.watching import is_open, watching
+from asyncrl.control.launch.ray_launcher import Launcher, RayLauncher
+
+
+def namespace_of(config: Config) -> str:
+    """Return the run's namespace: in a cluster another user's run may have the same name.
+
+    The folder's path is part of it, which is the same at a resume.
+    """
+    if not config.launcher.is_cluster:
+        return config.run.name
+    folder = Path(config.run.dir).absolute() / config.run.name
+    return f"{config.run.name}-{xxhash.xxh3_64_hexdigest(str(folder).encode())[:8]}"
+
+
+def make_launcher(config: Config, run_id: str) -> Launcher:
+    """Return the launcher of a process that is connected to Ray."""
+    launcher = RayLauncher(namespace_of(config))
+    if not config.launcher.is_cluster:
+        return launcher
+    needs = {"rollout": (config.rollout.cpus, float(config.rollout.gpus))}
+    placement = Placement(membership.home_node(), needs)
+    clean = partial(membership.clean_service, run_id)
+    return ClusterLauncher(launcher, placement, membership.living_nodes, clean)
+
+
+def enter(config: Config) -> Config:
+    """Join the cluster, end what an earlier life of the run left there, and check its nodes.
+
+    Returns:
+        `config` with this node's address as `launcher.host` where it names none.
+
+    Raises:
+        ConfigError: There is no such cluster, or one of its nodes lacks something; nothing was started.
+    """
+    membership.join(config.launcher.ray, namespace_of(config))
+    membership.clear(namespace_of(config))
+    membership.check_nodes(config)
+    launcher = config.launcher
+    host = launcher.host or membership.own_address()
+    return config.model_copy(update={"launcher": launcher.model_copy(update={"host": host})})
+
+
+def watching_cluster(config: Config, on_death: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Call `on_death` with the name of Ray's process that is gone, where Ray is a cluster's."""
+    if not config.launcher.is_cluster:
+        return nullcontext()
+    store = partial(is_open, membership.control_store())
+    return watching(store, lambda: on_death("gcs_server of the cluster"))
+
+
+def leave(config: Config, run_id: str, sockets: Path) -> None:
+    """End what is left of the run on every node."""
+    membership.sweep(namespace_of(config), run_id, sockets)

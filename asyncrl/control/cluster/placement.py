@@ -1,0 +1,119 @@
+"""Which node gets a service (pure).
+
+Owns the rule: what a run has once lives at home, the node where `asyncrl up` was called. A replica, its
+engine and its receiver, lives on one node with room for it: that with the fewest replicas, home last. A
+receiver that starts again goes where its engine is. Invariant: no node gets more of the run than it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from asyncrl.errors import ConfigError
+
+OF_REPLICA = ("rollout", "receiver")
+_SLACK = 1e-6
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node of the cluster, with what it has in all."""
+
+    id: str
+    address: str
+    cpus: float = 0.0
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a service was promised, and where."""
+
+    node: str
+    cpus: float
+    gpus: float
+
+
+class Placement:
+    """Remembers who is where; asked anew at each start of a service.
+
+    >>> placement = Placement("a")
+    >>> nodes = [Node("a", "10.0.0.1", cpus=4), Node("b", "10.0.0.2", cpus=4)]
+    >>> placement.choose(nodes, "buffer.0"), placement.choose(nodes, "rollout.0", cpus=1.0)
+    ('a', 'b')
+
+    Args:
+        home: The id of the node of all that a run has once.
+        needs: CPUs and GPUs by kind of service, for those that were found and not placed.
+    """
+
+    def __init__(self, home: str, needs: Mapping[str, tuple[float, float]] | None = None) -> None:
+        self.home = home
+        self._needs = dict(needs or {})
+        self._claims: dict[str, Claim] = {}
+
+    def choose(self, nodes: Sequence[Node], name: str, cpus: float = 0.0, gpus: float = 0.0) -> str:
+        """Return the id of the node for the service `name`, and remember it until `forget`.
+
+        Raises:
+            ConfigError: No node has room.
+        """
+        self.forget(name)
+        kind, _, index = name.partition(".")
+        if kind not in OF_REPLICA:
+            return self._claim(name, self.home, cpus, gpus)
+        mate = self._claims.get(f"{OF_REPLICA[1 - OF_REPLICA.index(kind)]}.{index}")
+        if mate is not None and any(node.id == mate.node for node in nodes):
+            return self._claim(name, mate.node, cpus, gpus)
+        with_room = [node for node in nodes if self._has_room(node, cpus, gpus)]
+        if not with_room:
+            raise ConfigError(
+                f"no node has room for {name}, which takes {cpus:g} CPUs and {gpus:g} GPUs: "
+                f"{'; '.join(self._describe(node) for node in nodes) or 'there are none'}",
+                hint="Add a node, or ask for fewer replicas",
+            )
+        chosen = min(with_room, key=lambda node: (self._count(node), node.id == self.home, node.address))
+        return self._claim(name, chosen.id, cpus, gpus)
+
+    def forget(self, name: str) -> None:
+        """Give back what `name` was promised; harmless if it was nothing."""
+        self._claims.pop(name, None)
+
+    def recall(self, name: str, node: str) -> None:
+        """Take down that a service, placed by an earlier supervisor, lives on `node`."""
+        if name not in self._claims:
+            self._claim(name, node, *self._needs.get(name.partition(".")[0], (0.0, 0.0)))
+
+    def node_of(self, name: str) -> str | None:
+        """Return the id of the node of a service that was placed."""
+        claim = self._claims.get(name)
+        return None if claim is None else claim.node
+
+    def _claim(self, name: str, node: str, cpus: float, gpus: float) -> str:
+        self._claims[name] = Claim(node, cpus, gpus)
+        return node
+
+    def _has_room(self, node: Node, cpus: float, gpus: float) -> bool:
+        free_cpus, free_gpus = self._free(node)
+        return cpus <= free_cpus + _SLACK and gpus <= free_gpus + _SLACK
+
+    def _free(self, node: Node) -> tuple[float, float]:
+        claims = self._claims_on(node)
+        cpus, gpus = sum(claim.cpus for claim in claims), sum(claim.gpus for claim in claims)
+        return node.cpus - cpus, node.gpus - gpus
+
+    def _count(self, node: Node) -> int:
+        return sum(
+            name.startswith("rollout.") and claim.node == node.id for name, claim in self._claims.items()
+        )
+
+    def _claims_on(self, node: Node) -> list[Claim]:
+        return [claim for claim in self._claims.values() if claim.node == node.id]
+
+    def _describe(self, node: Node) -> str:
+        free_cpus, free_gpus = self._free(node)
+        return (
+            f"{node.address} has {free_cpus:g} of {node.cpus:g} CPUs "
+            f"and {free_gpus:g} of {node.gpus:g} GPUs free"
+        )

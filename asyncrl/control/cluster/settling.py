@@ -1,0 +1,71 @@
+"""What a service's process does first on its node: a private folder for sockets, and the right interface."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+from asyncrl.control.roster import INTERFACE_VARIABLES
+from asyncrl.errors import ConfigError
+from asyncrl.keys import keep_others_out
+from asyncrl.service import ServiceContext
+
+
+def settle(context: ServiceContext) -> ServiceContext:
+    """Prepare this node for the service; where the run has one node, its head has done so.
+
+    Returns:
+        `context` with the address of this node as `launcher.host`: the gateway listens there.
+
+    Raises:
+        ConfigError: The folder for the sockets belongs to somebody else.
+    """
+    keep_others_out()  # Ray's own processes on this node may have another umask than `asyncrl up`
+    config = context.config
+    if not config.launcher.is_cluster:
+        return context
+    if context.bind.startswith("ipc://"):
+        make_private(Path(context.bind.removeprefix("ipc://")).parent)
+    home = urlsplit(context.addresses.get("buffer.0", "")).hostname
+    if home is None:
+        return context
+    address = address_towards(home)
+    if interface := interface_of(address):
+        os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, interface))
+    launcher = config.launcher.model_copy(update={"host": address})
+    return replace(context, config=config.model_copy(update={"launcher": launcher}))
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user can open, or check that it is one.
+
+    Raises:
+        ConfigError: It is another user's, or open to others: somebody may have waited for its name.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"the folder {folder} for sockets is not private to this user", hint="Remove it, and start again"
+        )
+
+
+def address_towards(host: str) -> str:
+    """Return the address of this machine as `host` sees it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # a datagram socket: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def interface_of(host: str) -> str:
+    """Return the name of this machine's interface with that address, empty if there is none."""
+    found = (
+        name for name, addresses in psutil.net_if_addrs().items() for one in addresses if one.address == host
+    )
+    return next(found, "")

@@ -1,0 +1,397 @@
+"""Decides which services to start, to end and to give up, from what is heard of them (pure).
+
+    STARTING -> SYNCING -> READY (<-> SUSPECT) -> DRAINING -> removed      any -> DEAD -> STARTING
+
+Owns the units of a run. It must never do what it decides: effects are carried out by `upkeep/`, in order,
+each before the next event is handed in. Time is lived time: a span in which nobody called, because the whole
+machine stood still, counts for at most `MAX_STEP_S`, so it is held against no service.
+Invariants: a service is started only while it is down, and killed before that if it ever ran; every `Gone` of
+a service that should be there leads to a `Start`, at once or when the back-off ends, or to `GiveUp`, or for a
+replica that never worked, where another has, to `Forgo`; after a `GiveUp` nothing is asked for any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from asyncrl.control.fleet.budget import WINDOW_S
+from asyncrl.control.fleet.messages import (
+    Begin,
+    Cause,
+    Drain,
+    Effect,
+    End,
+    Event,
+    Finish,
+    Forgo,
+    GiveUp,
+    Gone,
+    Halted,
+    Heard,
+    Kill,
+    Leave,
+    Promote,
+    Start,
+    Tick,
+    Wanted,
+)
+from asyncrl.control.fleet.units import (
+    ENDED,
+    LEARNER,
+    STARTING_STATES,
+    SYNCING,
+    WAITING,
+    Member,
+    Stage,
+    Unit,
+    core_keys,
+    key_of,
+    make_unit,
+    replica_key,
+    replica_names,
+)
+
+MAX_STEP_S = 10.0
+MAX_ALIKE = 3
+"""Failures of the learner with one error and no step further: its next life would take the same batch."""
+
+
+@dataclass(frozen=True)
+class FleetRules:
+    """How patient the machine is.
+
+    Attributes:
+        num_ranks: Of the learner.
+        max_restarts: Of a unit within `WINDOW_S`.
+        start_deadline_s: How long a service may be starting, syncing or draining.
+        max_replicas: Leavers and those that stand by included.
+        silence_s: How long a service whose process somebody has stopped may not answer; `long_silence_s` one
+            that runs, on a machine that may be busy. One that still starts has `start_deadline_s`: imports
+            alone kept a learner from answering for over a minute where 25 others wanted the two processors.
+        suspect_s: From when on it is shown as suspect.
+        never_again: Units that cannot be restarted, by key, with the reason.
+    """
+
+    num_ranks: int = 1
+    max_restarts: int = 5
+    start_deadline_s: float = 300.0
+    max_replicas: int = 64
+    silence_s: float = 20.0
+    long_silence_s: float = 60.0
+    suspect_s: float = 5.0
+    never_again: Mapping[str, str] = field(default_factory=dict)
+
+
+class FleetMachine:
+    """The units of a run. `apply` takes an event and returns what is to be done, in order.
+
+    Attributes:
+        losses: Services that were found to be gone; whoever tells of them empties the list.
+        is_short: Fewer replicas are wanted than were asked for: one of them could not be started.
+    """
+
+    def __init__(self, rules: FleetRules, now: float) -> None:
+        self.rules = rules
+        self.units: dict[str, Unit] = {}
+        self.wanted = 0
+        self.wanted_standby = 0
+        self.given_up: GiveUp | None = None
+        self.lived = 0.0
+        self.losses: list[Gone] = []
+        self.is_short = False
+        self._clock = now
+        self._effects: list[Effect] = []
+
+    # --- reading --------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """Return the services that have a process, in the order in which they were first started."""
+        members = (member for unit in self.units.values() for member in unit.members.values())
+        return [member.name for member in members if not member.is_down]
+
+    @property
+    def replicas(self) -> list[Unit]:
+        """Return the replicas that lease or are to."""
+        return [unit for unit in self._all_replicas() if not (unit.is_standby or unit.is_leaving)]
+
+    @property
+    def standbys(self) -> list[Unit]:
+        return [unit for unit in self._all_replicas() if unit.is_standby and not unit.is_leaving]
+
+    @property
+    def leavers(self) -> list[Unit]:
+        return [unit for unit in self._all_replicas() if unit.is_leaving]
+
+    def stages(self) -> dict[str, Stage]:
+        """Return where each unit stands, by key."""
+        return {key: unit.stage(self.lived, self.rules.suspect_s) for key, unit in self.units.items()}
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether something that has worked before does not, or there are fewer replicas than wanted."""
+        ill = (Stage.DEAD, Stage.SUSPECT, Stage.STARTING, Stage.SYNCING)
+        return any(self.units[key].has_been_up and stage in ill for key, stage in self.stages().items())
+
+    def silence_of(self, name: str) -> float | None:
+        """Return for how many seconds `name` has not answered, None for one without a process."""
+        unit = self.units.get(key_of(name))
+        member = unit.members.get(name) if unit else None
+        return None if member is None or member.is_down else self.lived - member.heard_at
+
+    def _all_replicas(self) -> list[Unit]:
+        return [unit for unit in self.units.values() if unit.is_replica]
+
+    # --- events ---------------------------------------------------------------------------
+
+    def apply(self, event: Event, now: float) -> list[Effect]:
+        """Take in `event` of time `now` (seconds, monotonic) and return what is to be done about it."""
+        self.lived += min(max(0.0, now - self._clock), MAX_STEP_S)
+        self._clock = now
+        if self.given_up is not None:
+            return []
+        match event:
+            case Begin():
+                self._begin(event)
+            case Heard():
+                self._hear(event)
+            case Halted():
+                if (found := self._find(event.name)) is not None:
+                    found[1].is_halted = True
+            case Gone():
+                self._lose(event)
+            case Wanted():
+                self._want(event)
+            case Leave():
+                self._let_go(event.index)
+            case Finish():
+                self._finish()
+            case Tick():
+                self._tick()
+        if self.given_up is None:
+            self._reconcile()
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _begin(self, event: Begin) -> None:
+        """Replicas first: an engine takes longest to start."""
+        self.wanted, self.wanted_standby = event.replicas, event.standby
+        self._reconcile()
+        for key, names in core_keys(self.rules.num_ranks).items():
+            self.units[key] = make_unit(key, names, self.rules.max_restarts)
+            self._start_members(self.units[key])
+
+    def _finish(self) -> None:
+        if (unit := self.units.get(LEARNER)) is not None:
+            unit.is_ending, unit.due = True, None
+
+    def _want(self, event: Wanted) -> None:
+        self.is_short = False
+        self.wanted = self.wanted if event.replicas is None else event.replicas
+        self.wanted_standby = self.wanted_standby if event.standby is None else event.standby
+
+    def _find(self, name: str) -> tuple[Unit, Member] | None:
+        """Return a service that has a process, and its unit."""
+        unit = self.units.get(key_of(name))
+        member = unit.members.get(name) if unit else None
+        return None if unit is None or member is None or member.is_down else (unit, member)
+
+    def _hear(self, event: Heard) -> None:
+        if (found := self._find(event.name)) is None:
+            return
+        unit, member = found
+        if event.state == ENDED and unit.key != LEARNER and not unit.is_leaving:
+            self._lose(Gone(event.name, "ended unasked"))
+            return
+        member.hear(event.state, self.lived)
+        unit.step = max(unit.step, event.step)
+        if event.state == WAITING or (event.state == SYNCING and not self._can_sync()):
+            member.since = self.lived  # there is no room, or no weights to be had: not its fault
+        if event.state == ENDED and unit.is_leaving and event.name.startswith("rollout."):
+            self._remove(unit)
+        elif unit.is_up:
+            unit.has_been_up = True
+            unit.budget.note_up()
+
+    def _can_sync(self) -> bool:
+        """Tell whether everybody is up whom weights come from."""
+        sources = (self.units.get(key) for key in (LEARNER, "publisher", "weight_sync"))
+        return all(unit is not None and unit.is_up for unit in sources)
+
+    def _lose(self, event: Gone) -> None:
+        found = self._find(event.name)
+        if found is None or found[0].is_done:
+            return
+        unit = found[0]
+        self.losses.append(event)
+        if unit.is_leaving and event.cause is not Cause.FINAL:
+            self._remove(unit)
+            return
+        why = self._why_not_again(unit, event)
+        unit.last_reason, unit.failed_at = event.reason, self.lived
+        if why is not None and self._can_forgo(unit):
+            self._forgo(unit, event.name, f"{event.name} {event.reason}{why}")
+            return
+        if why is not None:
+            self._give_up(event.name, f"{event.name} {event.reason}{why}")
+            return
+        for name in unit.falls_with(event.name):
+            self._kill_member(unit.members[name])
+        self._promote_for(unit)
+        self._start_due(unit)
+
+    def _why_not_again(self, unit: Unit, event: Gone) -> str | None:
+        """Set when it is to be started again; or return why it is not, in words that follow the reason."""
+        if event.cause is Cause.FINAL:
+            return ""
+        if unit.key in self.rules.never_again:
+            return f"; {self.rules.never_again[unit.key]}"
+        is_same = event.cause is Cause.ERROR and unit.last_reason == event.reason
+        if is_same and not unit.has_been_up:
+            return "; it did so before, and it has never worked"
+        if unit.key == LEARNER and self._count_alike(unit, is_same=is_same) >= MAX_ALIKE:
+            return f"; it did so {MAX_ALIKE} times and came no further than step {unit.step}"
+        delay_s = unit.budget.ask(self.lived)
+        if delay_s is None:
+            return self._spent()
+        unit.due = self.lived + delay_s
+        unit.num_restarts += 1
+        return None
+
+    def _count_alike(self, unit: Unit, *, is_same: bool) -> int:
+        is_alike = is_same and unit.step <= unit.failed_step
+        unit.num_alike, unit.failed_step = unit.num_alike + 1 if is_alike else 1, unit.step
+        return unit.num_alike
+
+    def _can_forgo(self, unit: Unit) -> bool:
+        """Tell whether a replica never worked while another does or did, so that it is not how the run is."""
+        others = (other for other in self._all_replicas() if other is not unit and not other.is_leaving)
+        return unit.is_replica and not unit.has_been_up and any(other.has_been_up for other in others)
+
+    def _forgo(self, unit: Unit, name: str, reason: str) -> None:
+        """Go on with a replica less."""
+        self._remove(unit)
+        if unit.is_standby or self._promote_standby():
+            self.wanted_standby = max(0, self.wanted_standby - 1)
+        else:
+            self.wanted = max(0, self.wanted - 1)
+        self.is_short = True
+        rest = f"the run goes on with {self.wanted} replicas and {self.wanted_standby} that stand by"
+        self._effects.append(Forgo(name, f"{reason}; {rest}"))
+
+    def _spent(self) -> str:
+        most = self.rules.max_restarts
+        if most == 0:
+            return ""
+        return f"; it was restarted {most} times already, the most that {WINDOW_S / 60:g} minutes allow"
+
+    def _give_up(self, name: str, reason: str) -> None:
+        self.given_up = GiveUp(name, reason)
+        self._effects.append(self.given_up)
+
+    def _tick(self) -> None:
+        for unit in list(self.units.values()):
+            if unit.is_leaving and self.lived - (unit.leaving_since or 0.0) > self.rules.start_deadline_s:
+                self._remove(unit)  # its leases run out, and its prompts are issued again
+                continue
+            for member in list(unit.members.values()):
+                if self.given_up is None and (reason := self._why_overdue(unit, member)):
+                    self._lose(Gone(member.name, *reason))
+            self._start_due(unit)
+
+    def _why_overdue(self, unit: Unit, member: Member) -> tuple[str, Cause] | None:
+        """Return what is wrong with a service that gives no word or does not get on, None if nothing."""
+        if member.is_down or unit.is_done or member.state == ENDED:
+            return None
+        limit_s = self.rules.silence_s if member.is_halted else self.rules.long_silence_s
+        may_judge = member.came_up or member.is_halted
+        if may_judge and self.lived - member.heard_at > limit_s:
+            return f"gave no sign of life for {limit_s:g} s", Cause.DEATH
+        limit_s = self.rules.start_deadline_s
+        if member.state in STARTING_STATES and self.lived - member.since > limit_s:
+            return f"was still {member.state} after {limit_s:g} s", Cause.ERROR
+        return None
+
+    # --- replicas -------------------------------------------------------------------------
+
+    def _reconcile(self) -> None:
+        """Start or let go replicas until there are as many as wanted."""
+        while len(self.replicas) < self.wanted and self._grow(is_standby=False):
+            pass
+        while len(self.replicas) > self.wanted:
+            self._let_go(self._least(self.replicas).index)
+        while len(self.standbys) < self.wanted_standby and self._grow(is_standby=True):
+            pass
+        while len(self.standbys) > self.wanted_standby:
+            self._let_go(self._least(self.standbys).index)
+
+    def _grow(self, *, is_standby: bool) -> bool:
+        """Make one replica more, of one that stands by if there is; return False if all indices are used."""
+        if not is_standby and self._promote_standby():
+            return True
+        used = {unit.index for unit in self._all_replicas()}
+        index = next((index for index in range(self.rules.max_replicas) if index not in used), None)
+        if index is None:
+            return False
+        unit = make_unit(
+            replica_key(index), replica_names(index), self.rules.max_restarts, is_standby=is_standby
+        )
+        self.units[unit.key] = unit
+        self._start_members(unit)
+        return True
+
+    def _promote_standby(self) -> bool:
+        ready = [unit for unit in self.standbys if unit.is_up]
+        if not ready:
+            return False
+        ready[0].is_standby = False
+        self._effects.append(Promote(ready[0].index))
+        return True
+
+    def _promote_for(self, unit: Unit) -> None:
+        """Let one that stands by take the place of a replica that lost its engine."""
+        is_whole = all(member.is_down for member in unit.members.values())
+        if unit.is_replica and not unit.is_standby and is_whole and self._promote_standby():
+            unit.is_standby = True
+
+    def _least(self, units: Iterable[Unit]) -> Unit:
+        """Return whom to miss least: who does not work yet, else the newest."""
+        return max(units, key=lambda unit: (not unit.is_up, unit.index))
+
+    def _let_go(self, index: int) -> None:
+        unit = self.units.get(replica_key(index))
+        if unit is None or unit.is_leaving:
+            return
+        engine = unit.members[f"rollout.{index}"]
+        unit.leaving_since, unit.due = self.lived, None
+        if engine.is_down or not engine.came_up:  # it holds nothing
+            self._remove(unit)
+        else:
+            self._effects.append(Drain(index))
+
+    def _remove(self, unit: Unit) -> None:
+        """End what is left of a leaver."""
+        del self.units[unit.key]
+        rollout = unit.members[f"rollout.{unit.index}"]
+        for member in unit.members.values():
+            if not member.is_down:
+                self._effects.append(End(member.name) if rollout.state == ENDED else Kill(member.name))
+
+    # --- starting -------------------------------------------------------------------------
+
+    def _kill_member(self, member: Member) -> None:
+        if not member.is_down:
+            self._effects.append(Kill(member.name))
+            member.is_down = True
+
+    def _start_due(self, unit: Unit) -> None:
+        if unit.due is not None and self.lived >= unit.due and self.given_up is None:
+            self._start_members(unit)
+
+    def _start_members(self, unit: Unit) -> None:
+        unit.due = None
+        for member in unit.members.values():
+            if member.is_down:
+                member.begin(self.lived)
+                self._effects.append(Start(member.name, is_standby=unit.is_standby))

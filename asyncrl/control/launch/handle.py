@@ -1,0 +1,124 @@
+"""A live run in the hands of a terminal, which started it or found it: poll it, stop it, read its outcome.
+
+The head process lives as long as the run does. What a dead head has left is ended by the run's mark.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.control.api.client import connect
+from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
+from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.errors import AsyncrlError
+
+STOP_POLL_S = 0.2
+REAP_S = 10.0
+FIRST_START = "starting the supervisor"
+"""The last phase that the head tells of before the supervisor tells of its own."""
+
+Snapshot = dict[str, Any]
+
+
+@dataclass
+class RunHandle:
+    """A run whose head is process `pid`; `head` is that process where this one started it."""
+
+    folder: RunDir
+    pid: int
+    run_id: str
+    sockets: Path
+    head: subprocess.Popen[bytes] | None = None
+
+    def poll(self) -> Snapshot:
+        """Return the newest snapshot; while no supervisor answers, what the head says of itself."""
+        client = connect(self.folder)
+        try:
+            if client is not None:
+                return client.status()
+        except AsyncrlError:
+            pass  # it is starting again, or ending, or too busy
+        word = self._word()
+        if client is not None and word["phase"] == FIRST_START:  # which is over: it has answered once
+            word = {"state": "silent", "phase": "the supervisor does not answer"}
+        return {"run": self.folder.path.name, **word}
+
+    @property
+    def is_over(self) -> bool:
+        return not is_alive(self.pid, self.run_id)
+
+    def ask_stop(self) -> bool:
+        """Ask the run to checkpoint and end; return whether somebody was there to be asked."""
+        client = connect(self.folder)
+        try:
+            if client is not None:
+                client.stop()
+                return True
+        except AsyncrlError:
+            pass
+        word = self._word()
+        if word["state"] == "starting" and client is None:  # it has no services yet
+            self._signal(signal.SIGTERM)
+        return word["state"] == "stopping" or client is None
+
+    def stop(self, deadline_s: float, show: Callable[[Snapshot], None] = lambda snapshot: None) -> None:
+        """Ask the run to end, wait, and end what is left of it after the deadline.
+
+        Args:
+            show: Given snapshots meanwhile.
+        """
+        if not self.await_end(deadline_s, show):
+            self._signal(signal.SIGKILL)
+        self.clear()
+
+    def await_end(self, deadline_s: float, show: Callable[[Snapshot], None]) -> bool:
+        """Ask the run to end and return whether it has within the deadline."""
+        end = time.monotonic() + deadline_s
+        is_asked = False
+        while not self.is_over and time.monotonic() < end:
+            is_asked = is_asked or self.ask_stop()
+            show(snapshot := self.poll())
+            # A supervisor that was killed meanwhile has a successor that was not asked.
+            is_asked = is_asked and snapshot.get("state") != "running"
+            time.sleep(STOP_POLL_S)
+        return self.is_over
+
+    def clear(self) -> None:
+        """End by pid and remove what a run that is over has left; a head that is ending is waited for."""
+        if self.head is not None:
+            self.head.wait(REAP_S)
+        end_leftovers(self.run_id)
+        remove_leftovers(self.run_id, self.sockets)
+
+    def result(self) -> dict[str, Any]:
+        """Return the outcome: `state` is finished, stopped or failed; with `error`, `service`, `tail`."""
+        outcome = read_json(self.folder.outcome)
+        if outcome is not None:
+            return outcome
+        tail = self.folder.tail("head.0")
+        return {"state": "failed", "error": "the head process died", "service": "head.0", "tail": tail}
+
+    def _word(self) -> Snapshot:
+        word = read_json(self.folder.phase) or {"state": "starting", "phase": "starting the head process"}
+        return {"state": word["state"], "phase": word["phase"]}
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            pass  # it has just ended
+
+
+def attach(folder: RunDir) -> RunHandle | None:
+    """Return a handle of the live run in `folder`, None if there is none."""
+    live = read_json(folder.live)
+    if live is None or not is_alive(live["pid"], live["run_id"]):
+        return None
+    return RunHandle(folder, live["pid"], live["run_id"], Path(live["sockets"]))

@@ -1,0 +1,123 @@
+"""Keeps a run's supervisor alive from the head's side, and notices when Ray itself dies.
+
+consumes: the supervisor's status
+waits for: its own pulse of `POLL_S`      unblocked by: time
+produces: a supervisor that is started again when its process dies; its last status
+Invariant: a supervisor that ended by itself, well or badly, is never started again; there are never two.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+
+from asyncrl.clock import Clock
+from asyncrl.control.fleet.budget import Budget
+from asyncrl.control.launch.processes import end_service
+from asyncrl.control.launch.ray_launcher import Launcher
+from asyncrl.control.launch.spec import ServiceSpec
+from asyncrl.errors import ServiceFailed
+
+POLL_S = 0.2
+STATUS_DEADLINE_S = 10.0
+SILENCE_LIMIT_S = 60.0
+RAY_PULSE_S = 0.5
+ENDS = ("ended", "finished", "stopped", "failed")
+RAY_PROCESSES = ("gcs_server", "raylet")
+"""Without either of them no service lives on."""
+
+
+def keep(
+    launcher: Launcher, spec: ServiceSpec, budget: Budget, clock: Clock, tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Start the service, start it again whenever its process dies, and return its last status.
+
+    Args:
+        tell: Told why it is started again.
+
+    Raises:
+        ServiceFailed: It died more often than the budget allows.
+    """
+    launcher.start(spec)
+    heard_at = clock.now()
+    while True:
+        status = launcher.statuses([spec.name], STATUS_DEADLINE_S)[spec.name]
+        if status["state"] in ENDS:
+            return status
+        if status["state"] != "silent":
+            heard_at = clock.now()
+        if (why := _death(status, clock.now() - heard_at)) is not None:
+            _start_again(launcher, spec, budget, clock, why)
+            tell(f"{why}; it was started again")
+            heard_at = clock.now()
+        if status["state"] == "running":
+            budget.note_up()
+        clock.sleep(POLL_S)
+
+
+def _death(status: dict[str, Any], silent_s: float) -> str | None:
+    """Return how the service died, None while it has not."""
+    if status["state"] == "gone":
+        return f"its process died ({status.get('error') or 'without a message'})"
+    return f"it gave no sign of life for {silent_s:.0f} s" if silent_s > SILENCE_LIMIT_S else None
+
+
+def _start_again(launcher: Launcher, spec: ServiceSpec, budget: Budget, clock: Clock, why: str) -> None:
+    delay_s = budget.ask(clock.now())
+    if delay_s is None:
+        raise ServiceFailed(
+            f"{spec.name} died once more than launcher.max_restarts allows: {why}",
+            hint=f"See {spec.log_path}",
+        )
+    launcher.kill(spec.name)
+    end_service(spec.context.run_id, spec.name)  # one that is stopped does not hear Ray
+    clock.sleep(delay_s)
+    launcher.start(spec)
+
+
+@contextmanager
+def watching_ray(on_death: Callable[[str], None]) -> Iterator[None]:
+    """Call `on_death` with the name of the first of Ray's own processes that dies.
+
+    Only those that this process has started are watched: those of a cluster are not ours.
+    """
+    children = {child: child.name() for child in psutil.Process().children()}
+    own = {child: name for child, name in children.items() if name in RAY_PROCESSES}
+    ended = threading.Event()
+    thread = threading.Thread(target=_watch, args=(own, ended, on_death), name="ray-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    except Exception:
+        _tell_death(own, on_death)  # it is the cause of whatever it broke here
+        raise
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _watch(
+    processes: dict[psutil.Process, str], ended: threading.Event, on_death: Callable[[str], None]
+) -> None:
+    while not ended.wait(RAY_PULSE_S):
+        if _tell_death(processes, on_death):
+            return
+
+
+def _tell_death(processes: dict[psutil.Process, str], on_death: Callable[[str], None]) -> bool:
+    """Call `on_death` if one of the processes is dead; return whether one is."""
+    dead = next((name for process, name in processes.items() if not _is_alive(process)), None)
+    if dead is not None:
+        on_death(dead)
+    return dead is not None
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,176 @@
+"""Going on with an earlier life of a run: what may not change, what is kept, and where it goes on from.
+
+Reads and rearranges a run's folder while nothing of the run lives. It never loses a checkpoint: those
+of an abandoned branch are put aside.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.load import load_resolved
+from asyncrl.config.rules.resume import find_breaks
+from asyncrl.config.tree import Config, CriticSection, ModelSection, RewardPart
+from asyncrl.control import prepare
+from asyncrl.control.record.recorder import is_evaluation
+from asyncrl.control.record.rundir import RunDir
+from asyncrl.errors import CheckpointError, ConfigError
+
+FetchedSection = ModelSection | CriticSection
+"""The sections whose `path` may be a hub id."""
+ABANDONED = "abandoned"
+"""The folder in `checkpoints/` of those that `--resume STEP` has left behind."""
+
+
+def refuse_other_lineage(folder: RunDir, config: Config) -> None:
+    """Raise ConfigError if `config` changes what the journal and the checkpoints in `folder` depend on."""
+    if not folder.resolved.exists():
+        return
+    before = load_resolved(folder.path)
+    changed = [sentence for _, sentence in find_breaks(before, config)]
+    if changed:
+        raise ConfigError(
+            f"the run in {folder.path} cannot go on with other values:\n" + "\n".join(changed),
+            hint="Choose another run.name, or remove that folder",
+        )
+
+
+def keep_revisions(config: Config) -> Config:
+    """Return `config` with the revisions that an earlier life of the run fetched, where it names none.
+
+    The hub may have moved on since; a run goes on from the models that it began with.
+    """
+    resolved = RunDir(Path(config.run.dir).absolute() / config.run.name).resolved
+    if not resolved.exists():
+        return config
+    before = load_resolved(resolved.parent)
+    rewards = tuple(_keep_reward_revision(part, before.reward.fn) for part in config.reward.fn)
+    kept = {
+        "reward": config.reward.model_copy(update={"fn": rewards}),
+        "model": _keep_revision(config.model, before.model),
+        "critic": _keep_revision(config.critic, before.critic),
+    }
+    return config.model_copy(update=kept)
+
+
+def _keep_revision(section: FetchedSection, before: FetchedSection) -> FetchedSection:
+    if section.path is None or not prepare.is_hub_id(section.path):
+        return section
+    return section.model_copy(update={"path": prepare.pin_revision(section.path, before.path or "")})
+
+
+def _keep_reward_revision(part: RewardPart, before: Sequence[RewardPart]) -> RewardPart:
+    path = part.arguments.get("path")
+    if part.fn != prepare.REWARD_MODEL or not isinstance(path, str) or not prepare.is_hub_id(path):
+        return part
+    for earlier in before:
+        if earlier.fn == prepare.REWARD_MODEL:
+            path = prepare.pin_revision(path, str(earlier.arguments.get("path", "")))
+    return RewardPart.model_validate(part.model_dump() | {"path": path})
+
+
+def differences(before: Config, after: Config) -> list[str]:
+    """Return a line for each key whose value differs: `learner.lr: 0.0001 there, 1e-05 here`."""
+    old, new = _flatten(before.model_dump(mode="json")), _flatten(after.model_dump(mode="json"))
+    keys = [*old, *(key for key in new if key not in old)]
+    return [
+        f"{key}: {_show(old, key)} there, {_show(new, key)} here"
+        for key in keys
+        if _show(old, key) != _show(new, key)
+    ]
+
+
+def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    sections = {section: values for section, values in tree.items() if isinstance(values, Mapping)}
+    return {
+        f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()
+    }
+
+
+def _show(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "nothing"
+
+
+def refuse_earlier_life(folder: RunDir) -> None:
+    """Raise ConfigError if there is anything to go on from in `folder`: nothing of it is ever removed."""
+    if not folder.resolved.exists() or load_resolved(folder.path).buffer.journal == "none":
+        return
+    steps = _steps_on_disk(folder)
+    what = f"checkpoints of {_list(steps)}" if steps else "a journal"
+    raise ConfigError(
+        f"--resume never: {folder.path} holds an earlier life of the run, with {what}",
+        hint="For a fresh start remove that folder, or choose another run.name; --resume auto goes on",
+    )
+
+
+def check_step(folder: RunDir, step: int, verify: Callable[[int], None]) -> None:
+    """Say whether the run in `folder` can go on from the checkpoint of `step`; 0 is its beginning.
+
+    Args:
+        verify: Raises CheckpointError unless the checkpoint of a step is whole.
+
+    Raises:
+        ConfigError: The journal knows no checkpoint of that step.
+        CheckpointError: It is torn or altered.
+    """
+    from asyncrl.buffer.audit.report import committed_steps  # here: `up` must be quick otherwise
+
+    try:
+        known = committed_steps(folder.path) if folder.resolved.exists() else []
+    except CheckpointError as error:
+        raise ConfigError(f"--resume {step}: {error.message}", hint=error.hint) from error
+    if step not in known:
+        has = f"it can from {_list(known)}" if known else "it has no past"
+        raise ConfigError(f"--resume {step}: the run in {folder.path} cannot go on from there; {has}")
+    if step:
+        verify(step)
+
+
+def rewind(folder: RunDir, step: int) -> Path | None:
+    """Let the next start go on from the checkpoint of `step`; return where the later ones are, if any.
+
+    The learner goes on from the newest checkpoint that is whole, so the later ones are put aside, the
+    newest first: if this is interrupted, the run still goes on from one that it knows.
+    """
+    for rows in (folder.metrics, folder.learner_rows):
+        _cut_rows(rows, step)
+    later = [found for found in _steps_on_disk(folder) if found > step]
+    aside = folder.checkpoints / ABANDONED
+    for found in reversed(later):
+        name = checkpoint_name(found)
+        shutil.rmtree(aside / name, ignore_errors=True)
+        aside.mkdir(exist_ok=True)
+        (folder.checkpoints / name).rename(aside / name)
+    return aside if later else None
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+def _steps_on_disk(folder: RunDir) -> list[int]:
+    return sorted(int(found.name.removeprefix("step-")) for found in folder.checkpoints.glob("step-*"))
+
+
+def _list(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {', '.join(map(str, steps))}"
+
+
+def _cut_rows(rows: Path, step: int) -> None:
+    """Drop the rows of later steps: the curves and the summary are those of the branch that goes on."""
+    if not rows.exists():
+        return
+    lines = rows.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and _is_kept(json.loads(line), step)]
+    temporary = rows.with_suffix(".partial")
+    temporary.write_text("".join(kept))
+    temporary.replace(rows)
+
+
+def _is_kept(row: Mapping[str, Any], step: int) -> bool:
+    return is_evaluation(dict(row)) or bool(row["training/global_step"] <= step)

@@ -1,0 +1,56 @@
+"""What the page shows of a group of rollouts: tokens as text, cut to a length (pure).
+
+What a model wrote is passed on as it is: the page never makes markup of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncrl.control.page.figures import DASH, count_of, figure_of
+from asyncrl.experience import Group, Trajectory
+
+MAX_ANSWERS = 2
+HEAD_TOKENS, TAIL_TOKENS = 300, 100
+"""Of a prompt or an answer that are shown."""
+
+
+def rollouts_of(groups: Sequence[Group], decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
+    """Return the page's picture of some groups: the prompt, and the best and the worst of the answers."""
+    return [
+        {
+            "ticket": group.ticket,
+            "attempt": group.attempt,
+            "prompt": text_of(group.prompt_ids.tolist(), decode),
+            "reward_mean": figure_of(sum(group.rewards) / len(group.rewards)),
+            "num_answers": len(group.trajectories),
+            "rewards": [round(reward, 4) for reward in group.rewards],
+            "answers": [_answer(one, decode) for one in _best_and_worst(group)],
+        }
+        for group in groups
+    ]
+
+
+def _best_and_worst(group: Group) -> list[Trajectory]:
+    ordered = sorted(group.trajectories, key=lambda one: -one.reward)
+    return ordered if len(ordered) <= MAX_ANSWERS else [*ordered[: MAX_ANSWERS - 1], ordered[-1]]
+
+
+def _answer(one: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    versions = sorted({span.version for span in one.spans})
+    return {
+        "text": text_of(one.response_ids.tolist(), decode),
+        "reward": figure_of(one.reward),
+        "tone": "good" if one.reward > 0 else "bad" if one.reward < 0 else "none",
+        "finish": one.finish_reason,
+        "num_tokens": count_of(one.num_tokens),
+        "versions": DASH.join(str(version) for version in versions[:1] + versions[1:][-1:]) or DASH,
+    }
+
+
+def text_of(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+    """Return the text of some tokens, without the middle of what is long."""
+    if len(ids) <= HEAD_TOKENS + TAIL_TOKENS:
+        return decode(ids)
+    return f"{decode(ids[:HEAD_TOKENS])} […] {decode(ids[-TAIL_TOKENS:])}"

@@ -1,0 +1,79 @@
+"""What the control API answers to readers: the page's three files, its stream, `/metrics` and `/health`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.tree import Config
+from asyncrl.control.api.server import EventStream, Route, Text
+from asyncrl.control.page.feed import Feed, Payloads
+from asyncrl.control.page.pipeline import Settings
+from asyncrl.control.page.reading import FilePayloads, RedisPayloads, RowTail, decoder_of
+from asyncrl.control.record.prometheus import CONTENT_TYPE, health_answer, prometheus_text
+from asyncrl.control.record.rundir import RunDir
+
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    ]
+)
+"""The page runs its own script alone, fetches from its own run alone, and cannot make markup of a text."""
+ASSETS = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+
+
+def page_routes(status: Callable[[], dict[str, Any]], config: Config, folder: Path) -> dict[str, Route]:
+    """Return the routes of the page of the run in `folder`; `status` returns its snapshot."""
+    feed = Feed(
+        status,
+        Settings(config.staleness.max_lag, config.learner.groups_per_step, config.staleness.ready_batches),
+        RowTail(RunDir(folder).metrics),
+        _payloads(config, folder),
+        lambda: decoder_of(Path(config.model.path)),
+    )
+    routes: dict[str, Route] = {f"GET {path}": _asset(*asset) for path, asset in ASSETS.items()}
+    return routes | {
+        "GET /events": lambda _: EventStream(feed.follow),
+        "GET /metrics": lambda _: _metrics(status()),
+        "GET /health": lambda _: _health(status()),
+    }
+
+
+def _metrics(snapshot: dict[str, Any]) -> Text:
+    return Text(CONTENT_TYPE, prometheus_text(snapshot, snapshot["metrics"]).encode())
+
+
+def _health(snapshot: dict[str, Any]) -> Text:
+    code, body = health_answer(snapshot)
+    return Text("application/json", json.dumps(body).encode(), code=code)
+
+
+def _asset(name: str, content_type: str) -> Route:
+    body = files(__package__).joinpath(name).read_bytes()
+    text = Text(content_type, body, {"Content-Security-Policy": POLICY})
+    return lambda _: text
+
+
+def _payloads(config: Config, folder: Path) -> Payloads | None:
+    journal = config.buffer.journal
+    if journal == "none":
+        return None
+    return (
+        FilePayloads(folder / "buffer" / "payloads") if journal == "file" else RedisPayloads(config, folder)
+    )

@@ -1,0 +1,95 @@
+"""Checks of sizes: what is asked for must fit, before anything starts.
+
+Reads the model's `config.json` and this machine's memory for the arithmetic in `sizes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from asyncrl.buffer.composition import ledger_settings, max_group_bytes
+from asyncrl.config.architectures import ModelSize
+from asyncrl.config.tree import Config
+from asyncrl.control import shared_memory
+from asyncrl.control.plan import capacity, derived, machine, memory, sizes
+from asyncrl.control.plan.capacity import Capacity
+from asyncrl.control.plan.memory import SHM, Part
+from asyncrl.control.plan.models import read_table
+from asyncrl.control.prepare import is_builtin
+from asyncrl.errors import ConfigError
+
+NOT_CHECKED_ELSEWHERE = (
+    "the CPUs, GPUs and memory of the machine that it will run on: they are checked there, at `up`",
+    "the files that model, data, reward and environment name, and what is in them",
+    "the addresses and ports that it listens on",
+)
+NOT_IN_A_CRITIC = ("lm_head.weight",)
+"""Its head gives a value instead."""
+
+
+def find_unchecked(config: Config) -> Iterator[str]:
+    """Yield what is known only later: models that are not here yet have no size."""
+    for key, path in (("model.path", config.model.path), ("critic.path", config.critic.path)):
+        if path is None or Path(path, "config.json").exists():
+            continue
+        when = "made" if is_builtin(path) else "fetched"
+        yield f"{key}: '{path}' is {when} at `up`; its architecture, its cuts and its memory are checked then"
+
+
+def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:
+    """Return what a run takes, part by part; a model whose size cannot be told counts for nothing.
+
+    Args:
+        replicas: That are counted.
+        receivers: That take shared memory of this machine.
+    """
+    shared, size = shared_memory.count(config, receivers), read_size(config)
+    critic = shared_memory.count_weights(Path(config.critic.path or config.model.path), NOT_IN_A_CRITIC)
+    group_bytes = max_group_bytes(config)
+    buffer = derived.count_in_flight(config, group_bytes, replicas).groups * group_bytes
+    num_weights = None if shared is None else shared.num_weights
+    parts = memory.count_parts(config, num_weights, replicas, critic, buffer)
+    if size is not None:
+        parts.append(sizes.estimate_activations(config, size))
+    if shared is not None:
+        parts.append(Part(SHM, "versions on their way", shared.num_bytes, shared.rule))
+    return parts
+
+
+def read_size(config: Config) -> ModelSize | None:
+    """Return the sizes of the policy's model, None if they cannot be told."""
+    try:
+        return ModelSize.read(read_table(Path(config.model.path) / "config.json"))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def check_buffer(config: Config) -> Iterator[str]:
+    """Say if the buffer cannot hold two batches."""
+    try:
+        ledger_settings(config)
+    except ConfigError as error:
+        yield f"buffer.memory_bytes: {error.message}; {error.hint[:1].lower()}{error.hint[1:]}"
+
+
+def check_cut_of_engine(config: Config) -> Iterator[str]:
+    """Say if the engine cannot be cut over a replica's GPUs."""
+    size = read_size(config)
+    if size is not None:
+        yield from sizes.find_uneven_engine(config, size)
+
+
+def check_memory(config: Config, there: Capacity | None = None) -> Iterator[str]:
+    """Say what this machine, or one of which `there` is told, has too little memory for.
+
+    Replicas that may come later, and those on other nodes, are no reason to refuse a run.
+    """
+    here = machine.count_replicas_here(config)
+    yield from sizes.find_lacks(count_all(config, here, here), there or capacity.measure())
+
+
+PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (check_buffer, check_cut_of_engine)
+"""What holds on any machine."""
+SIZE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (*PORTABLE_CHECKS, check_memory)
+"""Each yields a line per problem, which begins with the key that it is about."""

@@ -1,0 +1,75 @@
+"""How a configuration differs from that of a run, and which keys may change when the run is resumed.
+
+Owns no rule: what a run's journal and checkpoints depend on, `config.rules.resume` knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.config.load import load_config, load_resolved
+from asyncrl.config.rules.resume import find_breaks
+from asyncrl.config.tree import Config
+from asyncrl.control.record.rundir import RunDir
+
+OTHER_RUN = ("run.name", "run.dir")
+"""Another of these is another run."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value differs.
+
+    Attributes:
+        was: In the run, None where it had no such key.
+        becomes: In the configuration at hand.
+        at_resume: Whether a resume takes it; if not, `why`.
+    """
+
+    key: str
+    was: Any
+    becomes: Any
+    at_resume: bool = True
+    why: str = ""
+
+
+def compare_with_run(folder: RunDir, config: Config) -> list[Change]:
+    """Return the keys in which `config`, as it was loaded, differs from what the run was asked for.
+
+    Raises:
+        ConfigError: The run is of another asyncrl, or has no configuration.
+    """
+    before = load_config(folder.asked) if folder.asked.exists() else load_resolved(folder.path)
+    return find_changes(before, config)
+
+
+def find_changes(before: Config, after: Config) -> list[Change]:
+    """Return the keys whose values differ, and whether a resume takes them."""
+    old, new = _flatten(before.model_dump(mode="json")), _flatten(after.model_dump(mode="json"))
+    keys = [*old, *(key for key in new if key not in old)]
+    breaks = dict(find_breaks(before, after)) | dict.fromkeys(OTHER_RUN, "that is another run")
+    return [
+        _judge(Change(key, old.get(key), new.get(key)), breaks)
+        for key in keys
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _judge(change: Change, breaks: Mapping[str, str]) -> Change:
+    """Return `change` as refused if a resume complains of its key or its section."""
+    for key, why in breaks.items():
+        if change.key == key or change.key.startswith(f"{key}."):
+            return Change(change.key, change.was, change.becomes, False, why.rpartition("; ")[2])
+    return change
+
+
+def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for section, values in tree.items():
+        if isinstance(values, Mapping):
+            found |= {f"{section}.{name}": value for name, value in values.items()}
+        else:
+            found[section] = values
+    return found

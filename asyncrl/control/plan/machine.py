@@ -1,0 +1,90 @@
+"""Checks of this machine: CPUs, GPUs, the address and the port that a run takes.
+
+Owns how many of each a configuration asks for.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.config.tree import Config
+
+
+def count_replicas(config: Config) -> int:
+    """Return the rollout replicas that a run starts with, warm spares among them."""
+    return config.rollout.replicas.start + config.rollout.standby
+
+
+def count_replicas_here(config: Config) -> int:
+    """Return those of them that are on this machine for certain: on a cluster it gets replicas last."""
+    return 0 if config.launcher.is_cluster else count_replicas(config)
+
+
+def count_receivers_here(config: Config) -> int:
+    """Return the most replicas that this machine may have without `asyncrl scale`, each with a receiver."""
+    rollout = config.rollout
+    return 0 if config.launcher.is_cluster else rollout.replicas.max + rollout.standby
+
+
+def count_cpus(config: Config, replicas: int) -> float:
+    """Return the CPUs that a run with so many rollout replicas asks Ray for."""
+    return config.learner.cpus * config.learner.num_ranks + config.rollout.cpus * replicas
+
+
+def count_gpus_wanted(config: Config, replicas: int) -> int:
+    """Return the GPUs that a run with so many rollout replicas asks Ray for."""
+    return config.learner.gpus * config.learner.num_ranks + config.rollout.gpus * replicas
+
+
+def check_resources(config: Config, replicas: int) -> Iterator[str]:
+    """Say what this machine has too little of for so many rollout replicas; a cluster's lie elsewhere."""
+    replicas = 0 if config.launcher.is_cluster else replicas
+    num_cpus, num_gpus = os.cpu_count() or 1, count_gpus()
+    cpus, gpus = count_cpus(config, replicas), count_gpus_wanted(config, replicas)
+    if cpus > num_cpus:
+        yield (
+            f"learner.cpus and rollout.cpus ask for {cpus:g} CPUs, this machine has {num_cpus}; "
+            "lower them or rollout.replicas"
+        )
+    if gpus > num_gpus:
+        yield (
+            f"learner.gpus and rollout.gpus ask for {gpus} GPUs, this machine has {num_gpus}; "
+            "set both to 0 to run on CPU"
+        )
+
+
+def count_gpus() -> int:
+    """Return the NVIDIA GPUs of this machine."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def check_host(config: Config) -> Iterator[str]:
+    """Say if nothing can listen on `launcher.host`."""
+    host = config.launcher.host
+    if host is None:
+        return
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            yield (
+                f"launcher.host: nothing can listen on {host} here ({error.strerror}); "
+                "name the address of an interface of this machine"
+            )
+
+
+def check_port(config: Config) -> Iterator[str]:
+    """Say if `launcher.api_port` is taken."""
+    port = config.launcher.api_port
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            yield f"launcher.api_port: port {port} is in use; choose another, or 0 for any free one"

@@ -1,0 +1,146 @@
+"""What a run takes of host memory, shared memory and GPUs, part by part with its rule (pure).
+
+Owns the arithmetic; the numbers of weights are handed in. Activations depend on the rows that meet in a
+microbatch: `sizes` estimates them. Invariant: a part whose size is not known is left out, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from asyncrl.config.conflicts import WITH_VALUES
+from asyncrl.config.tree import Config
+
+HOST, SHM = "host", "/dev/shm"
+LEARNER_GPU, ROLLOUT_GPU = "each GPU of the learner", "each GPU of a replica"
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+GRADIENT_BYTES, MOMENT_BYTES, MAIN_BYTES = 4, 8, 4
+"""Per weight: a float32 gradient, AdamW's two moments, the float32 copy of a 16-bit weight."""
+GB = 10**9
+LEARNER_BYTES, FRONT_END_BYTES, CORE_BYTES, RAY_BYTES = 440 * 10**6, 630 * 10**6, 930 * 10**6, 400 * 10**6
+"""Resident memory of a learner rank, a replica, its engine core (on CPU) and Ray, with a model of nothing."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One user of memory.
+
+    Attributes:
+        where: `HOST`, `SHM`, `LEARNER_GPU` or `ROLLOUT_GPU`.
+        what: Who takes it.
+        num_bytes: At most, of all its processes together; of one device where `where` is a GPU.
+        rule: How it was counted.
+    """
+
+    where: str
+    what: str
+    num_bytes: int
+    rule: str
+
+
+def count_parts(
+    config: Config,
+    num_weights: int | None,
+    replicas: int,
+    critic_weights: int | None = None,
+    buffer_bytes: int | None = None,
+) -> list[Part]:
+    """Return the parts on the host and on GPUs; those of an unknown model size are without its weights.
+
+    Args:
+        num_weights: Of the policy.
+        replicas: That are on this machine.
+        critic_weights: Of the critic; without it those of the policy, if the critic starts as the policy.
+        buffer_bytes: Of all groups that may be in flight, if that is known.
+    """
+    if critic_weights is None and config.critic.path is None:
+        critic_weights = num_weights
+    return [
+        Part(HOST, "Ray's own processes", RAY_BYTES, "observed"),
+        _buffer_part(config.buffer.memory_bytes, buffer_bytes),
+        *_learner_parts(config, num_weights, critic_weights),
+        *_rollout_parts(config, num_weights, replicas),
+    ]
+
+
+def _buffer_part(ceiling: int, needed: int | None) -> Part:
+    if needed is not None and needed < ceiling:
+        return Part(HOST, "buffer", needed, "the largest groups, as many as may be in flight")
+    return Part(HOST, "buffer", ceiling, "buffer.memory_bytes, for groups that are stored")
+
+
+def _learner_parts(config: Config, num_weights: int | None, critic_weights: int | None) -> Iterator[Part]:
+    learner, ranks = config.learner, config.learner.num_ranks
+    yield Part(
+        HOST, "learner processes", LEARNER_BYTES * ranks, f"{LEARNER_BYTES / GB:.2g} GB x {ranks} ranks"
+    )
+    if num_weights is None:
+        return
+    for model in _models(config, num_weights, critic_weights):
+        is_on_gpu = learner.gpus > 0 and not model.is_offloaded
+        count = 1 if is_on_gpu else ranks
+        num_bytes = int(model.num_weights * model.bytes_per_weight / (learner.tp * learner.pp)) * count
+        cuts = f" / (tp {learner.tp} x pp {learner.pp})" if learner.tp * learner.pp > 1 else ""
+        rule = f"({model.rule}) x {model.num_weights / 1e9:.3g} G weights{cuts}"
+        rule += f" x {ranks} ranks" if count > 1 else ""
+        yield Part(LEARNER_GPU if is_on_gpu else HOST, model.what, num_bytes, rule)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What a rank holds of one model, per weight of its share."""
+
+    what: str
+    num_weights: int
+    bytes_per_weight: float
+    rule: str
+    is_offloaded: bool = False
+
+
+def _models(config: Config, num_weights: int, critic_weights: int | None) -> Iterator[_Model]:
+    learner = config.learner
+    is_fsdp = learner.backend == "fsdp2"
+    item = 4 if is_fsdp else ITEM_BYTES[config.model.dtype]
+    main = 0 if item == 4 else MAIN_BYTES
+    # Megatron's ranks of one context share their optimizer too.
+    shards = learner.dp if is_fsdp else learner.dp * learner.cp
+    cut = f" / dp {shards}" if shards > 1 else ""
+    if shards > learner.dp:
+        cut = f" / (dp {learner.dp} x cp {learner.cp})"
+    shared = cut if is_fsdp else ""
+    held = (item + GRADIENT_BYTES) / (shards if is_fsdp else 1)
+    state = (main + MOMENT_BYTES) / shards
+    trained = {"policy": num_weights}
+    if config.algorithm.advantage in WITH_VALUES and critic_weights is not None:
+        trained["critic"] = critic_weights
+    weights = f"weight {item}{shared} + gradient {GRADIENT_BYTES}{shared}"
+    optimizer = f"optimizer {main + MOMENT_BYTES}{cut}"
+    for name, size in trained.items():
+        if learner.offload:
+            yield _Model(f"{name} and its gradient", size, held, f"{weights} bytes", is_fsdp)
+            yield _Model(f"optimizer of the {name}", size, state, f"{optimizer} bytes", is_offloaded=True)
+        else:
+            yield _Model(f"{name} and its optimizer", size, held + state, f"{weights} + {optimizer} bytes")
+    if config.algorithm.kl.coef > 0:
+        reference = item / (shards if is_fsdp else 1)
+        yield _Model("reference policy", num_weights, reference, f"weight {item}{shared} bytes")
+
+
+def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> Iterator[Part]:
+    rollout = config.rollout
+    if not replicas:
+        return
+    each = f"x {replicas} replicas"
+    yield Part(
+        HOST, "replicas' front ends", FRONT_END_BYTES * replicas, f"{FRONT_END_BYTES / GB:.2g} GB {each}"
+    )
+    item = ITEM_BYTES[config.model.dtype]
+    if rollout.gpus:
+        if num_weights is not None:
+            rule = f"weight {item} bytes / {rollout.gpus} GPUs; vLLM's KV cache takes what is left"
+            yield Part(ROLLOUT_GPU, "engine", num_weights * item // rollout.gpus, rule)
+        return
+    core = CORE_BYTES + rollout.kv_cache_bytes + (num_weights or 0) * item
+    rule = f"({CORE_BYTES / GB:.2g} GB + rollout.kv_cache_bytes + weight {item} bytes) {each}"
+    yield Part(HOST, "engine cores", core * replicas, rule)

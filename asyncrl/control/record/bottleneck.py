@@ -1,0 +1,201 @@
+"""Who sets the pace of a run, and why the learner waits (pure).
+
+Judges by the newest row of metrics and the services' last statuses. What stops everything comes first: a
+service that is not there, a pause, a journal that is away. Only then are idle shares compared.
+Invariant: never more than a guess from what was observed, and every guess says what it was made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Metrics = Mapping[str, Any]
+Statuses = Mapping[str, Mapping[str, Any]]
+
+IDLE, CLEARLY_MORE = 0.1, 0.1
+"""Shares of time: from when somebody waits, and from when more than the other does."""
+COMING = ("starting", "STARTING", "SYNCING", "loading")
+LOST = ("gone", "failed", "silent", "DEAD", "restarting")
+LEARNER_IDLE, ROLLOUT_IDLE = "perf/learner_idle/", "perf/rollout_idle/"
+HOLDS = {
+    "buffer": ("buffer.0", "the learner waits for answers of the buffer"),
+    "checkpoint": ("checkpoint", "the learner waits for the checkpoint before to be written"),
+    "publisher": ("publisher.0", "the learner waits for the publisher"),
+}
+"""What the learner waits for besides batches: who that is, and why."""
+NO_STAGES = ("timing_s/step", "timing_s/other", "timing_s/wait")
+STAGES = {
+    "update_actor": "forward, backward and optimizer",
+    "old_log_prob": "log-probs under the weights at the start of the step",
+    "ref": "log-probs of the reference policy",
+    "update_critic": "updating the critic",
+    "values": "the critic's values",
+    "save_checkpoint": "copying the state for a checkpoint",
+    "update_weights": "handing over new weights",
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Who is the bottleneck (`""`: nobody), why, and whom the learner waits for (`""`: it does not)."""
+
+    who: str
+    why: str
+    learner_waits_for: str = ""
+
+
+def diagnose(metrics: Metrics, statuses: Statuses) -> dict[str, str]:
+    """Return `who`, `why` and `learner_waits_for`.
+
+    Args:
+        metrics: The newest row, empty before there is one.
+        statuses: Of all services, by name, as they were last heard.
+    """
+    found = next(_stops(statuses), None) or _compare(metrics, statuses)
+    return asdict(found)
+
+
+def _stops(statuses: Statuses) -> Iterator[Diagnosis]:
+    """Yield what lets nothing move, most telling first."""
+    buffer, learner = statuses.get("buffer.0", {}), statuses.get("learner.0", {})
+    for name, status in statuses.items():
+        if status.get("state") in LOST and not name.startswith(("rollout.", "receiver.")):
+            yield Diagnosis(name, f"{name} is {status['state']}", _waits_for(name))
+    for name in sorted(statuses):
+        if name.startswith(("learner.", "buffer.")) and statuses[name].get("state") in COMING:
+            yield Diagnosis(name, f"{name} is {statuses[name]['state']}", _waits_for(name))
+    if buffer.get("paused") or learner.get("paused"):
+        yield Diagnosis("operator", "the run is paused; 'asyncrl unpause' lets it go on", "operator")
+    if (buffer.get("journal") or {}).get("is_away"):
+        yield Diagnosis("buffer.0", "its journal is away, and what is not journalled is not done", "buffer.0")
+    replicas = _replicas(statuses)
+    if replicas and not any(status.get("state") == "READY" for status in replicas.values()):
+        states = ", ".join(f"{name} {status.get('state')}" for name, status in sorted(replicas.items()))
+        yield Diagnosis("rollout", f"no replica is READY: {states}", "rollout")
+    if learner and not replicas:
+        yield Diagnosis("rollout", "there are no rollout replicas; 'asyncrl scale rollout=N'", "rollout")
+
+
+def _waits_for(name: str) -> str:
+    """Return whom the learner waits for while `name` is away: never itself."""
+    return "" if name.startswith("learner.") else name
+
+
+def _compare(metrics: Metrics, statuses: Statuses) -> Diagnosis:
+    metrics = _without_spares(metrics)
+    learner, rollout = metrics.get("perf/learner_idle_share"), metrics.get("perf/rollout_idle_share")
+    if learner is None or rollout is None:
+        if statuses.get("learner.0"):
+            return Diagnosis("rollout", "the first batch is being generated", "rollout")
+        return Diagnosis("", "nothing was measured yet")
+    if (held := _held_up(learner, metrics)) is not None:
+        return held
+    if learner >= IDLE and rollout >= IDLE and abs(learner - rollout) < 2 * CLEARLY_MORE:
+        return _between(learner, rollout, metrics, statuses) or _few_leases(learner, rollout)
+    if learner - rollout > CLEARLY_MORE:
+        return _between(learner, rollout, metrics, statuses) or _generation(learner, rollout, statuses)
+    if rollout - learner > CLEARLY_MORE:
+        return _learner(learner, rollout, metrics)
+    return Diagnosis("", f"balanced: {_shares(learner, rollout)}", "rollout" if learner >= IDLE else "")
+
+
+def _without_spares(metrics: Metrics) -> Metrics:
+    """Return the row with the replicas' shares those of the time that was not spent standing by.
+
+    A warm spare waits for nobody.
+    """
+    spare = metrics.get(f"{ROLLOUT_IDLE}standby", 0.0)
+    if not 0.0 < spare < 1.0:
+        return metrics
+    shares = {name: value / (1.0 - spare) for name, value in metrics.items() if name.startswith(ROLLOUT_IDLE)}
+    idle = (metrics.get("perf/rollout_idle_share", 0.0) - spare) / (1.0 - spare)
+    return {**metrics, **shares, "perf/rollout_idle_share": max(0.0, idle)}
+
+
+def _held_up(learner: float, metrics: Metrics) -> Diagnosis | None:
+    """Return what keeps the learner more than batches do, None if nothing does."""
+    waits = {cause: metrics.get(f"{LEARNER_IDLE}{cause}", 0.0) for cause in HOLDS}
+    cause, share = max(waits.items(), key=lambda item: item[1])
+    if share < IDLE or share <= learner:
+        return None
+    who, why = HOLDS[cause]
+    return Diagnosis(who, f"{why}: {share:.0%} of a step", who)
+
+
+def _between(learner: float, rollout: float, metrics: Metrics, statuses: Statuses) -> Diagnosis | None:
+    """Return what lies between prompts and batches besides the engines, None if that is not the cause."""
+    group = metrics.get(f"{ROLLOUT_IDLE}group", 0.0)
+    if _is_scoring(statuses) or (group >= IDLE and group >= rollout / 2):
+        why = f"answers wait for their rewards, tools or environments: {_now(statuses)}"
+        return Diagnosis("reward", why, "reward")
+    weights = sum(metrics.get(f"{ROLLOUT_IDLE}{cause}", 0.0) for cause in ("weights", "swap", "fenced"))
+    step = int(statuses.get("learner.0", {}).get("step") or 0)
+    served = max((int(one.get("step") or 0) for one in _replicas(statuses).values()), default=step)
+    is_behind = rollout >= IDLE and learner - rollout < 2 * CLEARLY_MORE and step > served
+    if is_behind or (weights >= IDLE and weights >= rollout / 2):
+        behind = f": the learner is at step {step}, they serve step {served}" if step > served else ""
+        why = f"replicas wait for weights or swap them{behind}"
+        return Diagnosis("weight_sync", f"{why} ({_shares(learner, rollout)})", "rollout")
+    return None
+
+
+def _generation(learner: float, rollout: float, statuses: Statuses) -> Diagnosis:
+    """The learner waits, and the replicas have work."""
+    why = f"generation is slower than training: {_shares(learner, rollout)}"
+    return Diagnosis("rollout", f"{why}{_lacking(statuses) or '; more replicas would help'}", "rollout")
+
+
+def _few_leases(learner: float, rollout: float) -> Diagnosis:
+    why = f"replicas get too few leases, and the learner too few groups: {_shares(learner, rollout)}"
+    return Diagnosis(
+        "buffer.0", f"{why}; see staleness.max_lag, ready_batches, buffer.memory_bytes", "rollout"
+    )
+
+
+def _learner(learner: float, rollout: float, metrics: Metrics) -> Diagnosis:
+    """The replicas wait; say what the learner spends its time with."""
+    stages = {
+        name: value
+        for name, value in metrics.items()
+        if name.startswith("timing_s/") and not name.startswith(NO_STAGES)
+    }
+    total = metrics.get("timing_s/step") or 0.0
+    why = f"training is slower than generation: {_shares(learner, rollout)}"
+    if stages and total:
+        name, longest = max(stages.items(), key=lambda item: item[1])
+        stage = name.removeprefix("timing_s/")
+        why += f"; {STAGES.get(stage, stage)} takes {longest / total:.0%} of a step"
+    return Diagnosis("learner", why)
+
+
+def _replicas(statuses: Statuses) -> dict[str, Mapping[str, Any]]:
+    return {name: status for name, status in statuses.items() if name.startswith("rollout.")}
+
+
+def _is_scoring(statuses: Statuses) -> bool:
+    """Whether replicas hold groups of which nothing is being generated."""
+    known = [one for one in _replicas(statuses).values() if "in_flight_requests" in one]
+    held = sum(one.get("in_flight_groups", 0) for one in known)
+    return held > 0 and not any(one["in_flight_requests"] for one in known)
+
+
+def _now(statuses: Statuses) -> str:
+    replicas = _replicas(statuses).values()
+    held = sum(one.get("in_flight_groups", 0) for one in replicas)
+    return f"{held} groups are open, and no engine works on any"
+
+
+def _lacking(statuses: Statuses) -> str:
+    """Return which replicas do not generate, empty if all do."""
+    away = [
+        f"{name} {status.get('state')}"
+        for name, status in sorted(_replicas(statuses).items())
+        if status.get("state") != "READY"
+    ]
+    return f"; not generating: {', '.join(away)}" if away else ""
+
+
+def _shares(learner: float, rollout: float) -> str:
+    return f"the learner waits {learner:.0%} of its time, the replicas {rollout:.0%} of theirs"

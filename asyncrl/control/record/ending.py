@@ -1,0 +1,88 @@
+"""How a run failed, in one paragraph: what, where, what was saved, how to go on; and its log's last lines.
+
+Reads the run's folder only, so that a run which nobody watched is told of as well.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.load import load_resolved
+from asyncrl.control.record.recorder import load_rows, training_rows
+from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.errors import ConfigError
+
+SHOWN_LINES = 20
+
+
+def paragraph(folder: RunDir, outcome: dict[str, Any] | None = None) -> str:
+    """Return what to tell of the failed run in `folder`; the lines of its log follow, each behind a bar.
+
+    Args:
+        outcome: As in outcome.json, where it is known.
+    """
+    outcome = outcome or read_json(folder.outcome) or {}
+    service = outcome.get("service") or ""
+    where = f" in {service}" if service else ""
+    error = str(outcome.get("error") or "without a message").rstrip(".")
+    is_forgetful = _keeps_no_journal(folder)
+    again = "To begin anew" if is_forgetful else "To go on"
+    sentences = [
+        f"the run failed{where}: {error}.",
+        _saved(folder, is_forgetful),
+        _account(folder),
+        f"{again}: {command_of(folder)}",
+    ]
+    tail = outcome.get("tail") or folder.tail(service)
+    log = folder.log(service) if service else folder.logs
+    lines = [" ".join(sentences), f"The last lines of {log}:"] if tail else [" ".join(sentences)]
+    return "\n".join([*lines, *(f"  | {line}" for line in tail[-SHOWN_LINES:])])
+
+
+def command_of(folder: RunDir) -> str:
+    """Return the command that starts the run in `folder` once more."""
+    command = (read_json(folder.live) or {}).get("command")
+    place = ["--set", f"run.dir={folder.path.parent}"]
+    return command or shlex.join(["asyncrl", "up", str(folder.resolved), *place])
+
+
+def _keeps_no_journal(folder: RunDir) -> bool:
+    try:
+        return load_resolved(folder.path).buffer.journal == "none"
+    except ConfigError:  # a folder without its configuration, or another asyncrl's
+        return False
+
+
+def _saved(folder: RunDir, is_forgetful: bool) -> str:
+    rows = training_rows(load_rows(folder.metrics))
+    last = max((int(row["training/global_step"]) for row in rows), default=0)
+    saved = sorted(found.name for found in folder.checkpoints.glob("step-*"))
+    trained = f"step {last} was the last on record" if last else "no step was trained"
+    if not saved:
+        return f"Saved: no checkpoint; {trained}."
+    step = int(saved[-1].removeprefix("step-"))
+    if is_forgetful:
+        what = "a run with buffer.journal: none cannot go on from it, but 'asyncrl export' takes it"
+        return f"Saved: the checkpoint of step {step} in {folder.checkpoints / saved[-1]}; {trained}; {what}."
+    again = f"; steps {step + 1} to {last} are trained again from the journal" if last > step else ""
+    return f"Saved: the checkpoint of step {step} in {folder.checkpoints / saved[-1]}; {trained}{again}."
+
+
+def _account(folder: RunDir) -> str:
+    """The summary tells of this life only if it was written in it: who died at once wrote none."""
+    ledger = (read_json(folder.summary) or {}).get("ledger") or {}
+    began = (read_json(folder.live) or {}).get("began", 0.0)
+    if ledger.get("issued") is None or not _is_later(folder.summary, began):
+        return f"Account of the prompts: asyncrl inspect account {folder.path}."
+    dropped = sum((ledger.get("dropped") or {}).values())
+    residue = (read_json(folder.summary) or {}).get("ledger_residue")
+    return (
+        f"Account of the prompts: {ledger['issued']} issued, {ledger['trained']} trained, {dropped} dropped, "
+        f"residue {residue}."
+    )
+
+
+def _is_later(path: Path, time_s: float) -> bool:
+    return path.exists() and path.stat().st_mtime >= time_s

@@ -1,0 +1,104 @@
+"""What happened to a run, one line of JSON each, in runs/<name>/events.jsonl.
+
+Owns the form of an event. It is a record for people and pages: nothing decides by it. Several processes
+may write at once, so a line is one write. Invariant: an event that cannot be written is counted and
+logged, and harms nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+log = logging.getLogger(__name__)
+
+Kind = Literal[
+    "start",
+    "exit",
+    "restart",
+    "ready",
+    "scale",
+    "autoscale",
+    "guard",
+    "checkpoint",
+    "stall",
+    "pause",
+    "finish",
+]
+KINDS: tuple[str, ...] = get_args(Kind)
+EVENTS_FILE = "events.jsonl"
+KEPT = 200
+"""Newest events that are kept in memory."""
+MAX_TEXT_CHARACTERS = 2000
+
+
+class EventLog:
+    """Appends events and remembers the newest. May be called from any thread.
+
+    Args:
+        path: The file; events that are in it already are remembered too.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._newest: deque[dict[str, Any]] = deque(load_events(path, KEPT), maxlen=KEPT)
+        self.num_lost = 0
+
+    def add(self, kind: Kind, service: str, text: str, **fields: Any) -> None:
+        """Record that `text` happened to `service` ("run" for the whole); `fields` are plain values."""
+        assert kind in KINDS, f"there is no event of kind '{kind}'"
+        event = {
+            "time": time.time(),
+            "kind": kind,
+            "service": service,
+            "text": text[:MAX_TEXT_CHARACTERS],
+            **fields,
+        }
+        with self._lock:
+            self._newest.append(event)
+            try:
+                _append(self._path, json.dumps(event, default=str) + "\n")
+            except OSError as error:
+                self.num_lost += 1
+                log.warning("the event '%s' of %s could not be written: %s", kind, service, error)
+
+    def newest(self, number: int) -> list[dict[str, Any]]:
+        """Return the newest `number` events, oldest first."""
+        with self._lock:
+            return list(self._newest)[-number:] if number else []
+
+
+def load_events(path: Path, number: int | None = None) -> list[dict[str, Any]]:
+    """Return the events in `path`, oldest first, the newest `number` only; torn lines are left out."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    wanted = lines if number is None else lines[-number:]
+    return [event for line in wanted if (event := _parse(line)) is not None]
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:  # the process died while it wrote
+        return None
+    return found if isinstance(found, dict) and "kind" in found else None
+
+
+def _append(path: Path, line: str) -> None:
+    """Add a line in one write. A line that a dead writer tore is ended first: it takes no other with it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, (b"\n" if is_torn else b"") + line.encode())
+    finally:
+        os.close(descriptor)

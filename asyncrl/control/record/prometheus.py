@@ -1,0 +1,164 @@
+"""The snapshot of a run in Prometheus' text format, and the answer to a health check.
+
+Owns the names there: that of the registry behind `asyncrl_`, other characters than letters and digits as
+`_`; a `<word>` stays as the word and its value becomes a label. Everything carries the label `run`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from asyncrl.metrics import find, variables_of
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+
+Snapshot = Mapping[str, Any]
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX = "asyncrl_"
+OK, UNAVAILABLE = 200, 503
+NOT_UP = ("failed", "gone", "silent", "DEAD")
+
+
+class _Sample(NamedTuple):
+    labels: dict[str, str]
+    value: float
+
+
+def prometheus_text(snapshot: Snapshot, row: Mapping[str, Any]) -> str:
+    """Return what Prometheus scrapes.
+
+    Args:
+        snapshot: Of the supervisor (`Supervisor.status`); its `evaluation` is the newest row of one.
+        row: The newest row of metrics.
+    """
+    from prometheus_client import generate_latest
+
+    return generate_latest(_Collector(snapshot, row)).decode()
+
+
+def health_answer(snapshot: Snapshot) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and the body of `/health`: 200 while the run is well, else 503."""
+    is_failed = snapshot.get("state") == "failed" or bool(snapshot.get("error"))  # or is being ended for it
+    status = "failed" if is_failed else snapshot.get("health", "ok")
+    body = {"status": status, **{key: snapshot.get(key) for key in ("run", "state", "step", "error")}}
+    return OK if status == "ok" else UNAVAILABLE, body
+
+
+def prometheus_name(name: str) -> str:
+    """Return the name under which a metric of the registry is scraped.
+
+    >>> prometheus_name("timing_s/<stage>"), prometheus_name("val-core/<source>/<variable>/<metric>")
+    ('asyncrl_timing_s_stage', 'asyncrl_val_core_source_variable_metric')
+    """
+    return PREFIX + re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_")
+
+
+class _Collector:
+    """What `generate_latest` asks of a registry; made for one answer."""
+
+    def __init__(self, snapshot: Snapshot, row: Mapping[str, Any]) -> None:
+        self._snapshot = snapshot
+        self._row = row
+        self._run = str(snapshot.get("run", ""))
+
+    def collect(self) -> Iterator[Family]:
+        yield from self._of_metrics()
+        yield from self._of_run()
+        yield from self._of_services()
+        yield from self._of_ledger()
+
+    def _of_metrics(self) -> Iterator[Family]:
+        found: dict[str, tuple[str, dict[tuple[str, ...], _Sample]]] = {}
+        for name, value in {**snapshot_part(self._snapshot, "evaluation"), **self._row}.items():
+            if "/" not in name or not isinstance(value, int | float):
+                continue
+            metric = find(name)
+            about = f"{metric.meaning} (unit: {metric.unit})" if metric else "Not in the table of metrics"
+            family = prometheus_name(metric.name if metric else name)
+            labels = variables_of(name)
+            samples = found.setdefault(family, (about, {}))[1]
+            samples.setdefault(tuple(labels.values()), _Sample(labels, float(value)))  # no series comes twice
+        for family, (about, samples) in sorted(found.items()):
+            yield self._family(family, about, list(samples.values()))
+
+    def _of_run(self) -> Iterator[Family]:
+        snapshot = self._snapshot
+        state = str(snapshot.get("state", ""))
+        yield self._family("asyncrl_run_state", "1 for the state of the run", [_Sample({"state": state}, 1)])
+        is_well = health_answer(snapshot)[0] == OK
+        yield self._single("asyncrl_run_healthy", "1 unless the run is degraded or has failed", is_well)
+        for key, about in (
+            ("step", "Learner steps done (unit: steps)"),
+            ("steps", "Learner steps that the run shall take (unit: steps)"),
+            ("resumed_step", "The step that this life of the run went on from (unit: steps)"),
+            ("accuracy", "Share of held-out prompts answered right, newest evaluation (unit: share)"),
+        ):
+            if snapshot.get(key) is not None:
+                yield self._single(f"asyncrl_run_{key}", about, snapshot[key])
+
+    def _of_services(self) -> Iterator[Family]:
+        services: Mapping[str, Mapping[str, Any]] = snapshot_part(self._snapshot, "services")
+        states = {name: str(status.get("state")) for name, status in services.items()}
+        up = [_Sample({"service": name}, state not in NOT_UP) for name, state in states.items()]
+        yield self._family("asyncrl_service_up", "1 if the service answers and has not failed", up)
+        held = [_Sample({"service": name, "state": state}, 1) for name, state in states.items()]
+        yield self._family("asyncrl_service_state", "1 for the state of the service", held)
+        for key, name, about in (
+            ("version", "version", "Policy version that the service holds"),
+            ("heartbeat_age_s", "heartbeat_age_s", "Since its last sign of life (unit: s)"),
+            ("restarts", "restarts_total", "Times that it was started again (unit: count)"),
+        ):
+            samples = [
+                _Sample({"service": service}, _first(status[key]))
+                for service, status in services.items()
+                if status.get(key) is not None
+            ]
+            if samples:
+                yield self._family(f"asyncrl_service_{name}", about, samples)
+
+    def _of_ledger(self) -> Iterator[Family]:
+        ledger = snapshot_part(self._snapshot, "ledger")
+        for key, about in (
+            ("issued", "Tickets issued so far (unit: tickets)"),
+            ("trained", "Tickets trained so far (unit: tickets)"),
+            ("prompts_drawn", "Prompts drawn so far (unit: prompts)"),
+            ("given_up", "Prompts given up so far (unit: prompts)"),
+            ("open", "Prompts under way (unit: prompts)"),
+            ("residue", "What the laws of the ledger leave unexplained (unit: tickets)"),
+            ("stored_groups", "Complete groups that wait for the learner (unit: groups)"),
+        ):
+            if key in ledger:
+                yield self._single(f"asyncrl_ledger_{key}", about, ledger[key])
+        for key, label, about in (
+            ("dropped", "reason", "Tickets dropped so far (unit: tickets)"),
+            ("pending", "state", "Tickets that are neither trained nor dropped (unit: tickets)"),
+        ):
+            samples = [_Sample({label: name}, count) for name, count in snapshot_part(ledger, key).items()]
+            if samples:
+                yield self._family(f"asyncrl_ledger_{key}", about, samples)
+
+    def _single(self, name: str, about: str, value: float) -> Family:
+        return self._family(name, about, [_Sample({}, value)])
+
+    def _family(self, name: str, about: str, samples: list[_Sample]) -> Family:
+        from prometheus_client.core import Metric as Family
+
+        is_counter = name.endswith("_total")
+        made = Family(name.removesuffix("_total"), about, "counter" if is_counter else "gauge")
+        for labels, value in samples:
+            made.add_sample(name, {"run": self._run, **labels}, float(value))
+        return made
+
+
+def snapshot_part(values: Snapshot, key: str) -> Mapping[str, Any]:
+    """Return the mapping under `key`; empty where the service behind it has said nothing yet."""
+    found = values.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _first(value: Any) -> float:
+    """Return the number of a version, which some services tell together with its step."""
+    return float(value[0] if isinstance(value, list | tuple) else value)

@@ -1,0 +1,1 @@
+"""Services that a run's metrics also go to, each behind a bounded queue and a thread of its own."""

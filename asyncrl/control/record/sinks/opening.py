@@ -1,0 +1,79 @@
+"""From the configuration to the sinks of a run; which packages they need."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import string
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from asyncrl.config.tree import Config
+from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.control.record.sinks.mlflow import ARGUMENTS, MlflowSink
+from asyncrl.control.record.sinks.outbox import Outbox
+from asyncrl.control.record.sinks.protocol import RunLabel, Sink
+from asyncrl.control.record.sinks.swanlab import SwanLabSink
+from asyncrl.control.record.sinks.tensorboard import TensorBoardSink
+from asyncrl.control.record.sinks.trackio import TrackioSink
+from asyncrl.control.record.sinks.wandb import WandbSink
+from asyncrl.errors import ConfigError
+
+SERVICES: Mapping[str, Callable[[RunLabel, Mapping[str, Any]], Sink]] = {
+    "wandb": WandbSink,
+    "mlflow": MlflowSink,
+    "trackio": TrackioSink,
+    "swanlab": SwanLabSink,
+}
+"""Each is the name of its package too, and of the extra that brings it."""
+ID_FILE = "sinks.json"
+ID_CHARACTERS = 21
+"""What SwanLab asks of an id."""
+
+
+def check_sinks(config: Config) -> Iterator[str]:
+    """Yield what is wrong with `metrics.sinks` on this machine; imports none of the packages."""
+    names = [sink.name for sink in config.metrics.sinks]
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        yield (
+            f"metrics.sinks: {', '.join(missing)} not installed here. Install it with: "
+            f"pip install 'asyncrl[{','.join(missing)}]', or leave it out"
+        )
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        yield f"metrics.sinks: {', '.join(sorted(twice))} stands there more than once"
+    for sink in config.metrics.sinks:
+        unknown = sorted(set(sink.arguments) - set(ARGUMENTS)) if sink.name == "mlflow" else []
+        if unknown:
+            known = ", ".join(ARGUMENTS)
+            yield f"metrics.sinks: mlflow has no argument {', '.join(unknown)}. It takes {known}"
+
+
+def open_sinks(config: Config, run_dir: RunDir) -> list[Outbox]:
+    """Return a queue for each sink of the configuration; nothing is imported or connected here.
+
+    Raises:
+        ConfigError: With all that `check_sinks` finds.
+    """
+    problems = list(check_sinks(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    sinks: list[Sink] = []
+    if config.metrics.tensorboard:
+        sinks.append(TensorBoardSink(run_dir.path / "tensorboard"))
+    if config.metrics.sinks:
+        label = label_of(config, run_dir)
+        sinks += [SERVICES[sink.name](label, sink.arguments) for sink in config.metrics.sinks]
+    return [Outbox(sink) for sink in sinks]
+
+
+def label_of(config: Config, run_dir: RunDir) -> RunLabel:
+    """Return how services know the run; its id is drawn once per folder."""
+    path = run_dir.path / ID_FILE
+    known = read_json(path)
+    if known is None:
+        alphabet = string.ascii_lowercase + string.digits
+        known = {"id": "".join(secrets.choice(alphabet) for _ in range(ID_CHARACTERS))}
+        write_json(path, known)
+    return RunLabel(config.run.name, known["id"], run_dir.path, config.model_dump(mode="json"))

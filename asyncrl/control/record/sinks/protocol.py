@@ -1,0 +1,51 @@
+"""What a sink of metrics is, and what it is told of the run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+DEFAULT_PROJECT = "asyncrl"
+
+
+@dataclass(frozen=True)
+class RunLabel:
+    """How a service knows the run.
+
+    Attributes:
+        name: Of the run.
+        id: Of the run's folder: 21 lower-case letters and digits, the same after a resume.
+        folder: `runs/<name>`; what a client writes to disk goes below it.
+        settings: The resolved configuration as plain values; it holds no secrets.
+    """
+
+    name: str
+    id: str
+    folder: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Sink(Protocol):
+    """One service. All methods are called from one thread, which may hang or be left behind at the end.
+
+    Any exception is counted by the caller; `open` is tried again later, `write` goes on with the next row.
+    """
+
+    name: str
+
+    def open(self) -> None:
+        """Connect; the run of an earlier life under the same id is continued."""
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Send one row: metric names of the registry and their values."""
+
+    def close(self) -> None:
+        """Flush and say that the run has ended."""
+
+
+def load_library(name: str) -> Any:
+    """Return the module `name`. It is imported where it is used: some take seconds, or ask the network."""
+    return importlib.import_module(name)

@@ -1,0 +1,1 @@
+"""Keeps a run's services as the fleet machine wants them."""

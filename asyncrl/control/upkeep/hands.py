@@ -1,0 +1,144 @@
+"""Carries out, one by one, what the fleet machine decides about services.
+
+Owns how a service is started and cleared away; decides nothing. Invariant: when `kill` returns, all that the
+service's life left is dead and cleared away: its process, those that it had started, and its shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from asyncrl.control.fleet.messages import (
+    Cause,
+    Drain,
+    Effect,
+    End,
+    Forgo,
+    GiveUp,
+    Gone,
+    Kill,
+    Promote,
+    Start,
+)
+from asyncrl.control.launch.host import DUMP_STACKS
+from asyncrl.control.launch.processes import end_service, is_of_service, remove_segments
+from asyncrl.control.launch.ray_launcher import Launcher
+from asyncrl.control.record.events import EventLog, Kind
+from asyncrl.control.roster import Roster
+from asyncrl.errors import DeadlineExceeded, ServiceFailed
+
+log = logging.getLogger(__name__)
+
+COMMAND_DEADLINE_S = 5.0
+FAREWELL_DEADLINE_S = 10.0
+SHORT_DEADLINE_S = 1.0
+
+
+class Hands:
+    """Starts, tells and ends the services of a run."""
+
+    def __init__(self, roster: Roster, launcher: Launcher, events: EventLog) -> None:
+        self._roster = roster
+        self._launcher = launcher
+        self._events = events
+        self._pids: dict[str, int] = {}
+        self._children: dict[str, Collection[int]] = {}
+
+    def note_processes(self, name: str, status: Mapping[str, Any]) -> None:
+        """Remember the process of a service, and those that it has started: they die with it."""
+        if "pid" in status:
+            self._pids[name] = status["pid"]
+        if "child_pids" in status:
+            self._children[name] = status["child_pids"]
+
+    def carry_out(self, effect: Effect, num_restarts: int) -> Gone | None:
+        """Do it; return what came of it, if a service turned out to be gone."""
+        match effect:
+            case Start():
+                return self._start(effect, num_restarts)
+            case Kill(name):
+                self.kill(name)
+            case End(name):
+                self._launcher.stop([name], FAREWELL_DEADLINE_S)
+                self.kill(name)
+            case Drain(index):
+                return self.tell_replica(index, "drain")
+            case Promote(index):
+                name = f"rollout.{index}"
+                self._events.add("scale", name, f"{name} stood by, and leases from here on")
+                return self.tell_replica(index, "promote")
+            case Forgo(service, reason):
+                log.error("%s", reason)
+                self._events.add("scale", service, reason)
+            case GiveUp(service, reason):
+                log.error("giving up: %s", reason)
+                self._events.add("exit", service, f"the run is given up: {reason}")
+        return None
+
+    def _start(self, effect: Start, num_restarts: int) -> Gone | None:
+        kind: Kind = "restart" if num_restarts else "start"
+        self._events.add(kind, effect.name, f"{effect.name} is started", restarts=num_restarts)
+        try:
+            self._launcher.start(self._roster.spec(effect.name, is_standby=effect.is_standby))
+        except ServiceFailed as error:
+            return Gone(effect.name, f"failed: {error}")
+        return None
+
+    def kill(self, name: str) -> None:
+        """End a service, and everything that it has started, for good."""
+        self._launcher.kill(name)
+        self._pids.pop(name, None)
+        living = end_service(self._roster.run_id, name, self._children.pop(name, ()))
+        if living:
+            log.error("%s: processes %s do not die", name, living)
+        remove_segments(self._roster.run_id, name)
+        if name.startswith("rollout."):
+            self._retire(name)
+
+    def _retire(self, name: str) -> None:
+        """Have the buffer take back what a dead replica held. If that fails its leases run out."""
+        try:
+            self._launcher.command("buffer.0", "retire", {"replica": name}, SHORT_DEADLINE_S)
+        except (ServiceFailed, DeadlineExceeded) as error:
+            log.warning("the leases of %s are left to run out: %s", name, error)
+
+    def tell_replica(self, index: int, command: str) -> Gone | None:
+        """Tell a replica; one that does not take it shows that in its status, or by its silence."""
+        name = f"rollout.{index}"
+        try:
+            self._launcher.command(name, command, {}, COMMAND_DEADLINE_S)
+        except DeadlineExceeded as error:
+            log.warning("%s", error)
+        except ServiceFailed as error:
+            return Gone(name, f"failed: {error}", Cause.DEATH)
+        return None
+
+    def tighten(self, bound: dict[str, Any]) -> bool:
+        """Tell the buffer under which bound it admits; return whether it took it."""
+        try:
+            self._launcher.command("buffer.0", "tighten", bound, COMMAND_DEADLINE_S)
+        except (ServiceFailed, DeadlineExceeded) as error:
+            log.warning("the buffer does not admit under the tightened bound yet: %s", error)
+            return False
+        return True
+
+    def dump_stacks(self, names: Iterable[str]) -> None:
+        """Have services write the stacks of all their threads into their logs."""
+        for name in names:
+            try:
+                self._launcher.command(name, DUMP_STACKS, {}, SHORT_DEADLINE_S)
+            except (ServiceFailed, DeadlineExceeded):
+                self._signal(name)
+
+    def _signal(self, name: str) -> None:
+        """Signal its process if it is here: on another machine the number is somebody else's."""
+        pid = self._pids.get(name)
+        if pid is None or not is_of_service(pid, self._roster.run_id, name):
+            return
+        with contextlib.suppress(ProcessLookupError):  # it died just now
+            os.kill(pid, signal.SIGUSR1)

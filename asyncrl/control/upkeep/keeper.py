@@ -1,0 +1,413 @@
+"""Keeps a run's services as the fleet machine wants them, and tells it what is.
+
+Owns the machine, and decides nothing itself. Any thread may call. Invariant: what the machine has come to is
+on disk before any of it is done, so a supervisor that takes over finds every service that there may be.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from asyncrl.control.fleet.machine import FleetMachine, FleetRules
+from asyncrl.control.fleet.messages import (
+    Begin,
+    Drain,
+    Effect,
+    End,
+    Event,
+    Finish,
+    GiveUp,
+    Gone,
+    Kill,
+    Leave,
+    Promote,
+    Start,
+    Tick,
+    Wanted,
+)
+from asyncrl.control.fleet.saved import dump, restore
+from asyncrl.control.fleet.units import LEARNER, Stage, key_of
+from asyncrl.control.launch.ray_launcher import Launcher
+from asyncrl.control.record.events import EventLog, Kind
+from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.control.roster import MAX_REPLICAS, Roster
+from asyncrl.control.upkeep.hands import COMMAND_DEADLINE_S, Hands
+from asyncrl.control.upkeep.reading import at_home, events_of, in_order
+from asyncrl.errors import ConfigError, ServiceFailed
+
+log = logging.getLogger(__name__)
+
+STATUS_DEADLINE_S = 1.0
+LAST_STATUS_DEADLINE_S = 10.0
+DEAD = "DEAD"
+"""The state that a service is shown in between two lives."""
+
+Statuses = dict[str, dict[str, Any]]
+
+
+def rules_of(roster: Roster) -> FleetRules:
+    """Return how patient a run is with its services."""
+    config = roster.config
+    never_again = {}
+    if config.buffer.journal == "none":
+        never_again["buffer"] = "with buffer.journal: none nobody remembers what it held"
+    return FleetRules(
+        num_ranks=roster.num_learner_ranks,
+        max_restarts=config.launcher.max_restarts,
+        start_deadline_s=config.launcher.start_deadline_s,
+        max_replicas=MAX_REPLICAS,
+        never_again=never_again,
+    )
+
+
+class Upkeep:
+    """The services of a run.
+
+    Args:
+        clock: Seconds that only rise.
+
+    Attributes:
+        ending: The outcome of the run, once it is being ended. It stays on disk: a supervisor that is started
+            after this one died in its last moments must not begin the run anew.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        launcher: Launcher,
+        events: EventLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._roster = roster
+        self._launcher = launcher
+        self._hands = Hands(roster, launcher, events)
+        self._events = events
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._machine = FleetMachine(rules_of(roster), clock())
+        self._path = RunDir(roster.run_dir).fleet
+        self._saved: dict[str, Any] = {}
+        self._stages: dict[str, Stage] = {}
+        self._bound: dict[str, Any] = {}
+        self._is_bound_told = False
+        self._facts: dict[str, dict[str, Any]] = {}
+        self._is_degraded = False
+        self.ending: dict[str, Any] | None = None
+
+    # --- reading --------------------------------------------------------------------------
+
+    @property
+    def given_up(self) -> GiveUp | None:
+        """Why the run must end, if it must."""
+        return self._machine.given_up
+
+    @property
+    def learners(self) -> list[str]:
+        with self._lock:
+            return [name for name in self._machine.names if name.startswith("learner.")]
+
+    @property
+    def replicas(self) -> list[int]:
+        """Indices of the replicas that lease or are to."""
+        with self._lock:
+            return sorted(unit.index for unit in self._machine.replicas)
+
+    @property
+    def num_draining(self) -> int:
+        """Leavers whose processes are still up."""
+        with self._lock:
+            return len(self._machine.leavers)
+
+    @property
+    def wanted(self) -> int:
+        return self._machine.wanted
+
+    @property
+    def num_ready(self) -> int:
+        """Replicas that lease."""
+        with self._lock:
+            return sum(unit.is_up for unit in self._machine.replicas)
+
+    @property
+    def is_degraded(self) -> bool:
+        """As of the last pulse: a status is given while a pulse or the run's end takes its time."""
+        return self._is_degraded
+
+    @property
+    def has_learner_ended(self) -> bool:
+        """Whether its leader has ended by itself, be its process alive or not."""
+        return self._machine.units[LEARNER].has_ended
+
+    @property
+    def is_learner_ending(self) -> bool:
+        """Whether it was asked to end, by this supervisor or by one before it."""
+        return self._machine.units[LEARNER].is_ending
+
+    def num_restarts(self, name: str) -> int:
+        """Return how often the unit of a service was started again."""
+        with self._lock:
+            unit = self._machine.units.get(key_of(name))
+            return unit.num_restarts if unit else 0
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Return what the last pulse found of a service beyond its own word.
+
+        Returns:
+            `heartbeat_age_s`, `restarts`, `stage`, `standby`.
+        """
+        return self._facts.get(name, {"heartbeat_age_s": None, "restarts": 0, "stage": "", "standby": False})
+
+    # --- what may be asked ----------------------------------------------------------------
+
+    def begin(self, replicas: int, standby: int) -> bool:
+        """Start every service; or take charge of those that a dead supervisor has left, and return True."""
+        with self._lock:
+            found = read_json(self._path)
+            if found is not None and found.get("run_id") == self._roster.run_id:
+                self._take_over(found)
+                return True
+            log.info("starting %d replicas and %d that stand by", replicas, standby)
+            self._events.add("start", "run", f"the run starts with {replicas} replicas", replicas=replicas)
+            self._apply(Begin(replicas, standby))
+            return False
+
+    def scale(self, replicas: int, why: str = "") -> dict[str, Any]:
+        """Want so many replicas; `why` is the autoscaler's reason. Returns what was begun."""
+        with self._lock:
+            self._refuse_if_ending()
+            if replicas > self._machine.wanted and replicas > self._num_startable():
+                raise ConfigError(f"a run can have {MAX_REPLICAS} replicas at a time, and has")
+            begun = self._describe_begun(self._apply(Wanted(replicas)))
+        kind: Kind = "autoscale" if why else "scale"
+        text = why or f"{replicas} replicas are wanted"
+        self._events.add(kind, "rollout", text, replicas=replicas, **begun)
+        log.info("%s: %s", text, begun)
+        return {"replicas": replicas, **begun}
+
+    def drain(self, index: int) -> dict[str, Any]:
+        """Let a replica drain and leave; another is started in its place."""
+        with self._lock:
+            self._refuse_if_ending()
+            begun = self._describe_begun(self._apply(Leave(index)))
+        self._events.add("scale", f"rollout.{index}", f"rollout.{index} is to drain and leave", **begun)
+        return {"replicas": self.wanted, **begun}
+
+    def ask(self, service: str, command: str, args: dict[str, Any]) -> dict[str, Any]:
+        """Pass a command on to a service. Raises ServiceFailed or DeadlineExceeded."""
+        with self._lock:
+            is_there = service in self._machine.names
+        if not is_there:
+            raise ServiceFailed(f"{service} is not running and cannot '{command}'")
+        answer = self._launcher.command(service, command, args, COMMAND_DEADLINE_S)
+        if (service, command) == ("buffer.0", "tighten"):
+            with self._lock:
+                self._bound, self._is_bound_told = dict(args), True
+                self._save()
+        return answer
+
+    def finish_learner(self) -> None:
+        """Take down, for good, that the learner is being ended. Whoever calls has it end."""
+        with self._lock:
+            self._apply(Finish())
+            self._save()
+
+    def dump_stacks(self) -> None:
+        """Have every service write the stacks of all its threads into its log."""
+        with self._lock:
+            names = self._machine.names
+        self._hands.dump_stacks(names)
+
+    def pulse(self) -> Statuses:
+        """Ask all services how they are, do what follows from it, and return their statuses."""
+        with self._lock:
+            run_id = self._roster.run_id
+            heard = self._launcher.statuses(self._machine.names, STATUS_DEADLINE_S)
+            found = {name: at_home(run_id, name, status) for name, status in heard.items()}
+            for name, status in found.items():
+                self._hands.note_processes(name, status)
+            for name in self._apply_batch([*events_of(run_id, found), Tick()]):
+                found.pop(name, None)
+            self._repeat_promotions(found)
+            self._tell_of_stages()
+            self._tell_bound()
+            self._save()
+            self._facts = {name: self._describe(name) for name in self._all_names()}
+            self._is_degraded = self._machine.is_degraded or self._machine.is_short
+            return self._told(found)
+
+    def stop(self, deadline_s: float, outcome: dict[str, Any]) -> tuple[set[str], Statuses]:
+        """End every service, those that depend on others first.
+
+        Args:
+            outcome: Of the run: a supervisor that takes over from here on only ends it.
+
+        Returns:
+            Who had to be killed, and each service's last status: the account after the last event.
+        """
+        with self._lock:  # let go then: nothing is begun any more, and others may ask meanwhile
+            self.ending = outcome
+            self._save()
+            left = {name: self._is_awake(name) for name in self._machine.names}
+        unstopped: set[str] = set()
+        statuses: Statuses = {}
+        for kinds in (("rollout", "learner"), ("receiver", "publisher"), ("weight_sync", "buffer")):
+            names = [name for name in left if name.split(".")[0] in kinds]
+            awake = [name for name in names if left[name]]
+            unstopped |= set(names) - self._launcher.stop(awake, deadline_s)
+            statuses |= self._launcher.statuses(awake, LAST_STATUS_DEADLINE_S)
+            for name in names:
+                self._launcher.kill(name)
+        return unstopped, statuses
+
+    def _is_awake(self, name: str) -> bool:
+        return (self._machine.silence_of(name) or 0.0) <= self._machine.rules.suspect_s
+
+    def _refuse_if_ending(self) -> None:
+        if self.ending is not None:
+            raise ConfigError("the run is being ended; there is nothing to ask of it any more")
+
+    # --- the machine ----------------------------------------------------------------------
+
+    def _apply(self, event: Event) -> list[Effect]:
+        """Hand `event` to the machine and do what it says, also about what fails in doing so."""
+        done: list[Effect] = []
+        events: list[Event] = [event]
+        while events:
+            effects = self._machine.apply(events.pop(0), self._clock())
+            self._tell_of_losses()
+            if effects:
+                self._save()
+            gone = [self._hands.carry_out(effect, self._num_restarts(effect)) for effect in effects]
+            events += [found for found in gone if found is not None]
+            done += effects
+        return done
+
+    def _apply_batch(self, events: Iterable[Event]) -> set[str]:
+        """Apply events that were all seen before the first of them is dealt with; return who was renewed.
+
+        What a service reported that has been ended since was its last life's, and says nothing of the next.
+        """
+        renewed: set[str] = set()
+        for event in events:
+            if getattr(event, "name", None) in renewed:
+                continue
+            effects = self._apply(event)
+            renewed |= {effect.name for effect in effects if isinstance(effect, Start | Kill | End)}
+        return renewed
+
+    def _tell_of_losses(self) -> None:
+        losses, self._machine.losses = self._machine.losses, []
+        for loss in losses:
+            log.warning("%s %s", loss.name, loss.reason)
+            self._events.add("exit", loss.name, f"{loss.name} {loss.reason}")
+
+    def _num_restarts(self, effect: Effect) -> int:
+        unit = self._machine.units.get(key_of(effect.name)) if isinstance(effect, Start) else None
+        return unit.num_restarts if unit else 0
+
+    def _repeat_promotions(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+        """Tell those again that lease by now and have not heard of it."""
+        for unit in self._machine.replicas:
+            if statuses.get(f"rollout.{unit.index}", {}).get("standby"):
+                self._hands.tell_replica(unit.index, "promote")
+
+    def _take_over(self, found: dict[str, Any]) -> None:
+        self._machine = restore(rules_of(self._roster), found["machine"], self._clock())
+        self._bound, self.ending = found["bound"], found["ending"]
+        living, known = self._launcher.adopt(), set(self._machine.names)
+        self._stages = self._machine.stages()
+        log.info("taking over %d services of %d", len(living & known), len(known))
+        self._events.add("start", "supervisor.0", f"the supervisor takes over {len(living & known)} services")
+        for name in sorted(living - known):  # to be ended, or to be started again, when the last one died
+            self._hands.kill(name)
+        # Nobody is started before it is known, from the statuses, on which nodes the others are.
+        self._launcher.statuses(sorted(living & known), STATUS_DEADLINE_S)
+        dead = known - living if self.ending is None else ()
+        self._apply_batch(in_order(Gone(name, "gone: it died while nobody watched") for name in sorted(dead)))
+
+    def _save(self) -> None:
+        state = {
+            "run_id": self._roster.run_id,
+            "bound": self._bound,
+            "ending": self.ending,
+            "machine": dump(self._machine),
+        }
+        settled = _without_ages(state)
+        if settled != self._saved:
+            self._saved = settled
+            write_json(self._path, state)
+
+    # --- telling --------------------------------------------------------------------------
+
+    def _tell_of_stages(self) -> None:
+        before, self._stages = self._stages, self._machine.stages()
+        for key, stage in self._stages.items():
+            if stage is not Stage.READY or before.get(key) in (Stage.READY, Stage.SUSPECT, None):
+                continue
+            self._tell_ready(key)
+
+    def _tell_ready(self, key: str) -> None:
+        unit = self._machine.units[key]
+        if unit.failed_at is None:
+            self._events.add("ready", key, f"{key} is ready")
+            return
+        took_s = round(self._machine.lived - unit.failed_at, 1)
+        self._events.add("ready", key, f"{key} is ready again, {took_s:g} s after it failed", took_s=took_s)
+
+    def _tell_bound(self) -> None:
+        """Tell a buffer the bound that was tightened, until it has taken it."""
+        if not self._machine.units["buffer"].is_up:
+            self._is_bound_told = False
+        elif self._bound and not self._is_bound_told:
+            self._is_bound_told = self._hands.tighten(self._bound)
+
+    def _all_names(self) -> list[str]:
+        return [name for unit in self._machine.units.values() for name in unit.members]
+
+    def _describe(self, name: str) -> dict[str, Any]:
+        silence_s, unit = self._machine.silence_of(name), self._machine.units[key_of(name)]
+        return {
+            "heartbeat_age_s": None if silence_s is None else round(silence_s, 1),
+            "restarts": unit.num_restarts,
+            "stage": str(self._stages.get(unit.key, "")),
+            "standby": unit.is_standby,
+        }
+
+    def _told(self, found: Statuses) -> Statuses:
+        """Return the statuses with those that are between two lives, without those that have left."""
+        units = self._machine.units.values()
+        dead = {
+            member.name: {"state": DEAD, "error": unit.last_reason}
+            for unit in units
+            for member in unit.members.values()
+            if member.is_down
+        }
+        living = set(self._machine.names)
+        return {name: status for name, status in found.items() if name in living} | {
+            **{name: {"state": "starting"} for name in living - set(found)},
+            **dead,
+        }
+
+    def _describe_begun(self, effects: list[Effect]) -> dict[str, list[str]]:
+        started = [one.name for one in effects if isinstance(one, Start) and one.name.startswith("rollout.")]
+        promoted = [f"rollout.{one.index}" for one in effects if isinstance(one, Promote)]
+        drained = [f"rollout.{one.index}" for one in effects if isinstance(one, Drain)]
+        ended = [one.name for one in effects if isinstance(one, Kill) and one.name.startswith("rollout.")]
+        return {"started": [*promoted, *started], "draining": [*drained, *ended]}
+
+    def _num_startable(self) -> int:
+        return MAX_REPLICAS - len(self._machine.leavers) - len(self._machine.standbys)
+
+
+def _without_ages(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what of the saved state is worth writing it anew: not that time has passed."""
+    return {**state, "machine": {**state["machine"], "units": [*map(_settled, state["machine"]["units"])]}}
+
+
+def _settled(unit: dict[str, Any]) -> dict[str, Any]:
+    ages = {key: value is not None for key, value in unit.items() if key.endswith("_s")}
+    return {**unit, **ages, "restarts": len(unit["restart_ages_s"])}

@@ -1,0 +1,100 @@
+"""The commands that change a live run: from the command line over the real API to what operations do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from asyncrl.control.operations import COMMANDS, Operations
+from asyncrl.control.record.events import EventLog
+from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.control.roster import Roster
+from tests.cli.commands.calling import RUN_ID, asyncrl, head_of, live_run, make_config, make_folder
+from tests.control.scripted_crew import ScriptedCrew
+
+
+@pytest.fixture
+def crew() -> ScriptedCrew:
+    return ScriptedCrew()
+
+
+@pytest.fixture
+def run(tmp_path: Path, crew: ScriptedCrew) -> Iterator[RunDir]:
+    """A run with the routes that the supervisor's composition makes."""
+    config = make_config("one", tmp_path, rollout={"cpus": 0.0})
+    operations = Operations(
+        Roster(config, tmp_path / "one", RUN_ID, tmp_path, ""), crew, EventLog(tmp_path / "events.jsonl")
+    )
+    routes = {f"POST /{name}": partial(operations.perform, name) for name in COMMANDS}
+    told = {"ledger": {"checkpoints": [7]}}
+    with live_run(tmp_path, "one", {**routes, "GET /status": lambda _: told}) as folder:
+        yield folder
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "said"),
+    [
+        (["scale", "rollout=0"], [("crew", "scale 0")], "goes to 0 rollout replicas"),
+        (["drain", "rollout.2"], [("crew", "drain 2")], "rollout.2 drains; rollout.3 takes its place"),
+        (["pause"], [("buffer.0", "pause"), ("learner.0", "pause")], "'asyncrl unpause'"),
+        (["unpause"], [("buffer.0", "unpause"), ("learner.0", "unpause")], "goes on"),
+        (["checkpoint", "--wait", "0"], [("learner.0", "checkpoint")], "after the step in progress"),
+    ],
+)
+def test_a_command_reaches_the_run_and_says_so_on_stderr(
+    run: RunDir, crew: ScriptedCrew, words: list[str], told: list[tuple[str, str]], said: str
+) -> None:
+    done = asyncrl(*words, "--dir", run.path.parent)
+    assert (done.code, done.out) == (0, "") and said in done.err
+    assert crew.told == told
+
+
+def test_a_checkpoint_is_awaited_and_its_step_is_data(run: RunDir, crew: ScriptedCrew) -> None:
+    done = asyncrl("checkpoint", "--run", "one", "--dir", run.path.parent)
+    assert done.code == 0 and json.loads(done.out) == {"step": 7}
+
+
+def test_who_cannot_be_told_of_a_pause_is_named(run: RunDir, crew: ScriptedCrew) -> None:
+    crew.unreachable = {"buffer.0"}
+    assert "buffer.0 cannot be reached" in asyncrl("pause", "--dir", run.path.parent).err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["drain", "rollout.1"], 1, "there are: rollout.0, rollout.2"),
+        (["drain", "learner.0"], 2, "not of the form rollout.N"),
+        (["drain", "rollout.x"], 2, "not of the form rollout.N"),
+        (["scale", "rollout=65"], 1, "from 0 to 64"),
+    ],
+)
+def test_a_refused_command_is_a_message_and_an_exit_code(
+    run: RunDir, crew: ScriptedCrew, words: list[str], code: int, said: str
+) -> None:
+    done = asyncrl(*words, "--dir", run.path.parent)
+    assert (done.code, done.out) == (code, "") and said in done.err
+    assert crew.told == []
+
+
+def test_a_run_that_is_starting_can_be_ended_and_asked_for_nothing_else(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "one")
+    with head_of(folder) as head:
+        refused = asyncrl("pause", "--dir", tmp_path)
+        assert refused.code == 4 and "is starting, or ending" in refused.err
+        stopped = {"state": "stopped", "error": "", "service": "", "tail": []}
+        write_json(folder.outcome, stopped)  # as a head does that is ended in its start
+        done = asyncrl("down", "--dir", tmp_path)
+        assert (done.code, done.out) == (0, "") and "the run has ended" in done.err
+        assert head.wait(10.0) != 0
+
+
+@pytest.mark.parametrize(
+    "name", ["down", "drain rollout.0", "pause", "unpause", "checkpoint", "scale rollout=1"]
+)
+def test_without_a_live_run_the_exit_code_is_4(tmp_path: Path, name: str) -> None:
+    done = asyncrl(*name.split(), "--dir", tmp_path)
+    assert done.code == 4 and "no live run" in done.err

@@ -1,0 +1,274 @@
+"""The commands before a run: `plan`, `init`, `doctor`."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.cli.doctor import examination, machine, packages
+from asyncrl.cli.doctor.finding import Finding
+from asyncrl.config.load import dump_resolved, load_config
+from asyncrl.control import plan
+from asyncrl.control.plan.difference import find_changes
+from asyncrl.control.plan.memory import HOST, count_parts
+from tests.cli.commands.calling import asyncrl, head_of, make_config, make_folder
+
+NUM_WEIGHTS = 1_000_000
+
+
+def test_a_plan_says_what_a_run_will_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = asyncrl("plan", "quickstart", "--set", "staleness.max_lag=1")
+    assert done.code == 0 and done.err == ""
+    rows = [line.split() for line in done.out.splitlines()]
+    assert ["rollout", "2", "6", "0.5", "0", "this", "machine"] in rows
+    assert ["all", "11", "1.5", "0"] in rows
+    assert "32 groups: (staleness.max_lag 1 + 1) x learner.groups_per_step 16" in done.out
+    assert "gloo: weight_sync.backend says so" in done.out
+    assert ["optimizer", "updates", "1200", "learner.steps", "x", "learner.minibatches"] in rows
+    assert list(tmp_path.iterdir()) == [], "nothing was made"
+
+
+def test_a_plan_as_json_has_the_same_and_the_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = json.loads(asyncrl("plan", "quickstart", "--json").out)
+    assert (found["num_processes"], found["num_cpus"], found["num_gpus"]) == (11, 1.5, 0)
+    assert found["in_flight"]["groups"] == 80 and found["weight_sync"]["backend"] == "gloo"
+    assert "difference" not in found
+
+
+def test_later_files_are_laid_over_earlier_ones(tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").write_text("rollout: {replicas: 3}\n")
+    found = json.loads(asyncrl("plan", "quickstart", tmp_path / "more.yaml", "--json").out)
+    assert next(one["count"] for one in found["placement"] if one["kind"] == "rollout") == 3
+
+
+def test_a_plan_of_what_cannot_be_is_every_problem_with_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("model: {path: nowhere/at/all}\ndata: {train: no.jsonl}\nreward: {fn: gsm8k}\n")
+    done = asyncrl("plan", file, "--set", "rollout.cpus=999")
+    assert (done.code, done.out) == (2, "")
+    assert f"{file}:1:" in done.err and f"{file}:2:" in done.err and "CPUs" in done.err
+    assert asyncrl("plan").code == 2
+
+
+def test_the_schema_is_printed_without_a_configuration() -> None:
+    schema = json.loads(asyncrl("plan", "--schema").out)
+    assert "learner" in schema["properties"]
+
+
+def test_a_plan_says_what_differs_from_a_run_and_what_a_resume_takes_of_it(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "one")
+    file = tmp_path / "cluster.yaml"
+    changed = make_config(
+        "one", tmp_path, learner={"steps": 500, "groups_per_step": 8}, rollout={"replicas": 1}
+    )
+    file.write_text(dump_resolved(changed))
+    with head_of(folder):
+        done = asyncrl("plan", file)
+        found = json.loads(asyncrl("plan", file, "--run", "one", "--dir", tmp_path, "--json").out)[
+            "difference"
+        ]
+    assert f"against the live run in {folder.path}" in done.out
+    steps, groups = (line for line in done.out.splitlines() if line.startswith("  learner."))
+    by_key = {line.split()[0]: line for line in (steps, groups)}
+    assert "200 -> 500" in by_key["learner.steps"] and "takes effect at a resume" in by_key["learner.steps"]
+    assert "refused at a resume" in by_key["learner.groups_per_step"]
+    assert found["is_live"] and {one["key"]: one["at_resume"] for one in found["changes"]} == {
+        "learner.steps": True,
+        "learner.groups_per_step": False,
+    }
+    same = tmp_path / "same.yaml"
+    same.write_text(folder.resolved.read_text())
+    assert "nothing differs" in asyncrl("plan", same).out
+
+
+def test_the_port_of_the_run_itself_is_no_problem(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = {"launcher": {"api_port": taken.getsockname()[1]}}
+        folder = make_folder(tmp_path, "one", **port)
+        assert asyncrl("plan", folder.resolved).code == 2
+        with head_of(folder):
+            assert asyncrl("plan", folder.resolved).code == 0
+
+
+def test_a_name_is_another_run_and_a_password_is_not_shown(tmp_path: Path) -> None:
+    (change,) = find_changes(make_config("a", tmp_path), make_config("b", tmp_path))
+    assert (change.key, change.at_resume, change.why) == ("run.name", False, "that is another run")
+    critic = {"algorithm": {"advantage": "gae"}, "critic": {"path": "x"}}
+    found = {
+        one.key: one for one in find_changes(make_config("a", tmp_path), make_config("a", tmp_path, **critic))
+    }
+    assert not found["critic.path"].at_resume and found["algorithm.advantage"].at_resume
+
+
+@pytest.mark.parametrize(
+    ("sections", "where", "what", "num_bytes"),
+    [
+        ({}, HOST, "policy and its optimizer", (2 + 4 + 12) * NUM_WEIGHTS),
+        ({"model": {"path": "m", "dtype": "float32"}}, HOST, "policy and its optimizer", 16 * NUM_WEIGHTS),
+        ({"learner": {"tp": 2}}, HOST, "policy and its optimizer", 18 * NUM_WEIGHTS),
+        (
+            {"learner": {"gpus": 1, "tp": 2}},
+            "each GPU of the learner",
+            "policy and its optimizer",
+            9 * NUM_WEIGHTS,
+        ),
+        (
+            {"learner": {"gpus": 1, "dp": 2}},
+            "each GPU of the learner",
+            "policy and its optimizer",
+            12 * NUM_WEIGHTS,
+        ),
+        (
+            {"learner": {"gpus": 1, "dp": 2, "backend": "fsdp2"}},
+            "each GPU of the learner",
+            "policy and its optimizer",
+            8 * NUM_WEIGHTS,
+        ),
+        ({"algorithm": {"kl": {"coef": 0.1}}}, HOST, "reference policy", 2 * NUM_WEIGHTS),
+        ({"algorithm": {"advantage": "gae"}}, HOST, "critic and its optimizer", 18 * NUM_WEIGHTS),
+        ({"rollout": {"gpus": 2}}, "each GPU of a replica", "engine", NUM_WEIGHTS),
+    ],
+)
+def test_memory_is_counted_by_rank_and_by_what_cuts_it(
+    tmp_path: Path, sections: dict[str, Any], where: str, what: str, num_bytes: int
+) -> None:
+    parts = count_parts(make_config("a", tmp_path, **sections), NUM_WEIGHTS, 1)
+    assert [(part.where, part.num_bytes) for part in parts if part.what == what] == [(where, num_bytes)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpus", "chosen", "why"),
+    [
+        ("auto", 0, "gloo", "NCCL needs a GPU per member"),
+        ("auto", 1, "nccl", "both above 0"),
+        ("nccl", 1, "nccl", "both above 0"),
+        ("gloo", 1, "gloo", "says so"),
+    ],
+)
+def test_the_backend_is_chosen_for_a_reason(
+    tmp_path: Path, backend: str, gpus: int, chosen: str, why: str
+) -> None:
+    on = {"gpus": gpus}
+    config = make_config("a", tmp_path, weight_sync={"backend": backend}, learner=on, rollout=on)
+    found = plan.choose_backend(config)
+    assert found.backend == chosen and why in found.why
+
+
+def test_elastic_replicas_warm_spares_and_other_nodes_are_told(tmp_path: Path) -> None:
+    rollout = {"replicas": {"min": 1, "max": 8}, "standby": 2, "cpus": 0.0}
+    config = make_config("a", tmp_path, rollout=rollout)
+    found = plan.check(config)
+    assert {one.name: one.value for one in found.derived}["rollout replicas"] == "1 to 8, and 2 warm"
+    assert {one.kind: (one.count, one.where) for one in found.placement}["rollout"] == (3, "this machine")
+    config = make_config(
+        "a", tmp_path, rollout=rollout, launcher={"ray": "10.0.0.1:6379", "host": "127.0.0.1"}
+    )
+    where = {one.kind: one.where for one in plan.check(config).placement}
+    assert where["rollout"] == "any node of the Ray cluster" and where["learner"] == "this machine"
+
+
+def test_what_fits_into_the_buffer_limits_what_is_in_flight(tmp_path: Path) -> None:
+    config = make_config("a", tmp_path, buffer={"memory_bytes": 5 << 20}, rollout={"max_tokens": 1024})
+    found = plan.check(config).in_flight
+    assert 0 < found.groups < 80 and "buffer.memory_bytes" in found.rule
+
+
+# --- init ----------------------------------------------------------------------------------
+
+
+def test_init_writes_what_plan_accepts_and_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = asyncrl("init", tmp_path / "mine")
+    assert done.code == 0 and [Path(line).name for line in done.out.splitlines()] == [
+        "cluster.yaml",
+        "my_reward.py",
+    ]
+    monkeypatch.chdir(tmp_path / "mine")
+    text = Path("cluster.yaml").read_text()
+    assert text.startswith("# A run of asyncrl.") and "\n# reward: {fn: digit_sort}" in text
+    assert load_config("cluster.yaml").reward.fn[0].fn == "my_reward.py:score"
+    assert asyncrl("plan", "cluster.yaml").code == 0
+    Path("cluster.yaml").unlink()
+    again = asyncrl("init")
+    assert again.code == 2 and "my_reward.py is there already" in again.err
+    assert not Path("cluster.yaml").exists(), "all or nothing"
+    assert asyncrl("init", "--preset", "nope").code == 2
+
+
+def test_every_shipped_configuration_can_be_a_preset(tmp_path: Path) -> None:
+    from configs import shipped
+
+    for name in shipped():
+        assert asyncrl("init", tmp_path / name, "--preset", name).code == 0
+        load_config(tmp_path / name / "cluster.yaml")
+
+
+# --- doctor --------------------------------------------------------------------------------
+
+
+def test_doctor_finds_this_machine_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "SHM", tmp_path)
+    done = asyncrl("doctor", "--json", "--dir", tmp_path)
+    found = {one["what"]: one for one in json.loads(done.out)}
+    assert found["python"]["verdict"] == found["ports"]["verdict"] == "ok"
+    assert {"packages", "cpu", "gpu", "memory", "/dev/shm", "disk", "ulimit -n", "redis", "left over"} <= set(
+        found
+    )
+    assert done.code == int(any(one["verdict"] == "fail" for one in found.values()))
+
+
+def test_a_failure_is_told_with_what_to_do_and_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = [Finding("ports", "fail", "none", "Bring the interface lo up"), Finding("cpu", "ok", "2 CPUs")]
+    monkeypatch.setattr(examination, "examine", lambda runs_dir: bad)
+    done = asyncrl("doctor")
+    assert done.code == 1
+    assert done.out.splitlines() == [
+        "fail  ports  none",
+        "      -> Bring the interface lo up",
+        "ok    cpu    2 CPUs",
+        "1 ok, 0 warn, 1 fail",
+    ]
+
+
+def test_other_versions_than_the_tested_ones_are_named(tmp_path: Path) -> None:
+    pins = "# list\nnumpy==0.0.1\npytest==99 ; python_version > '3'\nnot-there-at-all==1\n"
+    for name in ("cpu.txt", "gpu.txt"):
+        (tmp_path / name).write_text(pins)
+    (found,) = [one for one in packages.check_packages(tmp_path) if one.what == "versions"]
+    assert found.verdict == "warn" and "0 of 3" in found.found
+    assert "not-there-at-all missing (tested: 1)" in found.found and "(tested: 0.0.1)" in found.found
+    assert packages.read_pins(tmp_path / "cpu.txt")["pytest"] == "99"
+
+
+def test_gpus_with_packages_for_cpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "_version", {"torch": "2.13.0+cpu"}.get)
+    assert [one.verdict for one in packages.check_torch(8)] == ["warn"]
+    assert [one.verdict for one in packages.check_torch(0)] == ["ok"]
+    monkeypatch.setattr(packages, "_version", {"torch": "2.13.0"}.get)
+    assert [one.verdict for one in packages.check_torch(8)] == ["ok"]
+    monkeypatch.setattr(packages, "_version", lambda name: None)
+    assert [one.verdict for one in packages.check_torch(0)] == ["fail"]
+    assert [one.verdict for one in packages.check_packages()] == ["fail"]
+
+
+def test_low_limits_and_segments_of_dead_runs_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1024))
+    files, processes = machine.check_limits()
+    assert files.verdict == "warn" and files.advice == "Raise it before 'up': ulimit -n 4096 (at most 1024)"
+    assert processes.verdict == "warn"
+    (tmp_path / "asyncrl-dead0000-weights").write_bytes(b"x" * 10)
+    (found,) = machine.check_leftovers(tmp_path)
+    assert found.verdict == "warn" and "dead0000" in found.found

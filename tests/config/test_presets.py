@@ -1,0 +1,70 @@
+"""The shipped configurations: each passes `plan`, on this machine where it can run here, else without it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from asyncrl.cli.doctor.machine import MIN_MEMORY_GB, MIN_SHM_GB
+from asyncrl.config.architectures import ModelSize
+from asyncrl.config.load import load_config
+from asyncrl.control import plan
+from asyncrl.control.plan import checks, sizes
+from asyncrl.control.plan.capacity import Capacity
+from asyncrl.control.plan.memory import LEARNER_GPU
+from configs import shipped
+
+HERE = ("agents", "quickstart", "quickstart_redis", "tool_product")
+"""Those that need no GPU, no network and no file that is not made on first use."""
+GB = 10**9
+WEIGHTS = {"Qwen/Qwen3-0.6B": 596_049_920, "Qwen/Qwen3-8B": 8_190_735_360}
+QWEN3_8B = ModelSize(36, 4096, 32, 8, 128, 12288, 151936)
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_configuration_passes_the_plan_and_says_what_was_not_checked(name):
+    found = plan.check_elsewhere(load_config(shipped()[name]))
+    assert any("CPUs, GPUs and memory" in line for line in found.not_checked)
+    assert any(line.startswith("model.path: ") for line in found.not_checked), "no model is here"
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_those_for_a_laptop_take_as_much_memory_as_the_doctor_asks_for(name):
+    config = load_config(shipped()[name])
+    room = Capacity(host=int(MIN_MEMORY_GB * GB), shm=int(MIN_SHM_GB * GB))
+    assert list(checks.check_memory(config, room)) == []
+    assert list(checks.check_memory(config, Capacity(host=int((MIN_MEMORY_GB - 0.1) * GB)))) != []
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_those_for_a_laptop_pass_every_check_of_this_machine(name):
+    found = plan.check(load_config(shipped()[name], ["rollout.cpus=0", "learner.cpus=0"]))
+    assert found.num_gpus == 0
+    assert not any("CPUs" in line for line in found.not_checked)
+
+
+def test_there_is_a_preset_for_each_size_of_machine():
+    gpus = {name: plan.check_elsewhere(load_config(path)).num_gpus for name, path in shipped().items()}
+    assert (gpus["quickstart"], gpus["one_gpu"], gpus["eight_gpus"], gpus["agents"]) == (0, 1, 8, 0)
+    assert gpus["two_nodes"] == 12 and load_config(shipped()["two_nodes"]).rollout.replicas.max == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "host", "gpu"),
+    [("one_gpu", 32, 24), ("eight_gpus", 512, 80), ("two_nodes", 256, 80), ("grpo", 64, 40)],
+)
+def test_those_for_gpus_fit_the_machine_that_they_name(name, host, gpu, tmp_path):
+    model = load_config(shipped()[name]).model.path
+    header = json.dumps({"weights": {"shape": [WEIGHTS[model]]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    config = load_config(shipped()[name], [f"model.path={tmp_path}"])
+    # Half of main memory is what Linux gives /dev/shm.
+    there = Capacity(host=host * GB, shm=host * GB // 2, gpu=gpu * GB)
+    assert list(checks.check_memory(config, there)) == []
+    if model == "Qwen/Qwen3-8B":
+        parts = checks.count_all(config, 0, 0)
+        activations = sizes.estimate_activations(config, QWEN3_8B).num_bytes
+        held = sum(part.num_bytes for part in parts if part.where == LEARNER_GPU)
+        assert held + activations < gpu * GB
+        assert list(sizes.find_uneven_engine(config, QWEN3_8B)) == []

@@ -1,0 +1,154 @@
+"""The head keeps its supervisor alive, and notices when Ray's own processes die."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.clock import ManualClock
+from asyncrl.config.tree import Config
+from asyncrl.control.fleet.budget import Budget
+from asyncrl.control.launch.keeper import SILENCE_LIMIT_S, keep, watching_ray
+from asyncrl.control.launch.spec import RUN_VARIABLE, SERVICE_VARIABLE, ServiceSpec
+from asyncrl.errors import ServiceFailed
+from asyncrl.service import ServiceContext
+
+NAME = "supervisor.0"
+RUN_ID = f"kept{os.getpid()}"
+
+
+class ScriptedLauncher:
+    """Gives one status after the other of the one service there is, and notes what is done to it."""
+
+    def __init__(self, *states: str) -> None:
+        self.states = list(states)
+        self.done: list[str] = []
+
+    def start(self, spec: ServiceSpec) -> None:
+        self.done.append("start")
+
+    def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        return {name: {"state": state, "error": f"{state} it is"} for name in names}
+
+    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        raise AssertionError("nobody is commanded")
+
+    def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
+        raise AssertionError("nobody is stopped")
+
+    def kill(self, name: str) -> None:
+        self.done.append("kill")
+
+
+def make_spec(folder: Path) -> ServiceSpec:
+    config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"})
+    return ServiceSpec("no:thing", ServiceContext(config, NAME, folder, RUN_ID), "supervisor.log")
+
+
+def run(
+    folder: Path, launcher: ScriptedLauncher, max_restarts: int = 2
+) -> tuple[dict[str, Any], list[str], ManualClock]:
+    clock, told = ManualClock(), list[str]()
+    status = keep(launcher, make_spec(folder), Budget(max_restarts), clock, told.append)
+    return status, told, clock
+
+
+@pytest.mark.parametrize("end", ["ended", "failed"])
+def test_a_supervisor_that_ended_by_itself_is_not_started_again(tmp_path: Path, end: str) -> None:
+    launcher = ScriptedLauncher("starting", "running", end)
+    status, told, _ = run(tmp_path, launcher)
+    assert (status["state"], launcher.done, told) == (end, ["start"], [])
+
+
+def test_a_supervisor_whose_process_dies_is_started_again_with_the_reason_told(tmp_path: Path) -> None:
+    launcher = ScriptedLauncher("running", "gone", "starting", "running", "ended")
+    _, told, _ = run(tmp_path, launcher)
+    assert launcher.done == ["start", "kill", "start"]
+    assert told == ["its process died (gone it is); it was started again"]
+
+
+def test_a_supervisor_that_is_silent_for_a_minute_is_killed_and_started_again(tmp_path: Path) -> None:
+    launcher = ScriptedLauncher("running", *["silent"] * 320, "ended")
+    _, told, clock = run(tmp_path, launcher)
+    assert launcher.done == ["start", "kill", "start"]
+    assert "no sign of life" in told[0] and clock.now() > SILENCE_LIMIT_S
+
+
+def test_the_process_of_a_supervisor_that_was_stopped_is_ended_before_there_is_another(
+    tmp_path: Path,
+) -> None:
+    environment = {**os.environ, RUN_VARIABLE: RUN_ID, SERVICE_VARIABLE: NAME}
+    process = subprocess.Popen(["sleep", "60"], env=environment)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        run(tmp_path, ScriptedLauncher(*["silent"] * 320, "ended"))
+        assert process.wait(5) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait(5)
+
+
+def test_a_supervisor_that_was_only_slow_to_answer_is_left_alone(tmp_path: Path) -> None:
+    launcher = ScriptedLauncher("running", *["silent"] * 200, "running", *["silent"] * 200, "ended")
+    assert run(tmp_path, launcher)[1] == []
+    assert launcher.done == ["start"]
+
+
+def test_a_supervisor_that_dies_over_and_over_ends_the_run_with_what_it_died_of(tmp_path: Path) -> None:
+    launcher = ScriptedLauncher("gone")
+    with pytest.raises(ServiceFailed, match=r"max_restarts.*gone it is.*supervisor\.log"):
+        run(tmp_path, launcher, max_restarts=2)
+    assert launcher.done.count("start") == 3
+
+
+def named_process(folder: Path, name: str) -> subprocess.Popen[bytes]:
+    """A child of this process that has the name of one of Ray's own."""
+    sleep = shutil.which("sleep")
+    assert sleep is not None
+    (folder / name).symlink_to(sleep)
+    return subprocess.Popen([str(folder / name), "60"])
+
+
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_the_death_of_one_of_rays_own_processes_is_noticed_by_name(tmp_path: Path, victim: str) -> None:
+    processes = {name: named_process(tmp_path, name) for name in ("raylet", "gcs_server", "other")}
+    noticed, deaths = threading.Event(), list[str]()
+
+    def on_death(name: str) -> None:
+        deaths.append(name)
+        noticed.set()
+
+    try:
+        with watching_ray(on_death):
+            os.kill(processes["other"].pid, 9)
+            assert not noticed.wait(0.7)
+            os.kill(processes[victim].pid, 9)
+            assert noticed.wait(10.0)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait(5)
+    assert deaths == [victim]
+
+
+def fail_after_the_death_of(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    raise ConnectionError("what Ray's client says of it")
+
+
+def test_what_rays_death_breaks_is_told_as_rays_death(tmp_path: Path) -> None:
+    raylet, deaths = named_process(tmp_path, "raylet"), list[str]()
+    with pytest.raises(ConnectionError), watching_ray(deaths.append):
+        fail_after_the_death_of(raylet)
+    raylet.wait(5)
+    assert deaths[0] == "raylet"

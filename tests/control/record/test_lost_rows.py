@@ -1,0 +1,68 @@
+"""Rows of the learner that nobody was handed: they are in its own log. Services are scripted, in threads."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from scripted_services import ROW
+from test_repair import make_supervised
+from test_supervisor import wait_for
+
+from asyncrl.control.record.recorder import FIRST_OF_LIFE, load_rows, training_rows
+from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.metrics.row_log import append_row, read_rows
+
+STEP = "training/global_step"
+
+
+@pytest.mark.parametrize("mute", ["0", "01"])
+def test_rows_that_a_learner_handed_over_to_nobody_are_taken_from_its_own_log(
+    tmp_path: Path, mute: str
+) -> None:
+    """The first life dies after step 5 with a checkpoint of step 2: steps 1 and 2 are not taken again."""
+    (tmp_path / "mute").write_text(mute)
+    supervisor, launcher = make_supervised(tmp_path, "MuteLearner")
+    thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
+    thread.start()
+    wait_for(lambda: "learner.0" in launcher.adopt())
+    wait_for(lambda: launcher.service("learner.0").status()["step"] == 5)
+    launcher.gone.add("learner.0")
+    wait_for(lambda: launcher.started.count("learner.0") == 2)
+    wait_for(lambda: STEP in supervisor.status()["metrics"])
+    if mute == "0":
+        wait_for(lambda: [supervisor.status()["metrics"].get(key) for key in (STEP, "life")] == [5, 1])
+        lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        steps = [row["training/global_step"] for row in training_rows(lines)]
+        assert steps[:2] == [1, 2], "they are taken down when the second life is seen, before what it does"
+    (tmp_path / "go-on").touch()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    rows = training_rows(load_rows(tmp_path / "metrics.jsonl"))
+    assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [row["life"] for row in rows] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert [row[FIRST_OF_LIFE] for row in rows] == [1, 0, 1, 0, 0, 0, 0, 0]
+    assert not RunDir(tmp_path).learner_rows.exists(), "all of it is on record"
+    assert (read_json(RunDir(tmp_path).summary) or {})["steps"] == 8
+    assert (read_json(RunDir(tmp_path).outcome) or {})["state"] == "finished"
+
+
+def test_rows_that_a_dead_supervisor_never_took_down_are_on_record_when_the_next_one_begins(
+    tmp_path: Path,
+) -> None:
+    for step in (1, 2, 3, 2):  # a rollback: step 2 was taken again
+        append_row(tmp_path, {"time": time.time(), "training/global_step": step, **ROW})
+    with RunDir(tmp_path).learner_rows.open("a") as log:
+        log.write('{"training/global_step": 4, "ti')
+    newest = read_rows(tmp_path)[-1]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(read_rows(tmp_path)[0]) + "\n")
+    supervisor, launcher = make_supervised(tmp_path, "WaitingLearner")
+    supervisor._begin()
+    launcher.stop(launcher.started, 5.0)
+    supervisor._recorder.close()
+    rows = load_rows(tmp_path / "metrics.jsonl")
+    assert [row["training/global_step"] for row in rows] == [1, 2, 3] and rows[1] == newest
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3

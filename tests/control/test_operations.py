@@ -1,0 +1,322 @@
+"""What may be asked of a live run, and what it does: with a scripted crew, a real buffer, a real leader."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl.buffer.client import LearnerClient
+from asyncrl.buffer.composition import build
+from asyncrl.buffer.service import BufferService
+from asyncrl.config.tree import Config
+from asyncrl.control.operations import Operations
+from asyncrl.control.record.events import EventLog
+from asyncrl.control.roster import Roster
+from asyncrl.errors import ConfigError, LedgerError
+from asyncrl.experience import encode_group
+from asyncrl.rpc import Client
+from asyncrl.service import ServiceContext, read_paused
+from asyncrl.versions import PolicyVersion
+from learner.checkpoint import CheckpointStore
+from learner.checkpoint.pieces import whole
+from learner.checkpoint.snapshot import KINDS, PieceState, Snapshot
+from learner.checkpoint.writer import BackgroundWriter
+from learner.leader import Leader
+from learner.orders import Checkpoint, Order, Publish, Train, Wait
+from tests.buffer.parts import make_group
+from tests.control.scripted_crew import ScriptedCrew
+
+RUN_ID = "abcd1234"
+
+
+def make_config(**sections: Any) -> Config:
+    values = {"model": {"path": "none"}, "data": {"train": "none"}, "reward": {"fn": "gsm8k"}}
+    return Config.model_validate(values | {"rollout": {"cpus": 0.0}} | sections)
+
+
+@pytest.fixture
+def crew() -> ScriptedCrew:
+    return ScriptedCrew()
+
+
+@pytest.fixture
+def operations(crew: ScriptedCrew, tmp_path: Path) -> Operations:
+    return operate(make_config(), tmp_path, crew)
+
+
+def operate(config: Config, folder: Path, crew: ScriptedCrew) -> Operations:
+    roster = Roster(config, folder, RUN_ID, folder, "")
+    return Operations(roster, crew, EventLog(folder / "events.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "answer", "told"),
+    [
+        ("scale", {"replicas": 0}, {"replicas": 0}, ("crew", "scale 0")),
+        ("drain", {"index": 2}, {"draining": ["rollout.2"], "started": ["rollout.3"]}, ("crew", "drain 2")),
+        ("checkpoint", {}, {"step": 7}, ("learner.0", "checkpoint")),
+        ("tighten", {"max_lag": 1}, {"step": 7}, ("buffer.0", "tighten")),
+        ("stop", {}, {"state": "stopping"}, ("crew", "stop")),
+    ],
+)
+def test_a_command_goes_to_the_one_who_can_do_it(
+    operations: Operations, crew: ScriptedCrew, name: str, args: Any, answer: Any, told: tuple[str, str]
+) -> None:
+    assert operations.perform(name, args) == answer
+    assert crew.told == [told]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("scale", {"replicas": -1}, "whole number from 0 to 64"),
+        ("scale", {"replicas": True}, "whole number"),
+        ("scale", {}, "not None"),
+        ("drain", {"index": 1}, r"no replica rollout.1 to drain; there are: rollout.0, rollout.2"),
+        ("drain", {"index": "0"}, "no replica"),
+        ("tighten", {"max_lag": 5}, "from 0 to 4"),
+        ("dance", {}, "no command 'dance'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_nobody_is_told(
+    operations: Operations, crew: ScriptedCrew, name: str, args: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        operations.perform(name, args)
+    assert crew.told == []
+
+
+@pytest.mark.parametrize("name", ["scale", "drain", "pause", "unpause", "checkpoint"])
+def test_a_run_that_ends_takes_no_commands_but_to_stop(
+    operations: Operations, crew: ScriptedCrew, name: str
+) -> None:
+    crew.state = "stopping"
+    with pytest.raises(ConfigError, match="the run is stopping"):
+        operations.perform(name, {"replicas": 1, "index": 0})
+    assert (crew.told, operations.is_paused) == ([], False)
+    operations.perform("stop", {})
+
+
+def test_replicas_that_are_leaving_still_take_room(tmp_path: Path, crew: ScriptedCrew) -> None:
+    roomy = make_config(rollout={"cpus": 0.0, "gpus": 0}, learner={"cpus": 0.0})
+    narrow = make_config(rollout={"cpus": 10_000.0}, learner={"cpus": 0.0})
+    crew.num_draining = 1
+    with pytest.raises(ConfigError, match="this machine has"):
+        operate(narrow, tmp_path, crew).perform("scale", {"replicas": 0})
+    operate(roomy, tmp_path, crew).perform("scale", {"replicas": 0})
+
+
+def test_replicas_that_stand_by_take_room_too(tmp_path: Path, crew: ScriptedCrew) -> None:
+    narrow = make_config(rollout={"cpus": 10_000.0, "standby": 1}, learner={"cpus": 0.0})
+    with pytest.raises(ConfigError, match="this machine has"):
+        operate(narrow, tmp_path, crew).perform("scale", {"replicas": 0})
+    assert crew.told == []
+
+
+def test_a_pause_and_its_end_are_events_once_each(operations: Operations) -> None:
+    for name in ("unpause", "pause", "pause", "unpause"):
+        operations.perform(name, {})
+    found = [(event["kind"], event["text"], event["paused"]) for event in operations.events.newest(9)]
+    assert found == [("pause", "the run is paused", True), ("pause", "the run is unpaused", False)]
+
+
+def test_a_pause_is_marked_for_services_that_cannot_be_told(
+    operations: Operations, crew: ScriptedCrew, tmp_path: Path
+) -> None:
+    crew.unreachable = {"buffer.0"}
+    assert operations.perform("pause", {}) == {"paused": True, "unreached": ["buffer.0"]}
+    assert crew.told == [("learner.0", "pause")]
+    assert read_paused(tmp_path) == RUN_ID and operations.is_paused
+    assert ServiceContext(make_config(), "buffer.0", tmp_path, RUN_ID).is_paused
+    assert not ServiceContext(make_config(), "buffer.0", tmp_path, "later").is_paused, "a new start goes on"
+    crew.unreachable = set()
+    assert operations.perform("unpause", {}) == {"paused": False, "unreached": []}
+    assert not operations.is_paused and crew.told[-1] == ("learner.0", "unpause")
+
+
+def test_a_service_that_was_starting_when_the_pause_came_is_told_again(
+    operations: Operations, crew: ScriptedCrew
+) -> None:
+    operations.perform("pause", {})
+    crew.told.clear()
+    operations.keep_paused({"buffer.0": {"paused": False}, "learner.0": {"state": "starting"}})
+    assert crew.told == [("buffer.0", "pause")]
+    operations.keep_paused({"buffer.0": {"paused": True}, "learner.0": {"paused": True}})
+    assert len(crew.told) == 1, "both are as they should be"
+
+
+# --- the real buffer -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def buffer_of(folder: Path) -> Iterator[BufferService]:
+    """The run's buffer, as its supervisor starts it."""
+    config = make_config(
+        rollout={"group_size": 2, "max_tokens": 8},
+        learner={"groups_per_step": 2},
+        algorithm={"drop_constant_groups": False},
+    )
+    service = build(ServiceContext(config, "buffer.0", folder, RUN_ID))
+    stop = threading.Event()
+    thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        yield service
+    finally:
+        stop.set()
+        thread.join(10.0)
+
+
+@contextlib.contextmanager
+def clients_of(service: BufferService) -> Iterator[tuple[LearnerClient, Client]]:
+    learner, replica = LearnerClient(service.address), Client(service.address)
+    learner.open("learner.0")
+    learner.register_version(0)
+    replica.call("describe_data", num_prompts=10, digest="d")
+    yield learner, replica
+    learner.close()
+    replica.close()
+
+
+def lease(replica: Client, want: int = 1, wait_s: float = 0.0) -> list[dict[str, Any]]:
+    args = {"replica": "a", "version": 1, "want": want, "wait_s": wait_s}
+    return list(replica.call("lease", deadline_s=20.0, **args).args["grants"])
+
+
+def push(replica: Client, grant: dict[str, Any]) -> str:
+    frames = encode_group(make_group(grant["ticket"], grant["attempt"]))
+    held = {"ticket": grant["ticket"], "attempt": grant["attempt"]}
+    return str(replica.call("push", frames, replica="a", **held).args["result"])
+
+
+def test_a_paused_buffer_grants_no_lease_and_takes_what_was_leased(tmp_path: Path) -> None:
+    with buffer_of(tmp_path) as service, clients_of(service) as (_, replica):
+        (grant,) = lease(replica)
+        assert service.command("pause", {}) == {"paused": True}
+        assert lease(replica) == []
+        assert push(replica, grant) == "stored"
+        service.command("unpause", {})
+        assert len(lease(replica)) == 1
+        with pytest.raises(LedgerError, match="'pause' and 'unpause'"):
+            service.command("dance", {})
+
+
+def test_a_replica_that_waits_for_a_lease_gets_it_when_the_pause_ends(tmp_path: Path) -> None:
+    with buffer_of(tmp_path) as service, clients_of(service) as (_, replica):
+        service.command("pause", {})
+        threading.Timer(0.3, service.command, ("unpause", {})).start()
+        assert len(lease(replica, wait_s=300.0)) == 1, "else the call's own deadline comes first"
+
+
+def test_a_buffer_that_is_started_again_in_a_pause_is_paused(
+    operations: Operations, crew: ScriptedCrew, tmp_path: Path
+) -> None:
+    operations.perform("pause", {})
+    with buffer_of(tmp_path) as service, clients_of(service) as (_, replica):
+        assert service.status()["paused"] and lease(replica) == []
+    operations.perform("unpause", {})
+    with buffer_of(tmp_path) as service, contextlib.closing(Client(service.address)) as replica:
+        assert not service.status()["paused"] and len(lease(replica)) == 1
+
+
+# --- the real leader -----------------------------------------------------------------------
+
+
+class ScriptedHandoff:
+    """Takes every version at once."""
+
+    shared_path = ""
+    published: PolicyVersion | None = None
+
+    def has_room(self) -> bool:
+        return True
+
+
+def take() -> Snapshot:
+    state = PieceState(whole("w", (2, 2)), {kind: torch.ones(4) for kind in KINDS}, 1.0)
+    return Snapshot(0, {"world_size": 1}, (state,), {}, {})
+
+
+class Driver:
+    """Performs a leader's orders: weights are nothing, checkpoints are real."""
+
+    def __init__(self, learner: LearnerClient, folder: Path) -> None:
+        self.handoff = ScriptedHandoff()
+        self.store = CheckpointStore(folder / "checkpoints", keep=2)
+        config = make_config(
+            rollout={"group_size": 2, "max_tokens": 8},
+            learner={"groups_per_step": 2, "steps": 9},
+            weight_sync={"probe_every": 0},
+            checkpoint={"every_steps": 100},
+        )
+        self.leader = Leader(config, learner, lambda token: self.handoff, self.store)
+        self.orders = self.leader.orders(threading.Event())
+        self.writer = BackgroundWriter(0)
+
+    def step(self) -> Order:
+        order = next(self.orders)
+        if isinstance(order, Publish):
+            self.handoff.published = PolicyVersion(order.number, order.step)
+        if isinstance(order, Checkpoint):
+            self.writer.begin(self.store.temporary(order.step), {"": take})
+        return order
+
+    def until(self, kind: type[Order]) -> Order:
+        """Perform orders up to the first of this kind."""
+        orders = (self.step() for _ in range(100))
+        found = next((order for order in orders if isinstance(order, kind)), None)
+        assert found is not None, f"no {kind.__name__} in 100 orders"
+        return found
+
+
+def test_a_paused_learner_takes_no_batch_after_its_step_and_may_be_asked_for_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    with buffer_of(tmp_path) as service, clients_of(service) as (learner, replica):
+        driver = Driver(learner, tmp_path)
+        driver.until(Publish)
+        for grant in lease(replica, want=4):
+            push(replica, grant)
+        order = driver.until(Train)
+        driver.leader.is_paused = True  # while the step is in progress
+        following = [driver.step() for _ in range(4)]
+        assert not any(isinstance(one, Train) for one in following), "there was another batch"
+        assert driver.leader.step == 1 and learner.status()["steps_trained"] == 1, "the step was booked"
+        driver.leader.asked_step = 1
+        assert driver.until(Checkpoint) == Checkpoint(1)
+        for _ in itertools.takewhile(lambda _: driver.leader.checkpointed_step == 0, range(100)):
+            assert isinstance(driver.step(), Wait)
+        assert driver.leader.checkpointed_step == 1 and learner.status()["checkpoints"] == [1]
+        assert driver.leader.asked_step is None
+        driver.leader.is_paused = False
+        assert isinstance(order, Train) and driver.until(Train).step == 1
+
+
+def test_a_checkpoint_that_is_there_already_is_not_written_again(tmp_path: Path) -> None:
+    with buffer_of(tmp_path) as service, clients_of(service) as (learner, _):
+        driver = Driver(learner, tmp_path)
+        driver.leader.is_paused, driver.leader.asked_step = True, 0
+        driver.until(Checkpoint)
+        driver.leader.asked_step = 0
+        assert not any(isinstance(driver.step(), Checkpoint) for _ in range(5))
+        assert driver.leader.asked_step is None
+
+
+def test_a_checkpoint_asked_for_at_a_step_that_is_undone_is_written_when_the_step_is_done_again(
+    tmp_path: Path,
+) -> None:
+    with buffer_of(tmp_path) as service, clients_of(service) as (learner, replica):
+        driver = Driver(learner, tmp_path)
+        driver.leader.asked_step = 1  # as if the guard had gone back from there to 0
+        driver.until(Publish)
+        assert not any(isinstance(driver.step(), Checkpoint) for _ in range(2)), "of a step before"
+        for grant in lease(replica, want=2):
+            push(replica, grant)
+        assert driver.until(Checkpoint) == Checkpoint(1)

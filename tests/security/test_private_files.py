@@ -1,0 +1,75 @@
+"""Files that hold a secret: this user alone can read them, whatever the umask and whatever lay there."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.control.record.rundir import write_json
+from asyncrl.keys import keep_others_out, make_run_keys, write_client_keys
+
+
+@pytest.fixture(params=[0o000, 0o002, 0o077])
+def hostile_umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A process's umask that would let everybody read and write, and two that would not."""
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def write_keys(path: Path) -> None:
+    write_client_keys(path, make_run_keys().client)
+
+
+def write_live(path: Path) -> None:
+    write_json(path, {"key": "secret"}, mode=0o600)
+
+
+@pytest.mark.parametrize("write", [write_keys, write_live])
+@pytest.mark.parametrize("was_there", [False, True])
+@pytest.mark.usefixtures("hostile_umask")
+def test_a_file_with_a_key_is_this_users_alone(
+    tmp_path: Path, write: Callable[[Path], None], was_there: bool
+) -> None:
+    path = tmp_path / "run.json"
+    if was_there:  # what an earlier process left, open to all
+        for old in (path, path.with_name(f".{path.name}.{os.getpid()}")):
+            old.write_text("{}")
+            old.chmod(0o666)
+    write(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_nobody_else_can_write_what_a_run_makes(tmp_path: Path, hostile_umask: int) -> None:
+    keep_others_out()
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "file").write_text("")
+    for path in (tmp_path / "made", tmp_path / "made" / "file"):
+        assert not stat.S_IMODE(path.stat().st_mode) & (0o022 | hostile_umask)
+
+
+@pytest.mark.parametrize("hostile_umask", [0], indirect=True)
+@pytest.mark.usefixtures("hostile_umask")
+def test_a_managed_redis_keeps_its_password_in_a_private_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "redis"
+    server = RedisServer(folder)
+    for name in ("redis.new", "server.new"):
+        (folder / name).write_text("")
+        (folder / name).chmod(0o666)
+    server.ensure()
+    try:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        for name in ("redis.conf", "server.json"):
+            assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600, name
+        assert server.pid is not None
+        password = server.url.split(":")[2].split("@")[0]
+        assert password not in Path(f"/proc/{server.pid}/cmdline").read_text()
+        assert password not in (folder / "redis.conf").read_text()
+    finally:
+        server.stop()

@@ -1,0 +1,56 @@
+"""The learner opens its handoff while the publisher is replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.rpc import Request, Server
+from weight_sync.handoff import Handoff
+
+WAIT_S = 20.0
+
+
+class Publisher:
+    """Takes `open` in; answers it unless it is about to die."""
+
+    def __init__(self, answers: bool) -> None:
+        self._answers = answers
+        self.tokens: list[int] = []
+        self.has_heard = threading.Event()
+
+    def handle(self, request: Request) -> None:
+        self.tokens.append(request.args["token"])
+        self.has_heard.set()
+        if self._answers:
+            request.reply()
+
+    def tick(self, now: float) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def serving(address: str, publisher: Publisher) -> Iterator[None]:
+    server, stop = Server(address), threading.Event()
+    thread = threading.Thread(target=server.serve, args=(publisher, stop), daemon=True)
+    thread.start()
+    yield
+    stop.set()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_a_learner_whose_publisher_dies_as_it_opens_opens_at_the_successor(tmp_path: Path) -> None:
+    address, opened = f"ipc://{tmp_path}/publisher", []
+    opening = threading.Thread(target=lambda: opened.append(Handoff(address, "x-", 1 << 20, token=3)))
+    dying, successor = Publisher(answers=False), Publisher(answers=True)
+    with serving(address, dying):
+        opening.start()
+        assert dying.has_heard.wait(WAIT_S)
+    with serving(address, successor):
+        opening.join(WAIT_S)
+    (handoff,) = opened
+    assert (dying.tokens, successor.tokens) == ([3], [3])
+    handoff.close()
