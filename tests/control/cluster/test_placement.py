@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.config.tree import Config
+from asyncrl.control.cluster.opening import needs_of
 from asyncrl.control.cluster.placement import Node, Placement
+from asyncrl.control.roster import Roster
 from asyncrl.errors import ConfigError
 
 HOME = Node("home", "10.0.0.1", cpus=8, gpus=2)
@@ -27,6 +32,21 @@ def test_what_a_run_has_once_lives_at_home() -> None:
 
 def test_replicas_are_spread_and_home_comes_last() -> None:
     assert place(Placement("home"), 5) == ["b", "c", "home", "b", "c"]
+
+
+def test_a_new_supervisor_counts_what_the_services_it_found_were_started_with() -> None:
+    sections = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
+    config = Config(**sections, learner={"gpus": 2}, rollout={"gpus": 2})
+    roster = Roster(config, Path("runs/a"), "id", Path("sockets"), "")
+    needs = needs_of(config)
+    for name in ("buffer.0", "weight_sync.0", "publisher.0", "learner.0", "rollout.0", "receiver.0"):
+        spec = roster.spec(name)
+        assert needs.get(name.partition(".")[0], (0.0, 0.0)) == (spec.cpus, spec.gpus)
+    placement = Placement("home", needs)
+    placement.recall("learner.0", "home")
+    assert placement.choose((HOME, B), "rollout.0", cpus=1, gpus=2) == "b"
+    with pytest.raises(ConfigError, match="room"):
+        placement.choose((HOME, B), "rollout.1", cpus=1, gpus=2)  # the learner holds the GPUs of home
 
 
 def test_a_receiver_goes_where_its_engine_is_and_an_engine_where_its_receiver_is() -> None:
