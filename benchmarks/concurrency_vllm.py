@@ -56,7 +56,7 @@ class Plan:
     caches: tuple[str, ...] = tuple(CACHE_BLOCKS)
 
 
-FULL = Plan(num_turns=2, warm_up_s=2.0, seconds=4.0)
+FULL = Plan(num_turns=2, warm_up_s=1.0, seconds=2.5)
 QUICK = Plan(num_turns=1, warm_up_s=1.0, seconds=2.0, mixes=("lognormal",), caches=("tight",))
 
 
