@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.concurrency import PERIOD_S, TARGETS
 from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.rollout_ways import setting
+from benchmarks.rollout_ways.bare import sampling_of
 from benchmarks.rollout_ways.engine_gauges import LoggedGauges, start_metered_engine
 from benchmarks.rollout_ways.rules import GROUP_SIZE, Adaptive, Fixed, FullBatch
 from benchmarks.weight_sync_peers.engine import MODEL
@@ -94,22 +95,11 @@ class Groups:
             self._free.set()
 
     async def _answer(self, serial: int, index: int) -> None:
-        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         seed = serial * GROUP_SIZE + index
         num_tokens = random.Random(seed).choice(self.lengths)
-        sampling = SamplingParams(
-            temperature=1.0,
-            max_tokens=num_tokens,
-            seed=seed,
-            ignore_eos=True,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            skip_clone=True,
-        )
+        sampling = sampling_of(seed, num_tokens, RequestOutputKind.DELTA)
         letters = setting.make_prompt(serial, setting.PROMPT_TOKENS)
         request = {"type": "token", "prompt_token_ids": [ord(letter) for letter in letters]}
         async for output in self.llm.generate(request, sampling, f"{id(self):x}.{seed}"):

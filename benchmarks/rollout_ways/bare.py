@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -74,22 +74,28 @@ class Load:
                 self.num_requests += 1
 
     def _sampling(self, seed: int) -> Any:
-        from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         assert self._lengths is not None
         max_tokens = self._max_tokens or self._lengths.draw_tokens(seed, setting.MAX_TOKENS)
-        return SamplingParams(
-            temperature=1.0,
-            max_tokens=max_tokens,
-            seed=seed,
-            ignore_eos=True,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
+        return sampling_of(seed, max_tokens, RequestOutputKind.FINAL_ONLY)
+
+
+def sampling_of(seed: int, max_tokens: int, output_kind: Any) -> Any:
+    """Return vLLM's parameters of a response of exactly `max_tokens`, sampled as a replica does."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=1.0,
+        max_tokens=max_tokens,
+        seed=seed,
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=output_kind,
+        skip_clone=True,
+    )
 
 
 def tokens_in_flight(llm: Any) -> int:
@@ -98,7 +104,12 @@ def tokens_in_flight(llm: Any) -> int:
     return sum(state.detokenizer.num_output_tokens() for state in states)
 
 
-def start_engine(folder: Path, caches_prefixes: bool) -> Any:
+def start_engine(
+    folder: Path,
+    caches_prefixes: bool,
+    kv_cache_bytes: int = setting.KV_CACHE_BYTES,
+    stat_loggers: Sequence[Any] = (),
+) -> Any:
     """Return an AsyncLLM of the sizes that a replica's has."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -112,13 +123,13 @@ def start_engine(folder: Path, caches_prefixes: bool) -> Any:
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=caches_prefixes,
         enable_chunked_prefill=False,
-        disable_log_stats=True,
+        disable_log_stats=not stat_loggers,
         enforce_eager=True,
-        kv_cache_memory_bytes=setting.KV_CACHE_BYTES,
+        kv_cache_memory_bytes=kv_cache_bytes,
         distributed_executor_backend="uni",
     )
     with core_nursery.forked_cores():
-        return AsyncLLM.from_engine_args(arguments)
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=list(stat_loggers) or None)
 
 
 class Bare:

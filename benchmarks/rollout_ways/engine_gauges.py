@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rollout_ways import setting
-from rollout_service.engine import core_nursery
+from benchmarks.rollout_ways.bare import start_engine
 
 
 class LoggedGauges:
@@ -38,8 +37,6 @@ class LoggedGauges:
 
 async def start_metered_engine(folder: Path, kv_cache_bytes: int, gauges: LoggedGauges) -> Any:
     """Return an AsyncLLM that keeps `gauges` up to date."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
 
     class Logger(StatLoggerBase):
@@ -58,18 +55,4 @@ async def start_metered_engine(folder: Path, kv_cache_bytes: int, gauges: Logged
         def log_engine_initialized(self) -> None:
             pass
 
-    arguments = AsyncEngineArgs(
-        model=str(folder),
-        dtype="float32",
-        max_model_len=setting.MAX_MODEL_TOKENS,
-        max_num_seqs=setting.MAX_SEQUENCES,
-        max_num_batched_tokens=8192,
-        logprobs_mode="processed_logprobs",
-        enable_prefix_caching=False,
-        enable_chunked_prefill=False,
-        enforce_eager=True,
-        kv_cache_memory_bytes=kv_cache_bytes,
-        distributed_executor_backend="uni",
-    )
-    with core_nursery.forked_cores():
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=[Logger])
+    return start_engine(folder, False, kv_cache_bytes, [Logger])
