@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import threading
 import time
 from collections import Counter
@@ -23,10 +22,9 @@ import zmq
 from asyncrl import wire
 from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, WireError
 from asyncrl.keys import ClientKeys
+from asyncrl.rpc.connection import Connection
 from asyncrl.rpc.frames import receive_parts, send_parts
-from asyncrl.rpc.lifeline import Lifeline
 from asyncrl.rpc.request import Reply, pack_request, read_reply
-from asyncrl.rpc.sockets import prepare_client
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +43,8 @@ class Client:
 
     def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
         self.address = address
-        self._has_keys = keys is not None
-        self._socket, self._lifeline = _connected(address, keys)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._lifeline.socket, zmq.POLLIN)
+        self._keys = keys
+        self._connection = Connection(address, keys)
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
         self._begun: dict[int, Reply | AsyncrlError | None] = {}
@@ -77,15 +72,20 @@ class Client:
         """
         call = PendingCall(self, next(self._ids), op, deadline_s, time.monotonic() + deadline_s)
         with self._locked(call):
-            self._notice_break()
-            self._socket.setsockopt(zmq.SNDTIMEO, max(1, int((call.end_s - time.monotonic()) * 1000)))
+            self._await_connection(call)
+            socket, within_s = self._connection.socket, call.end_s - time.monotonic()
+            socket.setsockopt(zmq.SNDTIMEO, max(1, int(within_s * 1000)))
             try:
-                within_s = call.end_s - time.monotonic()
-                send_parts(self._socket, [pack_request(call.id, op, args, within_s), *frames])
+                send_parts(socket, [pack_request(call.id, op, args, within_s), *frames])
             except zmq.Again:
-                raise _unreachable(op, self.address, deadline_s, self._has_keys) from None
+                raise _unreachable(op, self.address, deadline_s, self._keys) from None
             self._begun[call.id] = None
         return call
+
+    def _await_connection(self, call: PendingCall) -> None:
+        while not self._has_connection():
+            if self._connection.wait(call.end_s - time.monotonic()) is None:
+                raise _unreachable(call.op, self.address, call.deadline_s, self._keys)
 
     @contextlib.contextmanager
     def _locked(self, call: PendingCall) -> Iterator[None]:
@@ -101,14 +101,14 @@ class Client:
         with self._locked(call):
             try:
                 while (result := self._begun.get(call.id)) is None:
-                    left_s = max(0.0, call.end_s - time.monotonic())  # what has come is taken even then
-                    ready = self._poller.poll(math.ceil(left_s * 1000))
-                    if not ready:
+                    line = self._connection
+                    ready = line.wait(call.end_s - time.monotonic())  # what has come is taken even then
+                    if ready is None:
                         raise _late(call.op, self.address, call.deadline_s)
-                    if ready[0][0] is self._socket:
-                        self._take_reply(receive_parts(self._socket))
+                    if ready is line.socket:
+                        self._take_reply(receive_parts(line.socket))
                     else:
-                        self._notice_break()
+                        self._has_connection()
             finally:
                 self._begun.pop(call.id, None)
         if isinstance(result, ConnectionLost):
@@ -122,24 +122,28 @@ class Client:
         if found_id in self._begun:  # else the answer to a call that was given up earlier
             self._begun[found_id] = found
 
-    def _notice_break(self) -> None:
-        """If the connection broke, give up what was asked over it and not answered before."""
-        if not self._lifeline.has_broken():
-            return
+    def _has_connection(self) -> bool:
+        """Tell whether one is up. After a break, what was asked and not answered before is given up."""
+        line = self._connection
+        line.look()
+        if not line.is_broken:
+            return line.is_up
         with contextlib.suppress(zmq.Again):
             while True:
-                self._take_reply(receive_parts(self._socket, _NOBLOCK))
+                self._take_reply(receive_parts(line.socket, _NOBLOCK))
         for call_id, result in list(self._begun.items()):
             if result is None:
                 self._begun[call_id] = ConnectionLost("the connection broke")
+        line.close()
+        self._connection = Connection(self.address, self._keys)
+        return False
 
     def forget(self, call: PendingCall) -> None:
         """Give up a call that was begun; its reply is dropped when it comes."""
         self._begun.pop(call.id, None)
 
     def close(self) -> None:
-        self._lifeline.close()
-        self._socket.close(linger=0)
+        self._connection.close()
 
 
 @dataclass(frozen=True)
@@ -172,8 +176,8 @@ class AsyncClient:
     def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
         self.address = address
         self.counters: Counter[str] = Counter()
-        self._has_keys = keys is not None
-        self._socket, self._lifeline = _connected(address, keys)
+        self._keys = keys
+        self._connection = Connection(address, keys)
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -199,43 +203,49 @@ class AsyncClient:
                 raise
             if is_sent:
                 raise _late(op, self.address, deadline_s) from None
-            raise _unreachable(op, self.address, deadline_s, self._has_keys) from None
+            raise _unreachable(op, self.address, deadline_s, self._keys) from None
         finally:
             self._waiting.pop(call_id, None)
 
     def _attach(self) -> asyncio.AbstractEventLoop:
-        """Let the running loop watch the socket."""
+        """Let the running loop watch the connection."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._detach()
-            loop.add_reader(self._socket.fileno(), self._read)
-            loop.add_reader(self._lifeline.socket.fileno(), self._notice_break)
-            self._loop = loop
+            self._watch(loop)
         return loop
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.add_reader(self._connection.socket.fileno(), self._read)
+        loop.add_reader(self._connection.reports.fileno(), self._has_connection)
+        self._loop = loop
 
     def _detach(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._socket.fileno())
-            self._loop.remove_reader(self._lifeline.socket.fileno())
+            self._loop.remove_reader(self._connection.socket.fileno())
+            self._loop.remove_reader(self._connection.reports.fileno())
         self._loop = None
 
     def _try_send(self, parts: Sequence[wire.Frame]) -> bool:
         """Send if there is room; False while the service is away or far behind."""
-        is_sent = True
+        if not self._has_connection():
+            return False
+        is_sent, socket = True, self._connection.socket
         try:
-            send_parts(self._socket, parts, _NOBLOCK)
+            send_parts(socket, parts, _NOBLOCK)
         except zmq.Again:
             is_sent = False
         # The descriptor signals changes only, and trying may have taken the signal of an arrival.
-        if self._loop is not None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if self._loop is not None and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._read)
         return is_sent
 
     def _read(self) -> None:
         """Hand over all replies that are there."""
-        while not self._socket.closed:
+        socket = self._connection.socket
+        while not socket.closed:
             try:
-                message = receive_parts(self._socket, _NOBLOCK)
+                message = receive_parts(socket, _NOBLOCK)
             except zmq.Again:
                 return
             try:
@@ -244,13 +254,24 @@ class AsyncClient:
                 self.counters["malformed"] += 1
                 log.warning("a malformed reply from %s: %s", self.address, error)
 
-    def _notice_break(self) -> None:
-        """If the connection broke, end the calls that were sent over it and not answered before."""
-        if self._socket.closed or not self._lifeline.has_broken():
-            return
+    def _has_connection(self) -> bool:
+        """Tell whether one is up. After a break, calls that were sent and not answered before are ended."""
+        self._connection.look()
+        if not self._connection.is_broken:
+            return self._connection.is_up
         self._read()
         for call_id in list(self._waiting):
             self._resolve(call_id, ConnectionLost("the connection broke"))
+        self._connect_anew()
+        return False
+
+    def _connect_anew(self) -> None:
+        loop = self._loop
+        self._detach()
+        self._connection.close()
+        self._connection = Connection(self.address, self._keys)
+        if loop is not None:
+            self._watch(loop)
 
     def _resolve(self, call_id: int, result: Reply | AsyncrlError) -> None:
         future = self._waiting.get(call_id)
@@ -264,21 +285,7 @@ class AsyncClient:
     def close(self) -> None:
         """Close the socket. Calls still in flight end at their deadlines."""
         self._detach()
-        self._lifeline.close()
-        self._socket.close(linger=0)
-
-
-def _connected(address: str, keys: ClientKeys | None) -> tuple[zmq.Socket[bytes], Lifeline]:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    lifeline = Lifeline(socket)
-    try:
-        prepare_client(socket, address, keys)
-        socket.connect(address)
-    except (AsyncrlError, zmq.ZMQError):
-        lifeline.close()
-        socket.close(linger=0)
-        raise
-    return socket, lifeline
+        self._connection.close()
 
 
 def _late(op: str, address: str, deadline_s: float) -> DeadlineExceeded:
@@ -289,9 +296,9 @@ def _lost(op: str, address: str) -> ConnectionLost:
     return ConnectionLost(f"'{op}' at {address}: the connection broke before an answer came")
 
 
-def _unreachable(op: str, address: str, deadline_s: float, has_keys: bool) -> DeadlineExceeded:
-    keys = " with the keys that this process has" if has_keys else " without keys"
+def _unreachable(op: str, address: str, deadline_s: float, keys: ClientKeys | None) -> DeadlineExceeded:
+    owned = " without keys" if keys is None else " with the keys that this process has"
     return DeadlineExceeded(
-        f"'{op}' at {address} was not sent: no connection{keys} came about within {deadline_s:g} s",
+        f"'{op}' at {address} was not sent: no connection{owned} came about within {deadline_s:g} s",
         hint="Is the service up, and were the keys made for this start of its run?",
     )

@@ -127,7 +127,6 @@ def prepare_client(socket: zmq.Socket[Any], address: str, keys: ClientKeys | Non
     refuse_plain(address, keys)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
-    socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
     _bound_in_time(socket)
     if keys is not None:
