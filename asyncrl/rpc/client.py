@@ -136,7 +136,7 @@ class Client:
                 self._begun[call_id] = ConnectionLost("the connection broke")
         line.close()
         self._connection = Connection(self.address, self._keys)
-        return False
+        return self._connection.is_up
 
     def forget(self, call: PendingCall) -> None:
         """Give up a call that was begun; its reply is dropped when it comes."""
@@ -263,7 +263,7 @@ class AsyncClient:
         for call_id in list(self._waiting):
             self._resolve(call_id, ConnectionLost("the connection broke"))
         self._connect_anew()
-        return False
+        return self._connection.is_up
 
     def _connect_anew(self) -> None:
         loop = self._loop

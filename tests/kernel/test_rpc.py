@@ -5,7 +5,7 @@ import gc
 import pickle
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -175,6 +175,18 @@ def test_a_call_whose_server_ends_is_over_at_once_and_the_next_one_reaches_the_s
             lost.end()
         with serving(address):
             assert client.call("echo", number=2).args == {"number": 2}
+
+
+def test_a_successor_that_listens_before_the_break_is_noticed_is_reached(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/server"
+    with closing(Client(address)) as client:
+        for number in range(12):
+            with serving(address):
+                reply = None
+                while reply is None:
+                    with suppress(ConnectionLost):  # it was sent before the break was noticed
+                        reply = client.call("echo", deadline_s=5.0, number=number)
+                assert reply.args == {"number": number}
 
 
 def test_an_answer_that_came_before_the_connection_broke_is_kept(tmp_path: Path) -> None:
