@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 
@@ -17,3 +18,30 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_text(path: Path, text: str, mode: int = 0o644, is_synced: bool = False) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a part.
+
+    Args:
+        mode: Of the new file, whatever the old one had.
+        is_synced: Also after the machine has died: the text is on the disk before it takes the old one's
+            place, and its name is when this returns. Costs two waits for the disk.
+
+    Raises:
+        OSError: The disk is full or fails; the old file is as it was, and nothing else is left.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")  # a writer's own
+    temporary.unlink(missing_ok=True)  # the mode of one that another process left would stay
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if is_synced:
+                os.fsync(descriptor)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if is_synced:
+        sync_path(path.parent)

@@ -49,6 +49,10 @@ class RemoteError(AsyncrlError, RuntimeError):
     """A service refused or failed a call."""
 
 
+class Refused(AsyncrlError, RuntimeError):
+    """The run cannot do what is asked of it, as things are; another time it may."""
+
+
 class DeadlineExceeded(AsyncrlError, TimeoutError):
     """A wait reached its deadline."""
 
@@ -92,6 +96,7 @@ BY_NAME: dict[str, type[AsyncrlError]] = {
         DataError,
         WireError,
         RemoteError,
+        Refused,
         DeadlineExceeded,
         ConnectionLost,
         FencedError,

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from asyncrl.durable import replace_text
 from asyncrl.errors import ConfigError
 
 KEY_CHARACTERS = 40
@@ -71,12 +72,7 @@ def write_client_keys(path: Path, keys: ClientKeys) -> None:
     """Write `keys` to a file that only this user can read, whole or not at all."""
     names = ("public", "secret", "server")
     table = {name: getattr(keys, name).decode() for name in names}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # its mode would stay
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(table, file)
-    temporary.replace(path)
+    replace_text(path, json.dumps(table), 0o600)
 
 
 def read_client_keys(path: Path) -> ClientKeys:

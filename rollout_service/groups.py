@@ -20,6 +20,7 @@ from asyncrl.buffer.client import LeaseGrant
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.errors import AsyncrlError, EngineError
 from asyncrl.experience import CUT_REASONS, UNFINISHED, Group, Trajectory, check_reward
+from asyncrl.faults import fault_point
 from rollout_service import carry
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.engine.protocol import Interrupted, Sampling
@@ -133,7 +134,9 @@ class GroupRunner:
         self, grant: LeaseGrant, prompt: TokenizedPrompt, sample: int, begun: Trajectory | None
     ) -> Trajectory:
         try:
-            return await self._sample(grant, prompt, sample, begun)
+            trajectory = await self._sample(grant, prompt, sample, begun)
+            fault_point("rollout.sampled", grant.ticket, sample)
+            return trajectory
         finally:
             self._num_ended[grant.key] += 1
             self.on_end()

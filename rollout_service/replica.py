@@ -289,7 +289,7 @@ class Replica:
             await self._carry_group(parts, group)
             return
         try:
-            fault_point("rollout.push", parts.engine.serving.step)
+            fault_point("rollout.push", parts.engine.serving.step, grant.ticket)
             result = await self._repeat(lambda: parts.buffer.push(group))
             self._counters[f"push/{result}"] += 1
         except AsyncrlError as error:

@@ -129,8 +129,7 @@ class CoordinatorService:
             if box is not None and box.parked is not None:
                 is_same, is_fenced = box.incarnation == incarnation, self._is_fenced(name)
                 self._reply(box.parked, known=is_same, orders=[], fenced=is_fenced)
-            # A poll from before this hello may still come: what it acknowledges is none of the new orders.
-            self._mail[name] = Mailbox(incarnation, last_seq=box.last_seq if box is not None else 0)
+            self._mail[name] = Mailbox.opened(incarnation, self._coordination.token, box)
         log.info("hello %s %s", name, "" if is_welcome else "(refused)")
         self._reply(request, poll_s=self._coordination.timing.poll_s, welcome=is_welcome)
 

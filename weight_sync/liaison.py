@@ -144,12 +144,15 @@ class Liaison:
             client.close()
 
     def _follow_orders(self) -> None:
-        is_known = False
+        is_known, session = False, 0
         while not self._stop.is_set():
             try:
-                if self._must_say_hello.is_set():
+                if is_known and not self._must_say_hello.is_set():
+                    session = self._session
+                    is_known = self._poll(session)
+                else:
                     is_known = False
-                is_known = self._poll() if is_known else self._say_hello(self._orders_client)
+                    is_known = self._say_hello(self._orders_client, session)
             except Exception as error:  # of any kind, such as no descriptor left: a deaf peer helps nobody
                 self.counters["coordinator_unreachable"] += 1
                 log.warning("the coordinator does not answer: %s", error)
@@ -158,24 +161,42 @@ class Liaison:
 
     def _connect_anew(self, client: Client) -> Client:
         """A connection to a coordinator that was stopped stays up, and hides the one that replaced it."""
+        try:
+            anew = Client(self._address, self._keys)
+        except Exception as error:  # of any kind, as above: the one there is may serve once more
+            log.warning("no new connection to the coordinator: %s", error)
+            return client
         client.close()
-        return Client(self._address, self._keys)
+        return anew
 
-    def _say_hello(self, client: Client) -> bool:
+    def _say_hello(self, client: Client, session: int) -> bool:
+        """Say hello, unless that was done since `session` was read; return whether this peer is known."""
         with self._hello_lock:
-            if self._is_acquainted:
-                self._deliver(RESET, {}, b"")
-            card = self._introduce()
-            self._must_say_hello.clear()
-            args = {**self._who, **card.args, **self._token(), "born": self._born}
-            reply = self._heard(client.call("hello", card.frames, CALL_DEADLINE_S, **args))
-            self._poll_s = wire.field(reply.args, "poll_s", float)
-            self._after, self._session = 0, self._session + 1
+            if session != self._session and not self._must_say_hello.is_set():
+                return True  # a second hello would end the rounds that the first one has begun
+            is_welcome = False
+            try:
+                is_welcome = self._introduce_itself(client)
+            finally:
+                if not is_welcome:
+                    self._must_say_hello.set()  # or what it was to make good for is never told
+        if not is_welcome:
+            log.warning("the coordinator knows a newer process of this name, or this one has retired")
+            self._stop.wait(self._poll_s)
+        return is_welcome
+
+    def _introduce_itself(self, client: Client) -> bool:
+        if self._is_acquainted:
+            self._deliver(RESET, {}, b"")
+        self._must_say_hello.clear()  # what is lost from here on is not in this introduction
+        card = self._introduce()
+        args = {**self._who, **card.args, **self._token(), "born": self._born}
+        reply = self._heard(client.call("hello", card.frames, CALL_DEADLINE_S, **args))
+        self._poll_s = wire.field(reply.args, "poll_s", float)
+        self._after, self._session = 0, self._session + 1
         if reply.args.get("welcome", True) is not True:
             self.is_fenced = True
             self.counters["hellos_refused"] += 1
-            log.warning("the coordinator knows a newer process of this name, or this one has retired")
-            self._stop.wait(self._poll_s)
             return False
         self._is_acquainted = True
         return True
@@ -188,9 +209,10 @@ class Liaison:
     def _token(self) -> dict[str, int]:
         return {"token": self._allegiance.token}
 
-    def _poll(self) -> bool:
+    def _poll(self, session: int) -> bool:
+        """Take the orders of `session`; return False if the coordinator does not know this peer."""
         deadline_s = self._poll_s + self._call_s
-        session, args = self._session, {"after": self._after, **self._who, **self._token()}
+        args = {"after": self._after, **self._who, **self._token()}
         reply = self._heard(self._orders_client.call("next_order", deadline_s=deadline_s, **args))
         if not wire.field(reply.args, "known", bool):
             return False
@@ -224,17 +246,25 @@ class Liaison:
     def _try_report(self, report: _Report) -> bool:
         if self._stop.is_set():
             return False
-        args = {"event": report.event, "fields": report.args, "seq": report.seq, **self._who, **self._token()}
         try:
-            reply = self._reports_client.call("report", report.frames, self._call_s, **args)
-            if wire.field(self._heard(reply).args, "known", bool):
-                return True
-            self._say_hello(self._reports_client)
+            for _ in range(2):
+                session = self._session
+                args = {"event": report.event, "fields": report.args, "seq": report.seq}
+                reply = self._reports_client.call(
+                    "report", report.frames, self._call_s, **args, **self._who, **self._token()
+                )
+                if wire.field(self._heard(reply).args, "known", bool):
+                    return True
+                self._say_hello(self._reports_client, session)
         except (DeadlineExceeded, FencedError):
             self.counters["coordinator_unreachable"] += 1
             self._reports_client = self._connect_anew(self._reports_client)
         except AsyncrlError as error:
             log.warning("the coordinator refused the report '%s': %s", report.event, error)
+            self._stop.wait(RETRY_S)
+        except Exception as error:  # of any kind, such as no descriptor left: a mute peer helps nobody
+            self.counters["coordinator_unreachable"] += 1
+            log.warning("the report '%s' could not be sent: %s", report.event, error)
             self._stop.wait(RETRY_S)
         return False
 

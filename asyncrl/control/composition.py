@@ -48,7 +48,7 @@ def build(context: ServiceContext) -> Supervisor:
         },
     )
     supervisor.see_off = api.await_readers
-    write_json(run_dir.live, {**live, "url": api.url}, mode=0o600)
+    write_json(run_dir.live, {**live, "url": api.url}, mode=0o600, is_synced=True)
     return supervisor
 
 

@@ -2,20 +2,25 @@
 
 Owns the checks of what is asked, and which service is told what. Never starts or ends a process: `Crew` does.
 Invariant: a refused command has changed nothing. A pause is marked in the run's folder before anyone is told,
-so a service that dies meanwhile, or the supervisor, is paused when it is started again.
+so a service that dies meanwhile, or the supervisor, is paused when it is started again. A checkpoint that
+was asked for is asked for again until it is there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.control import plan
 from asyncrl.control.record.events import EventLog
+from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
-from asyncrl.errors import ConfigError, DeadlineExceeded, RemoteError, ServiceFailed
+from asyncrl.errors import ConfigError, DeadlineExceeded, Refused, RemoteError, ServiceFailed
 from asyncrl.service import read_paused, write_paused
 
 log = logging.getLogger(__name__)
@@ -41,6 +46,10 @@ class Crew(Protocol):
     def num_draining(self) -> int:
         """Leavers whose processes are still up."""
 
+    @property
+    def learner_life(self) -> int:
+        """How often the learner was started again: another life knows nothing of what this one was asked."""
+
     def scale(self, replicas: int) -> dict[str, Any]:
         """Want so many replicas from now on."""
 
@@ -61,6 +70,12 @@ class Operations:
     roster: Roster
     crew: Crew
     events: EventLog
+    _promise_lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
+    """Around a look at the promise and its change: threads of the API and the watch loop change it."""
+
+    @property
+    def _promise(self) -> Path:
+        return RunDir(self.roster.run_dir).promise
 
     @property
     def is_paused(self) -> bool:
@@ -71,7 +86,8 @@ class Operations:
         """Do what was asked, and return what was begun.
 
         Raises:
-            ConfigError: There is no such command, its arguments make no sense, or not in the run's state.
+            ConfigError: There is no such command, or its arguments make no sense.
+            Refused: The run cannot do it: it has no room, or has not begun, or is ending.
             ServiceFailed: The service that it is for could not do it.
         """
         actions: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -93,9 +109,10 @@ class Operations:
         if type(replicas) is not int or not 0 <= replicas <= MAX_REPLICAS:
             raise ConfigError(f"replicas must be a whole number from 0 to {MAX_REPLICAS}, not {replicas!r}")
         if self.crew.state != RUNNING:
-            raise ConfigError(f"the run is {self.crew.state}; only a running one can be scaled")
-        self.check_room(replicas)
-        return self.crew.scale(replicas)
+            raise Refused(f"the run is {self.crew.state}; only a running one can be scaled")
+        with _as_refusal():
+            self.check_room(replicas)
+            return self.crew.scale(replicas)
 
     def check_room(self, replicas: int) -> None:
         """Raise ConfigError if this machine has no room for so many replicas beside spares and leavers."""
@@ -108,8 +125,9 @@ class Operations:
             there = ", ".join(f"rollout.{one}" for one in known) or "none"
             raise ConfigError(f"there is no replica rollout.{index} to drain; there are: {there}")
         if self.crew.state != RUNNING:
-            raise ConfigError(f"the run is {self.crew.state}; only a running one's replicas can be drained")
-        return self.crew.drain(index)
+            raise Refused(f"the run is {self.crew.state}; only a running one's replicas can be drained")
+        with _as_refusal():
+            return self.crew.drain(index)
 
     def _set_paused(self, is_paused: bool) -> dict[str, Any]:
         self._refuse_if_leaving()
@@ -142,7 +160,69 @@ class Operations:
 
     def _checkpoint(self, args: dict[str, Any]) -> dict[str, Any]:
         self._refuse_if_leaving()
-        return self.crew.ask("learner.0", "checkpoint", {})
+        return self._ask_for_checkpoint(None)
+
+    def _ask_for_checkpoint(self, step: int | None) -> dict[str, Any]:
+        """Ask for one of `step` or later, and take down that it is owed by this life of the learner.
+
+        Without a `step` it is of the one that the learner is at, which a late answer leaves unknown: whoever
+        asked is told that it was late, and nothing is taken down.
+        """
+        life = self.crew.learner_life
+        try:
+            answer = self.crew.ask("learner.0", "checkpoint", {})
+        except DeadlineExceeded:  # what it was asked waits at the learner, and dies with it
+            if step is not None:
+                self._take_down(step, life)
+            raise
+        self._take_down(answer["step"] if step is None else step, life)
+        return answer
+
+    def _take_down(self, step: int, life: int) -> None:
+        """Promise a checkpoint, unless one of a later step is promised already: that one is for both."""
+        owed = {"run_id": self.roster.run_id, "step": step, "life": life}
+        with self._promise_lock:
+            before = self._read_promise()
+            if before is None or before["step"] <= step:
+                write_json(self._promise, owed)
+
+    def _read_promise(self) -> dict[str, Any] | None:
+        owed = read_json(self._promise)
+        return owed if owed is not None and owed["run_id"] == self.roster.run_id else None
+
+    def _drop_promise(self, kept: dict[str, Any]) -> None:
+        """Forget what is kept, not what was promised since."""
+        with self._promise_lock:
+            if self._read_promise() == kept:
+                self._promise.unlink(missing_ok=True)
+
+    def keep_promise(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+        """Ask the learner's next life for a checkpoint that the last one was asked for and did not write.
+
+        Once it is back at that step: before, it would hold less than was there when it was asked for.
+        """
+        try:
+            self._keep_promise(statuses)
+        except OSError as error:  # a full disk ends no run; the next pulse tries again
+            log.warning("what is promised of a checkpoint cannot be read or written: %s", error)
+
+    def _keep_promise(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+        owed = self._read_promise()
+        if owed is None or self.crew.state in LEAVING:
+            return
+        if max(statuses.get("buffer.0", {}).get("checkpoints") or [-1]) >= owed["step"]:
+            self._drop_promise(owed)
+            return
+        learner = statuses.get("learner.0", {})
+        is_back = learner.get("state") == "training" and learner.get("step", -1) >= owed["step"]
+        if owed["life"] == self.crew.learner_life or not is_back:
+            return
+        try:
+            self._ask_for_checkpoint(owed["step"])
+        except DeadlineExceeded as error:
+            log.warning("the learner is late to say whether it writes the checkpoint: %s", error)
+        except (ServiceFailed, RemoteError) as error:  # the next pulse asks again
+            log.warning("the checkpoint of step %d or later is still owed: %s", owed["step"], error)
 
     def _tighten(self, args: dict[str, Any]) -> dict[str, Any]:
         max_lag, bound = args.get("max_lag"), self.roster.config.staleness.max_lag
@@ -156,4 +236,13 @@ class Operations:
 
     def _refuse_if_leaving(self) -> None:
         if self.crew.state in LEAVING:
-            raise ConfigError(f"the run is {self.crew.state}; there is nothing to ask of it any more")
+            raise Refused(f"the run is {self.crew.state}; there is nothing to ask of it any more")
+
+
+@contextlib.contextmanager
+def _as_refusal() -> Iterator[None]:
+    """What was asked makes sense by here: whatever is against it is the run's state and its machine."""
+    try:
+        yield
+    except ConfigError as error:
+        raise Refused(error.message, hint=error.hint) from error

@@ -64,17 +64,30 @@ def count(config: Config, receivers: int) -> SharedMemory | None:
     Args:
         receivers: That are on the publisher's host.
     """
+    at_publisher, at_receiver = (num + _num_bases(config) for num in (NUM_AT_PUBLISHER, NUM_AT_RECEIVER))
+    rule = f"{at_publisher} at the publisher"
+    if receivers:
+        rule = f"({rule} + {at_receiver} at each of {receivers} receivers)"
+    return _count_versions(config, at_publisher + at_receiver * receivers, rule)
+
+
+def count_at_receiver(config: Config) -> SharedMemory | None:
+    """Return what one receiver takes of its node, where that is not the publisher's; None as of `count`."""
+    num_versions = NUM_AT_RECEIVER + _num_bases(config)
+    return _count_versions(config, num_versions, f"{num_versions} at its receiver")
+
+
+def _num_bases(config: Config) -> int:
+    return int(config.weight_sync.encoding == "delta")
+
+
+def _count_versions(config: Config, num_versions: int, rule: str) -> SharedMemory | None:
+    """Return what `num_versions` take, which were counted by `rule`."""
     num_weights = count_weights(Path(config.model.path))
     if num_weights is None:
         return None
     version_bytes = num_weights * ITEM_BYTES[config.model.dtype]
-    extra = int(config.weight_sync.encoding == "delta")
-    at_publisher, at_receiver = NUM_AT_PUBLISHER + extra, NUM_AT_RECEIVER + extra
-    rule = f"{at_publisher} at the publisher"
-    if receivers:
-        rule = f"({rule} + {at_receiver} at each of {receivers} receivers)"
-    rule += f" x {version_bytes / GB:.3g} GB"
-    return SharedMemory(num_weights, version_bytes, at_publisher + at_receiver * receivers, rule)
+    return SharedMemory(num_weights, version_bytes, num_versions, f"{rule} x {version_bytes / GB:.3g} GB")
 
 
 def free_bytes() -> int:

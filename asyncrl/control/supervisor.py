@@ -39,14 +39,17 @@ from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.record.summary import write_summary
 from asyncrl.control.record.syncing import weights_answer
 from asyncrl.control.roster import Roster
+from asyncrl.control.row_fetcher import RowFetcher
 from asyncrl.control.upkeep.keeper import Upkeep
-from asyncrl.errors import AsyncrlError, ConfigError, DeadlineExceeded, ServiceFailed
+from asyncrl.errors import AsyncrlError, ConfigError, ServiceFailed
 from asyncrl.metrics.row_log import read_rows
 
 log = logging.getLogger(__name__)
 
 PULSE_S = 0.25
-ROWS_DEADLINE_S = 5.0
+ROWS_WAIT_S = 1.0
+"""In a pulse. A late answer is not lost: the next pulse waits on for it."""
+LAST_STATUS_DEADLINE_S = 5.0
 EVALUATION_WAIT_S = 120.0
 FAILED_BATCHES_LIMIT = 2
 LEARNER_STOP_S = 120.0
@@ -72,6 +75,7 @@ class Supervisor:
         self._run_dir = RunDir(roster.run_dir)
         self._events = EventLog(self._run_dir.events)
         self._upkeep = Upkeep(roster, launcher, self._events)
+        self._fetcher = RowFetcher(launcher)
         self._operations = Operations(roster, self, self._events)
         self._watchdog = Watchdog(roster.config.learner.groups_per_step)
         self._autoscaler = _autoscaler_of(roster.config)
@@ -83,6 +87,7 @@ class Supervisor:
         self._evaluation: Row = {}
         self._refusal = ""
         self._num_rows = 0
+        self._must_skip = False  # rows that are on record; until it is known which, none is recorded
         self._learner_life = 0
         rows = load_rows(self._run_dir.metrics)
         self._seen_evaluations = metering.evaluation_ids(rows)
@@ -164,6 +169,10 @@ class Supervisor:
     def num_draining(self) -> int:
         return self._upkeep.num_draining
 
+    @property
+    def learner_life(self) -> int:
+        return self._upkeep.num_restarts("learner.0")
+
     def scale(self, replicas: int) -> dict[str, Any]:
         """Want so many replicas."""
         return self._upkeep.scale(replicas)
@@ -190,8 +199,7 @@ class Supervisor:
         if self._upkeep.is_learner_ending:  # the one before this was asked to stop
             self._is_stop_asked.set()
         self._recover_rows()
-        if is_taken_over:
-            self._skip_known_rows()
+        self._must_skip = is_taken_over
 
     def _watch(self, stop: threading.Event) -> None:
         while not (self._is_stop_asked.is_set() or stop.is_set()):
@@ -219,7 +227,7 @@ class Supervisor:
             self._statuses = self._upkeep.pulse()
             self._collect_rows()
             ending.join(PULSE_S)
-        last = self._launcher.statuses(ranks, ROWS_DEADLINE_S)
+        last = self._launcher.statuses(ranks, LAST_STATUS_DEADLINE_S)
         self._statuses = self._statuses | last  # anew: the API may be reading the other one
         self._collect_rows()
         if (why := _why_unsaved(last.get("learner.0", {"state": "ended"}))) is not None:
@@ -234,6 +242,7 @@ class Supervisor:
         if self._state == "starting" and self._statuses["learner.0"].get("state") == "training":
             self._state = "running"
         self._operations.keep_paused(self._statuses)
+        self._operations.keep_promise(self._statuses)
         self._autoscale(self._collect_rows())
         self._collect_evaluations()
         self._watch_for_stalls()
@@ -272,9 +281,12 @@ class Supervisor:
         if (life := self._upkeep.num_restarts("learner.0")) != self._learner_life:
             # Steps that it takes again come as rows again, and replace the older ones at reading.
             self._learner_life, self._num_rows = life, 0
-            if self._recover_rows():
-                self._skip_known_rows()
-        rows = self._fetch_rows(self._num_rows)
+            self._must_skip = self._recover_rows()
+        if self._must_skip:
+            self._skip_known_rows()
+        if self._must_skip:
+            return []
+        rows = self._fetcher.fetch(life, self._num_rows, ROWS_WAIT_S)
         if not rows:
             return []
         is_first = self._num_rows == 0  # its time holds the start of this life, not a step's work
@@ -308,15 +320,6 @@ class Supervisor:
             log.warning("%s", text)
             self._events.add("autoscale", "rollout", text)
 
-    def _fetch_rows(self, after: int) -> list[dict[str, Any]]:
-        try:
-            found = self._launcher.command("learner.0", "rows", {"after": after}, ROWS_DEADLINE_S)
-        except (DeadlineExceeded, ServiceFailed) as error:  # the next pulse asks again, or sees why not
-            log.info("the learner did not hand over its rows: %s", error)
-            return []
-        rows: list[dict[str, Any]] = found["rows"]
-        return rows
-
     def _recover_rows(self) -> bool:
         """Take down rows that a learner wrote and handed over to nobody; return whether there were any."""
         try:
@@ -329,12 +332,15 @@ class Supervisor:
         return bool(lost)
 
     def _skip_known_rows(self) -> None:
-        """Go on after the last row of the living learner that the supervisor before this one recorded."""
+        """Go on after the living learner's last row on record, once it says which rows it has."""
+        rows = self._fetcher.fetch(self._learner_life, 0, ROWS_WAIT_S)
+        if rows is None:
+            return
+        self._must_skip = False
         recorded = training_rows(load_rows(self._run_dir.metrics))
-        if not recorded or "learner.0" not in self._upkeep.learners:
+        if not recorded:
             return
         last = max(recorded, key=lambda row: float(row["time"]))
-        rows = self._fetch_rows(0)
         is_known = [all(last.get(key) == row[key] for key in SAME_ROW) for row in rows]
         self._row, self._num_rows = last, len(rows) - is_known[::-1].index(True) if any(is_known) else 0
 
@@ -380,7 +386,7 @@ class Supervisor:
             write_summary(self._run_dir, self._roster.config, self._statuses, outcome)
         except (OSError, AsyncrlError) as error:
             log.error("the summary could not be written: %s", error)
-        write_json(self._run_dir.outcome, outcome)
+        write_json(self._run_dir.outcome, outcome, is_synced=True)
         text = outcome["error"] or f"the run has {outcome['state']}"
         self._events.add("finish", outcome["service"] or "run", text)
         self._outcome = outcome["state"]

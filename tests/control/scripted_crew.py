@@ -14,6 +14,7 @@ class ScriptedCrew:
         self.state = "running"
         self.replicas = [0, 2]
         self.num_draining = 0
+        self.learner_life = 0
         self.unreachable: set[str] = set()
         self.told: list[tuple[str, str]] = []
 

@@ -89,6 +89,18 @@ class PacedLearner(ScriptedLearner):
         return {**super().status(), "step": step}
 
 
+class AskedLearner(PacedLearner):
+    """Writes down which of its lives was asked for a checkpoint at which step, and writes none."""
+
+    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        if name != "checkpoint":
+            return super().command(name, args)
+        step = self.status()["step"]
+        with (self.context.run_dir / "asked").open("a") as file:
+            file.write(f"{self.life}:{step} ")
+        return {"step": step}
+
+
 class MuteLearner(PacedLearner):
     """Writes its rows into its log, and hands none over in the lives that the file `mute` names."""
 

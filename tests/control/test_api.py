@@ -18,16 +18,21 @@ from asyncrl.control.api import client as api_client
 from asyncrl.control.api.client import NotRunning, RunClient, find_run
 from asyncrl.control.api.server import MAX_BODY_BYTES, MAX_CONNECTIONS, ControlApi
 from asyncrl.control.record.rundir import RunDir, write_json
-from asyncrl.errors import ConfigError, ConnectionLost, DeadlineExceeded, RemoteError
+from asyncrl.errors import ConfigError, ConnectionLost, DeadlineExceeded, Refused, RemoteError
 
 
 def refuse(body: dict[str, Any]) -> dict[str, Any]:
     raise ConfigError(f"replicas must be a whole number, not {body['replicas']}")
 
 
+def be_ending(body: dict[str, Any]) -> dict[str, Any]:
+    raise Refused("the run is stopping")
+
+
 @pytest.fixture
 def api() -> Iterator[ControlApi]:
-    api = ControlApi(0, "key", {"GET /status": lambda _: {"state": "running"}, "POST /scale": refuse})
+    routes = {"GET /status": lambda _: {"state": "running"}, "POST /scale": refuse, "POST /pause": be_ending}
+    api = ControlApi(0, "key", routes)
     yield api
     api.close()
 
@@ -67,9 +72,11 @@ def test_a_target_that_is_no_url_gets_an_answer_and_leaves_nothing_in_the_log(
     assert capfd.readouterr().err == ""
 
 
-def test_a_refused_command_comes_back_as_its_message(client: RunClient) -> None:
-    with pytest.raises(RemoteError, match="whole number"):
+def test_a_refused_command_comes_back_as_its_message_and_its_kind(client: RunClient) -> None:
+    with pytest.raises(ConfigError, match="whole number"):
         client.scale(-1)
+    with pytest.raises(RemoteError, match="the run is stopping"):
+        client.pause()
 
 
 def test_without_the_key_nothing_is_answered(api: ControlApi, tmp_path: Path) -> None:

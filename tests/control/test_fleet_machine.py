@@ -136,16 +136,30 @@ def test_who_was_stopped_is_suspected_then_killed_and_replaced() -> None:
     world.wait(6.0)
     assert world.machine.stages()["replica.0"] is Stage.SUSPECT
     world.taken.clear()
-    world.wait(15.0)
+    world.wait(5.0)
     assert world.taken[0] == Kill("rollout.0")
     assert started(world) == ["rollout.0", "receiver.0"]
 
 
+def test_a_stopped_replica_has_half_the_time_of_a_learner_with_which_steps_would_be_lost() -> None:
+    world = make_world()
+    world.halted |= {"learner.0", "receiver.0"}
+    world.taken.clear()
+    world.wait(9.75)
+    assert world.taken == []
+    world.wait(9.75)
+    assert world.taken == [Kill("receiver.0"), Start("receiver.0")]
+    world.wait(1.0)
+    assert world.taken[2:] == [Kill("learner.0"), Start("learner.0")]
+
+
 def test_who_is_thawed_in_time_goes_on() -> None:
     world = make_world()
-    world.halted.add("rollout.0")
+    world.halted |= {"learner.0", "rollout.0"}
     world.taken.clear()
-    world.wait(18.0)
+    world.wait(9.5)
+    world.halted.remove("rollout.0")
+    world.wait(9.5)
     world.halted.clear()
     world.wait(1.0)
     world.silent.add("rollout.0")

@@ -18,8 +18,9 @@ from asyncrl.buffer.service import BufferService
 from asyncrl.config.tree import Config
 from asyncrl.control.operations import Operations
 from asyncrl.control.record.events import EventLog
+from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import Roster
-from asyncrl.errors import ConfigError, LedgerError
+from asyncrl.errors import ConfigError, DeadlineExceeded, LedgerError, Refused, ServiceFailed
 from asyncrl.experience import encode_group
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext, read_paused
@@ -98,7 +99,7 @@ def test_a_run_that_ends_takes_no_commands_but_to_stop(
     operations: Operations, crew: ScriptedCrew, name: str
 ) -> None:
     crew.state = "stopping"
-    with pytest.raises(ConfigError, match="the run is stopping"):
+    with pytest.raises(Refused, match="the run is stopping"):
         operations.perform(name, {"replicas": 1, "index": 0})
     assert (crew.told, operations.is_paused) == ([], False)
     operations.perform("stop", {})
@@ -108,14 +109,14 @@ def test_replicas_that_are_leaving_still_take_room(tmp_path: Path, crew: Scripte
     roomy = make_config(rollout={"cpus": 0.0, "gpus": 0}, learner={"cpus": 0.0})
     narrow = make_config(rollout={"cpus": 10_000.0}, learner={"cpus": 0.0})
     crew.num_draining = 1
-    with pytest.raises(ConfigError, match="this machine has"):
+    with pytest.raises(Refused, match="this machine has"):
         operate(narrow, tmp_path, crew).perform("scale", {"replicas": 0})
     operate(roomy, tmp_path, crew).perform("scale", {"replicas": 0})
 
 
 def test_replicas_that_stand_by_take_room_too(tmp_path: Path, crew: ScriptedCrew) -> None:
     narrow = make_config(rollout={"cpus": 10_000.0, "standby": 1}, learner={"cpus": 0.0})
-    with pytest.raises(ConfigError, match="this machine has"):
+    with pytest.raises(Refused, match="this machine has"):
         operate(narrow, tmp_path, crew).perform("scale", {"replicas": 0})
     assert crew.told == []
 
@@ -150,6 +151,103 @@ def test_a_service_that_was_starting_when_the_pause_came_is_told_again(
     assert crew.told == [("buffer.0", "pause")]
     operations.keep_paused({"buffer.0": {"paused": True}, "learner.0": {"paused": True}})
     assert len(crew.told) == 1, "both are as they should be"
+
+
+def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_it_is_there(
+    operations: Operations, crew: ScriptedCrew, tmp_path: Path
+) -> None:
+    def pulse(step: int, *known: int, state: str = "training") -> int:
+        """Return how often the learner has been asked by the end of a pulse."""
+        learner = {"state": state, "step": step}
+        operations.keep_promise({"learner.0": learner, "buffer.0": {"checkpoints": [*known]}})
+        return crew.told.count(("learner.0", "checkpoint"))
+
+    assert pulse(7) == 0, "nobody has asked for one"
+    operations.perform("checkpoint", {})  # when 7 steps are done
+    assert pulse(7) == pulse(8, 5) == 1, "the learner that was asked lives, and will write it"
+    crew.learner_life = 1
+    assert pulse(5, 5) == 1, "it is not back at the step"
+    assert pulse(7, 5, state="starting") == 1
+    crew.unreachable = {"learner.0"}
+    assert pulse(7, 5) == 1
+    crew.unreachable = set()
+    assert pulse(8, 5) == pulse(8, 5) == 2, "a new life is asked once"
+    operations = operate(make_config(), tmp_path, crew)  # as after the supervisor's death
+    crew.learner_life = 2
+    assert pulse(9, 5) == 3
+    crew.learner_life = 3
+    assert pulse(9, 5, 9) == pulse(9, 5, 9) == 3, "it is there"
+    assert list(tmp_path.glob("promised*")) == []
+
+
+def test_a_checkpoint_that_an_earlier_start_was_asked_for_is_owed_by_nobody(
+    operations: Operations, crew: ScriptedCrew, tmp_path: Path
+) -> None:
+    operations.perform("checkpoint", {})
+    crew.learner_life, crew.told = 1, []
+    later = Operations(Roster(make_config(), tmp_path, "later", tmp_path, ""), crew, operations.events)
+    later.keep_promise({"learner.0": {"state": "training", "step": 9}})
+    assert crew.told == []
+
+
+def write_promise(folder: Path, step: int, life: int) -> None:
+    write_json(RunDir(folder).promise, {"run_id": RUN_ID, "step": step, "life": life})
+
+
+def read_promise(folder: Path) -> tuple[int, int]:
+    found = read_json(RunDir(folder).promise)
+    assert found is not None
+    return found["step"], found["life"]
+
+
+def test_a_checkpoint_asked_for_of_a_step_that_is_taken_again_does_not_undo_the_promise_of_a_later_one(
+    operations: Operations, crew: ScriptedCrew, tmp_path: Path
+) -> None:
+    write_promise(tmp_path, step=9, life=0)
+    crew.learner_life = 1
+    operations.perform("checkpoint", {})  # of step 7
+    assert read_promise(tmp_path) == (9, 0), "it is asked for when this life is at step 9"
+
+
+def test_what_was_promised_while_the_last_one_was_looked_for_is_not_forgotten(
+    operations: Operations, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_promise(tmp_path, step=5, life=0)
+    drop = Operations._drop_promise
+
+    def ask_and_drop(self: Operations, kept: dict[str, Any]) -> None:
+        self.perform("checkpoint", {})  # of step 7, by a thread of the API
+        drop(self, kept)
+
+    monkeypatch.setattr(Operations, "_drop_promise", ask_and_drop)
+    operations.keep_promise({"buffer.0": {"checkpoints": [5]}})
+    assert read_promise(tmp_path) == (7, 0)
+
+
+def test_a_learner_that_is_late_to_answer_is_asked_once_and_one_that_refuses_again(
+    operations: Operations, crew: ScriptedCrew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[Exception] = [ServiceFailed("starting"), DeadlineExceeded("no answer")]
+    asked: list[str] = []
+
+    def ask(service: str, command: str, args: dict[str, Any]) -> dict[str, Any]:
+        asked.append(command)
+        raise failures[len(asked) - 1]
+
+    monkeypatch.setattr(crew, "ask", ask)
+    write_promise(tmp_path, step=7, life=0)
+    crew.learner_life = 1
+    for _ in range(4):
+        operations.keep_promise({"learner.0": {"state": "training", "step": 8}})
+    assert len(asked) == 2 and read_promise(tmp_path) == (7, 1)
+
+
+def test_a_promise_that_the_disk_does_not_take_ends_no_run(
+    operations: Operations, crew: ScriptedCrew, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    RunDir(tmp_path).promise.mkdir()  # cannot be read as a file
+    operations.keep_promise({"learner.0": {"state": "training", "step": 8}})
+    assert "cannot be read or written" in caplog.text and crew.told == []
 
 
 # --- the real buffer -----------------------------------------------------------------------

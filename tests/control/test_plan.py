@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from asyncrl.config.tree import Config
 from asyncrl.control import plan, prepare, shared_memory
+from asyncrl.control.plan import checks
 from asyncrl.errors import ConfigError
 from weight_sync.composition import build_publisher
 
@@ -78,6 +79,35 @@ def test_a_plan_shows_the_most_that_versions_take_here(
     assert found.shared_memory is not None and found.shared_memory.num_versions == num_versions
     (part,) = [part for part in found.memory if part.where == "/dev/shm"]
     assert part.num_bytes == found.shared_memory.num_bytes
+
+
+@pytest.mark.parametrize(("encoding", "num_at_receiver"), [("full", 2), ("delta", 3)])
+def test_on_a_cluster_this_machine_is_counted_without_replicas_and_a_replica_by_itself(
+    good: dict[str, Any], encoding: str, num_at_receiver: int
+) -> None:
+    save_file({"a": np.zeros(1000, np.float16)}, Path(good["model"]["path"]) / "model.safetensors")
+    good["rollout"] |= {"replicas": 4, "cpus": 0, "kv_cache_bytes": 10**9}
+    good["weight_sync"] = {"encoding": encoding}
+
+    def sums(ray: str) -> dict[str, int]:
+        parts = plan.check(Config(**good, launcher={"ray": ray})).memory
+        places = {part.where for part in parts}
+        return {where: sum(part.num_bytes for part in parts if part.where == where) for where in places}
+
+    here, cluster = sums("local"), sums("auto")
+    host, shm = "host, for each replica", "/dev/shm, for each replica"
+    assert set(cluster) - set(here) == {host, shm}
+    assert cluster[host] > 10**9 and cluster[shm] == num_at_receiver * 2 * 1000
+    assert here["host"] == cluster["host"] + 4 * cluster[host]
+    assert here["/dev/shm"] == cluster["/dev/shm"] + 4 * cluster[shm]
+
+
+def test_the_gpus_of_a_replica_elsewhere_are_counted_too(good: dict[str, Any]) -> None:
+    save_file({"a": np.zeros(1000, np.float16)}, Path(good["model"]["path"]) / "model.safetensors")
+    config = Config(**good, launcher={"ray": "auto"})
+    on_gpu = config.model_copy(update={"rollout": config.rollout.model_copy(update={"gpus": 2})})
+    found = [part for part in checks.count_nodes(on_gpu) if part.what == "engine"]
+    assert [(part.where, part.num_bytes) for part in found] == [("each GPU of a replica", 1000)]
 
 
 def test_a_model_whose_size_cannot_be_told_counts_for_nothing(good: dict[str, Any]) -> None:

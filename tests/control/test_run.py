@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from asyncrl.config.load import dump_resolved, load_resolved
 from asyncrl.config.problems import ConfigProblems
 from asyncrl.config.tree import Config
+from asyncrl.control.api.client import NotRunning, find_live_folder
 from asyncrl.control.launch import lineage, run
 from asyncrl.control.launch.handle import attach
 from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
@@ -231,6 +233,33 @@ def test_a_run_goes_on_with_the_critic_that_its_checkpoints_hold(
         lineage.refuse_other_lineage(folder, make(*after))
 
 
+def test_what_a_start_writes_down_outlives_the_machine(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, fsync = set(), os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.add(
+            re.sub(r"^\.(.*)\.\d+\.\d+$", r"\1", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        )
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    started = run.start(Config(**values))
+    started.stop(60.0)
+    assert synced == {"run.json", "resolved.yaml", "asked.yaml", "again"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"run_id": "a"'])
+def test_a_file_that_died_with_the_machine_is_as_if_it_was_never_written(tmp_path: Path, text: str) -> None:
+    folder = RunDir(tmp_path / "again")
+    folder.path.mkdir()
+    folder.live.write_text(text)
+    assert attach(folder) is None and run._earlier_lives(folder) == []
+    with pytest.raises(NotRunning):
+        find_live_folder(str(tmp_path), None)
+
+
 def test_a_run_is_live_from_the_moment_its_head_is_started_and_can_be_ended_in_order(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -240,3 +269,14 @@ def test_a_run_is_live_from_the_moment_its_head_is_started_and_can_be_ended_in_o
     assert found.await_end(60.0, lambda snapshot: None)
     started.clear()
     assert started.result()["state"] == "stopped"
+
+
+def test_nothing_of_how_the_last_life_ended_or_what_it_owed_is_left_to_the_next(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, config = RunDir(tmp_path / "again"), Config(**values)
+    folder.path.mkdir()
+    for path in (folder.outcome, folder.phase, folder.promise):
+        path.write_text("{}")
+    run._write_down(folder, config, config)
+    assert sorted(os.listdir(folder.path)) == ["asked.yaml", "resolved.yaml"]

@@ -23,7 +23,7 @@ from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.record.summary import summarise
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import PULSE_S, Supervisor
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, Refused
 
 
 def make_config(steps: int, start_deadline_s: float = 300.0) -> Config:
@@ -255,6 +255,20 @@ def test_a_leavers_process_is_ended_only_after_it_has_drained(tmp_path: Path) ->
     assert not thread.is_alive()
 
 
+def test_a_checkpoint_that_a_learner_died_over_is_asked_of_the_next_one(tmp_path: Path) -> None:
+    learner = {"learner": "scripted_services:AskedLearner"}
+    supervisor, launcher = make_supervisor(tmp_path, steps=6, replace={**REPLACE, **learner})
+    thread, stop = start(supervisor)
+    wait_for(lambda: supervisor.status()["step"] == 5)
+    supervisor.command("checkpoint", {})
+    launcher.gone.add("learner.0")
+    wait_for(lambda: "1:" in (tmp_path / "asked").read_text())
+    stop.set()
+    thread.join(10.0)
+    assert not thread.is_alive()
+    assert (tmp_path / "asked").read_text() == "0:5 1:5 "
+
+
 def test_more_replicas_than_the_machine_has_room_for_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +276,7 @@ def test_more_replicas_than_the_machine_has_room_for_are_refused(
     thread, stop = start(supervisor)
     wait_for(lambda: supervisor.status()["state"] == "running")
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    with pytest.raises(ConfigError, match=r"ask for 3\.5 CPUs, this machine has 2"):
+    with pytest.raises(Refused, match=r"ask for 3\.5 CPUs, this machine has 2"):
         supervisor.command("scale", {"replicas": 10})
     assert supervisor.status()["state"] == "running"
     stop.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def test_a_file_with_a_key_is_this_users_alone(
 ) -> None:
     path = tmp_path / "run.json"
     if was_there:  # what an earlier process left, open to all
-        for old in (path, path.with_name(f".{path.name}.{os.getpid()}")):
+        for old in (path, path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")):
             old.write_text("{}")
             old.chmod(0o666)
     write(path)

@@ -16,8 +16,13 @@ from asyncrl.buffer.client import LearnerClient
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
 from asyncrl.control.launch.ports import HeldPort
-from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
-from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.control.launch.processes import (
+    end_leftovers,
+    end_service,
+    pids_of_service,
+    remove_leftovers,
+)
+from asyncrl.control.launch.spec import RUN_VARIABLE, SERVICE_VARIABLE
 from asyncrl.faults import VARIABLE as FAULT_VARIABLE
 from tests.system.host_main import host
 
@@ -68,20 +73,31 @@ class Harness:
 
     def start(self, name: str, fault: str = "") -> None:
         """Start a service; `fault` is a point at which it kills itself."""
-        environment = {RUN_VARIABLE: self._run_id} | ({FAULT_VARIABLE: fault} if fault else {})
+        environment = {RUN_VARIABLE: self._run_id, SERVICE_VARIABLE: name}
+        environment |= {FAULT_VARIABLE: fault} if fault else {}
         places = (self._run_id, str(self._sockets), self._rendezvous.address)
         self._processes[name] = FORKS.Process(
-            target=host, args=(self.run_dir, name, environment, *places), name=name, daemon=True
+            target=host,
+            args=(self.run_dir, name, environment, *places),
+            name=name,
+            daemon=not name.startswith("rollout."),  # vLLM's front end has a child
         )
         self._processes[name].start()
 
     def address(self, name: str) -> str:
         return f"ipc://{self._sockets / name}"
 
+    def processes_of(self, name: str) -> list[int]:
+        """Return the service's own process, then those that it has started."""
+        own = self._processes[name].pid
+        assert own is not None
+        return [own, *(pid for pid in pids_of_service(self._run_id, name) if pid != own)]
+
     def kill(self, name: str) -> None:
-        """End a service's process at once."""
+        """End a service's process at once, and what it has started."""
         self._processes[name].kill()
         self._processes[name].join(10.0)
+        end_service(self._run_id, name)
 
     def exit_code(self, name: str) -> int | None:
         """Return how the service's process ended, None while it lives."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from asyncrl.versions import UNLOADED, PolicyVersion
+from weight_sync.coordination.mail import Mailbox
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
 from weight_sync.memory.shelf import Copy, Shelf
 from weight_sync.protocol.members import Card, PublisherSeat
@@ -38,16 +39,38 @@ class Boss:
     def __init__(self, coordination: Coordination) -> None:
         self.coordination = coordination
         self.is_deposed = False
+        self._mail: dict[str, Mailbox] = {}
 
     def hears(self, token: int) -> bool:
         """A peer that obeys the coordinator with `token` speaks to it."""
         self.is_deposed = self.is_deposed or token > self.coordination.token
         return not self.is_deposed
 
+    def open_box(self, peer: Peer) -> None:
+        """The peer has said hello."""
+        before = self._mail.get(peer.name)
+        self._mail[peer.name] = Mailbox.opened(peer.incarnation, self.coordination.token, before)
+
+    def put(self, order: Order) -> None:
+        if order.to in self._mail:
+            self._mail[order.to].put(order)
+
+    def answer_poll(self, peer: Peer, after: int) -> list[tuple[int, Order]]:
+        """Return the orders that the peer has not acknowledged, after it has all up to `after`."""
+        box = self._mail.get(peer.name)
+        if box is None or box.incarnation != peer.incarnation:
+            return []
+        box.acknowledge(after)
+        return list(box.orders)
+
 
 @dataclass(eq=False)
 class Peer:
-    """What the publisher and the receivers have in common: a way to a coordinator, and rounds."""
+    """What the publisher and the receivers have in common: a way to a coordinator, and rounds.
+
+    Attributes:
+        after: Number of the last order that it got since its last hello; `after_before`, until then.
+    """
 
     name: str
     incarnation: str
@@ -59,6 +82,17 @@ class Peer:
     reports: deque[Report] = field(default_factory=deque)
     rounds: Attendance = field(default_factory=Attendance)
     allegiance: Allegiance = field(default_factory=Allegiance)
+    after: int = 0
+    after_before: int = 0
+
+    def fetch_orders(self) -> None:
+        """Poll; before that a poll from before the last hello arrives, late and over another connection."""
+        if self.boss is None or self.boss.is_deposed:
+            return
+        self.boss.answer_poll(self, self.after_before)  # its answer is of another session, and not heard
+        for seq, order in self.boss.answer_poll(self, self.after):
+            self.orders.append((self.boss.coordination.token, order))
+            self.after = seq
 
     def report(self, call: Report) -> None:
         self.reports.append(call)
@@ -97,7 +131,10 @@ class Peer:
         if not boss.hears(self.allegiance.token):
             return False
         self.orders.clear()
-        self.boss = boss if self.introduce(boss.coordination, now) else None
+        if self.introduce(boss.coordination, now):
+            self.boss = boss
+            boss.open_box(self)
+        self.after, self.after_before = 0, max(self.after, self.after_before)
         self.allegiance.hear(boss.coordination.token)
         return self.boss is not None
 

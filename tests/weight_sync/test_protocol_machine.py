@@ -74,10 +74,12 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.check_orders(boss.coordination, orders)
             self.check_states(boss.coordination)
             for order in orders:
-                self.hand_over(boss, order)
+                boss.put(order)
             blames = [r for r in boss.coordination.take_records() if isinstance(r, BlameRecord)]
             innocent = [r for r in blames if boss is self.boss and r.culprit not in self.tainted]
             assert not innocent, innocent
+        for peer in self.peers:
+            peer.fetch_orders()
 
     def check_states(self, coordination: Coordination) -> None:
         """Nobody goes from DEAD to READY but through SYNCING: looked at after every event."""
@@ -100,11 +102,6 @@ class ProtocolMachine(RuleBasedStateMachine):
                 groups[order.fields["membership"]].append(f"{order.to}#{member.incarnation}")
         for membership, names in groups.items():
             assert self.groups.setdefault(membership, tuple(names)) == tuple(names)
-
-    def hand_over(self, boss: Boss, order: Order) -> None:
-        for peer in self.peers:
-            if peer.name == order.to and peer.boss is boss and not boss.is_deposed:
-                peer.orders.append((boss.coordination.token, order))
 
     def may_move(self, thread: Thread) -> bool:
         """A broadcast moves once all of its group take part in it and nobody was stopped."""

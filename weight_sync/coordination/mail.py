@@ -1,7 +1,8 @@
 """Orders on their way to peers, and the manifests that offers carry.
 
-Owns what was not acknowledged yet. Invariant: an order is kept until its peer acknowledges it with its
-next poll; a report that comes twice is taken once.
+Owns what was not acknowledged yet. Invariants: an order is kept until its peer acknowledges it with its
+next poll; what acknowledges an order of another coordinator acknowledges none of this one; a report that
+comes twice is taken once.
 """
 
 from __future__ import annotations
@@ -14,18 +15,34 @@ import xxhash
 
 from asyncrl.rpc import Request
 from weight_sync.memory.manifest import Manifest
+from weight_sync.protocol.floor import ID_BITS
 from weight_sync.protocol.rounds import Order
 
 
 @dataclass
 class Mailbox:
-    """Orders to one peer that it has not acknowledged, and its parked poll."""
+    """Orders to one peer that it has not acknowledged, and its parked poll.
+
+    Args:
+        last_seq: Number of the last order before those of this box.
+    """
 
     incarnation: str
-    last_seq: int = 0
+    last_seq: int
     orders: deque[tuple[int, Order]] = field(default_factory=deque)
     parked: Request | None = None
     parked_until: float = 0.0
+
+    @staticmethod
+    def opened(incarnation: str, token: int, before: Mailbox | None) -> Mailbox:
+        """Return the box of a peer that has said hello to the coordinator with fencing token `token`.
+
+        A poll from before this hello may still come, and acknowledges nothing in it: the peer's box `before`
+        was numbered lower, and so were all boxes of older coordinators. (A peer says hello over one
+        connection and polls over another, so its poll for the orders of a dead coordinator may well be
+        the first that its successor gets after the hello.)
+        """
+        return Mailbox(incarnation, before.last_seq if before is not None else token << ID_BITS)
 
     def put(self, order: Order) -> None:
         """Add an order behind the others."""

@@ -82,11 +82,19 @@ def plan(
 
 
 @app.command()
-def doctor(runs_dir: RunsDir = "runs", as_json: AsJson = False) -> None:
+def doctor(
+    cluster: Annotated[
+        str,
+        typer.Option("--ray", metavar="HOST:PORT", help="Also join this Ray cluster and compare its nodes."),
+    ] = "",
+    runs_dir: RunsDir = "runs",
+    as_json: AsJson = False,
+) -> None:
     """Look whether this machine is fit for a run.
 
-    Packages, CPUs, GPUs, memory, disk, limits, ports. Exit code 1 if a run cannot work here.
+    Packages, CPUs, GPUs, memory, disk, limits, ports, Ray, what dead runs have left. Exit code 1 if a run
+    cannot work here.
     """
     from asyncrl.cli.doctor.examination import print_findings
 
-    raise typer.Exit(exits.OK if print_findings(runs_dir, as_json) else exits.FAILED)
+    raise typer.Exit(exits.OK if print_findings(runs_dir, as_json, cluster) else exits.FAILED)

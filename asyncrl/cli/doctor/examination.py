@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from asyncrl.cli.doctor import machine, packages
+from asyncrl.cli.doctor import machine, packages, ray
 from asyncrl.cli.doctor.finding import Finding
 from asyncrl.cli.reports.table import align
 from asyncrl.control.plan import count_gpus
 
 
-def examine(runs_dir: str) -> Iterator[Finding]:
-    """Yield what was found, one thing after the other."""
+def examine(runs_dir: str, address: str = "") -> Iterator[Finding]:
+    """Yield what was found, one thing after the other; of the Ray cluster at `address` too, if given."""
     yield from packages.check_python()
     yield from packages.check_packages()
     yield from packages.check_torch(count_gpus())
@@ -23,12 +23,19 @@ def examine(runs_dir: str) -> Iterator[Finding]:
     yield from machine.check_limits()
     yield from machine.check_sockets()
     yield from machine.check_redis()
+    yield from ray.check_version()
+    yield from ray.check_ports()
+    yield from ray.check_object_store()
     yield from machine.check_leftovers()
+    yield from ray.check_processes()
+    yield from ray.check_sessions()
+    if address:
+        yield from ray.check_cluster(address)
 
 
-def print_findings(runs_dir: str, as_json: bool) -> bool:
+def print_findings(runs_dir: str, as_json: bool, address: str = "") -> bool:
     """Print what was found; return whether a run can work here."""
-    findings = list(examine(runs_dir))
+    findings = list(examine(runs_dir, address))
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

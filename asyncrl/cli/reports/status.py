@@ -22,7 +22,7 @@ from asyncrl.control.api.access import page_url
 from asyncrl.control.api.client import NotRunning, RunClient, connect, find_folders, find_live_folder
 from asyncrl.control.launch.handle import attach
 from asyncrl.control.record.rundir import RunDir, read_json
-from asyncrl.errors import DeadlineExceeded, RemoteError
+from asyncrl.errors import DeadlineExceeded
 
 REFRESH_S = 1.0
 CHECKPOINT_POLL_S = 0.2
@@ -98,19 +98,18 @@ def await_checkpoint(
 ) -> dict[str, int]:
     """Return `{"step": s}` once the journal knows a checkpoint of a step `s` of at least `step`.
 
+    Whoever dies meanwhile: the run asks its learner again until there is one.
+
     Raises:
         DeadlineExceeded: There was none in `wait_s` seconds.
         NotRunning: The run ended meanwhile.
     """
     clock = clock or SystemClock()
     end = clock.now() + wait_s
-    life: int | None = None
     while True:
-        snapshot = _answer(client)
-        known = snapshot.get("ledger", {}).get("checkpoints") or []
+        known = _answer(client).get("ledger", {}).get("checkpoints") or []
         if known and max(known) >= step:
             return {"step": max(known)}
-        life = _ask_next_life(client, snapshot, step, life)
         if clock.now() >= end:
             raise DeadlineExceeded(
                 f"no checkpoint of step {step} or later was written within {wait_s:g} s",
@@ -129,26 +128,6 @@ def _answer(client: RunClient) -> Snapshot:
         if attach(client.folder) is None:
             raise
         return {}
-
-
-def _ask_next_life(client: RunClient, snapshot: Snapshot, step: int, life: int | None) -> int | None:
-    """Ask again once a learner that was started anew, and knows of nothing, is back at `step`.
-
-    Returns:
-        The learner's life that was asked; `life` is the one before.
-    """
-    found = snapshot.get("services", {}).get("learner.0", {}).get("restarts")
-    if found is None or found == life:
-        return life
-    if life is None:
-        return int(found)
-    if snapshot.get("step", 0) < step:
-        return life
-    try:
-        client.checkpoint()
-    except (DeadlineExceeded, NotRunning, RemoteError):
-        return life  # it is asked at the next look
-    return int(found)
 
 
 def _poll(folder: RunDir) -> Snapshot | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl.control.launch.processes import is_alive
 from asyncrl.control.record.rundir import RunDir, read_json
-from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, RemoteError
+from asyncrl.errors import AsyncrlError, ConfigError, ConnectionLost, DeadlineExceeded, RemoteError
 
 CALL_DEADLINE_S = 10.0
 COMMAND_DEADLINE_S = 60.0
@@ -32,7 +32,8 @@ class RunClient:
     """Speaks to the control API of one live run.
 
     Every call raises NotRunning if nobody listens, DeadlineExceeded if the run heard and gave no answer (it
-    may have done what was asked all the same), and RemoteError if it refused.
+    may have done what was asked all the same), ConfigError if the request was wrong in itself, and
+    RemoteError if the run could not do it.
     """
 
     folder: RunDir
@@ -89,7 +90,7 @@ class RunClient:
                 result: dict[str, Any] = json.load(response)
                 return result
         except urllib.error.HTTPError as error:
-            raise RemoteError(_message_of(error)) from error
+            raise _refusal_of(error) from error
         except (OSError, http.client.HTTPException) as error:
             raise self._no_answer(error, deadline_s) from error
 
@@ -106,11 +107,14 @@ class RunClient:
         return ConnectionLost(what, hint=hint)
 
 
-def _message_of(error: urllib.error.HTTPError) -> str:
+def _refusal_of(error: urllib.error.HTTPError) -> AsyncrlError:
+    """Return what to raise for a call that was refused, of the kind that the run says."""
     try:
-        return str(json.loads(error.read())["error"])
-    except (ValueError, KeyError, TypeError):  # somebody else listens there
-        return str(error)
+        answer = json.loads(error.read())
+        message, is_wrong = str(answer["error"]), answer.get("kind") == ConfigError.__name__
+    except (ValueError, KeyError, TypeError, AttributeError):  # somebody else listens there
+        return RemoteError(str(error))
+    return ConfigError(message) if is_wrong else RemoteError(message)
 
 
 def connect(folder: RunDir) -> RunClient | None:

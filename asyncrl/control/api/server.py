@@ -155,8 +155,10 @@ class _Handler(BaseHTTPRequestHandler):
             return _refusal(404, f"there is no {method} {path}") if route is None else route(self._body())
         except NoAccess as error:
             return _refusal(401, str(error))
-        except (AsyncrlError, ValueError, RecursionError) as error:
-            return _refusal(400, str(error))
+        except (ValueError, RecursionError) as error:  # of ours, those that say that the request is wrong
+            return _refusal(400, str(error), type(error).__name__)
+        except AsyncrlError as error:
+            return _refusal(409, str(error), type(error).__name__)
 
     def _check(self, method: str) -> None:
         authorization, cookies = self.headers.get("Authorization", ""), self.headers.get("Cookie", "")
@@ -206,5 +208,5 @@ def _json_text(code: int, value: dict[str, Any]) -> Text:
     return Text("application/json", json.dumps(value).encode(), code=code)
 
 
-def _refusal(code: int, message: str) -> Text:
-    return _json_text(code, {"error": message})
+def _refusal(code: int, message: str, kind: str = "") -> Text:
+    return _json_text(code, {"error": message, "kind": kind})

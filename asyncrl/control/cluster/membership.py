@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.config.tree import Config
 from asyncrl.control.cluster.comparison import Inventory, find_differences
@@ -20,6 +20,7 @@ from asyncrl.control.cluster.placement import Node
 from asyncrl.control.launch.processes import (
     end_leftovers,
     end_service,
+    is_alive,
     remove_leftovers,
     remove_segments,
 )
@@ -31,6 +32,14 @@ CHECK_DEADLINE_S = 120.0
 """A node's first task starts a worker, which imports torch's metadata and xxhash: about 3 s when idle."""
 SWEEP_DEADLINE_S = 30.0
 CLEAN_DEADLINE_S = 15.0
+
+
+class Life(NamedTuple):
+    """One start of a run: its id, the folder that its sockets were in, and the pid of its head if known."""
+
+    run_id: str
+    sockets: str
+    pid: int = 0
 
 
 def join(address: str, namespace: str) -> None:
@@ -148,18 +157,63 @@ def clear(namespace: str) -> list[str]:
     return left
 
 
-def sweep(namespace: str, run_id: str, socket_dir: Path) -> None:
-    """End what is left of a run on every node. A node that does not answer is named in the log."""
+def refuse_living(lives: Sequence[Life]) -> None:
+    """Check that no node has the head of one of a run's earlier lives.
+
+    Only its own machine sees that it lives, and a folder that nodes share may not lock.
+
+    Raises:
+        ConfigError: One has; a sweep would end that run.
+    """
+    if not any(life.pid for life in lives):
+        return
+    names = {node.id: node.address for node in living_nodes()}
+    answers = ask_nodes(names, living_heads, tuple(lives), deadline_s=SWEEP_DEADLINE_S)
+    for node, found in answers.items():
+        if isinstance(found, list) and found:
+            raise ConfigError(
+                f"run.name: the run is live on node {names[node]} (pid {found[0]})",
+                hint=f"End it with 'kill {found[0]}' on that node, or choose another run.name",
+            )
+
+
+def living_heads(lives: Sequence[Life]) -> list[int]:
+    """Return the pids of those heads of a run's lives that live on this node."""
+    return [life.pid for life in lives if life.pid and is_alive(life.pid, life.run_id)]
+
+
+def sweep(namespace: str, lives: Sequence[Life]) -> list[str]:
+    """End what is left of a run's lives on every node.
+
+    Returns:
+        A sentence for each node that something was left on, and for each that did not answer.
+    """
     import ray
 
     if not ray.is_initialized():  # it was never joined, and asking would start a Ray here
-        return
+        return []
     clear(namespace)
-    for node, answer in ask_every_node(
-        sweep_node, run_id, str(socket_dir), deadline_s=SWEEP_DEADLINE_S
-    ).items():
-        if isinstance(answer, str):
-            log.warning("node %s was not swept: it %s", node, answer)
+    if not lives:
+        return []
+    names = {node.id: node.address for node in living_nodes()}
+    answers = ask_nodes(names, sweep_node, tuple(lives), deadline_s=SWEEP_DEADLINE_S)
+    told = [_describe_sweep(names[node], answer) for node, answer in answers.items()]
+    for sentence in filter(None, told):
+        log.warning("%s", sentence)
+    return [*filter(None, told)]
+
+
+def _describe_sweep(address: str, answer: tuple[int, int] | str) -> str:
+    """Return what is worth telling of a node's answer, empty if nothing was left there."""
+    if isinstance(answer, str):
+        return f"node {address} was not swept: it {answer}"
+    processes, segments = answer
+    if not any(answer):
+        return ""
+    return (
+        f"on node {address}: ended {processes} processes that the run had left, "
+        f"removed {segments} shared-memory segments"
+    )
 
 
 def clean_service(run_id: str, node: str, name: str) -> None:
@@ -178,11 +232,19 @@ def clean_node(run_id: str, name: str) -> list[int]:
     return living
 
 
-def sweep_node(run_id: str, socket_dir: str) -> int:
-    """End a run's processes on this node and remove its sockets and shared memory; return how many ended."""
-    ended = end_leftovers(run_id)
-    remove_leftovers(run_id, Path(socket_dir))
-    return ended
+def sweep_node(lives: Sequence[Life]) -> tuple[int, int]:
+    """End the processes of a run's lives on this node, and remove their sockets and shared memory.
+
+    Nothing else is touched: each process carries the id of its life, and so does each name.
+
+    Returns:
+        How many processes were ended, and how many segments removed.
+    """
+    ended = segments = 0
+    for life in lives:
+        ended += end_leftovers(life.run_id)
+        segments += len(remove_leftovers(life.run_id, Path(life.sockets)))
+    return ended, segments
 
 
 def _first_line(error: Exception) -> str:

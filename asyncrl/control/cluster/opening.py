@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,11 @@ import xxhash
 from asyncrl.config.tree import Config
 from asyncrl.control.cluster import membership
 from asyncrl.control.cluster.launcher import ClusterLauncher
+from asyncrl.control.cluster.membership import Life
 from asyncrl.control.cluster.placement import Placement
 from asyncrl.control.cluster.watching import is_open, watching
-from asyncrl.control.launch.ray_launcher import Launcher, RayLauncher
+from asyncrl.control.launch.ray_launcher import Launcher, RayLauncher, shut_down
+from asyncrl.errors import ConfigError
 
 
 def namespace_of(config: Config) -> str:
@@ -47,17 +49,28 @@ def needs_of(config: Config) -> dict[str, tuple[float, float]]:
     }
 
 
-def enter(config: Config) -> Config:
-    """Join the cluster, end what an earlier life of the run left there, and check its nodes.
+def enter(config: Config, earlier: Sequence[Life], tell: Callable[[str], None]) -> Config:
+    """Join the cluster, end what earlier lives of the run left there, and check its nodes.
+
+    Args:
+        earlier: Lives of which a node may still hold something: their head was killed, or the node was away.
+        tell: Told of each node that something was left on, and of each that could not be asked.
 
     Returns:
         `config` with this node's address as `launcher.host` where it names none.
 
     Raises:
-        ConfigError: There is no such cluster, or one of its nodes lacks something; nothing was started.
+        ConfigError: There is no such cluster, an earlier life lives on one of its nodes, or a node lacks
+            something; nothing was started or ended.
     """
     membership.join(config.launcher.ray, namespace_of(config))
-    membership.clear(namespace_of(config))
+    try:
+        membership.refuse_living(earlier)
+    except ConfigError:
+        shut_down()  # a head that leaves the cluster clears the namespace, which is also that run's
+        raise
+    for told in membership.sweep(namespace_of(config), earlier):
+        tell(told)
     membership.check_nodes(config)
     launcher = config.launcher
     host = launcher.host or membership.own_address()
@@ -74,4 +87,4 @@ def watching_cluster(config: Config, on_death: Callable[[str], None]) -> Abstrac
 
 def leave(config: Config, run_id: str, sockets: Path) -> None:
     """End what is left of the run on every node."""
-    membership.sweep(namespace_of(config), run_id, sockets)
+    membership.sweep(namespace_of(config), [Life(run_id, str(sockets))])

@@ -69,6 +69,8 @@ class FleetRules:
         silence_s: How long a service whose process somebody has stopped may not answer; `long_silence_s` one
             that runs, on a machine that may be busy. One that still starts has `start_deadline_s`: imports
             alone kept a learner from answering for over a minute where 25 others wanted the two processors.
+        replica_silence_s: As `silence_s`, for a replica: what it held goes to others, but nothing is lost
+            with it, and vLLM needs most of the minute in which it is to be replaced (40 s on two cores).
         suspect_s: From when on it is shown as suspect.
         never_again: Units that cannot be restarted, by key, with the reason.
     """
@@ -78,6 +80,7 @@ class FleetRules:
     start_deadline_s: float = 300.0
     max_replicas: int = 64
     silence_s: float = 20.0
+    replica_silence_s: float = 10.0
     long_silence_s: float = 60.0
     suspect_s: float = 5.0
     never_again: Mapping[str, str] = field(default_factory=dict)
@@ -304,7 +307,8 @@ class FleetMachine:
         """Return what is wrong with a service that gives no word or does not get on, None if nothing."""
         if member.is_down or unit.is_done or member.state == ENDED:
             return None
-        limit_s = self.rules.silence_s if member.is_halted else self.rules.long_silence_s
+        halted_s = self.rules.replica_silence_s if unit.is_replica else self.rules.silence_s
+        limit_s = halted_s if member.is_halted else self.rules.long_silence_s
         may_judge = member.came_up or member.is_halted
         if may_judge and self.lived - member.heard_at > limit_s:
             return f"gave no sign of life for {limit_s:g} s", Cause.DEATH

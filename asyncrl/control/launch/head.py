@@ -12,7 +12,10 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
+import traceback
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,8 @@ from asyncrl.service import ServiceContext
 
 HEAD, SUPERVISOR = "head.0", "supervisor.0"
 EXIT_FAILED, EXIT_TERMINATED = 1, 143
+TEAR_DOWN_DEADLINE_S = 90.0
+"""Three times what the nodes of a cluster have to answer in. Ray waits for one that is gone as it likes."""
 
 
 def main() -> int:
@@ -47,7 +52,7 @@ def main() -> int:
     live = read_json(run_dir.live)
     assert live is not None, "asyncrl up writes run.json before it starts the head"
     live["pid"] = os.getpid()  # `asyncrl up` may have died before it could
-    write_json(run_dir.live, live, mode=0o600)
+    write_json(run_dir.live, live, mode=0o600, is_synced=True)
     config = load_config(run_dir.resolved)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
     try:
@@ -76,7 +81,8 @@ def _run(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
     sockets.mkdir(mode=0o700)
     if config.launcher.is_cluster:
         tell_phase(run_dir, "starting", "joining the Ray cluster and checking its nodes")
-        config = opening.enter(config)
+        earlier = [opening.Life(**life) for life in live.get("earlier", [])]
+        config = opening.enter(config, earlier, partial(EventLog(run_dir.events).add, "exit", "run"))
     host = config.launcher.host
     with (
         HeldPort() as rendezvous,
@@ -124,20 +130,49 @@ def _keep_supervisor(run_dir: RunDir, context: ServiceContext) -> None:
 
 def _give_up(run_dir: RunDir, live: dict[str, Any], name: str) -> None:
     """Ray's own `name` has died: end what is left of the run and this process, which Ray may hold up."""
-    if not run_dir.outcome.exists():
-        _write_failure(run_dir, f"Ray's process {name} died", HEAD)
-    _clean_up(run_dir, live)
-    os._exit(EXIT_FAILED)
+    with _exiting():
+        if not run_dir.outcome.exists():
+            _write_failure(run_dir, f"Ray's process {name} died", HEAD)
+        _clean_up(run_dir, live)
 
 
 def _tear_down(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
-    """Leave nothing: each step is taken, also after one that failed."""
-    with contextlib.ExitStack() as steps:  # the last one first
+    """Leave nothing: each step is taken, also after one that failed; after one that hangs, the last."""
+    with _bounding(run_dir, live), contextlib.ExitStack() as steps:  # the last one first
         steps.callback(_clean_up, run_dir, live)
         steps.callback(ray_launcher.shut_down)
         if config.launcher.is_cluster:
             steps.callback(opening.leave, config, live["run_id"], Path(live["sockets"]))
         tell_phase(run_dir, "stopping", "ending Ray")
+
+
+@contextlib.contextmanager
+def _bounding(run_dir: RunDir, live: dict[str, Any]) -> Iterator[None]:
+    """Clean up and end this process if what is done here takes longer than `TEAR_DOWN_DEADLINE_S`."""
+
+    def abandon() -> None:
+        with _exiting():
+            print(f"Ray was not left within {TEAR_DOWN_DEADLINE_S:g} s", file=sys.stderr, flush=True)
+            _clean_up(run_dir, live)
+
+    timer = threading.Timer(TEAR_DOWN_DEADLINE_S, abandon)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def _exiting() -> Iterator[None]:
+    """End this process after what is done here, also where that fails, and whatever its other threads do."""
+    try:
+        yield
+    except Exception:  # process boundary: nothing comes after that could tell of it
+        traceback.print_exc()
+    finally:
+        os._exit(EXIT_FAILED)
 
 
 def _clean_up(run_dir: RunDir, live: dict[str, Any]) -> None:
@@ -153,12 +188,13 @@ def _write_termination(run_dir: RunDir) -> None:
     if (read_json(run_dir.live) or {}).get("url"):
         _write_failure(run_dir, "the head process was ended by SIGTERM", HEAD)
     else:
-        write_json(run_dir.outcome, {"state": "stopped", "error": "", "service": "", "tail": []})
+        stopped = {"state": "stopped", "error": "", "service": "", "tail": []}
+        write_json(run_dir.outcome, stopped, is_synced=True)
 
 
 def _write_failure(run_dir: RunDir, error: str, service: str) -> None:
     outcome = {"state": "failed", "error": error, "service": service, "tail": run_dir.tail(service)}
-    write_json(run_dir.outcome, outcome)
+    write_json(run_dir.outcome, outcome, is_synced=True)
 
 
 def _make_keys(config: Config, run_dir: RunDir) -> RunKeys | None:

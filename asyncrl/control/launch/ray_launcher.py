@@ -17,6 +17,8 @@ from asyncrl.errors import DeadlineExceeded, ServiceFailed
 NAME_DEADLINE_S = 10.0
 """How long Ray may take to let go of the name of a dead actor."""
 SUPERVISOR_KIND = "supervisor"
+OBJECT_STORE_BYTES = 100 << 20
+"""Of a run's own Ray: nothing but answers of services goes through it."""
 
 
 class Launcher(Protocol):
@@ -131,10 +133,11 @@ class RayLauncher:
         import ray
         import ray.exceptions
 
-        if name not in self._actors:
+        actor = self._actors.get(name)  # one look: another thread may be killing it
+        if actor is None:
             raise ServiceFailed(f"{name} has no process and cannot '{command}'")
         try:
-            reference = self._actors[name].command.remote(command, args)
+            reference = actor.command.remote(command, args)
             result: dict[str, Any] = ray.get(reference, timeout=deadline_s)
             return result
         except ray.exceptions.GetTimeoutError as error:
@@ -147,7 +150,7 @@ class RayLauncher:
         import ray.exceptions
 
         names = set(names)
-        living = {name: self._actors[name] for name in names if name in self._actors}
+        living = {name: actor for name in names if (actor := self._actors.get(name)) is not None}
         ended = names - living.keys()
         pending = {actor.stop.remote(deadline_s): name for name, actor in living.items()}
         if not pending:
@@ -192,7 +195,7 @@ def start_local(num_cpus: int, num_gpus: int) -> str:
         num_gpus=num_gpus,
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
-        object_store_memory=100 << 20,
+        object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=False,
         logging_level="ERROR",
     )

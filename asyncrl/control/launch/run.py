@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
@@ -22,10 +23,13 @@ from asyncrl.control.launch.lineage import keep_revisions, refuse_other_lineage
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.durable import replace_text
 from asyncrl.errors import ConfigError
 from asyncrl.keys import keep_others_out
 
 LOCK = ".lock"
+MAX_EARLIER_LIVES = 8
+"""That a new life knows of: nodes that were away when one of them ended may still hold something of it."""
 
 
 def folder_of(config: Config) -> RunDir:
@@ -123,16 +127,24 @@ def _end_earlier_life(folder: RunDir, say: Callable[[str], None]) -> None:
         )
 
 
+def _earlier_lives(folder: RunDir) -> list[dict[str, Any]]:
+    """Return the marks of the run's lives before this one, the newest last, for the nodes of a cluster."""
+    live = read_json(folder.live)
+    if live is None:
+        return []
+    last = {name: live[name] for name in ("run_id", "sockets", "pid")}
+    return [*live.get("earlier", []), last][-MAX_EARLIER_LIVES:]
+
+
 def _write_down(folder: RunDir, config: Config, asked: Config) -> None:
     folder.outcome.unlink(missing_ok=True)
     folder.phase.unlink(missing_ok=True)
+    folder.promise.unlink(missing_ok=True)
     if config.buffer.journal == "none":  # nothing to go on from: a new history
         folder.metrics.unlink(missing_ok=True)
         folder.learner_rows.unlink(missing_ok=True)
     for path, one in ((folder.resolved, config), (folder.asked, asked)):
-        path.touch()
-        path.chmod(0o600)  # buffer.url may hold a password
-        path.write_text(dump_resolved(one))
+        replace_text(path, dump_resolved(one), 0o600, is_synced=True)  # buffer.url may hold a password
 
 
 def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
@@ -146,8 +158,9 @@ def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
         "url": "",
         "began": time.time(),
         "command": command,
+        "earlier": _earlier_lives(folder),
     }
-    write_json(folder.live, live, mode=0o600)
+    write_json(folder.live, live, mode=0o600, is_synced=True)
     with folder.log("head.0").open("ab") as log_file, _holding_sigterm_back():
         head = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.control.launch.head", str(folder.path), str(lock)],
@@ -158,7 +171,7 @@ def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
             pass_fds=(lock,),
             env={**os.environ, RUN_VARIABLE: run_id},
         )
-    write_json(folder.live, {**live, "pid": head.pid}, mode=0o600)
+    write_json(folder.live, {**live, "pid": head.pid}, mode=0o600, is_synced=True)
     assert head.stdin is not None
     head.stdin.close()  # it waits for that: nobody else writes the file meanwhile
     return RunHandle(folder, head.pid, run_id, sockets, head)

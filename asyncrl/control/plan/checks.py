@@ -57,6 +57,23 @@ def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:
     return parts
 
 
+def count_nodes(config: Config) -> list[Part]:
+    """Return the most that a run takes, node by node.
+
+    On a cluster: what this machine takes without a replica, then what each replica takes of the node that it
+    is started on, which may be this one once the others are full.
+    """
+    if not config.launcher.is_cluster:
+        return count_all(config, machine.count_replicas(config), machine.count_receivers_here(config))
+    at_receiver = shared_memory.count_at_receiver(config)
+    num_weights = None if at_receiver is None else at_receiver.num_weights
+    parts = count_all(config, 0, 0) + memory.count_replica_elsewhere(config, num_weights)
+    if at_receiver is not None:
+        where = memory.PER_REPLICA[SHM]
+        parts.append(Part(where, "versions on their way", at_receiver.num_bytes, at_receiver.rule))
+    return parts
+
+
 def read_size(config: Config) -> ModelSize | None:
     """Return the sizes of the policy's model, None if they cannot be told."""
     try:

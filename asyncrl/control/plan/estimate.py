@@ -17,7 +17,7 @@ from asyncrl.control.plan.checks import (
     NOT_CHECKED_ELSEWHERE,
     PORTABLE_CHECKS,
     SIZE_CHECKS,
-    count_all,
+    count_nodes,
     find_unchecked,
 )
 from asyncrl.control.plan.derived import Derived, InFlight
@@ -135,7 +135,7 @@ def _check(config: Config, checks: Sequence[Callable[[Config], Iterator[str]]]) 
     return Plan(
         placement=tuple(_place(config, replicas)),
         ports=dict(_ports(config)),
-        memory=tuple(count_all(config, replicas, receivers)),
+        memory=tuple(count_nodes(config)),
         in_flight=derived.count_in_flight(config, max_group_bytes(config), replicas),
         weight_sync=choose_backend(config),
         derived=tuple(derived.derive(config)),

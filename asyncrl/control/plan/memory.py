@@ -7,12 +7,14 @@ microbatch: `sizes` estimates them. Invariant: a part whose size is not known is
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from asyncrl.config.conflicts import WITH_VALUES
 from asyncrl.config.tree import Config
 
 HOST, SHM = "host", "/dev/shm"
+PER_REPLICA = {HOST: "host, for each replica", SHM: "/dev/shm, for each replica"}
+"""On a cluster, where replicas are on other nodes: how many of them a node gets is known as they start."""
 LEARNER_GPU, ROLLOUT_GPU = "each GPU of the learner", "each GPU of a replica"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES, MOMENT_BYTES, MAIN_BYTES = 4, 8, 4
@@ -27,7 +29,7 @@ class Part:
     """One user of memory.
 
     Attributes:
-        where: `HOST`, `SHM`, `LEARNER_GPU` or `ROLLOUT_GPU`.
+        where: `HOST`, `SHM`, one of `PER_REPLICA`, `LEARNER_GPU` or `ROLLOUT_GPU`.
         what: Who takes it.
         num_bytes: At most, of all its processes together; of one device where `where` is a GPU.
         rule: How it was counted.
@@ -62,6 +64,12 @@ def count_parts(
         *_learner_parts(config, num_weights, critic_weights),
         *_rollout_parts(config, num_weights, replicas),
     ]
+
+
+def count_replica_elsewhere(config: Config, num_weights: int | None) -> list[Part]:
+    """Return the parts of one replica on whichever node it is, without its receiver's shared memory."""
+    parts = _rollout_parts(config, num_weights, 1)
+    return [replace(part, where=PER_REPLICA.get(part.where, part.where)) for part in parts]
 
 
 def _buffer_part(ceiling: int, needed: int | None) -> Part:
@@ -131,9 +139,9 @@ def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> It
     rollout = config.rollout
     if not replicas:
         return
-    each = f"x {replicas} replicas"
+    each = f" x {replicas} replicas" if replicas > 1 else ""
     yield Part(
-        HOST, "replicas' front ends", FRONT_END_BYTES * replicas, f"{FRONT_END_BYTES / GB:.2g} GB {each}"
+        HOST, "replicas' front ends", FRONT_END_BYTES * replicas, f"{FRONT_END_BYTES / GB:.2g} GB{each}"
     )
     item = ITEM_BYTES[config.model.dtype]
     if rollout.gpus:
@@ -142,5 +150,5 @@ def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> It
             yield Part(ROLLOUT_GPU, "engine", num_weights * item // rollout.gpus, rule)
         return
     core = CORE_BYTES + rollout.kv_cache_bytes + (num_weights or 0) * item
-    rule = f"({CORE_BYTES / GB:.2g} GB + rollout.kv_cache_bytes + weight {item} bytes) {each}"
+    rule = f"({CORE_BYTES / GB:.2g} GB + rollout.kv_cache_bytes + weight {item} bytes){each}"
     yield Part(HOST, "engine cores", core * replicas, rule)

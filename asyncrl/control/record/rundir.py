@@ -1,19 +1,19 @@
 """The files of a run: where each lies, written whole or not at all.
 
 runs/<name>/: resolved.yaml, run.json and keys.json (of the live run), outcome.json, metrics.jsonl,
-learner_rows.jsonl (until the end), events.jsonl,
-fleet.json, weight_sync.jsonl, summary.json, curves.png, tensorboard/, logs/, journal/,
-checkpoints/, weights/ (Hugging Face).
+learner_rows.jsonl (until the end), events.jsonl, fleet.json, promised_checkpoint.json (until it is there),
+weight_sync.jsonl, summary.json, curves.png, tensorboard/, logs/, journal/, checkpoints/, weights/ (Hugging
+Face).
 """
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.durable import replace_text
 from asyncrl.metrics import row_log
 
 TAIL_LINES = 20
@@ -77,6 +77,11 @@ class RunDir:
         return self.path / "fleet.json"
 
     @property
+    def promise(self) -> Path:
+        """A checkpoint that was asked for, until the journal knows it: see `asyncrl.control.operations`."""
+        return self.path / "promised_checkpoint.json"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
@@ -104,21 +109,19 @@ class RunDir:
         return text.splitlines()[-num_lines:]
 
 
-def write_json(path: Path, value: dict[str, Any], mode: int = 0o644) -> None:
-    """Write `value` so that a reader sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # the mode of one that another process left would stay
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-    temporary.replace(path)
+def write_json(path: Path, value: dict[str, Any], mode: int = 0o644, is_synced: bool = False) -> None:
+    """Write `value` so that a reader sees the old file or the new one, never a part; see `replace_text`."""
+    replace_text(path, json.dumps(value, indent=2) + "\n", mode, is_synced)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in `path`, or None if there is no such file."""
+    """Return the JSON object in `path`; None if there is no such file, or none that can be read.
+
+    A file that was not forced to the disk may be empty after the machine died: it is as if it had not been
+    written.
+    """
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
         return None
-    return found
+    return found if isinstance(found, dict) else None

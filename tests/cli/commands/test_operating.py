@@ -66,10 +66,11 @@ def test_who_cannot_be_told_of_a_pause_is_named(run: RunDir, crew: ScriptedCrew)
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["drain", "rollout.1"], 1, "there are: rollout.0, rollout.2"),
+        (["drain", "rollout.1"], 2, "there are: rollout.0, rollout.2"),
         (["drain", "learner.0"], 2, "not of the form rollout.N"),
         (["drain", "rollout.x"], 2, "not of the form rollout.N"),
-        (["scale", "rollout=65"], 1, "from 0 to 64"),
+        (["scale", "rollout=65"], 2, "from 0 to 64"),
+        (["scale", "rollout=-1"], 2, "not of the form rollout=N"),
     ],
 )
 def test_a_refused_command_is_a_message_and_an_exit_code(
@@ -78,6 +79,44 @@ def test_a_refused_command_is_a_message_and_an_exit_code(
     done = asyncrl(*words, "--dir", run.path.parent)
     assert (done.code, done.out) == (code, "") and said in done.err
     assert crew.told == []
+
+
+@pytest.mark.parametrize(
+    ("words", "state", "said"),
+    [
+        (["scale", "rollout=1"], "starting", "only a running one can be scaled"),
+        (["drain", "rollout.0"], "starting", "only a running one's replicas can be drained"),
+        (["pause"], "stopping", "nothing to ask of it any more"),
+        (["checkpoint"], "finished", "nothing to ask of it any more"),
+    ],
+)
+def test_what_makes_sense_and_the_run_cannot_do_is_a_failed_command(
+    run: RunDir, crew: ScriptedCrew, words: list[str], state: str, said: str
+) -> None:
+    crew.state = state
+    done = asyncrl(*words, "--dir", run.path.parent)
+    assert (done.code, done.out) == (1, "") and said in done.err
+    assert crew.told == []
+
+
+def test_more_replicas_than_there_is_room_for_is_a_failed_command(tmp_path: Path, crew: ScriptedCrew) -> None:
+    config = make_config("one", tmp_path, rollout={"cpus": 10_000.0})
+    roster = Roster(config, tmp_path / "one", RUN_ID, tmp_path, "")
+    operations = Operations(roster, crew, EventLog(tmp_path / "events.jsonl"))
+    with live_run(tmp_path, "one", {"POST /scale": partial(operations.perform, "scale")}):
+        done = asyncrl("scale", "rollout=2", "--dir", tmp_path)
+    assert done.code == 1 and "this machine has" in done.err and crew.told == []
+
+
+@pytest.mark.parametrize(("state", "code"), [("stopped", 0), ("failed", 1)])
+def test_down_says_whether_the_run_it_ended_had_failed(tmp_path: Path, state: str, code: int) -> None:
+    folder = make_folder(tmp_path, "one")
+    with head_of(folder):
+        error = "learner.0 did not end within 120 s" if state == "failed" else ""
+        write_json(folder.outcome, {"state": state, "error": error, "service": "learner.0", "tail": []})
+        done = asyncrl("down", "--dir", tmp_path)
+    assert done.code == code and "the run has ended" in done.err
+    assert ("did not end within 120 s" in done.err) is (state == "failed")
 
 
 def test_a_run_that_is_starting_can_be_ended_and_asked_for_nothing_else(tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_doctor_finds_this_machine_fit(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_failure_is_told_with_what_to_do_and_by_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = [Finding("ports", "fail", "none", "Bring the interface lo up"), Finding("cpu", "ok", "2 CPUs")]
-    monkeypatch.setattr(examination, "examine", lambda runs_dir: bad)
+    monkeypatch.setattr(examination, "examine", lambda runs_dir, address: bad)
     done = asyncrl("doctor")
     assert done.code == 1
     assert done.out.splitlines() == [
@@ -252,12 +252,12 @@ def test_other_versions_than_the_tested_ones_are_named(tmp_path: Path) -> None:
 
 
 def test_gpus_with_packages_for_cpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "_version", {"torch": "2.13.0+cpu"}.get)
+    monkeypatch.setattr(packages, "installed_version", {"torch": "2.13.0+cpu"}.get)
     assert [one.verdict for one in packages.check_torch(8)] == ["warn"]
     assert [one.verdict for one in packages.check_torch(0)] == ["ok"]
-    monkeypatch.setattr(packages, "_version", {"torch": "2.13.0"}.get)
+    monkeypatch.setattr(packages, "installed_version", {"torch": "2.13.0"}.get)
     assert [one.verdict for one in packages.check_torch(8)] == ["ok"]
-    monkeypatch.setattr(packages, "_version", lambda name: None)
+    monkeypatch.setattr(packages, "installed_version", lambda name: None)
     assert [one.verdict for one in packages.check_torch(0)] == ["fail"]
     assert [one.verdict for one in packages.check_packages()] == ["fail"]
 

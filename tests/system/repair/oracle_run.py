@@ -1,4 +1,4 @@
-"""One whole run at `max_lag: 0` with a scripted engine, in which a process dies at a fault point.
+"""One whole run at `max_lag: 0` in which processes die, at fault points or whenever somebody strikes.
 
 Every service is a process of its own; whichever is killed is started again, at once and alone, as the
 supervisor does it. Nobody else may end.
@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,8 +113,22 @@ def service_of(fault: str) -> tuple[str, str]:
     return (name, point) if is_named else (SERVICE_OF[fault.split(".")[0]], fault)
 
 
-def play(config: Config, *faults: str) -> Outcome:
-    """Play the run to its end, start again whoever kills itself, and check the account."""
+def nobody(harness: Harness) -> Collection[str]:
+    """Strike nobody: who dies does it at a fault point."""
+    return ()
+
+
+def play(
+    config: Config,
+    *faults: str,
+    deadline_s: float = DEADLINE_S,
+    strike: Callable[[Harness], Collection[str]] = nobody,
+) -> Outcome:
+    """Play the run to its end, start again whoever is killed, and check the account.
+
+    Args:
+        strike: Called all the time; may kill processes, and returns the services that may end in any way.
+    """
     run_dir = Path(config.run.dir) / config.run.name
     planned = dict(map(service_of, faults))
     outcome, began = Outcome(), time.monotonic()
@@ -122,8 +136,8 @@ def play(config: Config, *faults: str) -> Outcome:
     with Harness(config, run_dir) as harness:
         for name in (*SERVICES, *ranks):
             harness.start(name, planned.get(name, ""))
-        while not _has_ended(harness, ranks, outcome):
-            assert time.monotonic() < began + DEADLINE_S, f"no end after {outcome}\n{_tails(run_dir)}"
+        while not _has_ended(harness, ranks, outcome, strike(harness)):
+            assert time.monotonic() < began + deadline_s, f"no end after {outcome}\n{_tails(run_dir)}"
             time.sleep(POLL_S)
         outcome.seconds = time.monotonic() - began
         status = harness.buffer_status()
@@ -134,10 +148,11 @@ def play(config: Config, *faults: str) -> Outcome:
     return outcome
 
 
-def _has_ended(harness: Harness, ranks: Sequence[str], outcome: Outcome) -> bool:
+def _has_ended(harness: Harness, ranks: Sequence[str], outcome: Outcome, struck: Collection[str]) -> bool:
     """Start again who was killed, the learner's ranks together; tell whether the learner is at its end."""
     for name in (*SERVICES, *ranks):
-        if harness.exit_code(name) != -signal.SIGKILL:
+        code = harness.exit_code(name)
+        if code != -signal.SIGKILL and not (code and name in struck):
             continue
         outcome.killed.append(name)
         unit = ranks if name in ranks else (name,)

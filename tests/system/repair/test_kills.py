@@ -19,12 +19,16 @@ import pytest
 
 from asyncrl.buffer.audit.report import verify_run
 from asyncrl.control.launch.processes import pids_of_service
+from asyncrl.control.record.events import EVENTS_FILE, load_events
 from tests.system.up_run import UpRun, leftovers
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 REPAIR_DEADLINE_S = 200.0
 """Of one repair on a machine that other work keeps busy: only a run that hangs takes longer."""
+AFTERMATH_S, AFTERMATH_STEPS = 10.0, 6
+"""How long after a repair, and how many steps, the others are looked at: a service that cannot do without
+the one that was struck aborts seconds later."""
 UNITS = {"rollout": ("rollout", "receiver")}
 """Who may be restarted with whom: a replica's engine with its receiver."""
 SETS = (
@@ -83,15 +87,20 @@ def engine_core_of(run: UpRun, pid: int, service: str) -> int:
     return max(others, key=lambda found: int(Path(f"/proc/{found}/statm").read_text().split()[1]))
 
 
+def pids_of(status: dict[str, Any]) -> dict[str, int]:
+    """Return the process of each service of the run."""
+    return {name: service["pid"] for name, service in status["services"].items()}
+
+
 def strike(run: UpRun, blow: Blow) -> tuple[float, float]:
-    """Strike, and wait until every service works and the learner goes on.
+    """Strike, wait until every service works and the learner goes on, and see that nobody else was restarted.
 
     Returns:
         Seconds until all services worked again, and until three more steps were trained.
     """
     before = run.wait_for(is_at_work, REPAIR_DEADLINE_S)
-    pids = {name: service["pid"] for name, service in before["services"].items()}
-    pid = pids[blow.service]
+    num_events = len(load_events(run.folder / EVENTS_FILE))
+    pid = pids_of(before)[blow.service]
     restarts = before["services"][blow.service]["restarts"]
     os.kill(engine_core_of(run, pid, blow.service) if blow.is_child else pid, blow.number)
     began = time.monotonic()
@@ -102,11 +111,36 @@ def strike(run: UpRun, blow: Blow) -> tuple[float, float]:
 
     after = run.wait_for(is_repaired, REPAIR_DEADLINE_S)
     ready_s = time.monotonic() - began
-    changed = {name for name, service in after["services"].items() if service["pid"] != pids.get(name)}
-    assert all(blow.may_restart(name) for name in changed), f"{blow} restarted {sorted(changed)}"
     reached = after["step"]
     run.wait_for(lambda status: status["step"] >= reached + 3, REPAIR_DEADLINE_S)
-    return ready_s, time.monotonic() - began
+    steps_s = time.monotonic() - began
+    time.sleep(AFTERMATH_S)
+    last = run.wait_for(
+        lambda status: is_at_work(status) and status["step"] >= reached + AFTERMATH_STEPS, REPAIR_DEADLINE_S
+    )
+    check_the_others(run, blow, num_events, before, last)
+    return ready_s, steps_s
+
+
+def check_the_others(
+    run: UpRun, blow: Blow, num_events: int, before: dict[str, Any], last: dict[str, Any]
+) -> None:
+    """Nobody but the one that was struck ended or was started since, and that one once.
+
+    Args:
+        num_events: On record before the blow.
+        before, last: Statuses of before the blow and of the end.
+    """
+    found = load_events(run.folder / EVENTS_FILE)[num_events:]
+    ends = [event for event in found if event["kind"] in ("exit", "start", "restart")]
+    told = "\n".join(f"{event['kind']} {event['service']}: {event['text']}" for event in ends)
+    others = [event for event in ends if not blow.may_restart(event["service"])]
+    assert not others, f"{blow} was not all:\n{told}"
+    starts = [event["service"] for event in ends if event["kind"] == "restart"]
+    assert starts.count(blow.service) == 1 and len(starts) == len(set(starts)), f"after {blow}:\n{told}"
+    then, pids = pids_of(before), pids_of(last)
+    changed = {name for name in then.keys() | pids.keys() if then.get(name) != pids.get(name)}
+    assert all(blow.may_restart(name) for name in changed), f"{blow} restarted {sorted(changed)}"
 
 
 @pytest.mark.parametrize("engine", ["scripted", "vllm"])

@@ -32,6 +32,7 @@ FAULTS = (
     "checkpoint.renamed@2",
     "checkpoint.committed@4",
     "together.written",
+    "rollout.sampled@5",
     "rollout.push@0",
     "rollout.push@3",
     "rollout.swapped@2",

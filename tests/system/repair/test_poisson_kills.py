@@ -50,6 +50,12 @@ def steps_of(run: UpRun) -> int:
     return max((int(row["training/global_step"]) for row in run.rows()), default=0)
 
 
+def choose(source: random.Random, services: dict[int, str]) -> tuple[int, str]:
+    """Return one process of one service: each service as likely, however many processes it has."""
+    name = source.choice(sorted(set(services.values())))
+    return source.choice(sorted(pid for pid, found in services.items() if found == name)), name
+
+
 def test_the_demo_learns_though_its_processes_die_at_random(up: Callable[..., UpRun]) -> None:
     source, victims = random.Random(0), Counter[str]()
     run = up("poisson", "learner.steps=100000", "checkpoint.every_steps=10", "launcher.max_restarts=100")
@@ -61,7 +67,7 @@ def test_the_demo_learns_though_its_processes_die_at_random(up: Callable[..., Up
     first, end = steps_of(run), time.monotonic() + DURATION_S
     while (wait_s := source.expovariate(1 / MEAN_S)) < end - time.monotonic():
         time.sleep(wait_s)
-        pid, name = source.choice(sorted(services_of(run).items()))
+        pid, name = choose(source, services_of(run))
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
             victims[name] += 1

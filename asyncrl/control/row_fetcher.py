@@ -1,0 +1,66 @@
+"""Fetches the learner's rows, however long it takes to answer.
+
+Owns the one question that is open. Invariant: an answer that is late is waited on for, from pulse to pulse.
+Asked anew each time, a learner that takes longer than a pulse may wait would never hand over a row: under
+load, with its thread for questions starved by the training, it takes many seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.control.launch.ray_launcher import Launcher
+from asyncrl.errors import DeadlineExceeded, ServiceFailed
+
+log = logging.getLogger(__name__)
+
+LEARNER = "learner.0"
+ANSWER_DEADLINE_S = 60.0
+"""Then it is asked once more: a learner that is silent for so long is ended, see `fleet/machine.py`."""
+
+
+@dataclass
+class _Question:
+    """What was asked of which life of the learner, and what it answered."""
+
+    life: int
+    after: int
+    answer: list[dict[str, Any]] | None = None
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+
+class RowFetcher:
+    """Asks in a thread of its own, for whoever has one pulse to wait."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
+        self._open: _Question | None = None
+
+    def fetch(self, life: int, after: int, wait_s: float) -> list[dict[str, Any]] | None:
+        """Return the rows from index `after` on, None while the learner has not answered.
+
+        Args:
+            life: Of the learner; what an earlier one was asked is forgotten.
+            wait_s: For the answer, this time.
+        """
+        question = self._open
+        if question is None or (question.life, question.after) != (life, after):
+            question = self._open = _Question(life, after)
+            name = "learner-rows"
+            threading.Thread(target=self._ask, args=(question,), name=name, daemon=True).start()
+        if not question.is_over.wait(wait_s):
+            return None
+        self._open = None
+        return question.answer
+
+    def _ask(self, question: _Question) -> None:
+        try:
+            args = {"after": question.after}
+            question.answer = self._launcher.command(LEARNER, "rows", args, ANSWER_DEADLINE_S)["rows"]
+        except (DeadlineExceeded, ServiceFailed) as error:  # the next pulse asks again, or sees why not
+            log.info("the learner did not hand over its rows: %s", error)
+        finally:
+            question.is_over.set()

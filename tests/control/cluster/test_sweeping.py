@@ -1,0 +1,142 @@
+"""What lives of a run that were cut short have left on a node is ended by their ids, and nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.control.cluster import membership
+from asyncrl.control.cluster.membership import Life, living_heads, sweep_node
+from asyncrl.control.launch.processes import pids_of_run
+from asyncrl.control.launch.run import MAX_EARLIER_LIVES, _earlier_lives
+from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.control.record.rundir import RunDir, write_json
+
+OLD, OLDER, OTHER = (f"{kind}{os.getpid()}" for kind in ("old", "older", "other"))
+
+
+@contextlib.contextmanager
+def leftovers_of(run_id: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path, Path]]:
+    """A process, a shared-memory segment and a folder of sockets, as a killed head leaves them on a node."""
+    sockets, segment = folder / f"asyncrl-{run_id}", Path(f"/dev/shm/asyncrl-{run_id}-rollout.0-1")
+    sockets.mkdir()
+    (sockets / "receiver.0").touch()
+    segment.write_bytes(b"x")
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_VARIABLE: run_id}) as process:
+        try:
+            yield process, segment, sockets
+        finally:
+            process.kill()
+            segment.unlink(missing_ok=True)
+            shutil.rmtree(sockets, ignore_errors=True)
+
+
+def test_a_node_is_swept_of_every_earlier_life_of_the_run_and_of_nothing_else(tmp_path: Path) -> None:
+    with (
+        leftovers_of(OLD, tmp_path) as old,
+        leftovers_of(OLDER, tmp_path) as older,
+        leftovers_of(OTHER, tmp_path) as other,
+    ):
+        lives = [Life(run_id, str(tmp_path / f"asyncrl-{run_id}")) for run_id in (OLDER, OLD)]
+        assert sweep_node(lives) == (2, 2)
+        for process, segment, sockets in (old, older):
+            assert process.wait(5) != 0 and not segment.exists() and not sockets.exists()
+        process, segment, sockets = other
+        assert process.poll() is None and segment.exists() and (sockets / "receiver.0").exists()
+        assert sweep_node(lives) == (0, 0)
+
+
+def test_a_life_knows_those_before_it_also_when_the_last_one_swept_nothing(tmp_path: Path) -> None:
+    folder = RunDir(tmp_path)
+    assert _earlier_lives(folder) == []
+    known: list[dict[str, Any]] = []
+    for number in range(MAX_EARLIER_LIVES + 2):
+        life = {"run_id": f"r{number}", "sockets": f"/tmp/asyncrl-r{number}", "pid": number}
+        write_json(folder.live, {**life, "key": "secret", "earlier": known})
+        known = _earlier_lives(folder)
+        assert known[-1] == life
+    assert [life["run_id"] for life in known] == [f"r{n}" for n in range(2, MAX_EARLIER_LIVES + 2)]
+    assert Life(**known[-1]).pid == MAX_EARLIER_LIVES + 1, "by which a node is asked whether its head lives"
+
+
+def test_only_a_head_that_lives_and_is_of_the_run_counts_as_living(tmp_path: Path) -> None:
+    with leftovers_of(OLD, tmp_path) as (process, *_):
+        lives = [Life(OLD, "", process.pid), Life(OLDER, "", process.pid), Life(OLD, "", 0)]
+        assert living_heads(lives) == [process.pid]
+    assert living_heads(lives) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ((0, 0), ""),
+        (
+            (3, 1),
+            "on node 10.0.0.2: ended 3 processes that the run had left, removed 1 shared-memory segments",
+        ),
+        ("gave no answer within 30 s", "node 10.0.0.2 was not swept: it gave no answer within 30 s"),
+    ],
+)
+def test_only_nodes_that_had_something_or_did_not_answer_are_told_of(answer: object, told: str) -> None:
+    assert membership._describe_sweep("10.0.0.2", answer) == told
+
+
+SWEEP = """
+import sys
+from pathlib import Path
+import ray
+from asyncrl.config.tree import Config
+from asyncrl.control.cluster import opening
+from asyncrl.errors import ConfigError
+address, folder, *lives = sys.argv[1:]
+sections = {"model": {"path": folder}, "data": {"train": folder}, "reward": {"fn": "gsm8k"}}
+config = Config(**sections, run={"name": "swept", "dir": folder}, launcher={"ray": address})
+lives = [opening.Life(name, sockets, int(pid)) for name, sockets, pid in (one.split("=") for one in lives)]
+try:
+    opening.enter(config, lives, lambda told: print("told:", told))
+except ConfigError:
+    if ray.is_initialized():
+        print("is still in the cluster, and would clear the namespace of the run that lives")
+    raise
+finally:
+    opening.leave(config, "refused", Path(folder) / "none")
+"""
+
+
+def enter(address: str, folder: Path, life: str) -> subprocess.CompletedProcess[str]:
+    """Enter the cluster and leave it, as a head does, after an earlier life: ID=SOCKETS=PID."""
+    command = [sys.executable, "-c", SWEEP, address, str(folder), life]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_next_up_sweeps_the_nodes_of_a_cluster_unless_an_earlier_life_lives_on_one(
+    tmp_path: Path,
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    small = {"object_store_memory": 80 << 20, "num_cpus": 1}
+    cluster = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    try:
+        cluster.add_node(**small, node_ip_address="127.0.0.2")
+        with leftovers_of(OLD, tmp_path) as (process, segment, sockets):
+            done = enter(cluster.address, tmp_path, f"{OLD}={sockets}={process.pid}")
+            assert done.returncode != 0 and f"(pid {process.pid})" in done.stderr
+            assert process.poll() is None and segment.exists() and sockets.exists() and not done.stdout
+
+            done = enter(cluster.address, tmp_path, f"{OLD}={sockets}=0")
+            assert done.returncode == 0, done.stderr
+            assert process.wait(5) != 0 and not segment.exists() and not sockets.exists()
+        assert "told: on node " in done.stdout and "ended 1 processes" in done.stdout
+        assert pids_of_run(OLD) == []
+    finally:
+        cluster.shutdown()
