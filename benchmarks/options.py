@@ -1,27 +1,49 @@
 """The flags that every benchmark has, and what they do with its figures.
 
-Owns `--quick`, `--json`, `--check`, and how a verdict is worded: the worst ratio to a target stands
-last, and a ratio below 1 is a miss.
+Owns `--quick`, `--json` (a file of rows, `benchmarks.rows`), `--check`, and how a verdict is worded: the
+worst ratio to a target stands last, and a ratio below 1 is a miss.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Mapping
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import make_rows
+from benchmarks.rows import Row, RowFile
+
 Verdict = tuple[bool, str]
 """Whether every target is met, and the worst ratio to a target as a sentence."""
+
+
+TERMINATED = 143
+"""Exit code."""
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end the program as an error would: runs, processes and folders are taken down on the way.
+
+    Only the first: the ones after it would interrupt that.
+    """
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(TERMINATED)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def make_parser(program: str, description: str | None, quick: str) -> argparse.ArgumentParser:
     """Return a parser with the common flags; `quick` says what `--quick` leaves out."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--quick", action="store_true", help=quick)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and all figures there")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a figure misses its target")
+    parser.set_defaults(bench=program.split()[-1].removeprefix("benchmarks."))
     return parser
 
 
@@ -30,11 +52,19 @@ def report(
     results: Mapping[str, Any],
     table: Callable[[Any], str],
     check: Callable[[Any], Verdict],
+    rows: Iterable[Row] | None = None,
 ) -> int:
-    """Print the figures, write them where `--json` says, judge them for `--check`; return the exit code."""
+    """Print the figures, write them where `--json` says, judge them for `--check`; return the exit code.
+
+    Args:
+        given: The parsed arguments of a `make_parser`.
+        rows: What `--json` writes beside all figures; without them, rows are made of the figures.
+    """
     print(table(results))
     if given.json is not None:
-        given.json.write_text(json.dumps(results, indent=2) + "\n")
+        command = f"{given.bench} --quick" if given.quick else given.bench
+        found = make_rows(given.bench, results) if rows is None else rows
+        RowFile.taken_here(command, found, results).write(given.json)
     if not given.check:
         return 0
     is_met, verdict = check(results)

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from asyncrl.config.tree import WeightSyncSection
+from benchmarks.figures import make_rows
 from benchmarks.options import Verdict, judge, make_parser, report
+from benchmarks.rows import Row
 from benchmarks.weight_sync_peers.engine import measure_engine
 from benchmarks.weight_sync_peers.gloo import BUCKETED, MEMCPY, TENSORS, BareGroup
 from benchmarks.weight_sync_peers.joiners import SPARE_S, measure_joiners
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     results = measure(rows, given.bucket_bytes, quick=given.quick, has_engine=has_engine)
     if given.json is not None:
         draw(results, given.json.with_suffix(".png"))
-    return report(given, results, table, check)
+    return report(given, results, table, check, describe(results))
 
 
 def parse_row(text: str) -> tuple[int, int]:
@@ -117,6 +119,28 @@ def _take_turn(fleet: Fleet, bare: BareGroup) -> dict[str, float]:
 def ratio(row: dict[str, Any], above: str, below: str) -> float:
     """Return the median over the turns of one figure divided by another one."""
     return statistics.median(a / b for a, b in zip(row[above], row[below], strict=True))
+
+
+def describe(results: dict[str, Any]) -> list[Row]:
+    """Return a row per size and number of receivers, with the ratios of each turn, and those of the rest."""
+    rows = [_describe_row(row) for row in results["rows"]]
+    rest = {name: value for name, value in results.items() if name != "rows"}
+    return rows + make_rows("weight_sync", rest)
+
+
+def _describe_row(row: dict[str, Any]) -> Row:
+    ratios = {
+        "of_bare_gloo": ("bucketed_s", "transfer_s"),
+        "of_tensors": ("tensors_s", "transfer_s"),
+        "of_memcpy": ("memcpy_s", "transfer_s"),
+        "stall": ("publish_s", "copy_s"),
+    }
+    samples: dict[str, Any] = {name: value for name, value in row.items() if not name.startswith("num_")}
+    samples["gb_per_s"] = [row["num_bytes"] / seconds / 1e9 for seconds in row["transfer_s"]]
+    for name, (above, below) in ratios.items():
+        samples[name] = [a / b for a, b in zip(row[above], row[below], strict=True)]
+    case = {"megabytes": round(row["num_bytes"] / MB), "receivers": row["num_receivers"]}
+    return Row.of("weight_sync", case, samples)
 
 
 def table(results: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ Shapes: N packed positions of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -119,6 +119,22 @@ class LearnerBackend(ModelBackend, Protocol):
 
         The share may be empty. An update whose gradient is not finite is skipped and counted in
         `actor/skipped_updates`.
+        """
+
+    def accumulate(self, parts: Sequence[PackedBatch], loss_fn: LossFn, *, is_last: bool) -> dict[str, float]:
+        """Add the gradient of the last of `parts`; return its metrics, summed over ranks as they are.
+
+        For a minibatch that comes in parts: those before it have been added since the last update, and their
+        totals stay what they are. Data-parallel ranks exchange gradients with the part that `is_last`.
+        """
+
+    def apply(
+        self, parts: Sequence[PackedBatch], metrics: Mapping[str, float], divisor: float
+    ) -> dict[str, float]:
+        """Divide the gradient of `parts` by `divisor` and do the update; return metrics as `update` does.
+
+        Args:
+            metrics: Those of the whole minibatch, which limits of the guard are about.
         """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,14 +19,23 @@ from learner.checkpoint import CheckpointStore
 from learner.intake import Intake
 from learner.leader import Leader
 from learner.ranks import Ranks
+from learner.record.recorder import Recorder
+from learner.record.shelf import FOLDER, Shelf
 from learner.service import LearnerService
 from weight_sync.handoff import Handoff
 
 log = logging.getLogger(__name__)
 
 
-def build(context: ServiceContext) -> LearnerService:
-    """Build the service of `context.rank`; returns once all ranks have met."""
+OpenModels = Callable[[Config, Objective, Placement], Models]
+
+
+def build(context: ServiceContext, make_models: OpenModels | None = None) -> LearnerService:
+    """Build the service of `context.rank`; returns once all ranks have met.
+
+    Args:
+        make_models: In place of `open_models`, for benchmarks of all that is not the model.
+    """
     keep_freed_memory()
     config = context.config
     torch.set_num_threads(1 if not torch.cuda.is_available() else torch.get_num_threads())
@@ -35,7 +45,8 @@ def build(context: ServiceContext) -> LearnerService:
     )
     if context.rank == 0:
         log.info("algorithm: %s", describe(config.algorithm))
-    models = open_models(config, objective, Placement(context.rank, context.world_size, context.rendezvous))
+    placement = Placement(context.rank, context.world_size, context.rendezvous)
+    models = (make_models or open_models)(config, objective, placement)
     client = LearnerClient(
         context.addresses["buffer.0"], deadline_s=config.launcher.start_deadline_s, keys=context.client_keys
     )
@@ -49,20 +60,34 @@ def build(context: ServiceContext) -> LearnerService:
         config.weight_sync.bucket_bytes,
         keys=context.client_keys,
     )
+    ranks = Ranks(context.rank, context.world_size, device)
     leader = None
     if context.rank == 0:
         leader = Leader(config, client, connect, store, context.world_size)
         leader.is_paused = context.is_paused
     return LearnerService(
         config,
-        Ranks(context.rank, context.world_size, device),
+        ranks,
         models,
         objective,
         Intake(client, prefetches=context.world_size == 1),
         store,
         context.run_dir / "weights",
         leader,
+        recorder=open_recorder(config, context.run_dir, ranks, models.policy) if config.run.record else None,
     )
+
+
+def open_recorder(config: Config, run_dir: Path, ranks: Ranks, policy: LearnerBackend) -> Recorder | None:
+    """Return the recorder of this rank's share; None on a rank that another one has the same share as.
+
+    Collective.
+    """
+    mine = [-ranks.rank if share == policy.dp_rank else -ranks.world_size for share in range(policy.dp_size)]
+    if -ranks.largest(mine)[policy.dp_rank] != ranks.rank:
+        return None
+    shelf, stall_s = Shelf(run_dir / FOLDER), config.checkpoint.max_stall_s
+    return Recorder(shelf, config.run.seed, stall_s, policy.dp_rank, policy.dp_size)
 
 
 def open_models(config: Config, objective: Objective, placement: Placement) -> Models:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.experience import Group
+
+
+class Source(Protocol):
+    """Where a step's groups come from."""
+
+    def fetch(self, token: int, tickets: Sequence[int]) -> list[Group]:
+        """Return the groups of `tickets`, under the leader's fencing token."""
 
 
 class Intake:

@@ -1,7 +1,7 @@
 """Rank 0's decisions: what the learner does next, as a stream of orders.
 
   consumes: the buffer's answers, the publisher's free buffers, the guard's verdicts
-  waits for: a complete batch     unblocked by: a reservation, a freed buffer, the stop event
+  waits for: a complete batch, or part     unblocked by: a reservation, a freed buffer, the stop event
   produces: orders for every rank
 It never waits for replicas: weights that find no free buffer stay unpublished and the newest go as
 soon as there is one. Invariants: an order is given only once; a batch counts as trained only after
@@ -41,7 +41,8 @@ PAUSED_WAIT_S = 0.1
 class Leader:
     """Gives orders. `orders` is a generator: it goes on when the order it gave has been performed.
 
-    `is_paused` and `asked_step` may be set from other threads. They are heeded between two steps.
+    `is_paused` and `asked_step` may be set from other threads. They are heeded between two orders; a step
+    that has begun is finished.
     `asked_step`: a checkpoint is asked for, of that step or a later one.
     """
 
@@ -79,6 +80,7 @@ class Leader:
         self.is_paused = False
         self.asked_step: int | None = None
         self._away_since = 0.0
+        self._taken: list[int] = []
         self._published_step = -1
         self._evaluated_step = -1
         self._checkpointed_step = -1
@@ -106,8 +108,10 @@ class Leader:
         while self.step < self._config.learner.steps and not stop.is_set():
             order = self._next_batch()
             yield order
-            if isinstance(order, Train):
-                yield from self._settle(order)
+            if isinstance(order, Train) and order.is_last:
+                num_groups, self._taken = len(self._taken), []
+                yield from self._settle(order.step, num_groups)
+            # Within a step too: its weights do not change before its end, which a pause may put off.
             yield from self._checkpoint_if_asked()
             yield from self._publish()
         self._finish_checkpoint()
@@ -120,6 +124,12 @@ class Leader:
     def checkpointed_step(self) -> int:
         """The step of the newest checkpoint that the journal knows, 0 without one."""
         return max((commit.step for commit in self._commits), default=0)
+
+    @property
+    def oldest_kept_step(self) -> int:
+        """The oldest step to go back to: 0, the model of the start, until as many are kept as may be."""
+        is_full = len(self._commits) >= self._config.checkpoint.keep
+        return min(commit.step for commit in self._commits) if is_full else 0
 
     def judge(self, step: int, metrics: Mapping[str, float], num_refused: int) -> dict[str, float]:
         """Let the guard look at the metrics of `step`, before it is booked; return the guard's own."""
@@ -196,7 +206,7 @@ class Leader:
             log.warning("the weights of step %d found no free buffer in %g s", self.step, LAST_PUBLISH_S)
 
     def _next_batch(self) -> Train | Wait:
-        if self.is_paused:
+        if self.is_paused and not self._taken:
             with self.waits.on(PAUSED):
                 time.sleep(PAUSED_WAIT_S)
             return Wait()
@@ -206,23 +216,29 @@ class Leader:
         if found is None:
             return Wait()
         fault_point("learner.reserved", self.step)
+        tickets = [ticket.ticket for ticket in found.tickets]
+        is_first, self._taken = not self._taken, [*self._taken, *tickets]
         return Train(
             step=self.step,
             token=self._token,
-            tickets=[ticket.ticket for ticket in found.tickets],
+            tickets=tickets,
             num_tokens=[ticket.num_tokens for ticket in found.tickets],
             versions=list(found.step_of_version.items()),
             limits=self._watch.limits(),
+            is_first=is_first,
+            is_last=found.is_whole,
         )
 
     def _reserve(self, wait_s: float) -> Reservation | None:
-        """Return the batch, or None: it is not complete, or the buffer is being started again.
+        """Return the batch or its next part, or None: it is not complete, or the buffer is started again.
 
         Raises:
             DeadlineExceeded: The buffer has not answered for `launcher.start_deadline_s`.
         """
-        try:
-            found = self._client.reserve(self.step, wait_s)
+        learner = self._config.learner
+        have = self._taken if learner.stream else None
+        try:  # a part is shared by all data-parallel ranks
+            found = self._client.reserve(self.step, wait_s, have, at_least=learner.dp)
         except DeadlineExceeded as error:
             now = time.monotonic()
             self._away_since = self._away_since or now
@@ -233,27 +249,27 @@ class Leader:
         self._away_since = 0.0
         return found
 
-    def _settle(self, order: Train) -> Iterator[Order]:
+    def _settle(self, step: int, num_groups: int) -> Iterator[Order]:
         """Do what the guard says about a trained batch: book it, or go back to before it."""
-        self._watch.raise_if_stopped(order.step)
+        self._watch.raise_if_stopped(step)
         if self._watch.wants_rollback:
-            yield from self._roll_back(order)
+            yield from self._roll_back(step, num_groups)
             return
-        self._book_trained(order)
+        self._book_trained(step)
         if self._watch.take_change():
             yield self._watch.adjustment()
         yield from self._checkpoint_if(self.step % self._config.checkpoint.every_steps == 0)
 
-    def _roll_back(self, order: Train) -> Iterator[Order]:
+    def _roll_back(self, step: int, num_groups: int) -> Iterator[Order]:
         """Go back the way a resume does. The batch at hand was not booked: it is reserved again."""
         # Committed later, the checkpoint that is being written would be one of an abandoned branch.
         self._finish_checkpoint()
         commit = self._store.newest_valid(self._commits_to_go_back_to(), log.warning)
         if commit is None:
-            raise self._watch.no_checkpoint(order.step)
-        num_trainable = len(order.tickets) - len(self.stale_tickets)
+            raise self._watch.no_checkpoint(step)
+        num_trainable = num_groups - len(self.stale_tickets)
         offenders = self._watch.offenders(self.refused_tickets, num_trainable)
-        self._watch.roll_back(order.step, commit.step, offenders)
+        self._watch.roll_back(step, commit.step, offenders)
         note = self._watch.state()
         self._client.resume(commit.step, is_fork=not offenders, note=note, refused=offenders)
         fault_point("learner.rolled_back", commit.step)
@@ -266,14 +282,14 @@ class Leader:
             return self._commits
         return [commit for commit in self._commits if commit.step < newest] or self._commits
 
-    def _book_trained(self, order: Train) -> None:
+    def _book_trained(self, step: int) -> None:
         """Report the step. Groups that changed no weights are dropped: over age, or refused by the guard."""
         dropped = dict.fromkeys(self.refused_tickets, "guard") | dict.fromkeys(self.stale_tickets, "stale")
-        fault_point("learner.updated", order.step)
+        fault_point("learner.updated", step)
         with self.waits.on(BUFFER):
-            self._client.trained(order.step, list(dropped.items()), self.lag_max)
-        fault_point("learner.booked", order.step)
-        self.step = order.step + 1
+            self._client.trained(step, list(dropped.items()), self.lag_max)
+        fault_point("learner.booked", step)
+        self.step = step + 1
 
     def _checkpoint_if(self, is_due: bool) -> Iterator[Checkpoint]:
         self.keeper.commit_finished()

@@ -6,7 +6,8 @@ few plain values; trajectories never travel with it, each rank fetches its own b
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from asyncrl import wire
@@ -47,7 +48,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Train:
-    """Train one reserved batch.
+    """Train one reserved batch, or one part of it: the last part ends the step.
 
     Attributes:
         step: Learner step index, from 0.
@@ -57,6 +58,8 @@ class Train:
         versions: (number, step to subtract for the lag) of every version that may have sampled these
             tokens, in pairs.
         limits: (metric, value) beyond which an update is not applied.
+        is_first, is_last: Whether this is the first part of its step, and the last one.
+        parts: Of a batch that was trained in parts and is told of whole: the tickets of each, in order.
     """
 
     step: int
@@ -65,6 +68,36 @@ class Train:
     num_tokens: list[int]
     versions: list[tuple[int, int]]
     limits: list[tuple[str, float]] = field(default_factory=list)
+    is_first: bool = True
+    is_last: bool = True
+    parts: list[list[int]] = field(default_factory=list)
+
+
+def join_parts(parts: Sequence[Train]) -> Train:
+    """Return the order for the whole batch whose parts these are; a single part is it."""
+    if len(parts) == 1:
+        return parts[0]
+    pairs = (zip(part.tickets, part.num_tokens, strict=True) for part in parts)
+    counts = sorted(pair for part in pairs for pair in part)
+    return replace(
+        parts[0],
+        tickets=[ticket for ticket, _ in counts],
+        num_tokens=[count for _, count in counts],
+        versions=sorted({(number, step) for part in parts for number, step in part.versions}),
+        is_last=True,
+        parts=[part.tickets for part in parts],
+    )
+
+
+def split_parts(order: Train) -> list[Train]:
+    """Return the orders that `join_parts` joined."""
+    count_of = dict(zip(order.tickets, order.num_tokens, strict=True))
+    parts = [
+        replace(order, tickets=part, num_tokens=[count_of[one] for one in part], parts=[])
+        for part in order.parts or [order.tickets]
+    ]
+    last = len(parts) - 1
+    return [replace(part, is_first=at == 0, is_last=at == last) for at, part in enumerate(parts)]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Any
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
-from asyncrl.faults import fault_point
 from asyncrl.metrics.row_log import append_row
 from asyncrl.versions import PolicyVersion
 from learner.algorithms.diagnostics.summary import throughput_metrics
@@ -28,34 +27,27 @@ from learner.batching.probe import build_probe_batch, measure_probe
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
 from learner.checkpoint.writer import BackgroundWriter
-from learner.guard.models import GuardedModels
-from learner.guard.seams import KlFallback
 from learner.intake import Intake
 from learner.leader import Leader
 from learner.orders import Adjust, Checkpoint, Finish, Order, Publish, Restore, Train, Wait
 from learner.ranks import Ranks
+from learner.record.recorder import Recorder, Recording
 from learner.report import (
     Efficiency,
     ProfilerWindow,
     Stopwatch,
     describe_time,
     make_efficiency,
-    measure_memory,
-    reduce_over_ranks,
 )
-from learner.step import train_step
+from learner.trainer import CRITIC, Trained, Trainer
 from weight_sync.handoff import publish_together
 from weight_sync.memory.together import TogetherWriter
 
 log = logging.getLogger(__name__)
 
-CRITIC = "critic"
-"""The critic's folder in a checkpoint."""
-KL_IS_OFF = "the KL controller is fixed and its coefficient 0 from here on: nothing holds the policy back"
-
 
 class LearnerService:
-    """Implements `asyncrl.service.Service`. `leader` is given on rank 0."""
+    """Implements `asyncrl.service.Service`. `leader` is given on rank 0, `recorder` with `run.record`."""
 
     def __init__(
         self,
@@ -68,14 +60,13 @@ class LearnerService:
         weights_dir: Path,
         leader: Leader | None = None,
         clock: Clock | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._config = config
         self._ranks = ranks
         self._models = models
         self._policy, self._critic = models.policy, models.critic
-        self._guarded = GuardedModels(models)
         self._objective = objective
-        self._intake = intake
         self._store = store
         self._writer = BackgroundWriter(ranks.rank)
         self._weights_dir = weights_dir
@@ -85,6 +76,9 @@ class LearnerService:
         self._together = TogetherWriter(ranks)
         self._clock = clock or SystemClock()
         self._watch = Stopwatch(self._clock)
+        self._recorder = recorder
+        source = intake if recorder is None else Recording(intake, recorder)
+        self._trainer = Trainer(config, ranks, models, objective, source, self._watch)
         self._window = ProfilerWindow(
             config.metrics.profile_steps, weights_dir.parent / "profile", ranks.rank
         )
@@ -95,9 +89,13 @@ class LearnerService:
 
     def run(self, stop: threading.Event) -> None:
         """Perform orders until the leader finishes."""
-        for order in self._orders(stop):
-            self._perform(order)
-        self._window.close()
+        try:
+            for order in self._orders(stop):
+                self._perform(order)
+            self._window.close()
+        finally:
+            if self._recorder is not None:
+                self._recorder.close()
         self._models.close()
 
     def status(self) -> dict[str, Any]:
@@ -145,17 +143,18 @@ class LearnerService:
     def _perform(self, order: Order) -> None:
         match order:
             case Train():
-                with self._window.step(order.step):
+                with self._window.step(order.step, order.is_last):
                     self._train(order)
             case Publish():
                 self._publish(order)
             case Checkpoint():
+                self._keep_record()
                 with self._watch.time("save_checkpoint"):
                     self._writer.begin(self._store.temporary(order.step), self._snapshots())
             case Restore():
                 self._restore(order)
             case Adjust():
-                self._adjust(order)
+                self._trainer.adjust(order)
             case Finish():
                 self._finish(order)
             case Wait():
@@ -163,12 +162,10 @@ class LearnerService:
 
     def _restore(self, order: Restore) -> None:
         with self._watch.time("restore"):
-            if order.has_checkpoint:
-                folder = self._store.folder(order.step)
-                self._policy.load_state(folder)
-                if self._critic is not None:
-                    self._critic.load_state(folder / CRITIC)
-            self._objective.restore_controllers(order.controllers)
+            folder = self._store.folder(order.step) if order.has_checkpoint else None
+            self._trainer.restore(folder, order.controllers)
+        if self._recorder is not None:
+            self._recorder.restart_at(order.step)
         self._step, self._resumed_step = order.step, order.step
         if self._state == "starting":  # a rollback's time belongs to the step that comes after it
             self._state = "training"
@@ -187,54 +184,34 @@ class LearnerService:
             return {"": self._policy.snapshot_state}
         return {"": self._policy.snapshot_state, CRITIC: self._critic.snapshot_state}
 
-    def _adjust(self, order: Adjust) -> None:
-        self._policy.set_lr(self._config.learner.lr * order.lr_scale)
-        if self._critic is not None:
-            self._critic.set_lr(self._config.critic.lr * order.lr_scale)
-        if not order.is_kl_off:
-            return
-        has_kl = isinstance(self._objective, KlFallback) and self._objective.fall_back_kl()
-        if self._ranks.is_leader:
-            log.warning(
-                "guard: %s", KL_IS_OFF if has_kl else "the objective has no KL term, nothing was turned off"
-            )
+    def _keep_record(self) -> None:
+        """Have what was recorded on disk before the checkpoint is: there a replay begins."""
+        if self._recorder is not None:
+            with self._watch.time("record"):
+                self._recorder.flush()
 
     def _train(self, order: Train) -> None:
-        self._guarded.begin_step(order.limits)
-        result = train_step(
-            order,
-            self._intake,
-            self._guarded.models,
-            self._objective,
-            self._config.learner.minibatches,
-            self._watch,
-            self._config.data.max_prompt_tokens,
-        )
-        fault_point("learner.trained", order.step)
-        metrics = reduce_over_ranks(self._policy, result.metrics | measure_memory(), result.weight)
-        num_rows = len(order.tickets) * self._config.rollout.group_size
-        self._objective.update_controllers(metrics, num_rows)
-        stale = self._ranks.gather(result.stale_tickets)
-        refused = self._ranks.gather(self._guarded.refused_tickets)
-        num_trained, num_masked, num_out_of_memory = self._ranks.add(
-            [result.num_trained, result.num_masked, self._guarded.num_out_of_memory]
-        )
-        # The ranks that train one share together each count all of it.
-        metrics["staleness/trained_tokens"] = num_trained / self._policy.num_copies
-        metrics["staleness/masked_tokens"] = num_masked / self._policy.num_copies
-        metrics["staleness/masked_share"] = num_masked / max(1, num_masked + num_trained)
-        metrics["guard/out_of_memory"] = float(num_out_of_memory)
+        if not order.is_last:
+            self._trainer.add_part(order)
+            return
+        trained = self._trainer.train(order)
+        order = trained.order
+        if self._recorder is not None:
+            with self._watch.time("record"):
+                self._recorder.take(order, self._trainer.adjustment, trained.metrics)
         self._step = order.step + 1
         if self._leader is None:
             return
-        self._leader.stale_tickets, self._leader.refused_tickets = stale, refused
-        self._leader.lag_max = int(metrics["staleness/lag_max_trained"])
+        self._leader.stale_tickets = trained.stale_tickets
+        self._leader.refused_tickets = trained.refused_tickets
+        self._leader.lag_max = int(trained.metrics["staleness/lag_max_trained"])
         self._leader.controllers = self._objective.read_controllers()
-        self._record(order, metrics)
+        self._record(order, trained)
 
-    def _record(self, order: Train, metrics: dict[str, float]) -> None:
+    def _record(self, order: Train, trained: Trained) -> None:
         """Add the step's row; its time runs from the end of the step before, so shares add up to it."""
         assert self._leader is not None
+        metrics = trained.metrics
         now = self._clock.now()
         total_s, self._step_began = now - self._step_began, now
         num_tokens = float(sum(order.num_tokens))
@@ -251,8 +228,11 @@ class LearnerService:
             **self._leader.handoff.take_times().metrics(),
         }
         row |= self._leader.keeper.take_metrics()
+        if self._recorder is not None:
+            self._recorder.remove_before(self._leader.oldest_kept_step)
+            row |= self._recorder.take_metrics()
         self._leader.keeper.note_metrics(self._step, row)
-        self._keep(row | self._leader.judge(order.step, row, self._guarded.num_refused))
+        self._keep(row | self._leader.judge(order.step, row, trained.num_refused))
 
     def _keep(self, row: dict[str, Any]) -> None:
         """Hold a row for the supervisor; on disk too: it may be away for longer than this process lives."""
@@ -277,9 +257,15 @@ class LearnerService:
             handoff = self._leader.handoff if self._leader is not None else None
             version = PolicyVersion(order.number, order.step)
             publish_together(handoff, self._together, order.path, version, self._policy, probe)
+        if self._recorder is not None and handoff is not None and handoff.published == version:
+            self._recorder.note_weights(order.step, handoff.digest, self._config.weight_sync.bucket_bytes)
 
     def _finish(self, order: Finish) -> None:
         self._state = "finishing"
+        if self._recorder is not None and self._leader is not None:
+            oldest = self._leader.oldest_kept_step
+            if oldest < self._step:  # the last checkpoint alone is kept: nothing would be left
+                self._recorder.remove_before(oldest)
         if order.is_complete:
             self._policy.save_hf(self._weights_dir)
             if self._ranks.is_leader:

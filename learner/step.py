@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncrl.experience import Group
 from learner.algorithms.objective import Objective
 from learner.algorithms.rows import Sum
 from learner.backend import LearnerBackend, Models
 from learner.batching.balance import measure_balance
 from learner.batching.batch import PackedBatch, assign_shards, build_batch, plan_minibatches
-from learner.intake import Intake
+from learner.batching.parts import make_empty
+from learner.intake import Source
 from learner.orders import Train
 from learner.report import (
     Stopwatch,
@@ -50,9 +52,26 @@ class StepResult:
     stale_tickets: list[int]
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one rank trains of a batch, or of a part of it.
+
+    Attributes:
+        shards: Tickets of every data-parallel rank.
+        groups: Of this rank.
+        whole: The same groups packed, as they came.
+        batch: Of them those with a trainable token; what is over age is masked.
+    """
+
+    shards: list[list[int]]
+    groups: list[Group]
+    whole: PackedBatch
+    batch: PackedBatch
+
+
 def train_step(
     order: Train,
-    intake: Intake,
+    intake: Source,
     models: Models,
     objective: Objective,
     num_minibatches: int,
@@ -61,32 +80,37 @@ def train_step(
 ) -> StepResult:
     """Train this rank's share of one reserved batch; `max_prompt_tokens` is the limit on prompts."""
     plan = plan_minibatches(order.tickets, num_minibatches)
+    share = take_share(order, plan, intake, models, objective, watch)
+    asked = ask_models(share.batch, models, objective, watch)
+    with watch.time("adv"):
+        batch, prepared = objective.prepare(*asked, sum_over_shares(models.policy))
+    updated = _update(batch, plan, models, objective, watch)
+    return make_result(order, share, batch, objective, max_prompt_tokens, prepared | updated)
+
+
+def take_share(
+    order: Train,
+    plan: Sequence[Sequence[int]],
+    intake: Source,
+    models: Models,
+    objective: Objective,
+    watch: Stopwatch,
+) -> Share:
+    """Fetch and pack this rank's share of the minibatches in `plan`."""
     num_tokens_of = dict(zip(order.tickets, order.num_tokens, strict=True))
     shards = assign_shards(num_tokens_of, plan, models.policy.dp_size)
-    mine = shards[models.policy.dp_rank]
     with watch.time("fetch"):
-        groups = intake.fetch(order.token, mine)
-        whole = build_batch(groups, order.step, dict(order.versions))
-    metrics = describe_batch(groups, whole, max_prompt_tokens) | _measure_shards(order, shards)
-    if objective.needs_greedy:
-        metrics |= describe_baselines(whole)
-    num_sampled = int(whole.loss_mask_N.sum())
+        groups = intake.fetch(order.token, shards[models.policy.dp_rank])
+        whole = build_batch(groups, order.step, dict(order.versions)) if groups else make_empty(order.step)
     batch = whole.mask_over_age(objective.max_lag)
-    num_trained = int(batch.loss_mask_N.sum())
     counts = zip(batch.tickets_G, batch.trainable_tokens_G(), strict=True)
-    stale = [ticket for ticket, num_trainable in counts if num_trainable == 0]
-    batch = batch.select_groups(set(mine) - set(stale))
-    in_bound_N = batch.loss_mask_N
-    batch, prepared = _prepare(batch, models, objective, watch)
-    metrics |= describe_rewards(whole, batch) | describe_probabilities(batch, in_bound_N) | prepared
-    metrics |= describe_targets(batch) | _update(batch, plan, models, objective, watch)
-    return StepResult(metrics, batch.totals.num_tokens, num_trained, num_sampled - num_trained, stale)
+    return Share(shards, groups, whole, batch.select_groups([ticket for ticket, count in counts if count]))
 
 
-def _prepare(
+def ask_models(
     batch: PackedBatch, models: Models, objective: Objective, watch: Stopwatch
-) -> tuple[PackedBatch, dict[str, float]]:
-    """Let the models say what the objective needs to know of the batch, and make its targets."""
+) -> tuple[PackedBatch, torch.Tensor | None, torch.Tensor | None]:
+    """Let the models say what the objective needs to know; return the batch, prox and entropies."""
     prox_N = entropy_N = None
     if objective.needs_prox:
         with watch.time("old_log_prob"):
@@ -97,8 +121,32 @@ def _prepare(
     if models.critic is not None:
         with watch.time("values"):
             batch = dataclasses.replace(batch, values_N=models.critic.values(batch))
-    with watch.time("adv"):
-        return objective.prepare(batch, prox_N, entropy_N, _sum_over_shares(models.policy))
+    return batch, prox_N, entropy_N
+
+
+def make_result(
+    order: Train,
+    share: Share,
+    batch: PackedBatch,
+    objective: Objective,
+    max_prompt_tokens: int,
+    found: dict[str, float],
+) -> StepResult:
+    """Return what is told of a trained share.
+
+    Args:
+        batch: The share's, as the objective prepared it.
+        found: Metrics of the objective and of the updates.
+    """
+    metrics = describe_batch(share.groups, share.whole, max_prompt_tokens)
+    metrics |= _measure_shards(order, share.shards)
+    if objective.needs_greedy:
+        metrics |= describe_baselines(share.whole)
+    metrics |= describe_rewards(share.whole, batch)
+    metrics |= describe_probabilities(batch, share.batch.loss_mask_N) | describe_targets(batch)
+    num_sampled, num_trained = (int(one.loss_mask_N.sum()) for one in (share.whole, share.batch))
+    stale = sorted(set(share.whole.tickets_G) - set(share.batch.tickets_G))
+    return StepResult(metrics | found, batch.totals.num_tokens, num_trained, num_sampled - num_trained, stale)
 
 
 def _look_back(
@@ -131,7 +179,7 @@ def _update(
     return metrics | merge_updates(updates) | {"actor/num_updates": float(len(updates))}
 
 
-def _sum_over_shares(backend: LearnerBackend) -> Sum:
+def sum_over_shares(backend: LearnerBackend) -> Sum:
     """Return what sums a tensor over data-parallel ranks. Collective."""
 
     def add(totals: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.allocation import keep_freed_memory
 from asyncrl.buffer.client import ReplicaClient
@@ -37,11 +38,17 @@ CALL_DEADLINE_S = 10.0
 SCRIPTED_TOKENS_PER_S = 200.0
 MAX_TEMPERATURE = 2.0
 
+MakeEngine = Callable[[Config, Any], Engine]
+"""(configuration, tokenizer) -> an engine, not yet started."""
 
-def build(context: ServiceContext) -> Replica:
+
+def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Replica:
     """Build the service `rollout.<n>`; it needs the addresses of `buffer.0` and `receiver.<n>`.
 
     Model and data must be paths by now: `builtin:` names and hub ids are resolved before services start.
+
+    Args:
+        make_engine: In place of `build_engine`, for benchmarks of all that is not the engine.
 
     Raises:
         ConfigError: Something that the configuration names does not exist.
@@ -76,7 +83,7 @@ def build(context: ServiceContext) -> Replica:
         from weight_sync.link import ReceiverLink
 
         tokenizer, prompts, held_out = await asyncio.to_thread(load_data, config, episodes)
-        bare = build_engine(config, tokenizer)
+        bare = (make_engine or build_engine)(config, tokenizer)
         engine = MeteredEngine(bare, SystemClock())
         gateway = build_gateway(context, prompts, bare, engine)
         overlong = _build_overlong(config)

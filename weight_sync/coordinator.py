@@ -57,7 +57,7 @@ class CoordinatorService:
         self._server = Server(bind, keys)
         self._journal = Journal(run_dir, coordination.token, fences=coordination.fences)
         self._mail: dict[str, Mailbox] = {}
-        self._reports = ReportLog()
+        self._reports, self._hellos = ReportLog(), ReportLog()
         self._versions: dict[int, KnownVersion] = {}
         self._longest_round_s = 0.0
         self._last_picture: dict[str, Any] = {}
@@ -123,6 +123,11 @@ class CoordinatorService:
 
     def _welcome(self, request: Request) -> None:
         name, incarnation = field(request.args, "name", str), field(request.args, "incarnation", str)
+        seq = _optional(request.args, "seq", int, 0)
+        if seq and not self._hellos.is_new(name, incarnation, seq):
+            # It was read behind a later one, and its card is old: a member would be thought to serve nothing.
+            self._reply(request, poll_s=self._coordination.timing.poll_s, welcome=True)
+            return
         is_welcome = self._seat_publisher(request) if name == PUBLISHER else self._seat_receiver(request)
         if is_welcome:
             box = self._mail.get(name)

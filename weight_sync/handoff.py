@@ -28,7 +28,14 @@ from weight_sync.memory.manifest import Bucket, Layout, Manifest, Planner, Probe
 from weight_sync.memory.parts import Part
 from weight_sync.memory.segments import SHM_DIR
 from weight_sync.memory.together import TogetherWriter, Written
-from weight_sync.memory.writer import GrowingPlace, MappedPlace, Mappings, SegmentWriter, WriteTimes
+from weight_sync.memory.writer import (
+    GrowingPlace,
+    MappedPlace,
+    Mappings,
+    SegmentWriter,
+    WriteTimes,
+    digest_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +98,7 @@ class Handoff:
 
     Attributes:
         published: The newest version that the publisher has taken.
+        digest: Of its bytes: xxh3-128 of the digests of its buckets, in hex.
         num_absences: How often the publisher was away, and a publish deferred for it.
 
     Raises:
@@ -115,6 +123,7 @@ class Handoff:
         self._reserved = ""
         self._times = PublishTimes()
         self.published: PolicyVersion | None = None
+        self.digest = ""
         self.num_absences = 0
         self._client = Client(address, keys)
         try:
@@ -218,6 +227,7 @@ class Handoff:
         if not self._commit(path, manifest):
             return False
         self._layout, self.published = manifest.layout, manifest.version
+        self.digest = digest_of(manifest.buckets)
         call_s = acquired - began + time.perf_counter() - copied
         gather_s, copy_s, digest_s = written.waited_s, written.times.copy_s, written.times.digest_s
         other_s = copied - acquired - gather_s - copy_s - digest_s

@@ -85,7 +85,7 @@ class Liaison:
         self._who: dict[str, Any] = {"name": name, "incarnation": incarnation}
         self._born = time.time_ns() // 1_000_000
         self._allegiance = Allegiance()
-        self._seqs = itertools.count(1)
+        self._seqs, self._hello_seqs = itertools.count(1), itertools.count(1)
         self._introduce = introduce
         self._deliver = deliver
         self._reports: queue.Queue[_Report] = queue.Queue()
@@ -190,7 +190,8 @@ class Liaison:
             self._deliver(RESET, {}, b"")
         self._must_say_hello.clear()  # what is lost from here on is not in this introduction
         card = self._introduce()
-        args = {**self._who, **card.args, **self._token(), "born": self._born}
+        seq = next(self._hello_seqs)
+        args = {**self._who, **card.args, **self._token(), "born": self._born, "seq": seq}
         reply = self._heard(client.call("hello", card.frames, CALL_DEADLINE_S, **args))
         self._poll_s = wire.field(reply.args, "poll_s", float)
         self._after, self._session = 0, self._session + 1

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import uuid
+from typing import Any
+
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.keys import ClientKeys
 from asyncrl.rpc import AsyncClient
@@ -16,6 +20,8 @@ MARGIN_S = 5.0
 class ReceiverLink:
     """A client of the receiver beside this replica.
 
+    Polls and reports are numbered: one that was given up and comes late is not believed.
+
     >>> # staged = await link.next_staged(serving_number=0, wait_s=5.0)
     >>> # for name, tensor in open_tensors(staged): ...
     >>> # await link.report_loaded(staged.version.number, ok=True)
@@ -27,6 +33,7 @@ class ReceiverLink:
 
     def __init__(self, receiver_address: str, keys: ClientKeys | None = None) -> None:
         self._client = AsyncClient(receiver_address, keys)
+        self._life, self._seqs = uuid.uuid4().hex, itertools.count(1)
         self.is_fenced = False
 
     async def next_staged(self, serving_number: int, wait_s: float) -> Staged | None:
@@ -41,7 +48,11 @@ class ReceiverLink:
         """
         try:
             reply = await self._client.call(
-                "next_staged", deadline_s=wait_s + MARGIN_S, serving=serving_number, wait_s=wait_s
+                "next_staged",
+                deadline_s=wait_s + MARGIN_S,
+                serving=serving_number,
+                wait_s=wait_s,
+                **self._number(),
             )
         except DeadlineExceeded:
             self.is_fenced = True  # nobody could tell this replica if it were
@@ -55,7 +66,11 @@ class ReceiverLink:
 
     async def report_loaded(self, number: int, ok: bool, error: str = "") -> None:
         """Say that version `number` is loaded and served, or that the engine holds nothing usable."""
-        await self._client.call("loaded", deadline_s=CALL_DEADLINE_S, number=number, ok=ok, error=error)
+        args = {"number": number, "ok": ok, "error": error, **self._number()}
+        await self._client.call("loaded", deadline_s=CALL_DEADLINE_S, **args)
+
+    def _number(self) -> dict[str, Any]:
+        return {"life": self._life, "seq": next(self._seqs)}
 
     async def pin(self) -> None:
         """Hold this replica at its version: nothing is offered or handed over until `unpin`."""

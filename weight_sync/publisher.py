@@ -172,6 +172,8 @@ class PublisherService:
 
     def _acquire(self, token: int, num_bytes: int) -> str:
         path = self._pool.acquire(token, num_bytes)
+        if self._liaison.is_fenced:  # another process has its place: what it took would reach nobody
+            path = None
         self.counters["deferred" if path is None else "acquired"] += 1
         return path or ""
 

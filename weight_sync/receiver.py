@@ -31,6 +31,7 @@ from asyncrl.versions import UNLOADED
 from asyncrl.wire import field
 from weight_sync.backends.contract import Transport
 from weight_sync.carrier import AfterBucket, Carrier, Check, DigestMismatch, TransferOrder
+from weight_sync.coordination.mail import ReportLog
 from weight_sync.encoding.courier import CarryBucket, DeltaReceiver, carry_whole
 from weight_sync.inbox import WAKE, Inbox
 from weight_sync.liaison import RESET, Introduction, Liaison
@@ -111,6 +112,7 @@ class ReceiverService:
         self._serving = UNLOADED
         self._is_attended = self._is_pinned = self._is_draining = False
         self._parked: _Parked | None = None
+        self._heard = ReportLog()
         self.counters: Counter[str] = Counter()
         self._snapshot: dict[str, Any] = {"state": "STARTING", "address": self._server.address}
 
@@ -142,6 +144,9 @@ class ReceiverService:
         if request.op == WAKE:
             self._inbox.drain()
             request.reply()
+        elif self._is_late(request):
+            self.counters["late_calls"] += 1
+            request.reply(path="", fenced=self._liaison.is_fenced)
         elif request.op == "next_staged":
             self._take_poll(request)
         elif request.op == "loaded":
@@ -167,6 +172,13 @@ class ReceiverService:
         if self._parked is not None and self._clock.now() >= self._parked.until:
             self._end_poll(None)
         self._snapshot = self._describe()
+
+    def _is_late(self, request: Request) -> bool:
+        """Tell whether the replica has said something newer since: what it served then says nothing."""
+        args = request.args
+        if "seq" not in args:
+            return False
+        return not self._heard.is_new("replica", field(args, "life", str), field(args, "seq", int))
 
     def _take_poll(self, request: Request) -> None:
         serving = field(request.args, "serving", int)

@@ -134,11 +134,13 @@ class Reservation:
     Attributes:
         step_of_version: For every version number in the batch, the step to subtract for a token's
             lag. It is below the version's own step for tokens of a branch that a resume abandoned.
+        is_whole: Whether this, with what the learner had before, is all of the step.
     """
 
     step: int
     tickets: tuple[ReservedTicket, ...]
     step_of_version: Mapping[int, int]
+    is_whole: bool = True
 
 
 class ReplicaClient:
@@ -290,19 +292,15 @@ class ReplicaClient:
 
 
 def _read_grant(row: dict[str, Any]) -> LeaseGrant:
-    prompt = (row["source"], row["pass"], row["index"])
-    rest = (row["seed"], row["lease_s"], row["carry_attempt"])
-    return LeaseGrant(row["ticket"], row["attempt"], *prompt, *rest)
+    prompt = (row["source"], row["pass"], row["index"], row["seed"])
+    return LeaseGrant(row["ticket"], row["attempt"], *prompt, row["lease_s"], row["carry_attempt"])
 
 
 def _read_reservation(step: int, args: dict[str, Any]) -> Reservation | None:
     if not args["ready"]:
         return None
-    tickets = tuple(
-        ReservedTicket(row["ticket"], row["attempt"], row["num_tokens"], row["num_bytes"])
-        for row in args["tickets"]
-    )
-    return Reservation(step, tickets, dict(args["versions"]))
+    tickets = tuple(ReservedTicket(**row) for row in args["tickets"])
+    return Reservation(step, tickets, dict(args["versions"]), args["whole"])
 
 
 class LearnerClient:
@@ -310,7 +308,7 @@ class LearnerClient:
 
     Args:
         token: The fencing token that another process of the same learner got from `open`; a
-            data-parallel rank that only fetches is built with it.
+            data-parallel rank is built with it, only fetches, and may not change the ledger.
         deadline_s: Of each call, its repetitions included. A long poll has its own.
 
     Attributes:
@@ -330,9 +328,7 @@ class LearnerClient:
         """Become the learner: older tokens are fenced. Then `resume`, unless nothing was trained yet."""
         args = self._repeat(lambda left_s: self._rpc.call("open", deadline_s=left_s, holder=holder)).args
         self.token = args["token"]
-        checkpoints = tuple(
-            CheckpointEntry(row["token"], row["step"], row["digest"]) for row in args["checkpoints"]
-        )
+        checkpoints = tuple(CheckpointEntry(**row) for row in args["checkpoints"])
         return Opening(self.token, checkpoints, args["steps_trained"], args["num_prompts"], args["note"])
 
     def resume(
@@ -359,9 +355,13 @@ class LearnerClient:
         """Return a new version number for the weights after `step` steps."""
         return int(self._call("register_version", step=step)["number"])
 
-    def reserve(self, step: int, wait_s: float) -> Reservation | None:
-        """Return the batch of `step`, or None if it is not complete within `wait_s`."""
-        return _read_reservation(step, self._call("reserve", wait_s, step=step))
+    def reserve(
+        self, step: int, wait_s: float, have: list[int] | None = None, at_least: int = 1
+    ) -> Reservation | None:
+        """Return the batch of `step`, or None if it is not complete within `wait_s`; with `have`, the tickets
+        of the parts before, its next part: what is complete, `at_least` so many groups if not the last.
+        """
+        return _read_reservation(step, self._call("reserve", wait_s, step=step, have=have, at_least=at_least))
 
     def prefetch(self, num_groups: int) -> None:
         """Ask for the payloads of the oldest complete groups, without waiting: they travel meanwhile.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.buffer.client import MAX_PREFETCHED
 from asyncrl.buffer.replica_ops import MAX_NAME_CHARACTERS, read_pairs, read_wait_s
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.errors import WireError
+from asyncrl.errors import LedgerError, WireError
 from asyncrl.rpc import Request
 from asyncrl.wire import Frame, field
 
@@ -25,6 +25,7 @@ class LearnerOps:
         self._store = store
         self._ledger = store.ledger
         self._desk = desk
+        self._last_call = (0, 0)
 
     def table(self) -> dict[str, Callable[[Request], None]]:
         return {
@@ -56,27 +57,42 @@ class LearnerOps:
 
     def resume(self, request: Request) -> None:
         args = request.args
-        token, step, is_fork = self._token(request), field(args, "step", int), field(args, "is_fork", bool)
+        token, step, is_fork = (
+            self._token_in_turn(request),
+            field(args, "step", int),
+            field(args, "is_fork", bool),
+        )
         note, refused = _read_note(args), _read_ints(args, "refused")
         self._store.resume(token, step, is_fork=is_fork, note=note, refused=refused)
         self._reply(request)
 
     def register_version(self, request: Request) -> None:
-        number = self._ledger.register_version(self._token(request), field(request.args, "step", int))
+        number = self._ledger.register_version(self._token_in_turn(request), field(request.args, "step", int))
         self._reply(request, number=number)
 
     def reserve(self, request: Request) -> None:
-        token, step = self._token(request), field(request.args, "step", int)
+        """Reserve the batch, or with `have` the next part of it."""
+        args = request.args
+        token, step = self._token(request), field(args, "step", int)
+        have = _read_ints(args, "have") if args.get("have") is not None else None
+        at_least = field(args, "at_least", int) if "at_least" in args else 1
 
         def attempt() -> dict[str, Any] | None:
-            return self._reserve(token, step)
+            return self._reserve(token, step, have, at_least)
 
         self._desk.park_until(request, attempt, _not_ready, read_wait_s(request.args), ("learner", ""))
 
-    def _reserve(self, token: int, step: int) -> dict[str, Any] | None:
-        tickets = self._ledger.reserve(token, step, self._desk.clock.now())
+    def _reserve(
+        self, token: int, step: int, have: Sequence[int] | None, at_least: int
+    ) -> dict[str, Any] | None:
+        now = self._desk.clock.now()
+        if have is None:
+            tickets = self._ledger.reserve(token, step, now)
+        else:
+            tickets = self._ledger.reserve_part(token, step, now, have, at_least)
         if tickets is None:
             return None
+        is_whole = self._ledger.is_whole(step, [*(have or ()), *(ticket.id for ticket in tickets)])
         rows = [
             {
                 "ticket": ticket.id,
@@ -86,7 +102,8 @@ class LearnerOps:
             }
             for ticket in tickets
         ]
-        return {"ready": True, "tickets": rows, "versions": self._ledger.counted_versions(tickets)}
+        versions = self._ledger.counted_versions(tickets)
+        return {"ready": True, "tickets": rows, "versions": versions, "whole": is_whole}
 
     def prefetch(self, request: Request) -> None:
         """Send the oldest complete groups that are in memory; the ledger does not change."""
@@ -115,25 +132,44 @@ class LearnerOps:
         self._desk.answer(request, {"frames_per_group": counts, **args}, frames)
 
     def trained(self, request: Request) -> None:
-        token, step = self._token(request), field(request.args, "step", int)
+        token, step = self._token_in_turn(request), field(request.args, "step", int)
         lag_max = field(request.args, "lag_max", int)
         self._ledger.trained(token, step, _read_drops(request.args), lag_max)
         self._reply(request)
 
     def checkpointed(self, request: Request) -> None:
         args = request.args
-        token, step, digest = self._token(request), field(args, "step", int), field(args, "digest", str)
+        token, step, digest = (
+            self._token_in_turn(request),
+            field(args, "step", int),
+            field(args, "digest", str),
+        )
         self._ledger.checkpointed(token, step, digest, _read_ints(args, "kept"))
         self._reply(request)
 
     def request_evaluation(self, request: Request) -> None:
-        token, step = self._token(request), field(request.args, "step", int)
+        token, step = self._token_in_turn(request), field(request.args, "step", int)
         number = self._ledger.request_evaluation(token, step)
         self._reply(request, id=number)
 
     def _token(self, request: Request) -> int:
         token = int(field(request.args, "token", int))
         self._ledger.check_token(token)
+        return token
+
+    def _token_in_turn(self, request: Request) -> int:
+        """Return the token of a call that may not come behind a later one of the same learner.
+
+        A connection that broke may give up a call late, when it was made again and its learner went on: a
+        `resume` would then leave the lineage whose weights are published, and nobody could lease any more.
+
+        Raises:
+            LedgerError: It came late.
+        """
+        token = self._token(request)
+        if (token, request.id) < self._last_call:
+            raise LedgerError(f"'{request.op}' came behind a later call of its learner")
+        self._last_call = (token, request.id)
         return token
 
     def _reply(self, request: Request, **args: Any) -> None:

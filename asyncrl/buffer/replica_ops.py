@@ -23,7 +23,7 @@ MAX_COUNT, MAX_TOTAL, MAX_SQUARES = 10**15, 1e150, 1e300
 
 
 class ReplicaOps:
-    """Operations of replicas. `last_seen` is when each one last spoke."""
+    """Operations of replicas. `_last_seen` is when each one last spoke, the most silent one first."""
 
     def __init__(self, store: ExperienceStore, desk: Desk) -> None:
         self._store = store
@@ -69,7 +69,9 @@ class ReplicaOps:
         def attempt() -> Any:
             return self._grant(replica, version, want, evaluating)
 
-        self._desk.park_until(request, attempt, no_grant, read_wait_s(args), ("replica", replica))
+        # Who serves the same version is granted the same, or nothing.
+        lane = ("lease", version, want > 0)
+        self._desk.park_until(request, attempt, no_grant, read_wait_s(args), ("replica", replica), lane)
 
     def _grant(self, replica: str, version: int, want: int, evaluating: int | None) -> dict[str, Any] | None:
         # An evaluation is no lease: the learner has ordered it, and a pause lets what was begun end.
@@ -166,16 +168,18 @@ class ReplicaOps:
         for evaluation in self._ledger.state.evaluations.values():
             for replica in evaluation.holders.values():
                 self._last_seen.setdefault(replica, now)
-        silent = [name for name, seen in self._last_seen.items() if now - seen > lease_s]
-        for name in silent:
-            del self._last_seen[name]
-            self._ledger.evaluations.free(name)
-        return bool(silent)
+        has_silent = False
+        while self._last_seen and now - (oldest := next(iter(self._last_seen.items())))[1] > lease_s:
+            del self._last_seen[oldest[0]]
+            self._ledger.evaluations.free(oldest[0])
+            has_silent = True
+        return has_silent
 
     def _replica(self, request: Request) -> str:
         name = field(request.args, "replica", str)
         if not 0 < len(name) <= MAX_NAME_CHARACTERS:
             raise WireError(f"a replica's name has 1 to {MAX_NAME_CHARACTERS} characters")
+        self._last_seen.pop(name, None)
         self._last_seen[name] = self._desk.clock.now()
         return str(name)
 

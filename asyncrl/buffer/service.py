@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from asyncrl.buffer.learner_ops import LearnerOps
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.tickets import State
+from asyncrl.buffer.parking import Attempt, Owner, Parked, ParkingLot
 from asyncrl.buffer.replica_ops import ReplicaOps, no_grant
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import Clock
@@ -34,34 +35,13 @@ from asyncrl.wire import Frame
 log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
-MAX_PARKED = 4096
+MAX_PARKED = 16_384
+"""Of a fleet of thousands each may wait, and once more under a newer version."""
 MAX_EVALUATIONS_TOLD = 64
 """The newest: a status must fit into a header, also after thousands of evaluations."""
 MAX_METRICS_TOLD = 4096
 """Of all evaluations in a status."""
 AWAY_PAUSE_S = 0.01
-
-
-Attempt = Callable[[], dict[str, Any] | None]
-"""Returns the arguments of the answer, or None to wait on; raises to refuse."""
-
-
-@dataclass(frozen=True)
-class Parked:
-    """A request that waits for the ledger to change.
-
-    Attributes:
-        last: Returns the answer when the wait is over.
-        given_up: From when on nobody waits for the answer.
-        owner: (role, name); a newer client of the same owner takes its place.
-    """
-
-    request: Request
-    attempt: Attempt
-    last: Callable[[], dict[str, Any]]
-    deadline: float
-    given_up: float
-    owner: tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -97,7 +77,7 @@ class Desk:
         self.last_status: dict[str, Any] = {}
         self.counters: Counter[str] = Counter()
         self.wire_counters: Counter[str] = Counter()
-        self._parked: list[Parked] = []
+        self._parked = ParkingLot()
         self._outbox: list[Answer] = []
         self._has_changed = False
         self._next_status = 0.0
@@ -151,9 +131,14 @@ class Desk:
         attempt: Attempt,
         last: Callable[[], dict[str, Any]],
         wait_s: float,
-        owner: tuple[str, str],
+        owner: Owner,
+        lane: Hashable = None,
     ) -> None:
-        """Answer now if possible, else when the ledger allows it, else after `wait_s`."""
+        """Answer now if possible, else when the ledger allows it, else after `wait_s`.
+
+        Args:
+            lane: Of those that are alike while no evaluation is open (`parking`).
+        """
         args = attempt()
         if args is None and (len(self._parked) >= MAX_PARKED or wait_s == 0.0):
             args = last()
@@ -161,26 +146,27 @@ class Desk:
             self.answer(request, args)
             return
         deadline, given_up = self.clock.now() + wait_s, self._given_up(request)
-        newcomer = Parked(request, attempt, last, deadline, given_up, owner)
+        newcomer = Parked(request, attempt, last, deadline, given_up, owner, owner if lane is None else lane)
         self._replace_older(newcomer)
-        self._parked.append(newcomer)
+        self._parked.add(newcomer)
 
     def _given_up(self, request: Request) -> float:
         return self.clock.now() + request.patience_s
 
     def _replace_older(self, newcomer: Parked) -> None:
         """Answer what a restarted owner left parked: a grant must not go to a client that is gone."""
-        older = [one for one in self._parked if one.owner == newcomer.owner]
-        for parked in older:
+        for parked in self._parked.of(newcomer.owner):
             if parked.request.client != newcomer.request.client:
-                self._parked.remove(parked)
-                self.answer(parked.request, parked.last())
+                self._end_wait(parked)
 
-    def end_waits(self, owner: tuple[str, str]) -> None:
+    def end_waits(self, owner: Owner) -> None:
         """Answer all that an owner left parked: it is gone, or goes, and a grant would be lost."""
-        for parked in [one for one in self._parked if one.owner == owner]:
-            self._parked.remove(parked)
-            self.answer(parked.request, parked.last())
+        for parked in self._parked.of(owner):
+            self._end_wait(parked)
+
+    def _end_wait(self, parked: Parked) -> None:
+        self._parked.remove(parked)
+        self.answer(parked.request, parked.last())
 
     def end_turn(self) -> None:
         """Answer what can be answered, make the turn durable, send; without the journal, wait."""
@@ -210,14 +196,15 @@ class Desk:
 
     def _try_parked(self, now: float) -> None:
         has_changed, self._has_changed = self._has_changed, False
-        if self._parked:
-            self._parked = [parked for parked in self._parked if not self._try(parked, now, has_changed)]
+        for parked in self._parked.take_expired(now):
+            if not self._try(parked, now):
+                self._outbox.append(Answer(parked.request, parked.given_up, parked.last()))
+        if has_changed and self._parked:
+            are_alike = not self.store.ledger.evaluations.have_free_part
+            self._parked.offer(lambda parked: self._try(parked, now), are_alike=are_alike)
 
-    def _try(self, parked: Parked, now: float, has_changed: bool) -> bool:
+    def _try(self, parked: Parked, now: float) -> bool:
         """Answer a parked request if that is possible now; return whether it was."""
-        is_over = now >= parked.deadline
-        if not has_changed and not is_over:
-            return False
         if now >= parked.given_up:  # the wait ended while the journal was away
             self._outbox.append(Answer(parked.request, parked.given_up, parked.last()))
             return True
@@ -226,8 +213,6 @@ class Desk:
         except AsyncrlError as error:
             self._outbox.append(Answer(parked.request, parked.given_up, {}, error=error))
             return True
-        if args is None and is_over:
-            args = parked.last()
         if args is not None:
             self._outbox.append(Answer(parked.request, parked.given_up, args))
         return args is not None

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from asyncrl.config.rules.streaming import find_stream_conflicts
 from asyncrl.config.secrets import find_secrets
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def find_conflicts(config: Config) -> list[Conflict]:
     return [
         *conflicts,
         *(Conflict(*found) for found in find_secrets(config)),
+        *(Conflict(*found) for found in find_stream_conflicts(config)),
         *_find_gpu_conflicts(config),
         *_find_checkpoint_conflicts(config),
         *_find_backend_conflicts(learner),

@@ -66,7 +66,7 @@ __all__ = [
 class Config(Section):
     """A run, whole. `format` numbers the form of the file; without it a file is in the newest."""
 
-    format: Literal[2] = FORMAT
+    format: Literal[3] = FORMAT
     """Number of this file's form; an older one is brought up to date, a newer one refused."""
     run: RunSection = RunSection()
     model: ModelSection

@@ -58,7 +58,7 @@ EVENTS_TOLD = 50
 SAME_ROW = ("training/global_step", "timing_s/step")
 """No two rows have both alike, save one that was taken down twice."""
 OVER = {"ended", "failed", "gone"}
-TOLD_OF_SERVICES = ("state", "version", "pid", "address", "gateway", "node")
+TOLD_OF_SERVICES = ("state", "version", "pid", "address", "gateway", "node", "trajectories")
 
 
 class Supervisor:

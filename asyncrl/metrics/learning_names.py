@@ -85,6 +85,15 @@ _ACTOR = [
         ("actor/reward_kl_penalty_coeff", "1", "Coefficient of that penalty, as used"),
     ),
     Metric("actor/num_updates", "updates", "Optimizer updates of this step", "mean", "ranks"),
+    *means(
+        "ranks",
+        (
+            "stream/parts",
+            "parts",
+            "In which the batch came, where it was not whole at once (`learner.stream`)",
+        ),
+        ("stream/overlapped_s", "s", "Of the step's stages, on parts before the last: beside generation"),
+    ),
 ]
 
 _CRITIC = means(

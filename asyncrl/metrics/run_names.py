@@ -193,6 +193,16 @@ _CHECKPOINT = singles(
     ("checkpoint/bytes", "bytes", "Size of that checkpoint"),
 )
 
+_RECORD = singles(
+    "leader",
+    ("record/bytes", "bytes", "Written to the run's record (`run.record`) since the row before"),
+    (
+        "record/lost_steps",
+        "count",
+        "Steps, or weights' digests, that rank 0 could not record since then: the disk",
+    ),
+)
+
 _GUARD = singles(
     "guard",
     ("guard/<signal>", "count", "Findings of that kind since the learner's start: kl_spike, not_finite, ..."),
@@ -212,5 +222,5 @@ _SINKS = singles(
     ("metrics/sink_waiting/<sink>", "rows", "Rows on their way to a sink"),
 )
 
-_AROUND = (*_CHECKPOINT, *_GUARD, *_SINKS)
+_AROUND = (*_CHECKPOINT, *_RECORD, *_GUARD, *_SINKS)
 RUN = (*_PROGRESS, *_PASSES, *_TIME, *_PERFORMANCE, *_BALANCE, *_ROLLOUT, *_EVALUATION, *_AROUND)

@@ -3,14 +3,12 @@
 Run: `python -m benchmarks.gpu.weight_sync --json FILE`. Export from the device tensor by tensor, as a
 learner does it, against packed on the device and copied into pinned memory in buckets; the digest alone
 and while the next bucket is copied; one member's share of an NCCL broadcast; and a load into another
-process's tensors over CUDA IPC, against the same load from host memory. Prints its figures as JSON.
-`--device cpu` checks the logic (gloo, shared memory); its figures say nothing. Not run on a GPU.
+process's tensors over CUDA IPC, against the same load from host memory.
+`--quick` checks the logic on a CPU (gloo, shared memory); its figures say nothing. Not run on a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -18,7 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ import xxhash
 
 from asyncrl.clock import SystemClock
 from asyncrl.errors import ServiceFailed
+from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.weight_sync_peers.peers import FORKED
 from benchmarks.weight_sync_peers.weights import NamedTensors, count_bytes, make_weights
 from weight_sync.backends.contract import Group, Transport
@@ -40,22 +38,17 @@ NUM_TURNS, WAIT_S = 7, 60.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure as the command line says, print JSON and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.weight_sync", description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--bytes", type=int, help="of the model; 4 GB on a GPU, 2 MB without")
+    """Measure as the command line says and return the exit code."""
+    parser = make_parser("benchmarks.gpu.weight_sync", __doc__, quick="2 MB on the CPU, on any machine")
+    parser.add_argument("--bytes", type=int, help="of the model; 4 GB on a GPU")
     parser.add_argument("--bucket-bytes", type=int, default=64 << 20)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     given = parser.parse_args(arguments)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        print("no GPU here; --device cpu checks this benchmark's logic", file=sys.stderr)
+    if not given.quick and not torch.cuda.is_available():
+        print("no GPU here; --quick checks this benchmark's logic on a CPU", file=sys.stderr)
         return 1
-    num_bytes = given.bytes or (GPU_BYTES if given.device == "cuda" else QUICK_BYTES)
-    text = json.dumps(measure(torch.device(given.device), num_bytes, given.bucket_bytes), indent=2)
-    print(text)
-    if given.json is not None:
-        given.json.write_text(text + "\n")
-    return 0
+    device = torch.device("cpu" if given.quick else "cuda")
+    num_bytes = given.bytes or (QUICK_BYTES if given.quick else GPU_BYTES)
+    return report(given, measure(device, num_bytes, given.bucket_bytes), table, check)
 
 
 def measure(device: torch.device, num_bytes: int, bucket_bytes: int) -> dict[str, Any]:
@@ -82,6 +75,25 @@ def measure(device: torch.device, num_bytes: int, bucket_bytes: int) -> dict[str
         "bytes_per_s": rates,
         "overlap": rates["copy_and_digest_at_once"] / rates["copy_to_host_pinned"],
     }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return the rate of every stretch."""
+    lines = [f"{results['device']}: {results['num_bytes'] / 1e6:.0f} MB, exact: {results['is_exact']}", ""]
+    lines += ["| stretch | GB/s |", "|---|---|"]
+    lines += [f"| {name} | {rate / 1e9:.3g} |" for name, rate in results["bytes_per_s"].items()]
+    return "\n".join([*lines, "", f"copy with digests of copy alone: {results['overlap']:.2f}"])
+
+
+def check(results: dict[str, Any]) -> Verdict:
+    """Judge the export in packed buckets against tensor by tensor, and the load over CUDA IPC."""
+    rates = results["bytes_per_s"]
+    return judge(
+        {
+            "packed of tensor by tensor": rates["copy_to_host_pinned"] / rates["export_by_tensor"],
+            "CUDA IPC of host memory": rates["load_ipc"] / rates["load_host"],
+        }
+    )
 
 
 class Packing:

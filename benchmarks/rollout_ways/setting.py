@@ -66,7 +66,7 @@ def rate_between(before: Count, after: Count) -> Rate:
 def make_folder(folder: Path) -> Path:
     """Write the model, its tokenizer and the prompts, and return the folder."""
     save_qwen3(folder, dtype=torch.float32, **MODEL)
-    _build_tokenizer(MODEL["vocab_size"]).save_pretrained(folder)
+    build_tokenizer(MODEL["vocab_size"]).save_pretrained(folder)
     lines = [
         {"prompt": make_prompt(number, PROMPT_TOKENS), "ground_truth": str(number)}
         for number in range(NUM_PROMPTS)
@@ -81,7 +81,7 @@ def make_prompt(number: int, num_tokens: int) -> str:
     return "".join(letters)
 
 
-def _build_tokenizer(vocab_size: int) -> Any:
+def build_tokenizer(vocab_size: int) -> Any:
     """Return the tokenizer of tiny_text with made-up words beyond its bytes: every id has a text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

@@ -54,3 +54,10 @@ def aggregate(
 def aggregate_rows(loss_R: torch.Tensor, num_rows: float) -> torch.Tensor:
     """Return this part's share of the mean of a loss per row: for losses without one per token."""
     return loss_R.sum() / max(num_rows, 1.0)
+
+
+def find_divisor(mode: str, *, num_tokens: float, num_rows: float) -> float:
+    """Return what `aggregate` divides by under `mode`, one of `MODES` or any mean over rows."""
+    if mode == "token-sum":
+        return 1.0
+    return max(num_tokens if mode == "token-mean" else num_rows, 1.0)

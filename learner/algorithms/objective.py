@@ -387,10 +387,12 @@ def find_correction(section: AlgorithmSection) -> Correction:
             hint="Choose the correction without _rs, or leave rejection out",
         )
     try:
-        rejections = parse_rejections(section.rejection, section.rejection_threshold)
+        rejections = parse_rejections(
+            ",".join(section.rejection), ",".join(map(str, section.rejection.values()))
+        )
     except ValueError as error:
         raise ConfigError(
-            f"algorithm.rejection: {error}", hint="For example seq_mean_k1, 0.8_1.25"
+            f"algorithm.rejection: {error}", hint='For example {seq_mean_k1: "0.8_1.25"}'
         ) from error
     return dataclasses.replace(correction, rejection=rejections)
 

@@ -146,8 +146,6 @@ def _check_correction(section: AlgorithmSection, correction: Correction) -> Iter
             f"vtrace has importance weights of its own: {name} would count them twice",
             "Use correction: disabled",
         )
-    if section.rejection_threshold != "" and not section.rejection:
-        yield "algorithm.rejection_threshold does nothing without algorithm.rejection", "Set both"
 
 
 def _check_prox(section: AlgorithmSection, correction: Correction) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 Owns the alignment (position j predicts token j+1 of its row, so masks, labels, log-probs and versions
 sit at the predicting position), the lag of every token, and the cutting into minibatches and
-microbatches. It must never reorder groups: batches are in ticket order. Microbatches take rows as they
+microbatches. It must never reorder groups: batches are built in ticket order. Microbatches take rows as they
 fill the token budget best, and `restore_order` undoes it. Invariant: a token that is masked for its
 age or otherwise keeps its place in the denominator of the loss.
 
@@ -64,7 +64,7 @@ class PackedBatch:
         rewards_R: float32; once the objective has prepared the batch, less the KL that it takes off them.
         baseline_R: Reward of a greedy answer to the row's prompt, NaN where its group brought none; None if
             no group did.
-        tickets_G: Ascending.
+        tickets_G: Ascending; of a batch that was joined of parts, as they came.
         totals: Of the minibatch that this batch is, or is a microbatch of.
         prox_N: Log-probs under the weights at the start of the step, once computed.
         advantages_N, weights_N: Per token, once computed.

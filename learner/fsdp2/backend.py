@@ -9,7 +9,7 @@ Shapes: N packed positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -64,6 +64,15 @@ class Fsdp2Backend(RankedModel):
 
     def update(self, minibatch: PackedBatch, loss_fn: LossFn) -> dict[str, float]:
         return _prefix("actor", self._engine.update(minibatch, loss_fn, num_outputs=2))
+
+    def accumulate(self, parts: Sequence[PackedBatch], loss_fn: LossFn, *, is_last: bool) -> dict[str, float]:
+        # Layers send their gradients with each microbatch, whichever part it is of.
+        return self._engine.accumulate(parts, loss_fn, num_outputs=2)
+
+    def apply(
+        self, parts: Sequence[PackedBatch], metrics: Mapping[str, float], divisor: float
+    ) -> dict[str, float]:
+        return _prefix("actor", self._engine.apply(metrics, divisor))
 
     def _load(self, source: Path) -> tuple[RootModule, Sequence[torch.nn.Module]]:
         model = language_model.load_model(source)

@@ -11,7 +11,6 @@ Shapes: N packed positions.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,14 +98,41 @@ class Engine:
         minibatch = dataclasses.replace(minibatch, totals=self._sum_totals(minibatch.totals))
         metrics: dict[str, float] = {}
         for scale in self._loss_scale.attempts():
-            attempt = functools.partial(self._add_gradients, minibatch, loss_fn, num_outputs, scale)
-            reduced = self._run_again(minibatch, attempt)
+            reduced = self.accumulate([minibatch], loss_fn, num_outputs, scale)
             metrics = reduced | self._step_optimizer(reduced, scale)
             if math.isfinite(metrics["grad_norm"]):
                 self._loss_scale.accept(scale)
                 break
         self.progress.num_updates += 1
         return metrics
+
+    def accumulate(
+        self, parts: Sequence[PackedBatch], loss_fn: EngineLoss, num_outputs: int, scale: float = 1.0
+    ) -> dict[str, float]:
+        """Add the gradient of the last of `parts`; see `LearnerBackend.accumulate`.
+
+        Where memory runs out in it, all parts are computed anew.
+        """
+        assert self._optimizer is not None, "a frozen model is never updated"
+        optimizer, todo = self._optimizer, parts[-1:]
+
+        def run() -> dict[str, float]:
+            nonlocal todo
+            wanted, todo = todo, parts
+            if len(wanted) == len(parts):
+                optimizer.zero_grad()
+            found: dict[str, float] = {}
+            for part in wanted:
+                found = self._add_gradients(part, loss_fn, num_outputs, scale)
+            return found
+
+        return self._run_again(parts[-1], run)
+
+    def apply(self, metrics: Mapping[str, float], divisor: float) -> dict[str, float]:
+        """Divide the gradient and do the update; see `LearnerBackend.apply`."""
+        done = self._step_optimizer(metrics, divisor)
+        self.progress.num_updates += 1
+        return {**metrics, **done}
 
     def snapshot_state(self) -> Snapshot:
         """Copy this rank's state to the host; see `LearnerBackend.snapshot_state`."""
@@ -123,9 +149,7 @@ class Engine:
     def _add_gradients(
         self, minibatch: PackedBatch, loss_fn: EngineLoss, num_outputs: int, scale: float
     ) -> dict[str, float]:
-        """Make the gradient of `scale` times the loss; return the metrics of the whole minibatch."""
-        assert self._optimizer is not None, "a frozen model is never updated"
-        self._optimizer.zero_grad()
+        """Add the gradient of `scale` times the loss; return the metrics of the whole minibatch."""
         collected: list[Mapping[str, torch.Tensor]] = []
         for microbatch in self._microbatches(minibatch):
             outputs = self._forward(microbatch)

@@ -7,9 +7,10 @@ rank waits inside it and its optimizer step has not begun; whether that is so th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import OutOfMemoryError
@@ -85,18 +86,39 @@ class GuardedModel:
         Raises:
             UnstableTraining: There is no memory left, and making the microbatches smaller does not help.
         """
+        return self._step([minibatch], lambda: self._inner.update(minibatch, loss_fn))
+
+    def accumulate(self, parts: Sequence[PackedBatch], loss_fn: Any, *, is_last: bool) -> dict[str, float]:
+        """See `LearnerBackend.accumulate`. Raises UnstableTraining as `update` does."""
+        with self._explaining():
+            found: dict[str, float] = self._inner.accumulate(parts, loss_fn, is_last=is_last)
+        return found
+
+    def apply(
+        self, parts: Sequence[PackedBatch], metrics: Mapping[str, float], divisor: float
+    ) -> dict[str, float]:
+        """See `LearnerBackend.apply`. Raises UnstableTraining as `update` does."""
+        return self._step(parts, lambda: self._inner.apply(parts, metrics, divisor))
+
+    def _step(self, parts: Sequence[PackedBatch], run: Callable[[], dict[str, float]]) -> dict[str, float]:
+        with self._explaining():
+            metrics = run()
+        is_refused = bool(metrics.get(f"{self._part}/skipped_updates"))
+        tickets = (ticket for part in parts for ticket in part.tickets_G)
+        (self._refused if is_refused else self._applied).update(tickets)
+        return metrics
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say what to do where memory ends outside a pass: what a pass raises comes to `_make_room`."""
         try:
-            metrics: dict[str, float] = self._inner.update(minibatch, loss_fn)
+            yield
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            # What a pass raised came to `_make_room`: this is what comes after it.
             raise UnstableTraining(
                 f"no memory left in the optimizer step: {error}", hint=self._hint()
             ) from error
-        is_refused = bool(metrics.get(f"{self._part}/skipped_updates"))
-        (self._refused if is_refused else self._applied).update(minibatch.tickets_G)
-        return metrics
 
     def _make_room(self, row_lengths: Sequence[int], error: BaseException, may_run_again: bool) -> None:
         """Use less memory from now on, or give up with the reason; raise `error` if it is another one."""

@@ -8,7 +8,7 @@ Shapes: N packed positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from asyncrl.config.tree import LearnerSection
 from learner.backend import LossFn, Placement
 from learner.batching.batch import PackedBatch
 from learner.megatron.engine import Engine
+from learner.megatron.schedule import ColumnsLoss
 
 
 class MegatronBackend(Engine):
@@ -68,9 +69,23 @@ class MegatronBackend(Engine):
         return logprobs_N, entropy_N, squares_N
 
     def update(self, minibatch: PackedBatch, loss_fn: LossFn) -> dict[str, float]:
-        def loss(
-            output_2N: torch.Tensor, microbatch: PackedBatch
-        ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-            return loss_fn(output_2N[0], output_2N[1], microbatch)
+        return self._train(minibatch, _by_columns(loss_fn))
 
-        return self._train(minibatch, loss)
+    def accumulate(self, parts: Sequence[PackedBatch], loss_fn: LossFn, *, is_last: bool) -> dict[str, float]:
+        return self._accumulate(parts, _by_columns(loss_fn), is_last=is_last)
+
+    def apply(
+        self, parts: Sequence[PackedBatch], metrics: Mapping[str, float], divisor: float
+    ) -> dict[str, float]:
+        done = self._step_optimizer(metrics, divisor)
+        self._num_updates += 1
+        return {**metrics, **done}
+
+
+def _by_columns(loss_fn: LossFn) -> ColumnsLoss:
+    def loss(
+        output_2N: torch.Tensor, microbatch: PackedBatch
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        return loss_fn(output_2N[0], output_2N[1], microbatch)
+
+    return loss

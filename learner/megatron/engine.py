@@ -191,29 +191,47 @@ class Engine:
         minibatch = dataclasses.replace(minibatch, totals=self._sum_totals(minibatch.totals))
         metrics: dict[str, float] = {}
         for scale in self._loss_scale.attempts():
-            collected = self._add_gradients(minibatch, loss_fn, scale)
-            reduced: dict[str, float] = {}
-            if self._groups.is_last_stage:
-                reduced = self._reduce({name: [found[name] for found in collected] for name in collected[0]})
-            shared = self._groups.share_table_from(self._groups.pp.size() - 1, reduced)
-            assert isinstance(shared, dict)
-            metrics = shared | self._step_optimizer(shared, scale)
+            found = self._accumulate([minibatch], loss_fn, scale)
+            metrics = found | self._step_optimizer(found, scale)
             if math.isfinite(metrics["actor/grad_norm"]):
                 self._loss_scale.accept(scale)
                 break
         self._num_updates += 1
         return metrics
 
+    def _accumulate(
+        self, parts: Sequence[PackedBatch], loss_fn: ColumnsLoss, scale: float = 1.0, is_last: bool = True
+    ) -> dict[str, float]:
+        """Add the gradient of the last of `parts`; return the loss's metrics of it over all ranks."""
+        collected = self._add_gradients(parts, loss_fn, scale, is_last)
+        reduced: dict[str, float] = {}
+        if self._groups.is_last_stage:
+            reduced = self._reduce({name: [found[name] for found in collected] for name in collected[0]})
+        shared = self._groups.share_table_from(self._groups.pp.size() - 1, reduced)
+        assert isinstance(shared, dict)
+        return shared
+
     def _add_gradients(
-        self, minibatch: PackedBatch, loss_fn: ColumnsLoss, scale: float
+        self, parts: Sequence[PackedBatch], loss_fn: ColumnsLoss, scale: float, is_last: bool
     ) -> list[Mapping[str, torch.Tensor]]:
-        """Make the gradient of the minibatch over all ranks; return each microbatch's metrics."""
+        """Add the gradient of the last of `parts` over all ranks; return each of its microbatches' metrics.
+
+        Where memory runs out in it, all parts are computed anew.
+        """
+        todo = parts[-1:]
 
         def run() -> list[Mapping[str, torch.Tensor]]:
-            self._training.zero_gradients()
-            return self._schedule.train(self._split(minibatch), loss_fn, scale)
+            nonlocal todo
+            wanted, todo = todo, parts
+            if len(wanted) == len(parts):
+                self._training.zero_gradients()
+            found: list[Mapping[str, torch.Tensor]] = []
+            for part in wanted:
+                reduces = is_last and part is parts[-1]
+                found = self._schedule.train(self._split(part), loss_fn, scale, reduces=reduces)
+            return found
 
-        return self._run_again(minibatch, run)
+        return self._run_again(parts[-1], run)
 
     def _run_again(self, batch: PackedBatch, run: Callable[[], T]) -> T:
         """Return what the pass `run` does; where memory runs out and no other rank waits, do it again.

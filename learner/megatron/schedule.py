@@ -50,18 +50,19 @@ class Schedule:
         )
         self._chunks, self._config, self._groups = list(chunks), config, groups
         self._num_multiple = groups.pp.size() if is_interleaved else 1
-        self.is_reducing = False
+        self.is_reducing, self._reduces = False, True
         config.finalize_model_grads_func = self._finalize_gradients
 
     def train(
-        self, microbatches: Sequence[PackedBatch], loss_fn: ColumnsLoss, scale: float
+        self, microbatches: Sequence[PackedBatch], loss_fn: ColumnsLoss, scale: float, *, reduces: bool = True
     ) -> list[Mapping[str, torch.Tensor]]:
         """Add the gradients of all microbatches and reduce them; return each one's metrics (last stage).
 
-        Gradients are `scale` times those of the loss. `is_reducing` says, also after an error, whether the
-        other data-parallel ranks have been met.
+        Gradients are `scale` times those of the loss. Without `reduces` they stay on their ranks, until a
+        later call reduces all that was added. `is_reducing` says, also after an error, whether the other
+        data-parallel ranks have been met.
         """
-        self.is_reducing = False
+        self.is_reducing, self._reduces = False, reduces
         results: list[Mapping[str, torch.Tensor]] = self._run(
             microbatches, functools.partial(self._compute_loss, loss_fn, scale), forward_only=False
         )
@@ -140,6 +141,8 @@ class Schedule:
 
     def _finalize_gradients(self, chunks: list[torch.nn.Module], _num_tokens: Any, **options: Any) -> None:
         """Reduce gradients over all groups; Megatron would divide by the number of tokens here."""
+        if not self._reduces:
+            return
         self.is_reducing = True
         finalize_model_grads(chunks, None, **options)
 

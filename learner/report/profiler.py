@@ -36,8 +36,10 @@ class ProfilerWindow:
         self._begun = self._last = 0
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def step(self, step: int, is_end: bool = True) -> Iterator[None]:
         """Record the block if `step` is in the window; write the trace after its last step.
+
+        A step may be several blocks; then `is_end` of the last one alone.
 
         A run that resumes inside the window records what is left of it.
         """
@@ -53,7 +55,7 @@ class ProfilerWindow:
                 yield
             has_failed = False
         finally:
-            if has_failed or step == self._end - 1:
+            if has_failed or (is_end and step == self._end - 1):
                 self.close()
 
     def close(self) -> None:

@@ -69,6 +69,6 @@ def test_the_command_prints_the_table_it_keeps(
 ):
     monkeypatch.setattr(concurrency, "QUICK_S", 1.0)
     assert main(["--quick", "--json", str(tmp_path / "figures.json")]) == 0
-    results = json.loads((tmp_path / "figures.json").read_text())
+    results = json.loads((tmp_path / "figures.json").read_text())["figures"]
     assert capsys.readouterr().out.strip() == table(results)
     assert len(results["cases"]) == 6

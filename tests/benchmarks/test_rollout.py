@@ -74,7 +74,7 @@ def test_every_prompt_is_answered_by_a_group_of_requests_with_seeds_of_their_own
 
 
 def test_prompts_are_of_their_length_for_both_ways_and_differ(tmp_path: Path) -> None:
-    tokenizer = setting._build_tokenizer(600)
+    tokenizer = setting.build_tokenizer(600)
     text = setting.make_prompt(7, setting.PROMPT_TOKENS)
     assert len(tokenizer(text)["input_ids"]) == len(_ids(text)) == setting.PROMPT_TOKENS
     assert setting.make_prompt(8, 32) != text

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
-from asyncrl.sim.experiment import RULES, Sizes
+from asyncrl.sim.studies.experiment import RULES, Sizes
 from benchmarks import staleness_policies
 from benchmarks.staleness_policies import check, main, measure, select_cells, table
 
@@ -73,7 +73,7 @@ def test_the_command_prints_a_table_per_figure_and_keeps_the_figures(tmp_path, m
     monkeypatch.setattr(staleness_policies, "QUICK_SIZES", TINY)
     target = tmp_path / "figures.json"
     assert main(["--quick", "--json", str(target)]) == 0
-    results = json.loads(target.read_text())
+    results = json.loads(target.read_text())["figures"]
     printed = capsys.readouterr().out
     assert printed.strip() == table(results)
     assert printed.count("### ") == 7

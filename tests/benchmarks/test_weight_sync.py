@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from benchmarks import weight_sync
 from benchmarks.gpu import weight_sync as gpu_weight_sync
+from benchmarks.rows import RowFile
 from benchmarks.weight_sync_peers.joiners import measure_joiners
 from benchmarks.weight_sync_peers.weights import count_bytes, make_weights
 
@@ -103,20 +103,33 @@ def test_the_table_shows_ratios_the_engine_and_the_words_of_vllms_client() -> No
     assert "vLLM's trainer client nccl: RuntimeError: no GPU" in text
 
 
+def test_a_row_has_the_ratios_of_each_turn() -> None:
+    row, *rest = weight_sync.describe(make_results())
+    assert row.case == {"megabytes": 100, "receivers": 1}
+    assert row.values["gb_per_s"] == pytest.approx(1.0)
+    assert row.values["of_bare_gloo"] == pytest.approx(0.9)
+    assert row.values["stall"] == pytest.approx(1.2)
+    assert row.spread["of_bare_gloo"] > 0
+    assert {"joiners/sync_s", "engine/pause_s"} <= set(rest[0].values)
+
+
 def test_the_picture_is_drawn(tmp_path: Any) -> None:
     weight_sync.draw(make_results(), tmp_path / "rates.png")
     assert (tmp_path / "rates.png").stat().st_size > 1000
 
 
-def test_the_gpu_benchmark_moves_exact_bytes_and_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_weight_sync.main(["--device", "cpu", "--bytes", "300000", "--bucket-bytes", "65536"]) == 0
-    results = json.loads(capsys.readouterr().out)
-    assert results["is_exact"]
-    assert len(results["bytes_per_s"]) == 8
-    assert min(results["bytes_per_s"].values()) > 0
+def test_the_gpu_benchmark_moves_exact_bytes_and_writes_rows(tmp_path: Any) -> None:
+    flags = ["--quick", "--bytes", "300000", "--bucket-bytes", "65536"]
+    assert gpu_weight_sync.main([*flags, "--json", str(tmp_path / "rows.json")]) == 0
+    file = RowFile.read(tmp_path / "rows.json")
+    assert file.figures["is_exact"]
+    (row,) = file.rows
+    rates = [value for name, value in row.values.items() if name.startswith("bytes_per_s/")]
+    assert len(rates) == 8 and min(rates) > 0
+    assert row.bench == "gpu.weight_sync" and row.case["device"] == "CPU"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_without_a_gpu_the_gpu_benchmark_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_weight_sync.main([]) == 1
-    assert "--device cpu" in capsys.readouterr().err
+    assert "--quick" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def test_the_version_is_printed(tmp_path):
         (["scale", "learner=3"], 2, "rollout=N"),
         (["scale", "rollout=-1"], 2, "rollout=N"),
         (["data", "gsm8k", "nope.jsonl", "out.parquet"], 2, "does not exist"),
-        (["bench", "pipeline", "--nope"], 2, "No such option"),
+        (["bench", "pipeline", "--nope"], 2, "unrecognized arguments: --nope"),
     ],
 )
 def test_a_refused_command_is_one_message_on_stderr_and_an_exit_code(tmp_path, arguments, code, said):

@@ -85,6 +85,38 @@ def test_a_problem_with_a_value_that_moved_names_the_line_that_was_written(folde
     ]
 
 
+@pytest.mark.parametrize(
+    ("options", "thresholds", "wanted"),
+    [
+        ("seq_mean_k1", "0.8_1.25", {"seq_mean_k1": "0.8_1.25"}),
+        ("token_k2, seq_max_k3", "2.0, 3.0", {"token_k2": "2.0", "seq_max_k3": "3.0"}),
+        ("token_k2,token_k3", 0.5, {"token_k2": "0.5", "token_k3": "0.5"}),
+        ("token_k2,token_k3,seq_max_k2", "1,2", dict.fromkeys(("token_k2", "token_k3", "seq_max_k2"), "1,2")),
+        ("", "", {}),
+    ],
+)
+def test_rejections_and_their_thresholds_of_older_files_become_a_map(folder, options, thresholds, wanted):
+    text = f"format: 2\nalgorithm: {{rejection: '{options}', rejection_threshold: {thresholds!r}}}\n"
+    Path("a.yaml").write_text(GOOD + text)
+    assert load_config("a.yaml").algorithm.rejection == wanted
+
+
+def test_a_rejection_as_older_files_have_it_is_told_what_stands_for_it(folder):
+    found = problems_of(GOOD + "algorithm: {rejection: seq_mean_k1, rejection_threshold: 2.0}\n")
+    hint = 'rejection: {seq_mean_k1: "0.8_1.25"}'
+    wanted, gone = "must be a map of rejections and their bounds", "'rejection_threshold' in 'algorithm'"
+    assert found == [
+        f"a.yaml:4:24: algorithm.rejection is 'seq_mean_k1', but {wanted}. Write {hint}",
+        f"a.yaml:4:37: unknown key {gone}. Write it behind its rejection: {hint}",
+    ]
+
+
+@pytest.mark.parametrize("rejection", ["", "rejection: {token_k2: 0.5}, "])
+def test_a_threshold_of_an_older_file_without_its_rejection_is_refused(folder, rejection):
+    (problem,) = problems_of(GOOD + f"format: 2\nalgorithm: {{{rejection}rejection_threshold: 2.0}}\n")
+    assert "unknown key 'rejection_threshold'" in problem and "Write it behind its rejection" in problem
+
+
 def test_older_and_newer_files_can_be_laid_over_each_other(folder):
     Path("a.yaml").write_text(GOOD + "guard: {limits: {actor/entropy: null}}\n")
     Path("b.yaml").write_text("format: 1\nguard: {max_clipfrac: 0.5}\n")
@@ -96,9 +128,9 @@ def test_older_and_newer_files_can_be_laid_over_each_other(folder):
 @pytest.mark.parametrize(
     ("number", "said"),
     [
-        (f"{FORMAT + 1}", "and this asyncrl reads up to 2: the file is of a newer one. Use the asyncrl that"),
-        ("0", "but must be a whole number from 1 to 2. Leave it out for the newest"),
-        ("x", "format is 'x', but must be a whole number from 1 to 2"),
+        (f"{FORMAT + 1}", "and this asyncrl reads up to 3: the file is of a newer one. Use the asyncrl that"),
+        ("0", "but must be a whole number from 1 to 3. Leave it out for the newest"),
+        ("x", "format is 'x', but must be a whole number from 1 to 3"),
         ("true", "format is True, but must be a whole number"),
     ],
 )

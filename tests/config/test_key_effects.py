@@ -82,8 +82,9 @@ def journal(config: Config, folder: Path) -> Any:
 
 
 def buffer(config: Config, folder: Path) -> Any:
-    store = build_buffer(ServiceContext(config, "buffer.0", folder, "id", bind=f"ipc://{folder}/b"))._store
-    return store._drops_constant_groups
+    service = build_buffer(ServiceContext(config, "buffer.0", folder, "id", bind=f"ipc://{folder}/b"))
+    service._server.close()
+    return service._store._drops_constant_groups
 
 
 def learner(config: Config, folder: Path) -> Any:
@@ -175,6 +176,7 @@ def sync(config: Config, folder: Path) -> Any:
     service = build_coordinator(
         ServiceContext(config, "weight_sync.0", folder, "id", bind=f"ipc://{folder}/s")
     )
+    service._server.close()
     floor = service._coordination._floor
     return floor.timing, floor.parallelism, floor.backend, floor.uses_delta
 
@@ -222,7 +224,7 @@ Look = Callable[[Config, Path], Any]
 GAE = {"algorithm.advantage": "gae"}
 KL = {"algorithm.kl.coef": 0.3}
 ADAPTIVE = {"algorithm.kl.coef": 0.3, "algorithm.kl.where": "reward"}
-REJECT = {"algorithm.rejection": "token_k3", "algorithm.rejection_threshold": 0.5}
+REJECT = {"algorithm.rejection": {"token_k3": 0.5}}
 ONE_REWARD = {"reward.fn": [{"fn": "gsm8k", "name": "a"}]}
 OVERLONG = {"reward.overlong.buffer_tokens": 8}
 TOOLS = {"rollout.environment.name": "tools"}
@@ -289,8 +291,7 @@ EFFECTS: tuple[tuple[str, Look, Any, Changes], ...] = (
     ("algorithm.correction", training, "disabled", {}),
     ("algorithm.is_threshold", training, 1.1, {}),
     ("algorithm.normalize_weights", training, True, {}),
-    ("algorithm.rejection", training, "token_k2", REJECT),
-    ("algorithm.rejection_threshold", training, 1.5, REJECT),
+    ("algorithm.rejection", training, {"token_k3": 1.5}, REJECT),
     ("algorithm.veto", training, 0.5, {}),
     ("algorithm.kl.coef", training, 0.1, KL),
     ("algorithm.kl.where", training, "reward", KL),
@@ -394,6 +395,14 @@ SHOWN_BY: Mapping[str, tuple[str, str]] = {
     "learner.sequence_parallel": (
         "tests/learner/backends/test_parallel.py",
         "test_two_ranks_train_as_one_process_does",
+    ),
+    "learner.stream": (
+        "tests/learner/streaming/test_streamed_run.py",
+        "test_a_streamed_run_ends_with_the_weights_of_one_that_waits",
+    ),
+    "run.record": (
+        "tests/learner/record/test_replay.py",
+        "test_recorded_steps_train_again_bit_by_bit_from_a_checkpoint",
     ),
     "learner.vpp": (
         "tests/learner/backends/test_parallel.py",

@@ -29,6 +29,7 @@ from weight_sync.handoff import Handoff
 from weight_sync.link import ReceiverLink
 from weight_sync.memory.manifest import Probe
 from weight_sync.memory.staging import open_tensors
+from weight_sync.protocol.protocol import PUBLISHER
 
 
 @pytest.fixture
@@ -149,6 +150,38 @@ def test_a_load_that_failed_is_handed_over_again(cluster):
     assert load(receiver).number == 1
     wait_for_counter(cluster, "failed_loads", 1)
     wait_for_counter(cluster, "rounds", 1)
+
+
+def test_a_call_that_a_replica_gave_up_changes_nothing_after_its_later_ones(cluster):
+    (receiver,) = start(cluster, "receiver.0")
+    publish(cluster.handoff(), 1)
+
+    def tell(op: str, seq: int, life: str = "a", **args: object) -> str:
+        reply = receiver.client.call(op, deadline_s=2 * WAIT_S, life=life, seq=seq, **args)
+        return str(reply.args.get("path", ""))
+
+    assert tell("next_staged", 1, serving=0, wait_s=WAIT_S)
+    tell("loaded", 2, number=1, ok=False, error="half loaded")
+    assert tell("next_staged", 3, serving=0, wait_s=WAIT_S)
+    tell("loaded", 4, number=1, ok=True, error="")
+    tell("loaded", 2, number=1, ok=False, error="half loaded")
+    assert not tell("next_staged", 1, serving=0, wait_s=0.0)
+    assert not tell("next_staged", 5, serving=1, wait_s=0.3), "version 1 is not loaded once more"
+    wait_until(lambda: receiver.status()["counters"].get("late_calls") == 2, "both late calls to be seen")
+    assert receiver.status()["counters"]["failed_loads"] == 1
+    assert tell("next_staged", 1, life="b", serving=0, wait_s=WAIT_S), "a new process counts from 1"
+
+
+def test_a_publisher_whose_place_is_taken_takes_no_more_versions(cluster):
+    """What it took would reach nobody, and the learner would think it published."""
+    handoff = cluster.handoff()
+    publish(handoff, 1)
+    assert handoff.has_room()
+    elsewhere = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 1, "born": 1 << 50}
+    cluster.coordinator.client.call(
+        "hello", deadline_s=WAIT_S, name=PUBLISHER, incarnation="elsewhere", **elsewhere
+    )
+    wait_until(lambda: not handoff.has_room(), "the publisher to be refused")
 
 
 def test_a_replica_that_was_started_anew_gets_the_current_version_again(cluster):

@@ -219,6 +219,21 @@ def test_an_older_coordinator_that_gets_the_address_back_knows_from_its_peers_th
             assert peer.counters["newer_coordinators"] == 1
 
 
+def test_a_hello_that_is_read_behind_a_later_word_of_its_process_changes_nothing():
+    """A connection that was given up may still bring one: its card is old, and nobody would say so again."""
+    with coordinator(token=5) as service:
+        client = Client(address_of(service))
+        who = {"name": "receiver.0", "incarnation": "1", "token": 0}
+        hello = {**CARD, **who, "born": 1, "seq": 1}
+        client.call("hello", **hello)
+        client.call("report", event="loaded", fields={"number": 3, "ok": True, "error": ""}, seq=1, **who)
+        assert client.call("hello", **hello).args["welcome"]
+        wait_until(lambda: service.status()["members"].get("receiver.0", {}).get("version") == 3)
+        client.call("hello", **{**hello, "seq": 2})
+        wait_until(lambda: service.status()["members"]["receiver.0"]["version"] == 0)
+        client.close()
+
+
 class DeafCoordinator:
     """Orders the same in every answer and looks at no token, as one that was thawed may."""
 

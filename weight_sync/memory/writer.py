@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -146,6 +147,11 @@ class SegmentWriter:
     def _end_bucket(self, num_bytes: int) -> None:
         self._buckets.append(Bucket(num_bytes, self._digest.hexdigest()))
         self._digest = xxhash.xxh3_128()
+
+
+def digest_of(buckets: Iterable[Bucket]) -> str:
+    """Return the xxh3-128 digest of the buckets' digests in order, in hex."""
+    return xxhash.xxh3_128_hexdigest("".join(bucket.digest for bucket in buckets).encode())
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:

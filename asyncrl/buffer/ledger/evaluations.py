@@ -33,6 +33,11 @@ class EvaluationOrders:
         self._state = state
         self._emit = emit
 
+    @property
+    def have_free_part(self) -> bool:
+        """Whether a part of an order waits for a replica."""
+        return any(one.next_free() is not None for one in self._open())
+
     def request(self, step: int) -> int:
         """Order an evaluation at weights of at least `step`; return its id, the same while it waits."""
         for evaluation in self._open():

@@ -204,21 +204,78 @@ class Ledger(ReplicaCommands):
         Raises:
             LedgerError: `step` is not the next step.
         """
+        missing = self._count_missing(token, step)
+        if missing > 0 and not self._reserve_oldest(step, missing, missing, now):
+            return None
+        return sorted(self.state.by_step[step], key=lambda ticket: ticket.id)
+
+    def reserve_part(
+        self, token: int, step: int, now: float, have: Collection[int], at_least: int = 1
+    ) -> list[Ticket] | None:
+        """Reserve the complete groups that `step` has place for, or return None while there are too few.
+
+        For a learner that begins before its batch is whole. What was reserved stays so until the step is
+        trained, over a resume too: its parts come again as they were, in the same order, whoever asks. Under
+        policy `wait` places stay free for groups in flight as long as `reserve` would wait for them.
+
+        Args:
+            have: The tickets of the step that the caller has; it gets those of the next part.
+            at_least: The fewest groups of a part that does not make the batch whole.
+
+        Returns:
+            The part, sorted by id; None too if the batch is whole and `have` is all of it.
+
+        Raises:
+            LedgerError: `step` is not the next step, or not all of `have` is reserved for it.
+        """
+        missing, known = self._count_missing(token, step), set(have)
+        reserved = {ticket.id for ticket in self.state.by_step.get(step, ())}
+        if not reserved.issuperset(known):
+            raise LedgerError(
+                f"step {step} has begun with tickets {sorted(known - reserved)}, which are not reserved",
+                hint="A payload was lost meanwhile: reserve the step from its start",
+            )
+        least = min(max(at_least, 1), missing)
+        if reserved == known and not (missing and self._reserve_oldest(step, missing, least, now)):
+            return None
+        return next(part for part in self._parts(step) if not known.issuperset(one.id for one in part))
+
+    def is_whole(self, step: int, have: Collection[int]) -> bool:
+        """Tell whether `have` is all that `step` trains."""
+        batch = self.state.by_step.get(step, [])
+        return len(batch) == self.state.batch_size(step) and {one.id for one in batch}.issubset(have)
+
+    def _parts(self, step: int) -> list[list[Ticket]]:
+        """Return the parts in which the batch of `step` was reserved, each sorted by id."""
+        rest = {ticket.id: ticket for ticket in self.state.by_step[step]}
+        later = [[rest.pop(number) for number in part] for part in self.state.parts.get(step, ())]
+        found = [sorted(part, key=lambda ticket: ticket.id) for part in (list(rest.values()), *later)]
+        return [part for part in found if part]
+
+    def _count_missing(self, token: int, step: int) -> int:
+        """Return how many groups `step` lacks. Raises LedgerError if it is not the next step."""
         self._check_learner(token)
         state = self.state
         if step != state.steps_trained:
             raise LedgerError(f"step {step} cannot be reserved: the next one is {state.steps_trained}")
-        missing = self.state.batch_size(step) - len(state.by_step.get(step, ()))
-        if missing > 0:
-            if self.settings.policy == "drop":
-                self._drop_over_age(step)
-            if missing > state.counts[State.STORED]:
-                return None
-            oldest = tuple(sorted(state.stored)[:missing])
-            if self.settings.policy == "wait" and self._must_wait(step, oldest[-1], now):
-                return None
-            self._emit(ev.Reserved(step, oldest))
-        return sorted(state.by_step[step], key=lambda ticket: ticket.id)
+        return state.batch_size(step) - len(state.by_step.get(step, ()))
+
+    def _reserve_oldest(self, step: int, missing: int, at_least: int, now: float) -> bool:
+        """Reserve up to `missing` of the oldest complete groups, if `at_least` of them may be."""
+        state = self.state
+        if self.settings.policy == "drop":
+            self._drop_over_age(step)
+        if at_least > state.counts[State.STORED]:
+            return False
+        oldest = sorted(state.stored)[:missing]
+        awaited = self._find_awaited(step, now, is_complete=len(oldest) == missing)
+        if awaited:  # those before a group take places before it
+            free = [missing - 1 - sum(one < number for one in awaited) for number in oldest]
+            oldest = [number for taken, number in enumerate(oldest) if taken <= free[taken]]
+        if len(oldest) < at_least:
+            return False
+        self._emit(ev.Reserved(step, tuple(oldest)))
+        return True
 
     def _drop_over_age(self, step: int) -> None:
         """Drop what is stored and over age at `step`; a prompt's last generation is left to the mask."""
@@ -236,21 +293,24 @@ class Ledger(ReplicaCommands):
         self._judged_step = step
         self._unjudged.clear()
 
-    def _must_wait(self, step: int, last: int, now: float) -> bool:
-        """Tell whether a group in flight, if pushed now, would be in the batch that ends at ticket `last`,
-        in bound; after this step it no longer is.
+    def _find_awaited(self, step: int, now: float, is_complete: bool) -> list[int]:
+        """Return the groups in flight that are in bound at this step and after it no longer.
+
+        None from `max_wait_s` after the first call that found the batch complete, and under other policies.
         """
         state, max_lag = self.state, self.settings.max_lag
-        if self._complete_step != step:
+        if self.settings.policy != "wait":
+            return []
+        if is_complete and self._complete_step != step:
             self._complete_step, self._complete_since = step, now
-        if now - self._complete_since >= self.settings.max_wait_s:
-            return False
-        return any(
-            lag(step, state.versions.counted_step(version)) == max_lag  # one more is over the bound
-            and any(number < last for number in leased)
+        if is_complete and now - self._complete_since >= self.settings.max_wait_s:
+            return []
+        return [
+            number
             for version, leased in state.leased_by_version.items()
-            if version
-        )
+            if version and lag(step, state.versions.counted_step(version)) == max_lag
+            for number in leased
+        ]
 
     def counted_versions(self, tickets: Sequence[Ticket]) -> list[tuple[int, int]]:
         """Return (number, step to subtract) for every version that may have sampled these groups."""

@@ -67,6 +67,7 @@ def write_snapshot(state: LedgerState) -> dict[str, Any]:
         "ticket_fields": list(_TICKET_FIELDS),
         "tickets": [_write_ticket(ticket) for ticket in state.tickets.values()],
         "by_step": [[step, [ticket.id for ticket in batch]] for step, batch in state.by_step.items()],
+        "parts": [[step, [list(part) for part in parts]] for step, parts in state.parts.items()],
         "dropped": [ticket.id for ticket in state.dropped],
         "refused_steps": sorted(state.refused_steps),
         "checkpoints": [list(astuple(one)) for one in state.checkpoints.values()],
@@ -131,6 +132,7 @@ def _read(state: LedgerState, values: Mapping[str, Any]) -> None:
         raise ValueError("its tickets have other fields")
     state.tickets = {row[0]: _read_ticket(row) for row in values["tickets"]}
     state.by_step = {step: [state.tickets[number] for number in batch] for step, batch in values["by_step"]}
+    state.parts = {step: [tuple(part) for part in parts] for step, parts in values.get("parts", ())}
     state.dropped = deque(state.tickets[number] for number in values["dropped"])
     state.refused_steps = set(values["refused_steps"])
     found = [Checkpoint(*row) for row in values["checkpoints"]]

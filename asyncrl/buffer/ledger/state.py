@@ -27,6 +27,7 @@ from asyncrl.buffer.ledger.tickets import (
     State,
     Ticket,
     finish_evaluation,
+    leave_parts,
 )
 from asyncrl.metrics.tallies import Tally
 
@@ -47,7 +48,8 @@ class LedgerState:
         leases: Ids of LEASED tickets, by replica.
         leased_by_version: Under policy `wait`, ids of LEASED tickets by `Ticket.version`.
         deadlines: (deadline, ticket, attempt) of leases, a heap; entries of ended leases are skipped.
-        by_step: Tickets reserved or trained, by step.
+        by_step: Tickets reserved or trained, by step, in the order in which they were reserved.
+        parts: Ids that one event reserved, by step, where its batch was not reserved at once.
         paced_open_tickets: While a step trains, how many tickets may be open; 0 for no such limit.
         replay_sizes: How many groups a step that a resume rewound had.
         held_bytes, carry_bytes: Bytes of payloads that count against memory; of carried work alone.
@@ -78,6 +80,7 @@ class LedgerState:
         self.leases: dict[str, set[int]] = {}
         self.deadlines: list[tuple[float, int, int]] = []
         self.by_step: dict[int, list[Ticket]] = {}
+        self.parts: dict[int, list[tuple[int, ...]]] = {}
         self.replay_sizes: dict[int, int] = {}
         self.steps_trained = 0
         self.paced_open_tickets = 0
@@ -191,7 +194,7 @@ class LedgerState:
         self._appliers[type(event)](event)
 
     def as_snapshot(self) -> dict[str, Any]:
-        """Return all that the events determine, as plain values; take it when `freed` is drained."""
+        """Return what the events determine as plain values; take it when `freed` is drained."""
         return write_snapshot(self)
 
     @classmethod
@@ -240,8 +243,7 @@ class LedgerState:
                 self.replay_sizes[step] = len(tickets)
             for ticket in tickets:
                 self._move(ticket, State.RESERVED)
-        self.steps_trained, self._placed_step = event.step, -1
-        self.paced_open_tickets = 0
+        self.steps_trained, self._placed_step, self.paced_open_tickets = event.step, -1, 0
         self._trim_reserved()
         self.acked_steps = min(self.acked_steps, event.step)
         self.checkpoints = {step: kept for step, kept in self.checkpoints.items() if step <= event.step}
@@ -315,11 +317,7 @@ class LedgerState:
     def _store(self, event: ev.Stored) -> None:
         ticket = self.tickets[event.ticket]
         self._end_lease(ticket)
-        ticket.num_tokens, ticket.num_bytes, ticket.versions = (
-            event.num_tokens,
-            event.num_bytes,
-            event.versions,
-        )
+        _, ticket.num_tokens, ticket.num_bytes, ticket.versions = event
         self._forget_carry(ticket)
         ticket.is_held = True
         self.held_bytes += ticket.num_bytes
@@ -390,16 +388,13 @@ class LedgerState:
         if ticket.state is State.STORED:
             self.stored.remove(ticket.id)
         else:
-            self._note_broken_replay(ticket)
+            if ticket.step in self.replay_sizes:  # it breaks here
+                self.versions.fork(ticket.step)
             self.by_step[ticket.step].remove(ticket)
-            self._placed_step = -1
-            ticket.step = -1
+            leave_parts(self.parts, ticket)
+            self._placed_step, ticket.step = -1, -1
         self._free(ticket)
         self.released.append(ticket.id)
-
-    def _note_broken_replay(self, ticket: Ticket) -> None:
-        if ticket.step in self.replay_sizes:
-            self.versions.fork(ticket.step)
 
     def _end_lease(self, ticket: Ticket) -> None:
         held = self.leases[ticket.replica]
@@ -424,6 +419,9 @@ class LedgerState:
 
     def _reserve(self, event: ev.Reserved) -> None:
         batch = self.by_step.setdefault(event.step, [])
+        size = self.batch_size(event.step)
+        if batch or len(event.tickets) < size:
+            self.parts.setdefault(event.step, []).append(event.tickets)
         self.last_reserved = max(self.last_reserved, event.step)
         self.refused_steps.discard(event.step)  # it is whole again
         self.stored.difference_update(event.tickets)
@@ -433,7 +431,8 @@ class LedgerState:
             ticket.step = event.step
             self._move(ticket, State.RESERVED)
             batch.append(ticket)
-        self._pace()
+        if len(batch) >= size:
+            self._pace()
 
     def _pace(self) -> None:
         """While this step trains, admit about as many groups as it uses up, fewer if too many are left over.
@@ -461,6 +460,7 @@ class LedgerState:
                 self._move(ticket, State.ACKED)
         self.acked_steps = max(self.acked_steps, event.step)
         for step in range(self.floor_step, min(self.checkpoints)):
+            self.parts.pop(step, None)
             for ticket in self.by_step.pop(step, ()):
                 self._fold_trained(ticket)
         self.floor_step = max(self.floor_step, min(self.checkpoints))

@@ -290,3 +290,11 @@ class LedgerSettings:
                 f"{self.groups_per_step} groups of up to {self.max_group_bytes} bytes",
                 hint=f"Set buffer.memory_bytes to at least {needed}",
             )
+
+
+def leave_parts(parts: dict[int, list[tuple[int, ...]]], ticket: Ticket) -> None:
+    """Take a ticket that leaves its batch out of the parts of its step."""
+    if ticket.step in parts:
+        parts[ticket.step] = [
+            tuple(number for number in part if number != ticket.id) for part in parts[ticket.step]
+        ]

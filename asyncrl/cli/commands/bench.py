@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
-from asyncrl.cli import exits
 from asyncrl.cli.options import PLAIN
 from asyncrl.cli.services import function
 
 app = typer.Typer(help="Measure.", **PLAIN)
 
 BENCHMARKS = {
+    "all": "Measure the parts one after another; --quick takes at most five minutes.",
     "buffer": "Measure the buffer beside bare pipes and other systems.",
+    "calibrate": "Measure rates for `asyncrl plan --simulate`, or take them from a run's rows.",
     "checkpoints": "Measure the stall of a checkpoint, its write and its load.",
+    "compare": "Print ratios of two measurements, or of a run and verl's log, and what is noise.",
     "concurrency": "Simulate when a replica should take another group, by fixed rules and a controller.",
     "concurrency_vllm": "Measure when a replica should take another group, on vLLM.",
     "hostile": "Measure what honest replicas still get through while others attack the buffer.",
@@ -23,10 +22,15 @@ BENCHMARKS = {
     "ledger": "Measure the ledger's transitions, and its cost as the fleet grows.",
     "memory": "Measure what log-probs of a large vocabulary cost in memory.",
     "packing": "Measure packed rows in dynamic microbatches against padded rows.",
+    "pipeline": "Measure the same work synchronously and asynchronously, on the same cores.",
+    "scale": "Measure live replicas more and fewer, and the control plane under up to 4,096 of them.",
+    "plot": "Draw a file of rows as a PNG.",
+    "prediction": "Compare live runs with what the simulator says of them.",
     "staleness_policies": "Simulate what each staleness policy costs, beside published rules.",
     "restart": "Measure how soon the buffer serves again with 10,000 groups in its journal.",
     "rollout": "Measure a replica's whole path beside a bare AsyncLLM.",
     "staleness_study": "Measure what lag does to learning under each correction.",
+    "sync": "As weight_sync.",
     "weight_sync": "Measure a weight sync beside bare broadcasts and copies.",
     "weight_sync_delta": "Measure differences between versions: bytes, seconds, and how much changes.",
     "weight_sync_publish": "Measure how long a learner stands still to publish.",
@@ -34,34 +38,18 @@ BENCHMARKS = {
 """Benchmarks that read their own arguments: modules of `benchmarks` with a `main(arguments) -> exit code`."""
 
 
-@app.command()
-def pipeline(
-    quick: Annotated[bool, typer.Option("--quick", help="A minute instead of the whole table.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 if a figure misses its target.")
-    ] = False,
-) -> None:
-    """Measure the asynchronous pipeline against the synchronous one."""
-    results = function("benchmarks.pipeline:measure")(quick=quick, say=exits.say)
-    print(function("benchmarks.pipeline:table")(results))
-    if json_file is not None:
-        function("benchmarks.pipeline:write")(results, json_file)
-    if check:
-        is_met, verdict = function("benchmarks.pipeline:check")(results)
-        print(verdict)
-        raise typer.Exit(exits.OK if is_met else exits.FAILED)
+MODULES = {"all": "suite", "compare": "comparison", "plot": "pictures", "sync": "weight_sync"}
+"""Commands whose module of `benchmarks` has another name."""
 
 
 def _add_benchmark(name: str, summary: str) -> None:
-    """Add the command that hands its arguments to `benchmarks.<name>:main`, which knows its own flags."""
+    """Add the command that hands its arguments to `benchmarks.<module>:main`, which knows its own flags."""
+    module = MODULES.get(name, name)
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
 
     @app.command(name, help=summary, context_settings=settings, add_help_option=False)
     def run_benchmark(context: typer.Context) -> None:
-        raise typer.Exit(function(f"benchmarks.{name}:main")(context.args))
+        raise typer.Exit(function(f"benchmarks.{module}:main")(context.args))
 
 
 for _name, _summary in BENCHMARKS.items():

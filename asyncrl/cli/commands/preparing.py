@@ -62,22 +62,54 @@ def plan(
     elsewhere: Annotated[
         bool, typer.Option("--elsewhere", help="For another machine: leave this one out of the checks.")
     ] = False,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Print what it would do: step time, idle, lag, tokens/s, choices."),
+    ] = False,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            "--rates", metavar="FILE", help="Of 'bench calibrate', or a GPU, such as H100 (assumed)."
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            "--compare",
+            metavar="RUN",
+            help="Simulate this run; print predicted against measured.",
+            autocompletion=complete_run,
+        ),
+    ] = None,
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
 ) -> None:
     """Check a configuration; print what it will take.
 
     Nothing is started. Where its run is there already, also what differs, and what a resume would take of it.
+    With --simulate what it would do, and what else to choose; nothing of this machine is checked then.
     """
-    from asyncrl.cli.reports.plan import print_plan, print_schema
-
     if schema:
+        from asyncrl.cli.reports.plan import print_schema
+
         print_schema()
+        return
+    if compare is not None:
+        from asyncrl.cli.reports.prediction import Asked, print_comparison
+
+        print_comparison(Asked((), overrides or [], rates, runs_dir, as_json), compare)
         return
     if not configs:
         raise typer.BadParameter(
             "name a configuration, such as quickstart or cluster.yaml", param_hint="CONFIG"
         )
+    if simulate:
+        from asyncrl.cli.reports.prediction import Asked, print_prediction
+
+        print_prediction(Asked(configs, overrides or [], rates, runs_dir, as_json))
+        return
+    from asyncrl.cli.reports.plan import print_plan
+
     print_plan(configs, overrides or [], run, runs_dir, as_json, elsewhere)
 
 

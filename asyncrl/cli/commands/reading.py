@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli import exits
-from asyncrl.cli.options import PLAIN, AsJson, Run, RunsDir, name_run
+from asyncrl.cli.options import PLAIN, AsJson, Overrides, Run, RunsDir, name_run
 
 app = typer.Typer(**PLAIN)
 inspect = typer.Typer(help="Read a run's journals.", **PLAIN)
@@ -129,3 +129,41 @@ def verify(run: Run = None, runs_dir: RunsDir = "runs", as_json: AsJson = False)
 
     is_sound = print_verdict(name_run(runs_dir, run), runs_dir, as_json)
     raise typer.Exit(exits.OK if is_sound else exits.FAILED)
+
+
+@app.command()
+def replay(
+    run: Run = None,
+    first: Annotated[
+        int | None,
+        typer.Option(
+            "--from", metavar="K", min=0, help="The first step; else the oldest that can be reached."
+        ),
+    ] = None,
+    num_steps: Annotated[
+        int | None, typer.Option("--steps", metavar="N", min=1, help="How many; else all that are recorded.")
+    ] = None,
+    difference: Annotated[
+        bool, typer.Option("--diff", help="End at the first step that differs, and list what does.")
+    ] = False,
+    overrides: Overrides = None,
+    runs_dir: RunsDir = "runs",
+    as_json: AsJson = False,
+) -> None:
+    """Train what a run recorded again, and compare.
+
+    Begins at the newest checkpoint at or before step K. Needs run.record; starts no rollouts. Exit code 1 if
+    a metric or the weights differ.
+    """
+    from asyncrl.cli.reports.replay import print_replay
+
+    code = print_replay(
+        name_run(runs_dir, run),
+        runs_dir,
+        first,
+        num_steps,
+        overrides or (),
+        shows_difference=difference,
+        as_json=as_json,
+    )
+    raise typer.Exit(code)

@@ -3,7 +3,8 @@
 Owns the number, and one function per step from a form to the next. Must never change what a file means.
 Invariant: a value that moved keeps its place, so that a problem with it names the line that was written.
 
-1: before the key `format`. 2: the guard's limits are a map of metrics (`guard.limits`).
+1: before the key `format`. 2: the guard's limits are a map of metrics (`guard.limits`). 3: a rejection and
+its threshold are an entry of a map (`algorithm.rejection`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from asyncrl.config.problems import KeyPath, Places, Problem
 if TYPE_CHECKING:
     from asyncrl.config.document import Document
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """The form that this asyncrl writes, and that a file is in if it does not say."""
 OLDEST = 1
 
@@ -80,6 +81,23 @@ def _name_limits(values: Tree, places: Places) -> None:
             _copy_place(places, ("guard", name), ("guard", "limits", metric, way))
 
 
+def _pair_rejections(values: Tree, places: Places) -> None:
+    """From 2 to 3: two comma lists become a map from an option to its threshold."""
+    algorithm = values.get("algorithm")
+    if not isinstance(algorithm, dict):
+        return
+    options = algorithm.get("rejection")
+    if not isinstance(options, str):  # a threshold of nothing stays, and is refused
+        return
+    names = [name.strip() for name in options.split(",") if name.strip()]
+    given = str(algorithm.pop("rejection_threshold", "")).split(",")
+    if len(given) != len(names):  # one for all; any other number is told where the first stands
+        given = [",".join(given)] * len(names)
+    algorithm["rejection"] = {name: text.strip() for name, text in zip(names, given, strict=True)}
+    for name in names:
+        _copy_place(places, ("algorithm", "rejection_threshold"), ("algorithm", "rejection", name))
+
+
 def _copy_place(places: Places, old: KeyPath, new: KeyPath) -> None:
     """Let `new`, and what is above it and has no place yet, stand where `old` does."""
     for found in (places.keys, places.values):
@@ -88,5 +106,5 @@ def _copy_place(places: Places, old: KeyPath, new: KeyPath) -> None:
         found[new] = found.get(old, places.origin)
 
 
-STEPS: tuple[Callable[[Tree, Places], None], ...] = (_name_limits,)
+STEPS: tuple[Callable[[Tree, Places], None], ...] = (_name_limits, _pair_rejections)
 """The n-th brings form `OLDEST + n` to the next one."""

@@ -113,6 +113,7 @@ MOVED = {
     "algorithm.kl.controller": _ADAPTIVE,
     "algorithm.kl.target": _ADAPTIVE,
     "algorithm.kl.horizon": _ADAPTIVE,
+    "algorithm.rejection_threshold": 'Write it behind its rejection: rejection: {seq_mean_k1: "0.8_1.25"}',
     "learner.min_lr_ratio": "Write it behind the schedule: lr_schedule: cosine:0.1",
     "model.revision": _REVISION,
     "critic.revision": _REVISION,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from asyncrl.config.sections.section import NonNegativeNumber, Section, Share
+from asyncrl.config.sections.section import NonNegativeNumber, Section, Share, refuse
 
 
 class AdaptiveKlSection(Section):
@@ -36,11 +37,22 @@ class KlSection(Section):
     """Controller of the coefficient; null keeps it fixed. For example: {target: 0.1, horizon: 10000}"""
 
 
+NO_REJECTIONS: Mapping[str, str | float] = {}
+
+
+def check_is_map(value: object) -> object:
+    """Return a map as it is. Raises PydanticCustomError for the name of a rejection without its bounds."""
+    if isinstance(value, str):
+        name = value.partition(",")[0] or "seq_mean_k1"
+        raise refuse("a map of rejections and their bounds", f'Write rejection: {{{name}: "0.8_1.25"}}')
+    return value
+
+
 class AlgorithmSection(Section):
     """Advantage, loss and off-policy correction.
 
-    `advantage`, `loss` and `correction` are names or `module:function`. `rejection` takes verl's
-    `rollout_rs` with its thresholds: `seq_mean_k1` and `0.8_1.25`. `verl_compat` gives verl's numbers
+    `advantage`, `loss` and `correction` are names or `module:function`. `rejection` maps verl's options of
+    `rollout_rs` to their thresholds: `{seq_mean_k1: "0.8_1.25"}`. `verl_compat` gives verl's numbers
     where ours differ on purpose (docs/algorithms.md).
     """
 
@@ -72,10 +84,10 @@ class AlgorithmSection(Section):
     """[1] Importance weights are cut there."""
     normalize_weights: bool = False
     """Whether importance weights are scaled to a mean of 1 over a batch."""
-    rejection: str = ""
-    """Which rows or tokens are left out for their ratio; empty for none. For example: seq_mean_k1"""
-    rejection_threshold: str | float = ""
-    """Bounds of the rejection. For example: "0.8_1.25", 2.0"""
+    rejection: Annotated[Mapping[str, str | float], BeforeValidator(check_is_map)] = NO_REJECTIONS
+    """[1] Which rows or tokens are left out for their ratio, and its bounds. For example:
+    {seq_mean_k1: "0.8_1.25"}, {token_k2: 2.0}
+    """
     veto: Annotated[float, Field(ge=0)] = 1e-4
     """[1] A row with a token whose ratio is lower is left out; 0 for none."""
     kl: KlSection = KlSection()

@@ -82,6 +82,10 @@ class LearnerSection(Section):
     `backend: fsdp2` runs any Hugging Face model, cut over dp; `compile` puts each of its layers through
     torch.compile. `offload` keeps the optimizer's state in host memory, with fsdp2 the weights too.
 
+    With `stream` a step begins with the groups that are complete and takes the others as they come, while
+    replicas still work on them; the update comes when all are there, and its gradients are those of the
+    whole batch. Refused with what needs the batch before its first token is trained (docs/algorithms.md).
+
     `lr` is reached after `warmup_steps` learner steps of linear rise; `lr_schedule: cosine:0.1` goes down
     from it to a tenth of it at the end of `steps`, `cosine` to 0. The critic's rate takes the same course.
     """
@@ -114,6 +118,8 @@ class LearnerSection(Section):
     """[updates] That a step is cut into."""
     max_tokens_per_microbatch: Count = 16384
     """[tokens] That a rank computes at once; memory and speed, never the result."""
+    stream: bool = False
+    """Whether a step computes on groups as they finish, and not on the whole batch."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """[1] Highest learning rate of the policy."""
     lr_schedule: Annotated[str, AfterValidator(check_schedule)] = "constant"

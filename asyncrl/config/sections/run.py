@@ -20,7 +20,11 @@ from asyncrl.metrics import find, unknown_names
 
 
 class RunSection(Section):
-    """Names the run; everything that it writes goes to `<dir>/<name>`."""
+    """Names the run; everything that it writes goes to `<dir>/<name>`.
+
+    With `record` it keeps each trained batch there too, whatever the journal deletes, so that
+    `asyncrl replay` can train the same steps again, from the oldest checkpoint that is kept on.
+    """
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)] = "run"
     """What the run is called, in `asyncrl status` and as its folder. For example: gsm8k_small"""
@@ -28,6 +32,8 @@ class RunSection(Section):
     """Folder that holds the runs, each in one of its own."""
     seed: NonNegative = 0
     """[1] Of the order of prompts, of sampling, and of the learner's new weights."""
+    record: bool = False
+    """Whether what the learner trains on is kept, for `asyncrl replay`."""
 
 
 EVALUATION_METRICS = ("accuracy", "reward_mean")

@@ -166,3 +166,17 @@ def test_a_status_with_many_metrics_per_evaluation_tells_fewer_and_at_least_one(
         told = Desk(store, ManualClock()).status()["evaluations"]
         first = {0: 0, 1: 0, 2: 1, 3: 3}[step]
         assert [one["step"] for one in told] == list(range(first, step + 1))
+
+
+def test_a_call_that_was_made_again_changes_nothing_if_it_comes_late(
+    service: BufferService, learner: LearnerClient, raw: Client
+) -> None:
+    late = Client(service.address)  # a connection that broke, whose learner went on over another one
+    args = {"step": 0, "is_fork": False, "note": {}, "refused": []}
+    learner.resume(0)
+    number = learner.register_version(0)
+    with pytest.raises(LedgerError, match="behind a later call"):
+        late.call("resume", token=learner.token, **args)
+    late.close()
+    grants = raw.call("lease", replica="a", version=number, want=1, wait_s=0.0).args["grants"]
+    assert len(grants) == 1, "the version that is published is not abandoned"

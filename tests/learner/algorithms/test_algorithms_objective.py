@@ -138,8 +138,7 @@ def test_behaviour_prox_is_the_bypass():
 def test_rejected_tokens_stay_in_the_denominator_unless_verl_is_followed(is_compat):
     objective = make(
         correction="disabled",
-        rejection="token_k2",
-        rejection_threshold=0.02,
+        rejection={"token_k2": 0.02},
         veto=0,
         verl_compat=is_compat,
     )
@@ -156,7 +155,7 @@ def test_rejected_tokens_stay_in_the_denominator_unless_verl_is_followed(is_comp
 
 def test_a_rejection_leaves_the_tokens_it_rejects_without_gradient():
     batch, logprobs_N = open_batch()
-    objective = make(correction="bypass_ppo_clip", rejection="token_k2", rejection_threshold=0.02, veto=0)
+    objective = make(correction="bypass_ppo_clip", rejection={"token_k2": 0.02}, veto=0)
     _, grad, _ = train(objective, batch, logprobs_N)
     far_N = 0.5 * (logprobs_N - batch.behaviour_N).square() > 0.02
     assert far_N.any()
@@ -181,9 +180,8 @@ REFUSED = [
     ({"prox": "loglinear", "normalize_weights": True}, "whole batch"),
     ({"advantage": "vtrace"}, "count them twice"),
     ({"advantage": "vtrace", "correction": "disabled", "prox": "loglinear"}, "recomputed prox"),
-    ({"rejection_threshold": 0.1}, "rejection_threshold does nothing"),
-    ({"correction": "decoupled_geo_rs", "rejection": "token_k2", "rejection_threshold": 1}, "count twice"),
-    ({"rejection": "token_k9", "rejection_threshold": 1}, "not known"),
+    ({"correction": "decoupled_geo_rs", "rejection": {"token_k2": 1}}, "count twice"),
+    ({"rejection": {"token_k9": 1}}, "not known"),
     ({"prox": "loglinear", "correction": "bypass_ppo_clip"}, "prox: loglinear does nothing"),
     ({"prox": "behaviour"}, "which are the same"),
     ({"kl": {"adaptive": {}}}, "kl does nothing"),
@@ -234,7 +232,7 @@ def test_a_shipped_algorithm_is_valid(name):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"advantage": "gae"}, {"rejection": "seq_mean_k1", "rejection_threshold": "0.5_2.0"}]
+    "changes", [{}, {"advantage": "gae"}, {"rejection": {"seq_mean_k1": "0.5_2.0", "token_k3": 0.1}}]
 )
 def test_every_metric_is_in_the_registry(changes):
     batch, logprobs_N = open_batch(0.01)

@@ -23,6 +23,7 @@ from asyncrl.experience import Group
 from learner.backend import Models
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
+from learner.composition import open_recorder
 from learner.intake import Intake
 from learner.leader import Leader
 from learner.megatron.value import MegatronValueBackend
@@ -34,6 +35,7 @@ from tests.weight_sync.cluster import Cluster
 from weight_sync.handoff import Handoff
 
 NUM_STEPS, EVERY, LR = 8, 2, 1e-4
+BUCKET_BYTES = 4096
 
 
 @dataclass
@@ -113,6 +115,7 @@ class Run:
     """One learner over a real buffer, with a sampler that hands out groups of the newest version."""
 
     learner: LearnerService
+    leader: Leader
     store: ExperienceStore
     address: str
     folder: Path
@@ -168,18 +171,19 @@ def running(
 ) -> Iterator[Run]:
     """Yield a learner of one rank on what is in `folder`; a second one there resumes the first."""
     config = make_config(model, **sections)
-    store = make_store(folder / "buffer", drops_constant_groups=False)
-    checkpoints = CheckpointStore(folder / "checkpoints", keep=3)
+    size = config.learner.groups_per_step
+    store = make_store(folder / "buffer", drops_constant_groups=False, groups_per_step=size)
+    checkpoints = CheckpointStore(folder / "checkpoints", sections.get("checkpoint", {}).get("keep", 3))
     objective = replace(open_objective(**algorithm), max_lag=config.staleness.max_lag)
     models = open_models(
         model, objective, faults, minibatches=config.learner.minibatches, warmup_steps=0, lr=LR
     )
     with serving(store) as service, contextlib.ExitStack() as stack:
         address = service.status()["address"]
-        client, fetching = LearnerClient(address), LearnerClient(address)
+        client, fetching = (stack.enter_context(contextlib.closing(LearnerClient(address))) for _ in range(2))
 
         def connect(token: int) -> Handoff:
-            made = BusyHandoff(cluster.publisher.address, cluster.shm_prefix, 4096, token)
+            made = BusyHandoff(cluster.publisher.address, cluster.shm_prefix, BUCKET_BYTES, token)
             made.leader, made.busy_steps = leader, faults.busy
             stack.callback(made.close)
             return made
@@ -187,11 +191,9 @@ def running(
         leader = Leader(config, faults.wrap(client), connect, checkpoints, clock=faults.clock)
         place = Ranks(0, 1, torch.device("cpu"))
         parts = (models, objective, Intake(fetching), checkpoints, folder / "weights", leader)
-        yield Run(
-            LearnerService(config, place, *parts, clock=faults.clock), store, address, folder, checkpoints
-        )
-        client.close()
-        fetching.close()
+        recorder = open_recorder(config, folder, place, models.policy) if config.run.record else None
+        learner = LearnerService(config, place, *parts, clock=faults.clock, recorder=recorder)
+        yield Run(learner, leader, store, address, folder, checkpoints)
 
 
 def open_models(model: Path, objective, faults: Faults, **changes) -> Models:
@@ -226,6 +228,9 @@ def make_config(model: Path, **sections) -> Config:
             "checkpoint": sections.get("checkpoint", {"every_steps": EVERY}),
             "eval": sections.get("eval", {}),
             "guard": {"limits": limits} | sections.get("guard", {}),
+            "run": sections.get("run", {}),
+            "algorithm": sections.get("algorithm", {}),
+            "weight_sync": {"bucket_bytes": BUCKET_BYTES},
         }
     )
 

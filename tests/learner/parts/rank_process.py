@@ -29,6 +29,7 @@ from tests.learner.guard.guarding import run_guard, run_plain_step, run_stuck
 from tests.learner.parts.publishing import run_publish
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_backend, train, train_values
+from tests.learner.streaming.ranks import run_streamed
 
 optimizer.OVERLAP_BUCKET_ELEMENTS = 20_000  # several buckets, so that overlap has an order to keep
 
@@ -104,6 +105,7 @@ RUNS = {
     "guard": run_guard,
     "plain_step": run_plain_step,
     "stuck": run_stuck,
+    "streamed": run_streamed,
     "publish": run_publish,
 }
 

@@ -17,6 +17,7 @@ from learner.megatron.backend import MegatronBackend
 from learner.orders import Train
 from learner.report import Stopwatch, reduce_over_ranks
 from learner.step import train_step
+from learner.stream import StreamedStep
 from tests.learner.parts.samples import make_groups
 
 NUM_MINIBATCHES = 2
@@ -65,6 +66,17 @@ def take_step(
     )
     intake, watch = StoredGroups(groups), watch or Stopwatch()
     result = train_step(order, intake, models, objective, NUM_MINIBATCHES, watch, max_prompt_tokens=6)
+    return reduce_over_ranks(models.policy, result.metrics, result.weight)
+
+
+def take_streamed_step(models: Models, objective: Objective, groups: Sequence[Group]) -> dict[str, float]:
+    """As `take_step`, in two parts and with one update."""
+    streamed = StreamedStep(StoredGroups(groups), models, objective, Stopwatch(), max_prompt_tokens=6)
+    half = len(groups) // 2
+    for part in (groups[half:], groups[:half]):
+        tickets, lengths = [one.ticket for one in part], [one.num_tokens for one in part]
+        streamed.add(Train(2, 1, tickets, lengths, [(1, 0), (2, 1)], is_last=part[0] is groups[0]))
+    _, result = streamed.finish()
     return reduce_over_ranks(models.policy, result.metrics, result.weight)
 
 

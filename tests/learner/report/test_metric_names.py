@@ -24,7 +24,7 @@ from rollout_service.evaluation.statistics import Judged, JudgedPrompt, tally_pr
 from tests.buffer.ledger.ledger_runs import Run
 from tests.learner.guard.guarded_run import Faults, running
 from tests.learner.parts.samples import make_groups
-from tests.learner.parts.training import open_backend, open_objective, take_step
+from tests.learner.parts.training import open_backend, open_objective, take_step, take_streamed_step
 from tests.weight_sync.cluster import Cluster, running_cluster
 
 GROUPS = [dataclasses.replace(group, baseline_reward=0.5) for group in make_groups(4, versions=(1, 2))]
@@ -33,7 +33,7 @@ IN_LOSS = KlSection(coef=0.05, where="loss")
 OBJECTIVES = {
     "ppo": {"advantage": "gae", "kl": IN_REWARD, "entropy_coeff": 0.01},
     "kl_loss": {"kl": IN_LOSS, "correction": "decoupled_token_icepop", "normalize_weights": True}
-    | {"rejection": "seq_mean_k1", "rejection_threshold": "0.8_1.25"},
+    | {"rejection": {"seq_mean_k1": "0.8_1.25"}},
     "optimal_baseline": {"advantage": "optimal_token_baseline"},
     "remax": {"advantage": "remax"},
 }
@@ -66,13 +66,14 @@ def step_rows(model: Path) -> dict[str, dict[str, float]]:
             stages = watch.read()
             num_tokens = sum(group.num_tokens for group in GROUPS)
             rows[name] = row | stages | efficiency.describe(row, stages, num_tokens)
+        rows["streamed"] = take_streamed_step(Models(policy), open_objective(), GROUPS)
     return rows
 
 
 @pytest.fixture(scope="module")
 def run_rows(model: Path, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """The rows of a whole run of the learner, from its first step on."""
-    with running(model, cluster, tmp_path_factory.mktemp("run"), Faults(), {}) as run:
+    with running(model, cluster, tmp_path_factory.mktemp("run"), Faults(), {}, run={"record": True}) as run:
         run.go()
         return run.rows()
 

@@ -54,7 +54,8 @@ def test_injected_waits_come_out_by_cause_and_all_of_it_adds_up(model: Path, tmp
     faults = Faults(clock=clock, wrap=lambda client: SlowClient(client, clock))
     sections = {"learner": {"steps": 3}, "checkpoint": {"every_steps": 2}}
     with running_cluster() as cluster, running(model, cluster, tmp_path, faults, {}, **sections) as run:
-        run.learner._intake = SlowFetch(run.learner._intake, clock)
+        trainer = run.learner._trainer
+        trainer._intake = SlowFetch(trainer._intake, clock)
         run.go()
         first, second, third = run.rows()
     for row in (first, second, third):

@@ -150,8 +150,10 @@ def play(
 
 def _has_ended(harness: Harness, ranks: Sequence[str], outcome: Outcome, struck: Collection[str]) -> bool:
     """Start again who was killed, the learner's ranks together; tell whether the learner is at its end."""
-    for name in (*SERVICES, *ranks):
-        code = harness.exit_code(name)
+    seen = {
+        name: harness.exit_code(name) for name in (*SERVICES, *ranks)
+    }  # once: who dies now is seen next time
+    for name, code in seen.items():
         if code != -signal.SIGKILL and not (code and name in struck):
             continue
         outcome.killed.append(name)
@@ -160,9 +162,10 @@ def _has_ended(harness: Harness, ranks: Sequence[str], outcome: Outcome, struck:
             harness.kill(one)
         for one in unit:
             harness.start(one)
-    ended = {name: code for name in SERVICES if (code := harness.exit_code(name)) is not None}
+            seen[one] = None
+    ended = {name: code for name in SERVICES if (code := seen[name]) is not None}
     assert not ended, f"these ended by themselves: {ended}\n{_tails(harness.run_dir)}"
-    codes = {harness.exit_code(name) for name in ranks}
+    codes = {seen[name] for name in ranks}
     # A rank whose peer was killed fails: the peer's own code is seen at the next look, if not at this one.
     assert len(ranks) > 1 or codes <= {None, 0}, f"the learner failed\n{_tails(harness.run_dir)}"
     return codes == {0}

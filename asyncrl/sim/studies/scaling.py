@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from asyncrl.control.fleet.autoscaler import Autoscaler, Decision
-from asyncrl.sim.queue import Queue
-from asyncrl.sim.rules import Rule
-from asyncrl.sim.tally import Tally
-from asyncrl.sim.work import Shape, Work, spans_of
+from asyncrl.sim.studies.queue import Queue
+from asyncrl.sim.studies.rules import Rule
+from asyncrl.sim.studies.tally import Tally
+from asyncrl.sim.studies.work import Shape, Work, spans_of
 from asyncrl.versions import lag
 
 START_STEPS = 5.0

@@ -10,9 +10,9 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 
-from asyncrl.sim.rules import Rule
-from asyncrl.sim.tally import Figures, Tally
-from asyncrl.sim.work import Shape, Work, spans_of
+from asyncrl.sim.studies.rules import Rule
+from asyncrl.sim.studies.tally import Figures, Tally
+from asyncrl.sim.studies.work import Shape, Work, spans_of
 from asyncrl.versions import lag
 
 FINISHED, TRAINED, WAKE = range(3)
@@ -22,7 +22,7 @@ class Queue:
     """One run.
 
     >>> from itertools import repeat
-    >>> from asyncrl.sim.rules import AdmissionOnly
+    >>> from asyncrl.sim.studies.rules import AdmissionOnly
     >>> shape = Shape(groups_per_step=2, slots=2, max_lag=1)
     >>> queue = Queue(shape, AdmissionOnly(shape), repeat(1000), Tally(first_step=5, last_step=10))
     >>> queue.run().violations

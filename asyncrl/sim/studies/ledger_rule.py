@@ -11,8 +11,8 @@ from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.events import Dropped
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.tickets import LedgerSettings, State
-from asyncrl.sim.rules import Batch
-from asyncrl.sim.work import Shape, Work
+from asyncrl.sim.studies.rules import Batch
+from asyncrl.sim.studies.work import Shape, Work
 from asyncrl.versions import is_over_age
 
 NUM_PROMPTS = 1_000_003

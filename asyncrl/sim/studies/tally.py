@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from asyncrl.sim.work import Work
+from asyncrl.sim.studies.work import Work
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncrl.sim.work import Shape, Work
+from asyncrl.sim.studies.work import Shape, Work
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from asyncrl.sim.ledger_rule import LedgerRule
-from asyncrl.sim.lengths import least_lag, length_of
-from asyncrl.sim.queue import Queue
-from asyncrl.sim.rules import AdmissionOnly, Blocking, DropAtConsumption, Rule
-from asyncrl.sim.tally import Figures, Tally
-from asyncrl.sim.work import TOKENS_PER_STEP, Shape
+from asyncrl.sim.studies.ledger_rule import LedgerRule
+from asyncrl.sim.studies.lengths import least_lag, length_of
+from asyncrl.sim.studies.queue import Queue
+from asyncrl.sim.studies.rules import AdmissionOnly, Blocking, DropAtConsumption, Rule
+from asyncrl.sim.studies.tally import Figures, Tally
+from asyncrl.sim.studies.work import TOKENS_PER_STEP, Shape
 
 GENERATION_LOAD = 1.15
 """Groups that the slots can sample per group that the learner can train."""

@@ -1,0 +1,137 @@
+"""Requests that wait for the ledger to change.
+
+Owns who waits, in the order of their coming, and until when. Requests of one *lane* are alike: what the
+ledger refuses to the first of them it would refuse to all. A turn costs what it answers, not what waits.
+Invariant: of those whose time is not over, who came first is tried first, across lanes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.rpc import Request
+
+Attempt = Callable[[], dict[str, Any] | None]
+"""Returns the arguments of the answer, or None to wait on; raises to refuse."""
+Owner = tuple[str, str]
+"""(role, name)."""
+MIN_KEPT = 64
+"""Of those that have left, and hold memory until they are forgotten; beyond it as many as wait."""
+
+
+@dataclass(eq=False)
+class Parked:
+    """A request that waits.
+
+    Attributes:
+        last: Returns the answer when the wait is over.
+        given_up: From when on nobody waits for the answer.
+        owner: A newer client of the same owner takes its place.
+        lane: Of those that are alike.
+    """
+
+    request: Request
+    attempt: Attempt
+    last: Callable[[], dict[str, Any]]
+    deadline: float
+    given_up: float
+    owner: Owner
+    lane: Hashable
+    has_left: bool = field(default=False, init=False)
+
+
+class ParkingLot:
+    """All that wait.
+
+    >>> # lot.add(parked)
+    >>> # lot.offer(lambda parked: answered(parked), are_alike=True)
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[Hashable, deque[tuple[int, Parked]]] = {}
+        self._deadlines: list[tuple[float, int, Parked]] = []
+        self._of_owner: dict[Owner, list[Parked]] = {}
+        self._numbers = itertools.count()
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def add(self, parked: Parked) -> None:
+        """Let a request wait from now on."""
+        if len(self._deadlines) > MIN_KEPT + 2 * self._num_waiting:
+            self._forget_left()
+        number = next(self._numbers)
+        self._lanes.setdefault(parked.lane, deque()).append((number, parked))
+        heapq.heappush(self._deadlines, (parked.deadline, number, parked))
+        self._of_owner.setdefault(parked.owner, []).append(parked)
+        self._num_waiting += 1
+
+    def of(self, owner: Owner) -> list[Parked]:
+        """Return what an owner has waiting, oldest first."""
+        return list(self._of_owner.get(owner, ()))
+
+    def remove(self, parked: Parked) -> None:
+        """End a wait. Its places in lane and deadlines are cleared when they come up."""
+        assert not parked.has_left, "a request leaves once"
+        parked.has_left = True
+        self._num_waiting -= 1
+        others = self._of_owner[parked.owner]
+        others.remove(parked)
+        if not others:
+            del self._of_owner[parked.owner]
+
+    def take_expired(self, now: float) -> Iterator[Parked]:
+        """Yield, and let go, those whose deadline has come."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            parked = heapq.heappop(self._deadlines)[2]
+            if not parked.has_left:
+                self.remove(parked)
+                yield parked
+
+    def offer(self, answers: Callable[[Parked], bool], *, are_alike: bool) -> None:
+        """Let everyone try, oldest first; who is answered leaves.
+
+        Args:
+            answers: Returns whether it could answer.
+            are_alike: A lane whose first cannot be answered is not asked further.
+        """
+        # No two have the same number, so lanes are never compared.
+        heads = [(line[0][0], lane) for lane in list(self._lanes) if (line := self._clear(lane))]
+        heapq.heapify(heads)
+        kept: dict[Hashable, list[tuple[int, Parked]]] = {}
+        while heads:
+            _, lane = heapq.heappop(heads)
+            entry = self._lanes[lane].popleft()
+            if answers(entry[1]):
+                self.remove(entry[1])
+            else:
+                kept.setdefault(lane, []).append(entry)
+                if are_alike:
+                    continue
+            if line := self._clear(lane):
+                heapq.heappush(heads, (line[0][0], lane))
+        for lane, entries in kept.items():
+            self._lanes.setdefault(lane, deque()).extendleft(reversed(entries))
+
+    def _forget_left(self) -> None:
+        """Let go of all that have left; so seldom that each costs the same however many wait."""
+        self._deadlines = [entry for entry in self._deadlines if not entry[2].has_left]
+        heapq.heapify(self._deadlines)
+        for lane, line in list(self._lanes.items()):
+            self._lanes[lane] = deque(entry for entry in line if not entry[1].has_left)
+            self._clear(lane)
+
+    def _clear(self, lane: Hashable) -> deque[tuple[int, Parked]]:
+        """Drop from the front of a lane those that have left, and an empty lane; return the lane."""
+        line = self._lanes.get(lane, deque())
+        while line and line[0][1].has_left:
+            line.popleft()
+        if not line:
+            self._lanes.pop(lane, None)
+        return line

@@ -1,0 +1,202 @@
+"""`asyncrl plan --simulate` and `--compare`: what a run would do, what else to choose, how right that was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.cli.reports.table import align
+from asyncrl.cli.up import find_config
+from asyncrl.config.load import find_run_folder, load, load_config
+from asyncrl.config.tree import Config
+from asyncrl.control.plan.checks import read_size
+from asyncrl.control.record.recorder import load_rows, training_rows
+from asyncrl.control.record.rundir import RunDir
+from asyncrl.errors import ConfigError
+from asyncrl.sim import calibration
+from asyncrl.sim.calibration import Measured
+from asyncrl.sim.hardware import GPUS, assume_rates
+from asyncrl.sim.outcome import Outcome
+from asyncrl.sim.rates import Rates
+from asyncrl.sim.setting import LengthsModel, Setting
+from asyncrl.sim.sweep import Choice, predict, recommend, sweep
+
+STEPS = 80
+SWEPT_STEPS = 60
+MAX_SWEPT_REPLICAS = 64
+LARGE_STEPS = 20
+DEFAULT_GPU = "H100"
+NO_SWEEP = f"(no sweep beyond {MAX_SWEPT_REPLICAS} replicas: give other values with --set)"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for.
+
+    Attributes:
+        rates: A file of `asyncrl bench calibrate`, or the name of a GPU of the table.
+    """
+
+    configs: Sequence[str]
+    overrides: Sequence[str]
+    rates: str | None
+    runs_dir: str
+    as_json: bool
+
+
+def print_prediction(asked: Asked) -> None:
+    """Simulate a configuration and the choices around it, and print what they would do.
+
+    Raises:
+        ConfigError: The configuration or the rates cannot be used.
+    """
+    config = load([find_config(name) for name in asked.configs], asked.overrides).config
+    rates, setting = read_rates(asked.rates, config)
+    is_large = setting.replicas > MAX_SWEPT_REPLICAS
+    base = predict(setting, rates, config.run.seed, LARGE_STEPS if is_large else STEPS)
+    choices: list[Choice] = []
+    if not is_large:
+        units = max(1.0, config.learner.num_ranks / max(1, config.rollout.gpus))
+        choices = sweep(setting, rates, learner_units=units, steps=SWEPT_STEPS)
+    words = recommend(base, choices, setting)
+    if asked.as_json:
+        print(json.dumps(_values(base, choices, words, rates), indent=2))
+        return
+    print("\n".join(_lines(base, choices, words, rates, setting)))
+
+
+def print_comparison(asked: Asked, run: str) -> None:
+    """Predict the second half of a run with the rates of its first half, or with given ones; print both."""
+    folder = RunDir(find_run_folder(run, asked.runs_dir))
+    config = load_config(folder.resolved, list(asked.overrides))
+    rows = calibration.steady_rows(training_rows(load_rows(folder.metrics)))
+    half = len(rows) // 2 if asked.rates is None else 0
+    later = rows[half:]
+    if asked.rates is None:
+        if half < calibration.MIN_ROWS:
+            raise ConfigError(
+                f"{len(rows)} steady steps are too few: no step may be predicted with its own rates",
+                hint=f"Let the run train {2 * calibration.MIN_ROWS} or more, or give --rates",
+            )
+        rates, setting = calibration.rates_of_run(config, rows[:half])
+    else:
+        rates, setting = read_rates(asked.rates, config)
+        setting = calibration.setting_of_rows(config, rows)
+    measured, outcome = (
+        calibration.measure(later, config.learner.groups_per_step),
+        predict(setting, rates, config.run.seed, STEPS),
+    )
+    if asked.as_json:
+        print(json.dumps({"measured": asdict(measured), "predicted": outcome.as_values()}, indent=2))
+        return
+    print(f"rates: {rates.source}; measured: steps {later[0]['training/global_step']} and later")
+    print("\n".join(compare(outcome, measured)))
+
+
+def compare(outcome: Outcome, measured: Measured) -> list[str]:
+    """Return predicted against measured figures as lines of a table."""
+    rows = [["", "predicted", "measured", "difference"]]
+    for name, unit, is_share in FIGURES:
+        told, seen = getattr(outcome, name), getattr(measured, name)
+        apart = f"{told - seen:+.2f}" if is_share else f"{told / seen - 1:+.0%}" if seen else "-"
+        rows.append([f"{name} {unit}".strip(), f"{told:.4g}", f"{seen:.4g}", apart])
+    return align(rows)
+
+
+FIGURES = (
+    ("step_s", "", False),
+    ("tokens_per_s", "", False),
+    ("learner_idle", "[share]", True),
+    ("replica_idle", "[share]", True),
+    ("lag_mean", "[steps]", True),
+    ("masked_share", "", True),
+    ("sync_s", "", False),
+)
+
+
+def read_rates(name: str | None, config: Config) -> tuple[Rates, Setting]:
+    """Return the rates of a file or of a kind of GPU, and the setting that goes with them.
+
+    Raises:
+        ConfigError: There is neither.
+    """
+    if name is not None and name not in GPUS:
+        try:
+            values = json.loads(Path(name).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--rates {name}: {error}", hint=f"A file of 'asyncrl bench calibrate', or {', '.join(GPUS)}"
+            ) from error
+        try:
+            return Rates.of_values(values["rates"]), _setting_of_file(config, values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--rates {name}: this is no file of rates: {type(error).__name__} {error}",
+                hint="'asyncrl bench calibrate --out FILE' writes some",
+            ) from error
+    size = read_size(config)
+    if size is None:
+        raise ConfigError(
+            f"the size of '{config.model.path}' cannot be told, so no rates can be assumed",
+            hint="Measure some: 'asyncrl bench calibrate --out rates.json', and give --rates rates.json",
+        )
+    setting = Setting.of(config)
+    mean_tokens = setting.prompt_tokens + setting.lengths.median_tokens / 2
+    return assume_rates(config, size, name or DEFAULT_GPU, mean_tokens), setting
+
+
+def _setting_of_file(config: Config, values: dict[str, Any]) -> Setting:
+    found = values.get("lengths")
+    lengths = LengthsModel(found["sigma"], found["median_tokens"]) if found else None
+    return Setting.of(config, lengths, prompt_tokens=values.get("prompt_tokens"))
+
+
+def _values(base: Outcome, choices: Sequence[Choice], words: Sequence[str], rates: Rates) -> dict[str, Any]:
+    return {
+        "rates": rates.as_values(),
+        "prediction": base.as_values(),
+        "choices": [
+            {"axis": one.axis, "max_lag": one.max_lag, "replicas": one.replicas}
+            | {"learner_share": one.learner_share, "prediction": one.outcome.as_values()}
+            for one in choices
+        ],
+        "recommendation": list(words),
+    }
+
+
+def _lines(
+    base: Outcome, choices: Sequence[Choice], words: Sequence[str], rates: Rates, setting: Setting
+) -> list[str]:
+    lengths = setting.lengths
+    told = "assumed" if lengths.is_assumed else "told"
+    lags = "  ".join(f"{lag}: {share:.0%}" for lag, share in sorted(base.lags.items()))
+    rows = [
+        ["step", f"{base.step_s:.3g} s", f"{base.num_steps} steps simulated"],
+        ["throughput", f"{base.tokens_per_s:.4g} tokens/s trained", f"{base.sampled_per_s:.4g} sampled"],
+        ["idle", f"learner {base.learner_idle:.0%}", f"replicas {base.replica_idle:.0%}"],
+        ["lag", f"{base.lag_mean:.2f} on average", lags],
+        [
+            "masked",
+            f"{base.masked_share:.1%} of the tokens",
+            f"{base.dropped_groups:.2%} of the groups dropped",
+        ],
+        ["buffer", f"{base.buffer_load:.1%} of one thread", f"{base.buffer_ops_per_s:.4g} requests/s"],
+        ["weight sync", f"{base.sync_s:.3g} s", "from a publish to its last replica"],
+    ]
+    answers = f"median {lengths.median_tokens:.4g} tokens, sigma {lengths.sigma:.2f} ({told})"
+    head = f"rates: {rates.source}; answers: {answers}"
+    swept = _table_of(choices) if choices else [NO_SWEEP]
+    return [head, *align(rows), "", *swept, "", *words]
+
+
+def _table_of(choices: Sequence[Choice]) -> list[str]:
+    rows = [["choice", "step s", "tokens/s", "learner idle", "replicas idle", "mean lag", "masked"]]
+    for one in choices:
+        found = one.outcome
+        shares = (f"{found.learner_idle:.0%}", f"{found.replica_idle:.0%}")
+        figures = (f"{found.step_s:.3g}", f"{found.tokens_per_s:.4g}", *shares)
+        rows.append([one.label, *figures, f"{found.lag_mean:.2f}", f"{found.masked_share:.1%}"])
+    return align(rows)

@@ -1,0 +1,1 @@
+"""The processes of a run, each around the real state machine that it drives in production."""

@@ -1,0 +1,1 @@
+"""The services of a simulated run, but for those of weight sync."""

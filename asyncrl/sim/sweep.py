@@ -1,0 +1,169 @@
+"""What else could be chosen: other bounds, other fleets, another split; and which one to take, in words.
+
+Every choice is simulated with the same rates. A split moves GPUs between learner and replicas: the learner's
+seconds per token are taken to fall as its share of them grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from asyncrl.sim.outcome import Outcome
+from asyncrl.sim.rates import Rates
+from asyncrl.sim.setting import Setting
+from asyncrl.sim.simulation import Simulation
+
+MAX_LAGS = (0, 1, 2, 4, 8)
+GOOD_ENOUGH = 0.95
+"""Of the best throughput: the lowest bound, and the fewest replicas, that reach so much are recommended."""
+SAFE_LAG = 4
+SAFE_LAG_SOURCE = "AReaL (arXiv 2505.24298) saw accuracy hold up to a lag of 4"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One point of the sweep: what differs, and what came of it.
+
+    Attributes:
+        axis: `max_lag`, `replicas` or `split`.
+        learner_share: What the learner has of the hardware that it has now.
+    """
+
+    axis: str
+    max_lag: int
+    replicas: int
+    learner_share: float
+    outcome: Outcome
+
+    @property
+    def label(self) -> str:
+        """What differs."""
+        if self.axis == "split":
+            return f"{self.replicas} replicas, learner x {self.learner_share:.2g}"
+        return f"{self.axis} {getattr(self, self.axis)}"
+
+
+def predict(setting: Setting, rates: Rates, seed: int, steps: int) -> Outcome:
+    """Simulate one choice; raises ConfigError if it would stand still."""
+    return Simulation(setting, rates, seed, steps).run_to_end()
+
+
+def sweep(
+    setting: Setting,
+    rates: Rates,
+    *,
+    learner_units: float,
+    seed: int = 0,
+    steps: int = 60,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Choice]:
+    """Simulate other bounds, other numbers of replicas, and other splits of the same hardware.
+
+    Args:
+        learner_units: What the learner takes, in replicas' worth of hardware.
+    """
+    choices = []
+    for axis, other, factor in _variants(setting, learner_units):
+        say(f"simulating {axis}: max_lag {other.ledger.max_lag}, {other.replicas} replicas")
+        rates_of = replace(rates, step_s_per_token=rates.step_s_per_token / factor)
+        outcome = predict(other, rates_of, seed, steps)
+        choices.append(Choice(axis, other.ledger.max_lag, other.replicas, factor, outcome))
+    return choices
+
+
+def _variants(setting: Setting, learner_units: float) -> Iterator[tuple[str, Setting, float]]:
+    for max_lag in sorted({*MAX_LAGS, setting.ledger.max_lag}):
+        yield "max_lag", replace(setting, ledger=replace(setting.ledger, max_lag=max_lag)), 1.0
+    now = setting.replicas
+    for replicas in sorted({max(1, now // 2), now, now + max(1, now // 2), 2 * now}):
+        yield "replicas", with_replicas(setting, replicas), 1.0
+    for replicas in sorted({max(1, now // 2), now - 1, now + 1, now + max(1, now // 2)} - {0, now}):
+        share = (learner_units + now - replicas) / learner_units if learner_units else 0.0
+        if share >= 0.25:
+            yield "split", with_replicas(setting, replicas), share
+
+
+def with_replicas(setting: Setting, replicas: int) -> Setting:
+    """Return the setting with another fleet."""
+    return replace(setting, replicas=replicas).at_pace()
+
+
+def recommend(base: Outcome, choices: Sequence[Choice], setting: Setting) -> list[str]:
+    """Return sentences: which bound, fleet and split to take, and what that costs."""
+    lines = [_bottleneck(base)]
+    lines += _on_max_lag([one for one in choices if one.axis == "max_lag"], setting.ledger.max_lag)
+    lines += _on_replicas([one for one in choices if one.axis == "replicas"], setting.replicas)
+    lines += _on_split([one for one in choices if one.axis == "split"], base)
+    if base.buffer_load > 0.5:
+        lines.append(
+            f"The buffer works {base.buffer_load:.0%} of its time: larger groups mean fewer requests."
+        )
+    return lines
+
+
+def _bottleneck(base: Outcome) -> str:
+    learner, replicas = base.learner_idle, base.replica_idle
+    shares = f"the learner waits {learner:.0%} of its time, the replicas {replicas:.0%} of theirs"
+    if max(learner, replicas) < 0.1:
+        return f"Balanced: {shares}."
+    if learner > 0.1 and replicas > 0.1:
+        return f"Both sides wait: {shares}. The bound and the longest answers hold up both."
+    slow = "Generation" if learner > replicas else "The learner"
+    return f"{slow} is the bottleneck: {shares}."
+
+
+def _on_max_lag(choices: Sequence[Choice], now: int) -> list[str]:
+    if not choices:
+        return []
+    best = max(_useful(one) for one in choices)
+    chosen = next(one for one in choices if _useful(one) >= GOOD_ENOUGH * best)
+    sync = next((one for one in choices if one.max_lag == 0), None)
+    speed_up = f", {_useful(chosen) / _useful(sync):.2f} x the synchronous run" if sync else ""
+    lag = chosen.outcome
+    cost = f"at a mean lag of {lag.lag_mean:.2f} with {lag.masked_share:.1%} of the tokens masked"
+    lines = [f"max_lag {chosen.max_lag}: {_useful(chosen):.4g} trained tokens/s{speed_up}, {cost}."]
+    more = next((one for one in choices if one.max_lag > chosen.max_lag), None)
+    if more is not None:
+        gain = _useful(more) / _useful(chosen) - 1
+        lines.append(
+            f"  A bound of {more.max_lag} would give {gain:+.1%} tokens/s for a mean lag of "
+            f"{more.outcome.lag_mean:.2f}."
+        )
+    if chosen.max_lag > SAFE_LAG:
+        lines.append(f"  That is beyond what is known to be safe: {SAFE_LAG_SOURCE}.")
+    return lines if chosen.max_lag != now else [f"Keep {lines[0]}", *lines[1:]]
+
+
+def _on_replicas(choices: Sequence[Choice], now: int) -> list[str]:
+    if len(choices) < 2:
+        return []
+    best = max(_useful(one) for one in choices)
+    chosen = next(one for one in choices if _useful(one) >= GOOD_ENOUGH * best)
+    base = next(one for one in choices if one.replicas == now)
+    if chosen.replicas == now:
+        return [f"Keep {now} replicas: more of them would not be 5 % faster."]
+    change = _useful(chosen) / _useful(base) - 1
+    result = f"would change the trained tokens/s by {change:+.1%} only" if chosen.replicas < now else ""
+    return [f"{chosen.replicas} replicas instead of {now} {result or f'would give {change:+.1%} tokens/s'}."]
+
+
+def _on_split(choices: Sequence[Choice], base: Outcome) -> list[str]:
+    if not choices:
+        return []
+    best = max(choices, key=_useful)
+    gain = _useful(best) / _useful_of(base) - 1
+    if gain < 1 - GOOD_ENOUGH:
+        return ["Keep the split: no other one of the same hardware is 5 % faster."]
+    split = f"{best.replicas} replicas and a learner of {best.learner_share:.2g} times the GPUs"
+    scales = "taking the learner to scale with its GPUs"
+    return [f"Of the same hardware, {split} would give {gain:+.1%} trained tokens/s ({scales})."]
+
+
+def _useful(choice: Choice) -> float:
+    return _useful_of(choice.outcome)
+
+
+def _useful_of(outcome: Outcome) -> float:
+    """Return tokens/s that train: what is masked was sampled in vain."""
+    return outcome.tokens_per_s * (1 - outcome.masked_share)

@@ -1,0 +1,106 @@
+"""Pictures of rows: a panel per benchmark and value, and ratios with their noise.
+
+Owns what stands on which axis: the number of a case that takes most values lies on the x axis, the rest of
+the case is a line or bar each; the spread is drawn with every point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.rows import Row
+
+if TYPE_CHECKING:
+    from benchmarks.comparison import Ratio
+
+MAX_PANELS, MAX_LINES, MAX_RATIOS = 12, 8, 60
+DPI = 110
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw the values that most rows of a benchmark have, in at most `MAX_PANELS` panels, as a PNG."""
+    from matplotlib.figure import Figure
+
+    panels = choose_panels(rows)
+    columns = min(3, max(1, len(panels)))
+    lines = -(-len(panels) // columns) or 1
+    figure = Figure(figsize=(4.6 * columns, 3.2 * lines), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.axis("off")
+    for axes, (bench, value) in zip(grid.flat, panels, strict=False):
+        _draw_panel(axes, [row for row in rows if row.bench == bench and value in row.values], value)
+        axes.set_title(f"{bench}: {value}", fontsize="small")
+    figure.savefig(path, dpi=DPI, format="png")
+
+
+def draw_ratios(ratios: Sequence[Ratio], path: Path) -> None:
+    """Draw B over A of each value, with its noise; those beyond the noise are marked."""
+    from matplotlib.figure import Figure
+
+    shown = ratios[:MAX_RATIOS]
+    figure = Figure(figsize=(8, 1.2 + 0.22 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    for place, found in enumerate(shown):
+        colour = "tab:red" if found.verdict == "differs" else "tab:grey"
+        error = (found.noise or 0.0) * found.ratio
+        axes.errorbar(min(found.ratio, 10.0), place, xerr=error, fmt="o", color=colour, markersize=4)
+    labels = [f"{found.row.bench} {_words(found.row.case)} {found.value}" for found in shown]
+    axes.set_yticks(range(len(shown)), labels, fontsize=6)
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("B / A, and noise")
+    figure.savefig(path, dpi=DPI, format="png")
+
+
+def choose_panels(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return (benchmark, value) of what is drawn: of each benchmark in turn what most of its rows have."""
+    by_bench: dict[str, dict[str, int]] = {}
+    for row in rows:
+        counts = by_bench.setdefault(row.bench, {})
+        for value in row.values:
+            counts[value] = counts.get(value, 0) + 1
+    queues = [
+        [(bench, value) for value, _ in sorted(counts.items(), key=lambda item: -item[1])]
+        for bench, counts in by_bench.items()
+    ]
+    turns = max((len(queue) for queue in queues), default=0)
+    return [queue[turn] for turn in range(turns) for queue in queues if turn < len(queue)][:MAX_PANELS]
+
+
+def choose_axis(rows: Sequence[Row]) -> str | None:
+    """Return the number of the cases that takes most values; None if none takes two."""
+    found: dict[str, set[float]] = {}
+    for row in rows:
+        for name, value in row.case.items():
+            if isinstance(value, int | float):
+                found.setdefault(name, set()).add(value)
+    most = max(found, key=lambda name: len(found[name]), default="")
+    return most if most and len(found[most]) > 1 else None
+
+
+def _draw_panel(axes: Any, rows: Sequence[Row], value: str) -> None:
+    axis = choose_axis(rows)
+    if axis is None:
+        labels = [_words(row.case) or row.bench for row in rows]
+        errors = [row.spread.get(value, 0.0) for row in rows]
+        axes.barh(range(len(rows)), [row.values[value] for row in rows], xerr=errors)
+        axes.set_yticks(range(len(rows)), labels, fontsize=6)
+        return
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        lines.setdefault(_words({k: v for k, v in row.case.items() if k != axis}), []).append(row)
+    for label, found in list(lines.items())[:MAX_LINES]:
+        points = sorted((row for row in found if axis in row.case), key=lambda row: float(row.case[axis]))
+        places = [float(row.case[axis]) for row in points]
+        errors = [row.spread.get(value, 0.0) for row in points]
+        axes.errorbar(places, [row.values[value] for row in points], yerr=errors, marker="o", label=label)
+    axes.set_xlabel(axis, fontsize="small")
+    if any(lines):
+        axes.legend(fontsize=6)
+
+
+def _words(case: Mapping[str, str | int | float]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in case.items())

@@ -1,0 +1,158 @@
+"""Rows: the one form in which every benchmark keeps what it measured.
+
+Owns the form, its file and its validation. A file is written whole or not at all, and what was written is
+what is read. A file says where and with what it was measured; a row says what was measured (`case`), the
+medians (`values`), how much they swing (`spread`), and the seed.
+
+    row = Row.of("pipeline", {"max_lag": 4}, {"step_s": [0.2, 0.21, 0.19]})
+    file = RowFile.taken_here("pipeline --quick", [row])
+    file.write(path); RowFile.read(path) == file
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import DataError
+from benchmarks.machine import describe_hardware, describe_versions
+
+FORMAT = 1
+Case = Mapping[str, str | int | float]
+"""What was measured, by name; two rows with the same benchmark and case can be compared."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case of a benchmark.
+
+    Attributes:
+        values: Medians (or single figures), with their unit in the name.
+        spread: Of those that were measured several times: half the way from the 10th to the 90th percentile,
+            in the same unit.
+    """
+
+    bench: str
+    case: dict[str, str | int | float]
+    values: dict[str, float]
+    spread: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+
+    @classmethod
+    def of(cls, bench: str, case: Case, samples: Mapping[str, float | Sequence[float]], seed: int = 0) -> Row:
+        """Return the row of samples by name: of several the median and spread, a single one as it is."""
+        several = {name: _as_samples(given) for name, given in samples.items()}
+        values = {name: statistics.median(found) for name, found in several.items()}
+        spread = {name: spread_of(found) for name, found in several.items() if len(found) > 1}
+        return cls(bench, dict(case), values, spread, seed)
+
+
+@dataclass(frozen=True)
+class RowFile:
+    """The rows of one command, and where they come from.
+
+    Attributes:
+        taken: ISO 8601, in UTC.
+        figures: What the benchmark itself knows beyond its rows: every sample.
+    """
+
+    hardware: dict[str, str | int]
+    versions: dict[str, str]
+    taken: str
+    command: str
+    rows: tuple[Row, ...]
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def taken_here(
+        cls, command: str, rows: Iterable[Row], figures: Mapping[str, Any] | None = None
+    ) -> RowFile:
+        """Return the file of what was measured on this machine at this moment."""
+        taken = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(describe_hardware(), describe_versions(), taken, command, tuple(rows), dict(figures or {}))
+
+    def write(self, path: Path) -> None:
+        """Put the file in place of `path`, whole or not at all.
+
+        Raises:
+            DataError: A value is not a finite number; nothing is written.
+            OSError: The folder cannot be written.
+        """
+        body = {"format": FORMAT, **asdict(self), "rows": [asdict(row) for row in self.rows]}
+        parse(body, str(path))
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            partial.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: Path) -> RowFile:
+        """Return what `path` holds.
+
+        Raises:
+            DataError: It is not there, no JSON, of another format, or a row is not as it should be.
+        """
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{path} cannot be read: {error}", hint="Give a file that --json wrote"
+            ) from error
+        return parse(body, str(path))
+
+
+def spread_of(samples: Sequence[float]) -> float:
+    """Return half the way from the 10th to the 90th percentile of at least two samples.
+
+    >>> spread_of([1.0, 2.0, 3.0])
+    0.8
+    """
+    tenths = statistics.quantiles(samples, n=10, method="inclusive")
+    return (tenths[-1] - tenths[0]) / 2
+
+
+def parse(body: object, where: str) -> RowFile:
+    """Return the file that a JSON value describes.
+
+    Raises:
+        DataError: It does not; the message names the field.
+    """
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise DataError(f"{where} is not a file of benchmark rows of format {FORMAT}")
+    try:
+        rows = tuple(Row(**row) for row in body["rows"])
+        parts = {name: body[name] for name in ("hardware", "versions", "taken", "command")}
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{where}: {error}") from error
+    for number, row in enumerate(rows):
+        _check(row, f"{where}: row {number}")
+    return RowFile(rows=rows, figures=body.get("figures", {}), **parts)
+
+
+def _check(row: Row, where: str) -> None:
+    if not isinstance(row.bench, str) or not row.bench:
+        raise DataError(f"{where}: `bench` is not a name")
+    if not isinstance(row.seed, int):
+        raise DataError(f"{where}: `seed` is not a whole number")
+    for name, value in row.case.items():
+        if not isinstance(value, str | int | float):
+            raise DataError(f"{where}: case `{name}` is neither text nor a number")
+    for name, value in [*row.values.items(), *row.spread.items()]:
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise DataError(f"{where}: `{name}` is not a finite number but {value!r}")
+    unknown = row.spread.keys() - row.values.keys()
+    if unknown:
+        raise DataError(f"{where}: a spread without a value: {', '.join(sorted(unknown))}")
+
+
+def _as_samples(given: float | Sequence[float]) -> list[float]:
+    return [float(given)] if isinstance(given, int | float) else [float(value) for value in given]

@@ -1,0 +1,155 @@
+"""A replay in as many processes on this machine as the run's learner had ranks.
+
+Owns their start and end: one that fails ends all, and so does silence. Rank 0 says what it compared, a JSON
+line per step; a rank that fails for a reason that has a name says that as such a line.
+Run by itself, `python -m learner.record.processes`, this is one of the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from asyncrl import errors as named_errors
+from asyncrl.config.load import load_resolved
+from asyncrl.errors import AsyncrlError, ServiceFailed
+from learner.backend import Placement
+from learner.record.comparison import ComparedStep, Comparison, Difference
+from learner.record.replay import Plan, replay
+
+POLL_S = 0.05
+END_S = 10.0
+TAIL_CHARS = 2000
+SILENCE_S = 1800.0
+"""How long no rank may say anything: a collective would have given up before."""
+ERROR = "error"
+
+
+def replay_on_ranks(
+    plan: Plan, overrides: Sequence[str], num_ranks: int, say: Callable[[str], None]
+) -> Comparison:
+    """Replay `plan` in `num_ranks` processes and return what rank 0 compared.
+
+    Raises:
+        AsyncrlError: The one that a rank has ended with.
+        ServiceFailed: A rank has ended with another error, which is quoted; or nothing moves.
+    """
+    say(f"{num_ranks} processes, as the run's learner had")
+    order = {"plan": {**asdict(plan), "folder": str(plan.folder)}, "overrides": list(overrides)}
+    order["placement"] = {"world_size": num_ranks, "rendezvous": f"127.0.0.1:{_free_port()}"}
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]
+        ranks: list[subprocess.Popen[str]] = []
+        stack.callback(_end, ranks)
+        for output, error in zip(outputs, errors, strict=True):
+            ranks.append(_start(order, len(ranks), output, error))
+        _await(ranks, outputs, errors)
+        outputs[0].seek(0)
+        steps = [_step_of(json.loads(line)) for line in outputs[0] if line.startswith("{")]
+    for step in steps:
+        say(str(step))
+    return Comparison(plan.began_at, plan.first, steps)
+
+
+def _start(order: dict[str, Any], rank: int, output: IO[str], errors: IO[str]) -> subprocess.Popen[str]:
+    given = json.dumps({**order, "placement": {**order["placement"], "rank": rank}})
+    command = [sys.executable, "-m", "learner.record.processes", given]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, text=True)
+
+
+def _await(
+    ranks: Sequence[subprocess.Popen[str]],
+    outputs: Sequence[IO[str]],
+    errors: Sequence[IO[str]],
+    silence_s: float = SILENCE_S,
+) -> None:
+    """Wait until all have ended; raise the error of a rank that has failed as soon as one has."""
+    num_bytes, heard = 0, time.monotonic()
+    while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
+        said = sum(os.fstat(file.fileno()).st_size for file in (*outputs, *errors))
+        if said != num_bytes:
+            num_bytes, heard = said, time.monotonic()
+        if time.monotonic() - heard > silence_s:
+            raise ServiceFailed(f"no rank of the replay has said anything for {silence_s:g} s")
+        time.sleep(POLL_S)
+    failed = [at for at, rank in enumerate(ranks) if rank.poll()]
+    # Those that failed for a reason of their own come first: the others miss them.
+    for error in filter(None, (_find_error(outputs[at]) for at in failed)):
+        raise error
+    for at in failed:
+        errors[at].seek(0)
+        raise ServiceFailed(f"rank {at} of the replay has failed: {errors[at].read()[-TAIL_CHARS:]}")
+
+
+def _find_error(output: IO[str]) -> AsyncrlError | None:
+    """Return the error that a rank has put into words, if it has."""
+    output.seek(0)
+    for line in output:
+        fields = json.loads(line) if line.startswith("{") else {}
+        if ERROR in fields:
+            kind = getattr(named_errors, fields[ERROR])
+            found: AsyncrlError = kind(fields["message"], hint=fields["hint"])
+            return found
+    return None
+
+
+def _describe_error(error: AsyncrlError) -> dict[str, str]:
+    """Return an error as `_find_error` takes it: of the nearest class that all packages know."""
+    kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == named_errors.__name__]
+    return {ERROR: kinds[0], "message": error.message, "hint": error.hint}
+
+
+def _end(ranks: Sequence[subprocess.Popen[str]]) -> None:
+    """Kill all, then see them end: one that hangs in the kernel keeps none of the others."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.kill()
+    end = time.monotonic() + END_S
+    for rank in ranks:
+        with suppress(subprocess.TimeoutExpired):
+            rank.wait(max(0.0, end - time.monotonic()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _step_of(fields: dict[str, Any]) -> ComparedStep:
+    differences = tuple(Difference(**difference) for difference in fields.pop("differences"))
+    return ComparedStep(**fields, differences=differences)
+
+
+def main(given: str) -> None:
+    """Be one rank of a replay."""
+    order = json.loads(given)
+    fields = order["plan"]
+    plan = Plan(**{**fields, "folder": Path(fields["folder"])})
+    placement = Placement(**order["placement"])
+    try:
+        config = load_resolved(plan.folder, order["overrides"])
+        comparison = replay(
+            plan, config, placement, say=lambda said: print(said, file=sys.stderr, flush=True)
+        )
+    except AsyncrlError as error:
+        print(json.dumps(_describe_error(error)), flush=True)
+        raise
+    if placement.rank == 0:
+        for step in comparison.steps:
+            print(json.dumps(asdict(step)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

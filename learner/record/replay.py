@@ -1,0 +1,291 @@
+"""`asyncrl replay`: trains recorded steps again, without rollouts and without a run.
+
+  consumes: a checkpoint (or the model of the start), the recorded batches after it
+  waits for: nobody, but the other ranks     produces: a comparison with what the run recorded
+Owns the order: find where to begin, load, then adjust, train and compare, step by step, by the same
+`Trainer` as the live learner. Must never write into the run's folder. Invariant: with the configuration of
+the run, on the packages and the processor it ran on, every metric and every published weight is equal bit by
+bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.config.load import find_run_folder, load_resolved
+from asyncrl.config.tree import Config
+from asyncrl.errors import CheckpointError, ConfigError, DataError
+from asyncrl.experience import Group
+from learner.algorithms.objective import Objective, make_objective
+from learner.backend import LearnerBackend, Models, Placement
+from learner.checkpoint.store import CheckpointStore
+from learner.composition import open_models
+from learner.ranks import Ranks
+from learner.record.comparison import ComparedStep, Comparison, Difference, compare
+from learner.record.recorder import repeatable
+from learner.record.shelf import FOLDER, RecordedStep, RecordedWeights, Shelf
+from learner.report import Stopwatch
+from learner.trainer import Trainer
+from weight_sync.memory.writer import Bytes, SegmentWriter, digest_of
+
+WEIGHTS = "weights"
+"""The name under which a digest of weights that differs is told."""
+
+OpenModels = Callable[[Config, Objective, Placement], Models]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be trained again.
+
+    Attributes:
+        folder: The run's.
+        began_at: Step of the checkpoint to begin with; 0 without one is the model of the start.
+        first, end: The steps that were asked for; those from `began_at` on lead there.
+        has_checkpoint: Whether `began_at` is a checkpoint.
+        stops: Whether to end at the first step that differs.
+        sets_rate: Whether the configured learning rate holds, not the one that the checkpoint has.
+    """
+
+    folder: Path
+    began_at: int
+    first: int
+    end: int
+    has_checkpoint: bool
+    stops: bool = False
+    sets_rate: bool = False
+
+
+class RecordedIntake:
+    """Hands out the groups of one recorded step."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+
+    def put(self, groups: Sequence[Group]) -> None:
+        """Take the groups of the next step in place of those before."""
+        self._groups = {group.ticket: group for group in groups}
+
+    def fetch(self, token: int, tickets: Sequence[int]) -> list[Group]:
+        """Return the groups of `tickets`.
+
+        Raises:
+            DataError: One is not in the record.
+        """
+        missing = [ticket for ticket in tickets if ticket not in self._groups]
+        if missing:
+            raise DataError(f"the record has no group of ticket {missing[0]}")
+        return [self._groups[ticket] for ticket in tickets]
+
+
+def replay_run(
+    run: str,
+    runs_dir: str,
+    first: int | None = None,
+    num_steps: int | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    stops: bool = False,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Comparison:
+    """Train steps `first` to `first + num_steps - 1` of a run again and compare them with its record.
+
+    Args:
+        run: Name below `runs_dir`, or a path.
+        first: Without it, the earliest from which all recorded steps can be reached.
+        num_steps: Without it, all that follow in the record.
+        overrides: As of `--set`: what is to be another way than in the run.
+        stops: Whether to end at the first step that differs.
+        say: Is told of each step as it is done.
+
+    Raises:
+        ConfigError: There is no such run, or it recorded nothing; or the overrides are wrong.
+        DataError: A step is not in the record, or there is nothing to begin with.
+        CheckpointError: The record is torn or altered.
+    """
+    folder = find_run_folder(run, runs_dir)
+    config = load_resolved(folder, overrides)
+    plan = make_plan(folder, config, first, num_steps, say)
+    plan = replace(plan, stops=stops, sets_rate=_has_other_rate(config, load_resolved(folder)))
+    ranks = num_ranks(config)
+    if ranks > 1:
+        from learner.record.processes import replay_on_ranks
+
+        return replay_on_ranks(plan, overrides, ranks, say)
+    return replay(plan, config, Placement(), say=say)
+
+
+def _has_other_rate(config: Config, base: Config) -> bool:
+    return (config.learner.lr, config.critic.lr) != (base.learner.lr, base.critic.lr)
+
+
+def num_ranks(config: Config) -> int:
+    """Return how many processes the run's learner had: sums depend on it."""
+    learner = config.learner
+    return learner.tp * learner.pp * learner.cp * learner.dp
+
+
+def make_plan(
+    folder: Path,
+    config: Config,
+    first: int | None,
+    num_steps: int | None,
+    say: Callable[[str], None],
+) -> Plan:
+    """Find where to begin; raises as `replay_run`."""
+    shelf = Shelf(folder / FOLDER)
+    steps = shelf.steps()
+    if not steps:
+        raise ConfigError(
+            f"run '{folder.name}' has recorded nothing", hint="Only with run.record: true does a run record"
+        )
+    starts = _starts(folder, config, set(steps), say)
+    if first is None:
+        first = min((step for step in starts if _is_unbroken(steps, step)), default=steps[0])
+    if first not in steps:
+        raise DataError(
+            f"step {first} is not in the record of run '{folder.name}'",
+            hint=f"Steps {steps[0]} to {steps[-1]} are, and checkpoints of {sorted(starts)}",
+        )
+    start = max((step for step in starts if step <= first), default=None)
+    if start is None:
+        raise DataError(
+            f"run '{folder.name}' has nothing to begin with at or before step {first}",
+            hint=f"There are checkpoints of steps {sorted(starts)}: checkpoint.keep says how many a run keeps"
+            if starts
+            else "Its checkpoints are gone, and the steps from 0 on are no longer recorded",
+        )
+    end = steps[-1] + 1 if num_steps is None else first + num_steps
+    missing = sorted(set(range(start, end)) - set(steps))
+    if missing:
+        raise DataError(
+            f"step {missing[0]} is not in the record of run '{folder.name}'",
+            hint=f"Steps {steps[0]} to {steps[-1]} are, and checkpoints of {sorted(starts)}",
+        )
+    return Plan(folder, start, first, end, starts[start])
+
+
+def _is_unbroken(steps: Sequence[int], start: int) -> bool:
+    """Tell whether the record has all steps from `start` to its last."""
+    return start in steps and set(range(start, steps[-1] + 1)) <= set(steps)
+
+
+def _starts(folder: Path, config: Config, steps: set[int], say: Callable[[str], None]) -> dict[int, bool]:
+    """Return the steps that a replay can begin at, and whether there is a whole checkpoint of each."""
+    starts = {0: False} if 0 in steps else {}
+    root = folder / "checkpoints"
+    if not root.is_dir():
+        return starts
+    store = CheckpointStore(root, config.checkpoint.keep, config.checkpoint.keep_best)
+    for step in store.steps():
+        try:
+            store.verify_whole(step)
+        except CheckpointError as error:
+            say(str(error))
+        else:
+            starts[step] = True
+    return starts
+
+
+def replay(
+    plan: Plan,
+    config: Config,
+    placement: Placement,
+    *,
+    make_models: OpenModels = open_models,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Comparison:
+    """Train the steps of `plan` on this rank; the same comparison on every rank. Collective."""
+    torch.set_num_threads(1 if not torch.cuda.is_available() else torch.get_num_threads())
+    objective = make_objective(
+        config.algorithm, max_lag=config.staleness.max_lag, max_response_tokens=config.rollout.max_tokens
+    )
+    with closing(make_models(config, objective, placement)) as models:
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+        ranks, intake = Ranks(placement.rank, placement.world_size, device), RecordedIntake()
+        trainer = Trainer(config, ranks, models, objective, intake, Stopwatch())
+        _restore(trainer, plan, config)
+        compared = []
+        for step in _train(plan, config, trainer, intake, models.policy):
+            compared.append(step)
+            say(str(step))
+            if plan.stops and ranks.largest([len(step.differences)])[0]:
+                break
+    return Comparison(plan.began_at, plan.first, compared)
+
+
+def _restore(trainer: Trainer, plan: Plan, config: Config) -> None:
+    if not plan.has_checkpoint:
+        trainer.restore(None, {})
+        return
+    store = CheckpointStore(plan.folder / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best)
+    controllers: Mapping[str, Any] = store.cut(plan.began_at).controllers
+    trainer.restore(store.folder(plan.began_at), controllers.get("objective", {}))
+
+
+def _train(
+    plan: Plan, config: Config, trainer: Trainer, intake: RecordedIntake, policy: LearnerBackend
+) -> Iterator[ComparedStep]:
+    """Yield each step, trained and compared."""
+    shelf = Shelf(plan.folder / FOLDER)
+    _check_start(shelf.read_weights(plan.began_at), policy, plan)
+    for step in range(plan.began_at, plan.end):
+        recorded = shelf.read(step, policy.dp_rank)
+        _check(recorded, config, policy)
+        intake.put(recorded.groups)
+        if recorded.adjustment != trainer.adjustment or (plan.sets_rate and step == plan.began_at):
+            trainer.adjust(recorded.adjustment)
+        metrics = repeatable(trainer.train(recorded.order).metrics)
+        weights = shelf.read_weights(step + 1)
+        differences = compare(recorded.metrics, metrics) + _compare_weights(weights, policy)
+        yield ComparedStep(step, len(recorded.metrics), differences, weights is not None)
+
+
+def _check(recorded: RecordedStep, config: Config, policy: LearnerBackend) -> None:
+    if recorded.num_shares != policy.dp_size:
+        raise ConfigError(
+            f"step {recorded.step} was recorded in {recorded.num_shares} shares, not {policy.dp_size}",
+            hint="A replay has the data-parallel size of the run",
+        )
+    if recorded.seed != config.run.seed:
+        raise ConfigError(f"step {recorded.step} was recorded with run.seed {recorded.seed}")
+
+
+def _check_start(weights: RecordedWeights | None, policy: LearnerBackend, plan: Plan) -> None:
+    """Raise CheckpointError if the run published other weights at that step than those loaded."""
+    if _compare_weights(weights, policy):
+        what = f"the checkpoint of step {plan.began_at}" if plan.has_checkpoint else "the model of the start"
+        raise CheckpointError(
+            f"{what} does not hold the weights that the recorded run had there",
+            hint="It is of a branch that the run has abandoned, or the configuration differs: "
+            "begin at another checkpoint with --from",
+        )
+
+
+def _compare_weights(weights: RecordedWeights | None, policy: LearnerBackend) -> tuple[Difference, ...]:
+    """Return the difference between recorded and present weights, if there is one. Collective."""
+    if weights is None:
+        return ()
+    digest = digest_weights(policy, weights.bucket_bytes)
+    return () if digest == weights.digest else (Difference(WEIGHTS, weights.digest, digest),)
+
+
+class _Nowhere:
+    """A place that keeps nothing: the bytes are digested only."""
+
+    def put(self, offset: int, piece: Bytes) -> None:
+        pass
+
+
+def digest_weights(policy: LearnerBackend, bucket_bytes: int) -> str:
+    """Return the digest that a publish of the present weights has. Collective."""
+    writer = SegmentWriter(_Nowhere(), bucket_bytes)
+    for _, tensor in policy.named_tensors():
+        writer.write(tensor)
+    return digest_of(writer.finish())

@@ -1,0 +1,272 @@
+"""The recorded steps of a run, on disk: one file per step and share of the batch, whole or not at all.
+
+Owns the form of the files in `<run>/record`. `step-N.S.batch` holds the groups of share S that learner step
+N was trained on, as they travel, with the leader's order and what else the step depended on; `step-N.weights`
+the digest of the weights that were published at step N. A batch has a digest of its header, which holds
+a digest of each group. Invariant: what is read is what was written; a file with another bit is refused, and
+the group it is in is named. A learner that a newer one has fenced replaces nothing of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from asyncrl import wire
+from asyncrl.errors import CheckpointError, DataError, FencedError, WireError
+from asyncrl.experience import Group, decode_group, encode_group
+from learner.orders import Adjust, Train
+
+FOLDER = "record"
+MAGIC = b"asyncrl-record-1"
+_DIGEST_BYTES = 16
+_LENGTH_BYTES = 8
+_PREFIX_BYTES = len(MAGIC) + _DIGEST_BYTES + _LENGTH_BYTES
+_NAME = re.compile(r"step-(\d{8})\.(\d+\.batch|weights)")
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """What one rank trained at one step, and what came of it.
+
+    Attributes:
+        order: As the leader gave it; of a step that was streamed, of the whole batch with its parts.
+        adjustment: The guard's, in force at that step.
+        groups: Of this share, in the order in which they were fetched.
+        metrics: Of the whole step; without what depends on the machine's time or memory.
+        seed: `run.seed`.
+        share: Which share of the batch this is.
+        num_shares: Into how many the batch was cut.
+    """
+
+    order: Train
+    adjustment: Adjust
+    groups: list[Group]
+    metrics: Mapping[str, float]
+    seed: int
+    share: int = 0
+    num_shares: int = 1
+
+    @property
+    def step(self) -> int:
+        return self.order.step
+
+
+@dataclass(frozen=True)
+class RecordedWeights:
+    """The digest of the weights of `step` as they were published, in buckets of `bucket_bytes`."""
+
+    step: int
+    digest: str
+    bucket_bytes: int
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The folder of what a run recorded."""
+
+    folder: Path
+
+    def batch_path(self, step: int, share: int) -> Path:
+        return self.folder / f"step-{step:08d}.{share}.batch"
+
+    def weights_path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.weights"
+
+    def open(self, share: int) -> None:
+        """Make the folder; remove what a writer of this share that died has left half written."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for kind in (f"{share}.batch", "weights") if share == 0 else (f"{share}.batch",):
+            for partial in self.folder.glob(f".step-*.{kind}.*"):
+                partial.unlink(missing_ok=True)
+
+    def write(self, recorded: RecordedStep) -> int:
+        """Write one share of a step; return its bytes.
+
+        Raises:
+            OSError: The disk is full, or the folder is gone.
+            WireError: A value of the step cannot be packed.
+            FencedError: A newer learner, by its token, has written that step.
+        """
+        path = self.batch_path(recorded.step, recorded.share)
+        _check_token(path, recorded.order.token)
+        frames, lengths, digests = [], [], []
+        for group in recorded.groups:
+            encoded = encode_group(group)
+            frames += encoded
+            lengths.append([len(frame) for frame in encoded])
+            digests.append(_digest_frames(encoded))
+        header = wire.pack_header(
+            {
+                "order": asdict(recorded.order),
+                "adjustment": asdict(recorded.adjustment),
+                "tickets": [group.ticket for group in recorded.groups],
+                "lengths": lengths,
+                "digests": digests,
+                "metrics": dict(recorded.metrics),
+                "seed": recorded.seed,
+                "share": recorded.share,
+                "num_shares": recorded.num_shares,
+            }
+        )
+        return _write(path, [_prefix_of(header), header, *frames])
+
+    def read(self, step: int, share: int) -> RecordedStep:
+        """Return one share of a step.
+
+        Raises:
+            DataError: The step is not in the record.
+            CheckpointError: The file is torn or altered; a group that is, is named.
+        """
+        path = self.batch_path(step, share)
+        data = memoryview(self._read(path, step))
+        header = _read_header(data, path)
+        try:
+            return _parse(header, data, path)
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}", hint=_HINT) from error
+
+    def write_weights(self, recorded: RecordedWeights) -> int:
+        """Write the digest of published weights; return its bytes. Raises OSError as `write`."""
+        header = wire.pack_header(asdict(recorded))
+        return _write(self.weights_path(recorded.step), [_prefix_of(header), header])
+
+    def read_weights(self, step: int) -> RecordedWeights | None:
+        """Return the digest of the weights of `step`; None if they were not published.
+
+        Raises:
+            CheckpointError: The file is torn or altered.
+        """
+        path = self.weights_path(step)
+        if not path.exists():
+            return None
+        try:
+            fields = _read_header(memoryview(path.read_bytes()), path)
+            return RecordedWeights(
+                wire.field(fields, "step", int),
+                wire.field(fields, "digest", str),
+                wire.field(fields, "bucket_bytes", int),
+            )
+        except WireError as error:
+            raise CheckpointError(f"{path} is torn or altered: {error}", hint=_HINT) from error
+
+    def steps(self) -> list[int]:
+        """Return the steps that are there, ascending."""
+        return sorted({step for step, kind, _ in self._entries() if kind != "weights"})
+
+    def num_shares(self, step: int) -> int:
+        """Return how many shares of `step` are there."""
+        return sum(found == step and kind != "weights" for found, kind, _ in self._entries())
+
+    def remove(self, steps: Iterable[int] | range, share: int | None = None) -> None:
+        """Remove `steps`: of one share, or of all with the weights."""
+        wanted = steps if isinstance(steps, range) else set(steps)
+        for step, kind, path in self._entries():
+            if step in wanted and (share is None or kind == f"{share}.batch"):
+                path.unlink(missing_ok=True)
+
+    def remove_weights(self, steps: range) -> None:
+        """Remove the digests of the weights of `steps`."""
+        for step, kind, path in self._entries():
+            if step in steps and kind == "weights":
+                path.unlink(missing_ok=True)
+
+    def num_bytes(self) -> int:
+        """Return what the record takes on disk."""
+        return sum(path.stat().st_size for _, _, path in self._entries())
+
+    def _entries(self) -> Iterator[tuple[int, str, Path]]:
+        for path in self.folder.glob("step-*"):
+            found = _NAME.fullmatch(path.name)
+            if found:
+                yield int(found.group(1)), found.group(2), path
+
+    def _read(self, path: Path, step: int) -> bytes:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            steps = self.steps()
+            there = f"Steps {steps[0]} to {steps[-1]} are" if steps else "The run must have run.record: true"
+            raise DataError(
+                f"step {step} is not in the record {self.folder}", hint=f"{there} there" if steps else there
+            ) from None
+
+
+_HINT = "Nothing can be trained again from it: bring the file back, or begin at a later checkpoint"
+
+
+def _write(path: Path, frames: Sequence[wire.Frame]) -> int:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            file.writelines(frames)
+            num_bytes = file.tell()
+        partial.replace(path)
+    except OSError:  # what is left of it would keep a full disk full
+        partial.unlink(missing_ok=True)
+        raise
+    return num_bytes
+
+
+def _prefix_of(header: bytes) -> bytes:
+    return MAGIC + xxhash.xxh3_128_digest(header) + len(header).to_bytes(_LENGTH_BYTES, "little")
+
+
+def _check_token(path: Path, token: int) -> None:
+    """Raise FencedError if a learner of a higher token wrote `path`; one that is torn may be replaced."""
+    try:
+        with path.open("rb") as file:
+            prefix = file.read(_PREFIX_BYTES)
+            header = file.read(min(int.from_bytes(prefix[-_LENGTH_BYTES:], "little"), path.stat().st_size))
+        found = _read_header(memoryview(prefix + header), path)["order"]["token"]
+    except (FileNotFoundError, CheckpointError, WireError, KeyError):
+        return
+    if found > token:
+        raise FencedError(f"{path} is of the learner of token {found}: token {token} is no longer the newest")
+
+
+def _read_header(data: memoryview, path: Path) -> dict[str, Any]:
+    length = int.from_bytes(data[_PREFIX_BYTES - _LENGTH_BYTES : _PREFIX_BYTES], "little")
+    header = data[_PREFIX_BYTES : _PREFIX_BYTES + length]
+    digest = data[len(MAGIC) : len(MAGIC) + _DIGEST_BYTES]
+    if data[: len(MAGIC)] != MAGIC or xxhash.xxh3_128_digest(header) != digest:
+        raise CheckpointError(f"{path} is torn or altered", hint=_HINT)
+    return wire.unpack_header(header)
+
+
+def _parse(header: dict[str, Any], data: memoryview, path: Path) -> RecordedStep:
+    start = _PREFIX_BYTES + int.from_bytes(data[_PREFIX_BYTES - _LENGTH_BYTES : _PREFIX_BYTES], "little")
+    groups = []
+    for ticket, lengths, digest in zip(header["tickets"], header["lengths"], header["digests"], strict=True):
+        ends = list(itertools.accumulate(lengths, initial=start))
+        frames = [data[begin:end] for begin, end in itertools.pairwise(ends)]
+        start = ends[-1]
+        if _digest_frames(frames) != digest:
+            raise CheckpointError(f"the group of ticket {ticket} in {path} is torn or altered", hint=_HINT)
+        groups.append(decode_group(frames))
+    order = {**header["order"]}
+    order["versions"] = [(number, step) for number, step in order["versions"]]
+    order["limits"] = [(name, limit) for name, limit in order["limits"]]
+    return RecordedStep(
+        order=Train(**order),
+        adjustment=Adjust(**header["adjustment"]),
+        groups=groups,
+        metrics=header["metrics"],
+        seed=header["seed"],
+        share=header["share"],
+        num_shares=header["num_shares"],
+    )
+
+
+def _digest_frames(frames: Sequence[wire.Frame]) -> str:
+    digest = xxhash.xxh3_128()
+    for frame in frames:
+        digest.update(frame)
+    return digest.hexdigest()

@@ -1,0 +1,146 @@
+"""The form that every benchmark's figures are kept in."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import DataError
+from benchmarks import calibrate
+from benchmarks.figures import make_rows
+from benchmarks.options import TERMINATED, make_parser, report
+from benchmarks.rows import Row, RowFile, spread_of
+
+
+def made_up() -> RowFile:
+    row = Row.of("pipeline", {"max_lag": 4, "lengths": "fixed"}, {"step_s": [0.2, 0.4, 0.3], "idle": 0.5}, 7)
+    return RowFile.taken_here("pipeline --quick", [row], {"every": [1, 2]})
+
+
+def change(path: Path, **row: object) -> None:
+    body = json.loads(path.read_text())
+    body["rows"][0].update(row)
+    path.write_text(json.dumps(body))
+
+
+def test_what_was_written_is_what_is_read(tmp_path: Path):
+    made_up().write(tmp_path / "a.json")
+    found = RowFile.read(tmp_path / "a.json")
+    assert found == made_up() or found.taken != made_up().taken
+    assert found.rows == (
+        Row(
+            "pipeline",
+            {"max_lag": 4, "lengths": "fixed"},
+            {"step_s": 0.3, "idle": 0.5},
+            {"step_s": pytest.approx(0.08)},
+            7,
+        ),
+    )
+    assert found.figures == {"every": [1, 2]}
+    assert found.hardware["cores"] and found.versions["torch"]
+
+
+def test_the_spread_is_half_the_way_between_the_outer_tenths():
+    assert spread_of([float(value) for value in range(11)]) == pytest.approx(4.0)
+    assert spread_of([5.0, 5.0]) == 0.0
+
+
+def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path: Path):
+    made_up().write(tmp_path / "a.json")
+    before = (tmp_path / "a.json").read_bytes()
+    bad = RowFile.taken_here("x", [Row("x", {}, {"step_s": math.nan})])
+    with pytest.raises(DataError, match="row 0: `step_s` is not a finite number"):
+        bad.write(tmp_path / "a.json")
+    with pytest.raises(TypeError):
+        RowFile.taken_here("x", [], {"what": object()}).write(tmp_path / "a.json")
+    assert (tmp_path / "a.json").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"], "a part of a file was left"
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"values": {"step_s": "fast"}}, "`step_s` is not a finite number"),
+        ({"spread": {"other_s": 1.0}}, "a spread without a value: other_s"),
+        ({"case": {"max_lag": [4]}}, "case `max_lag` is neither"),
+        ({"bench": ""}, "`bench` is not a name"),
+        ({"seed": "one"}, "`seed` is not a whole number"),
+        ({"more": 1}, "more"),
+    ],
+)
+def test_a_row_that_is_not_as_it_should_be_is_named(tmp_path: Path, row: dict[str, object], says: str):
+    made_up().write(tmp_path / "a.json")
+    change(tmp_path / "a.json", **row)
+    with pytest.raises(DataError, match=says):
+        RowFile.read(tmp_path / "a.json")
+
+
+def test_what_is_no_file_of_rows_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="cannot be read"):
+        RowFile.read(tmp_path / "none.json")
+    (tmp_path / "old.json").write_text('{"benchmark": "pipeline"}')
+    with pytest.raises(DataError, match="not a file of benchmark rows of format 1"):
+        RowFile.read(tmp_path / "old.json")
+
+
+def test_figures_of_any_shape_become_rows():
+    figures = {
+        "benchmark": "weight_sync",
+        "machine": {"processor": "x86_64"},
+        "quick": True,
+        "residue": 0,
+        "speeds": {"ours": [1.0, 3.0], "plain": 2.0},
+        "rows": [
+            {"num_bytes": 100, "transfer_s": [0.1, 0.2]},
+            {"num_bytes": 400, "transfer_s": [0.4]},
+            {"num_bytes": 400, "transfer_s": [0.5]},
+        ],
+        "engine": None,
+    }
+    whole, *parts = make_rows("weight_sync", figures)
+    assert whole.case == {"quick": True}
+    assert whole.values == {"residue": 0, "speeds/ours": 2.0, "speeds/plain": 2.0}
+    assert whole.spread == {"speeds/ours": pytest.approx(0.8)}
+    assert [row.case for row in parts] == [
+        {"quick": True, "part": "rows", "num_bytes": 100},
+        {"quick": True, "part": "rows", "num_bytes": 400},
+        {"quick": True, "part": "rows", "num_bytes": 400, "number": 2},
+    ]
+    assert [row.values["transfer_s"] for row in parts] == [pytest.approx(0.15), 0.4, 0.5]
+
+
+def test_every_benchmark_writes_rows_where_json_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    given = make_parser("asyncrl bench ledger", None, "less").parse_args(
+        ["--quick", "--json", f"{tmp_path}/a.json"]
+    )
+    assert report(given, {"us_per_group": 3.5}, str, lambda results: (True, "fine")) == 0
+    file = RowFile.read(tmp_path / "a.json")
+    assert (file.command, file.rows) == ("ledger --quick", (Row("ledger", {}, {"us_per_group": 3.5}),))
+    assert file.figures == {"us_per_group": 3.5}
+    assert capsys.readouterr().out == "{'us_per_group': 3.5}\n"
+
+
+ASKED_TO_END = """
+import os, signal
+from benchmarks.options import end_on_sigterm
+end_on_sigterm()
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+finally:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("taken down", flush=True)
+"""
+
+
+def test_a_benchmark_that_is_asked_to_end_takes_down_what_it_has_started_however_often_it_is_asked():
+    done = subprocess.run([sys.executable, "-c", ASKED_TO_END], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (TERMINATED, "taken down\n"), done.stderr
+
+
+def test_what_has_no_targets_cannot_be_checked(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        calibrate.main(["--check"])
+    assert "calibrate has no targets" in capsys.readouterr().err

@@ -1,0 +1,114 @@
+"""The fleets of the scale benchmark, small, and its verdict."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+
+from benchmarks.scale import check, growth, make_rows, read_arguments, table
+from benchmarks.scale_parts import sockets
+from benchmarks.scale_parts.sync import SyncFleet
+from benchmarks.scale_parts.virtual import GROUP_SIZE, Fleet
+
+
+@pytest.mark.parametrize("load", [0.5, 2.0], ids=["learner waits", "replicas wait"])
+def test_a_fleet_in_virtual_time_trains_and_loses_nothing(load: float) -> None:
+    fleet = Fleet(4, load)
+    cost = fleet.run(8 * 16 * GROUP_SIZE)
+    assert cost.trajectories >= 8 * 16 * GROUP_SIZE
+    assert cost.virtual_s > 0
+    assert cost.us_per_trajectory > 0
+    assert fleet.residue == 0
+
+
+def test_replicas_wait_for_leases_where_the_learner_is_the_slower_side() -> None:
+    waiting = {}
+    for load in (0.5, 2.0):
+        fleet = Fleet(32, load)
+        fleet.run(8 * 32 * GROUP_SIZE)
+        waiting[load] = fleet.num_waiting
+    assert waiting[0.5] < waiting[2.0]
+
+
+def test_every_member_of_a_sync_fleet_is_brought_to_every_version() -> None:
+    fleet = SyncFleet(5)
+    assert fleet.sync(3) > 0  # raises where a member was left behind
+
+
+def test_a_fleet_offers_its_rate_from_the_first_second_on() -> None:
+    """Of slots whose groups take 20 s in the mean, a twentieth ends in every second, the first one too."""
+    dice = random.Random(0)
+    ends_s = []
+    for _ in range(4000):
+        at_s = sockets.draw_s(dice.random(), 20.0, is_first=True)
+        while at_s < 10.0:
+            ends_s.append(at_s)
+            at_s += sockets.draw_s(dice.random(), 20.0, is_first=False)
+    for second in range(0, 10, 2):
+        assert sum(second <= end < second + 2 for end in ends_s) / 400 == pytest.approx(1.0, abs=0.15)
+
+
+def test_the_processor_time_of_a_process_has_no_ticks() -> None:
+    before_s = sockets.read_cpu_s(os.getpid())
+    while sockets.read_cpu_s(os.getpid()) == before_s:
+        pass
+    assert 0 < sockets.read_cpu_s(os.getpid()) - before_s < 1.0
+
+
+@pytest.mark.long
+def test_a_fleet_over_sockets_is_measured_from_step_to_step() -> None:
+    taken = sockets.measure(sockets.Load(4, 80.0), 0.5, 0.5, min_steps=2)
+    step = sockets.GROUPS_PER_STEP * sockets.GROUP_SIZE
+    assert taken.trajectories >= 2 * step
+    assert taken.trajectories % step == 0
+    assert 0 < taken.cpu_s <= 2 * taken.seconds
+    assert taken.us_per_trajectory > 0
+
+
+def test_what_sync_costs_is_told_and_not_judged() -> None:
+    sync = [{"replicas": 8, "us_per_member": [86.0]}, {"replicas": 256, "us_per_member": [535.0]}]
+    assert "256 members: 535 us" in table({"quick": True, "sync": sync})
+    assert check({**results(11.0), "sync": sync})[0]
+
+
+def test_parts_that_there_are_none_of_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert read_arguments(["--only", "sync,virtual"]).only == ("sync", "virtual")
+    with pytest.raises(SystemExit):
+        read_arguments(["--only", "x"])
+    assert "'x' is none of live, virtual" in capsys.readouterr().err
+
+
+def results(large_us: float, residue: int = 0) -> dict[str, Any]:
+    def row(replicas: int, us: list[float]) -> dict[str, Any]:
+        return {
+            "load": "learner waits",
+            "replicas": replicas,
+            "us_per_trajectory": us,
+            "tick_share": 0.0,
+            "core_share": 0.1,
+            "trajectories_per_s": 5.0,
+            "residue": residue,
+        }
+
+    return {"quick": True, "virtual": [row(8, [10.0, 12.0, 11.0]), row(512, [large_us, 99.0])]}
+
+
+def test_growth_compares_the_fastest_rounds_of_the_largest_and_the_smallest_fleet() -> None:
+    assert growth(results(11.5)["virtual"], "us_per_trajectory") == pytest.approx(1.15)
+    assert check(results(11.5))[0]
+    assert not check(results(12.5))[0]
+
+
+def test_a_ticket_that_the_laws_leave_unexplained_fails_the_benchmark() -> None:
+    assert not check(results(10.0, residue=1))[0]
+    assert not check({"quick": True})[0]
+
+
+def test_every_row_is_told_and_kept() -> None:
+    assert len(table(results(11.0)).splitlines()) == 2
+    rows = make_rows(results(11.0))
+    assert [row.case["replicas"] for row in rows] == [8, 512]
+    assert rows[0].values["us_per_trajectory"] == 11.0

@@ -1,0 +1,161 @@
+"""Who waits in the buffer, for how long, and who is asked first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.buffer.parking import MIN_KEPT, Parked, ParkingLot
+from asyncrl.buffer.service import Desk
+from asyncrl.clock import ManualClock
+from asyncrl.rpc import Request
+from asyncrl.wire import Frame
+from tests.buffer.parts import make_store
+
+
+def park(lot: ParkingLot, name: str, lane: object = "lease", deadline: float = 10.0) -> Parked:
+    request = Request("lease", {}, [], name.encode(), 1, None)  # type: ignore[arg-type]
+    parked = Parked(request, lambda: None, dict, deadline, 99.0, ("replica", name), lane)  # type: ignore[arg-type]
+    lot.add(parked)
+    return parked
+
+
+def asked_by(lot: ParkingLot, answered: set[str], *, are_alike: bool = True) -> list[str]:
+    """Offer, answer those in `answered`, and return who was asked."""
+    asked: list[str] = []
+
+    def answers(parked: Parked) -> bool:
+        asked.append(parked.owner[1])
+        return parked.owner[1] in answered
+
+    lot.offer(answers, are_alike=are_alike)
+    return asked
+
+
+def test_a_lane_whose_first_cannot_be_answered_is_not_asked_further() -> None:
+    lot = ParkingLot()
+    for name in "abc":
+        park(lot, name)
+    assert asked_by(lot, set()) == ["a"]
+    assert asked_by(lot, {"a", "b"}) == ["a", "b", "c"]
+    assert len(lot) == 1
+
+
+def test_who_came_first_is_asked_first_across_lanes() -> None:
+    lot = ParkingLot()
+    for name, lane in (("a", 1), ("b", 2), ("c", 1), ("d", 2)):
+        park(lot, name, lane)
+    assert asked_by(lot, {"a", "b", "c", "d"}) == ["a", "b", "c", "d"]
+
+
+def test_those_that_are_not_alike_are_all_asked_and_keep_their_order() -> None:
+    lot = ParkingLot()
+    for name in "abcd":
+        park(lot, name)
+    assert asked_by(lot, {"b"}, are_alike=False) == ["a", "b", "c", "d"]
+    assert asked_by(lot, set(), are_alike=False) == ["a", "c", "d"]
+
+
+def test_a_wait_ends_once_at_its_deadline() -> None:
+    lot = ParkingLot()
+    park(lot, "late", deadline=5.0)
+    early = park(lot, "early", deadline=1.0)
+    gone = park(lot, "gone", deadline=1.0)
+    lot.remove(gone)
+    assert list(lot.take_expired(2.0)) == [early]
+    assert list(lot.take_expired(2.0)) == []
+    assert asked_by(lot, set()) == ["late"]
+
+
+def test_an_owner_is_found_while_it_waits_and_not_after() -> None:
+    lot = ParkingLot()
+    first, second = park(lot, "a"), park(lot, "a")
+    assert lot.of(("replica", "a")) == [first, second]
+    lot.remove(first)
+    assert lot.of(("replica", "a")) == [second]
+    assert lot.of(("replica", "b")) == []
+
+
+def test_what_has_left_is_forgotten_though_the_lane_and_the_deadlines_stand_still() -> None:
+    lot = ParkingLot()
+    park(lot, "first", deadline=1000.0)
+    for number in range(20 * MIN_KEPT):
+        lot.remove(park(lot, f"{number}", deadline=1000.0))
+    assert len(lot) == 1
+    assert len(lot._deadlines) <= 2 * MIN_KEPT
+    assert sum(map(len, lot._lanes.values())) <= 2 * MIN_KEPT
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 5)), max_size=120))
+def test_a_lot_answers_whom_a_plain_list_would_answer(events: list[tuple[int, int, int]]) -> None:
+    """The model: a list in the order of coming; each lane is granted a number of places per turn."""
+    lot, plain = ParkingLot(), list[Parked]()
+    for number, (kind, lane, amount) in enumerate(events):
+        if kind == 0:
+            plain.append(park(lot, str(number), lane, deadline=float(amount)))
+        elif kind == 1 and plain:
+            lot.remove(plain.pop(amount % len(plain)))
+        elif kind == 2:
+            expired = [one for one in plain if one.deadline <= amount]
+            assert set(lot.take_expired(float(amount))) == set(expired)
+            plain = [one for one in plain if one not in expired]
+        else:
+            told: list[Parked] = []
+            lot.offer(grant(lane, amount, told), are_alike=True)
+            expected: list[Parked] = []
+            grants = grant(lane, amount, expected)
+            plain = [one for one in plain if not grants(one)]
+            assert told == expected
+        assert len(lot) == len(plain)
+
+
+def grant(lane: int, places: int, told: list[Parked]) -> Callable[[Parked], bool]:
+    """Return what answers the first `places` of a lane."""
+
+    def answers(parked: Parked) -> bool:
+        if parked.lane != lane or len(told) >= places:
+            return False
+        told.append(parked)
+        return True
+
+    return answers
+
+
+@dataclass
+class Heard(Request):
+    """A request whose answer is looked at."""
+
+    answer: dict[str, Any] | None = None
+
+    def reply(self, frames: Sequence[Frame] = (), **args: Any) -> None:
+        self.answer = args
+
+
+def test_an_evaluation_reaches_a_waiting_replica_behind_one_that_is_at_work_on_another() -> None:
+    """Alike as they are to the ledger's leases, evaluations tell them apart."""
+    desk = Desk(make_store(), ManualClock())
+
+    def ask(op: str, client: str = "learner", **args: Any) -> Heard:
+        request = Heard(op, args, [], client.encode(), 1, None)  # type: ignore[arg-type]
+        desk.handle(request)
+        desk.end_turn()
+        return request
+
+    def lease(name: str, evaluating: int | None) -> Heard:
+        wanted = {"replica": name, "version": 1, "want": 1, "wait_s": 5.0}
+        return ask("lease", name, evaluating=evaluating, **wanted)
+
+    ask("describe_data", replica="a", num_prompts=10, digest="d", sources=[])
+    opened = ask("open", holder="learner").answer
+    assert opened is not None
+    ask("register_version", token=opened["token"], step=0)
+    desk.is_paused = True  # no leases: both wait
+    busy, free = lease("a", evaluating=7), lease("b", evaluating=None)
+    assert (busy.answer, free.answer) == (None, None)
+    ask("request_evaluation", token=opened["token"], step=0)
+    assert busy.answer is None
+    assert free.answer is not None and free.answer["evaluate"] is not None

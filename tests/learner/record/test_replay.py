@@ -1,0 +1,371 @@
+"""A run that records what it trains on, and the same steps trained again from its folder alone."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from asyncrl.cli.app import app
+from asyncrl.config.load import dump_resolved
+from asyncrl.errors import CheckpointError, ConfigError, DataError, FencedError
+from learner.checkpoint import CheckpointStore
+from learner.record.recorder import Recorder
+from learner.record.replay import replay_run
+from learner.record.shelf import FOLDER, RecordedStep, RecordedWeights, Shelf
+from tests.learner.guard.guarded_run import Faults, Run, make_config, running
+from tests.learner.streaming.feeding import Feeding
+from tests.weight_sync.cluster import Cluster, running_cluster
+
+ALGORITHM = {"veto": 1e-3}
+SECTIONS = {
+    "run": {"record": True},
+    "learner": {"steps": 7, "weight_decay": 0.01, "warmup_steps": 0},
+    "checkpoint": {"every_steps": 2, "keep": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def recorded(model: Path, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of seven steps, killed after four and resumed."""
+    folder = tmp_path_factory.mktemp("runs") / "recorded"
+    first = SECTIONS | {"learner": SECTIONS["learner"] | {"steps": 5}}
+    go(model, cluster, folder, first)
+    # The last checkpoint is lost with the machine: step 4 is trained, and recorded, again.
+    shutil.rmtree(CheckpointStore(folder / "checkpoints", 3).folder(5))
+    go(model, cluster, folder, SECTIONS)
+    (folder / "resolved.yaml").write_text(dump_resolved(make_config(model, algorithm=ALGORITHM, **SECTIONS)))
+    return folder
+
+
+def go(model: Path, cluster: Cluster, folder: Path, sections: dict) -> Run:
+    with running(model, cluster, folder, Faults(), ALGORITHM, **sections) as run:
+        run.go()
+    return run
+
+
+@pytest.fixture
+def folder(recorded: Path, tmp_path: Path) -> Path:
+    """A copy that the test may change."""
+    return Path(shutil.copytree(recorded, tmp_path / "recorded"))
+
+
+def replayed(folder: Path, *given, **options):
+    return replay_run(str(folder), "runs", *given, **options)
+
+
+def flip_bit(path: Path, from_end: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[-from_end] ^= 1
+    path.write_bytes(data)
+
+
+def test_recorded_steps_train_again_bit_by_bit_from_a_checkpoint(recorded: Path):
+    found = replayed(recorded, 5, 2)
+    assert (found.began_at, [step.step for step in found.steps]) == (4, [4, 5, 6])
+    assert found.is_exact
+    assert all(step.num_metrics > 40 for step in found.steps)
+    assert any(step.has_weights for step in found.steps), "no weights were compared"
+
+
+def test_the_record_goes_as_far_back_as_the_oldest_checkpoint_that_is_kept(recorded: Path):
+    shelf = Shelf(recorded / FOLDER)
+    assert CheckpointStore(recorded / "checkpoints", 3).steps() == [4, 6, 7]
+    assert shelf.steps() == [4, 5, 6]
+    # A response token takes nine bytes and a prompt token four; the rest is of the step and the groups.
+    groups = [group for step in shelf.steps() for group in shelf.read(step, 0).groups]
+    tokens = sum(9 * group.num_response_tokens + 4 * len(group.prompt_ids) for group in groups)
+    assert tokens < shelf.num_bytes() < tokens + 3 * 8000
+
+
+def test_a_changed_rate_is_named_with_the_first_step_and_metric_that_it_changes(recorded: Path):
+    found = replayed(recorded, 4, 3, overrides=["learner.lr=2e-4"], stops=True)
+    step, difference = found.first_difference()
+    assert (step, difference.name) == (4, "actor/lr")
+    assert (difference.recorded, difference.replayed) == (1e-4, 2e-4)
+    assert len(found.steps) == 1, "it went on after the first step that differs"
+
+
+def test_a_changed_bit_in_a_recorded_group_is_named(folder: Path):
+    shelf = Shelf(folder / FOLDER)
+    ticket = shelf.read(5, 0).groups[-1].ticket
+    flip_bit(shelf.batch_path(5, 0), 3)
+    with pytest.raises(CheckpointError, match=rf"the group of ticket {ticket} in .*step-00000005"):
+        replayed(folder, 4, 3)
+
+
+def test_a_changed_bit_in_the_rest_of_a_recorded_step_is_found(folder: Path):
+    path = Shelf(folder / FOLDER).batch_path(4, 0)
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"step-00000004\.0\.batch is torn or altered"):
+        replayed(folder, 4, 1)
+
+
+def test_a_step_that_is_not_recorded_is_named(folder: Path):
+    for given in ((5, 3), (7,), (99,)):
+        with pytest.raises(DataError, match=f"step {max(given[0], 7)} is not in the record"):
+            replayed(folder, *given)
+    Shelf(folder / FOLDER).batch_path(5, 0).unlink()
+    with pytest.raises(DataError, match="step 5 is not in the record"):
+        replayed(folder, 4, 3)
+
+
+def test_without_a_checkpoint_before_it_a_step_cannot_be_trained_again(folder: Path):
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(DataError, match="nothing to begin with at or before step 5"):
+        replayed(folder, 5, 1)
+
+
+def test_a_run_that_recorded_nothing_says_so(folder: Path):
+    shutil.rmtree(folder / FOLDER)
+    with pytest.raises(ConfigError, match="has recorded nothing"):
+        replayed(folder)
+
+
+def test_the_command_says_what_differs_by_its_exit_code(recorded: Path):
+    runs = ["--dir", str(recorded.parent)]
+    done = CliRunner().invoke(app, ["replay", "recorded", "--from", "5", "--steps", "1", *runs])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("steps 4 to 5: all metrics and the weights of ")
+    changed = ["--set", "learner.grad_clip=1e-4", "--diff", *runs]
+    done = CliRunner().invoke(app, ["replay", "recorded", *changed])
+    assert done.exit_code == 1
+    assert done.stdout.splitlines()[0].startswith("first difference: step ")
+    done = CliRunner().invoke(app, ["replay", "recorded", "--json", *runs])
+    assert done.exit_code == 0
+    found = json.loads(done.stdout)
+    assert (found["is_exact"], found["began_at"], len(found["steps"])) == (True, 4, 3)
+
+
+def test_a_number_that_json_has_no_word_for_is_null_in_the_output(folder: Path):
+    shelf = Shelf(folder / FOLDER)
+    step = shelf.read(6, 0)
+    shelf.write(replace(step, metrics={**step.metrics, "actor/lr": float("nan")}))
+    done = CliRunner().invoke(
+        app, ["replay", "recorded", "--from", "6", "--json", "--dir", str(folder.parent)]
+    )
+    (found,) = json.loads(done.stdout, parse_constant=pytest.fail)["steps"][-1]["differences"]
+    assert found == {"name": "actor/lr", "recorded": None, "replayed": 1e-4}
+
+
+def test_a_checkpoint_of_other_weights_than_the_run_had_there_is_refused(folder: Path):
+    Shelf(folder / FOLDER).write_weights(RecordedWeights(4, "0" * 32, 4096))
+    with pytest.raises(CheckpointError, match="the checkpoint of step 4 does not hold the weights"):
+        replayed(folder, 4, 1)
+
+
+def test_another_seed_than_the_run_s_is_refused(recorded: Path):
+    with pytest.raises(ConfigError, match=r"step 4 was recorded with run\.seed 0"):
+        replayed(recorded, 4, 1, overrides=["run.seed=1"])
+
+
+def test_what_a_restore_goes_back_behind_leaves_the_record(folder: Path):
+    shelf = Shelf(folder / FOLDER)
+    for step in (5, 6, 7):
+        shelf.write_weights(RecordedWeights(step, "0" * 32, 4096))
+    recorder = Recorder(shelf, seed=0, max_stall_s=10.0)
+    recorder.restart_at(5)
+    recorder.close()
+    assert shelf.steps() == [4]
+    assert [shelf.read_weights(step) is not None for step in (5, 6, 7)] == [True, False, False]
+
+
+def test_a_streamed_step_trains_again_in_the_parts_it_came_in(model: Path, tmp_path: Path):
+    sections = {
+        "run": {"record": True},
+        "learner": {
+            "stream": True,
+            "groups_per_step": 3,
+            "steps": 3,
+            "weight_decay": 0.01,
+            "warmup_steps": 0,
+        },
+        "checkpoint": {"every_steps": 100},
+    }
+    feeding = Feeding(3, lambda run, step, num_groups: None)
+    faults = Faults(wrap=feeding.over)
+    with (
+        running_cluster() as own_cluster,
+        running(model, own_cluster, tmp_path, faults, ALGORITHM, **sections) as run,
+    ):
+        feeding.run = run
+        run.learner.run(threading.Event())
+    (tmp_path / "resolved.yaml").write_text(
+        dump_resolved(make_config(model, algorithm=ALGORITHM, **sections))
+    )
+    recorded = Shelf(tmp_path / FOLDER).read(1, 0)
+    assert len(recorded.order.parts) == 3 and recorded.order.parts != sorted(recorded.order.parts)
+    found = replayed(tmp_path)
+    assert (found.began_at, len(found.steps), found.is_exact) == (0, 3, True), found
+
+
+class SlowDisk(Shelf):
+    """Takes nothing until it is told to."""
+
+    def write(self, recorded: RecordedStep) -> int:
+        self.has_begun.set()
+        if not self.may_write.wait(10.0):
+            raise OSError("nobody let it write")
+        return super().write(recorded)
+
+
+def test_a_disk_that_takes_nothing_costs_steps_of_the_record_and_not_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    step = Shelf(folder / FOLDER).read(5, 0)
+    disk = SlowDisk(folder / "slow")
+    for event in ("has_begun", "may_write"):
+        object.__setattr__(disk, event, threading.Event())
+    recorder = Recorder(disk, seed=0, max_stall_s=0.01)
+    recorder.flush()
+    waited_s = []
+    put = recorder._pending.put
+    monkeypatch.setattr(
+        recorder._pending, "put", lambda job, timeout: (waited_s.append(timeout), put(job, timeout=timeout))
+    )
+    for number in range(6):
+        take(recorder, step, number)
+        assert disk.has_begun.wait(10.0)
+    assert waited_s == [0.01] * 4 + [0.0] * 2, "it waits once for a disk that hangs"
+    disk.may_write.set()
+    put(None, timeout=10.0)
+    recorder._thread.join(10.0)
+    taken = recorder.take_metrics()
+    assert taken["record/lost_steps"] == 3.0, "one is being written and two wait"
+    assert disk.steps() == [0, 1, 2]
+    assert taken["record/bytes"] == disk.num_bytes()
+
+
+def take(recorder: Recorder, step: RecordedStep, number: int, **metrics) -> None:
+    """Let the recorder take `step` as that of another number."""
+    recorder.note_fetch(step.groups)
+    recorder.take(replace(step.order, step=number), step.adjustment, {**step.metrics, **metrics})
+
+
+def test_a_disk_that_is_full_loses_the_step_and_is_left_as_it_was(folder: Path):
+    shelf = Shelf(folder / FOLDER)
+    step = shelf.read(5, 0)
+    (shelf.folder / ".step-00000003.0.batch.77").write_bytes(b"of a writer that died")
+    (shelf.folder / ".step-00000003.weights.77").write_bytes(b"of a writer that died")
+    others = shelf.folder / ".step-00000003.1.batch.77"
+    others.write_bytes(b"of a rank that writes")
+    recorder = Recorder(shelf, seed=0, max_stall_s=10.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # Python ignores the signal
+    try:
+        take(recorder, step, 9)
+        recorder.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert recorder.take_metrics() == {"record/bytes": 0.0, "record/lost_steps": 1.0}
+    assert list(shelf.folder.glob(".*")) == [others]
+    take(recorder, step, 10)
+    recorder.close()
+    assert shelf.steps() == [4, 5, 6, 10]
+
+
+def test_a_record_that_cannot_be_made_or_tidied_costs_the_run_nothing(folder: Path):
+    (folder / "file").write_text("no folder")
+    recorder = Recorder(Shelf(folder / "file"), seed=0, max_stall_s=10.0)
+    recorder.restart_at(0)
+    recorder.note_weights(3, "digest", 4096)
+    recorder.close()
+    assert recorder.take_metrics() == {"record/bytes": 0.0, "record/lost_steps": 1.0}
+    shelf = Shelf(folder / FOLDER)
+    shelf.batch_path(4, 0).unlink()
+    shelf.batch_path(4, 0).mkdir()  # cannot be unlinked
+    recorder = Recorder(shelf, seed=0, max_stall_s=10.0)
+    recorder.restart_at(4)
+    recorder.remove_before(5)
+    recorder.close()
+    assert recorder.take_metrics()["record/lost_steps"] == 0.0
+
+
+def test_a_step_that_cannot_be_packed_is_lost_alone(folder: Path):
+    shelf = Shelf(folder / FOLDER)
+    step = shelf.read(5, 0)
+    recorder = Recorder(shelf, seed=0, max_stall_s=10.0)
+    broken = replace(step, order=replace(step.order, limits=[("a lone surrogate \ud800", 1.0)]))
+    take(recorder, broken, 7)
+    take(recorder, step, 8, a_metric=torch.tensor(0.5))
+    recorder.close()
+    assert recorder.take_metrics()["record/lost_steps"] == 1.0
+    assert shelf.steps() == [4, 5, 6, 8] and shelf.read(8, 0).metrics["a_metric"] == 0.5
+
+
+def test_a_learner_that_was_fenced_replaces_nothing_of_a_newer_one(folder: Path):
+    shelf = Shelf(folder / FOLDER)
+    step = shelf.read(5, 0)
+    older = replace(step, order=replace(step.order, token=step.order.token - 1), metrics={})
+    with pytest.raises(FencedError, match="no longer the newest"):
+        shelf.write(older)
+    assert shelf.read(5, 0).metrics == step.metrics
+    shelf.batch_path(5, 0).write_bytes(b"torn")
+    shelf.write(older)
+
+
+def test_a_changed_bit_in_a_digest_of_weights_is_not_read_as_another_digest(folder: Path):
+    shelf = Shelf(folder / FOLDER)
+    shelf.write_weights(RecordedWeights(5, "0" * 32, 4096))
+    flip_bit(shelf.weights_path(5), 20)
+    with pytest.raises(CheckpointError, match=r"step-00000005\.weights is torn or altered"):
+        shelf.read_weights(5)
+
+
+def test_the_first_step_by_default_is_one_that_all_recorded_steps_follow(folder: Path):
+    Shelf(folder / FOLDER).batch_path(4, 0).unlink()  # as where an older checkpoint is kept as the best
+    assert CheckpointStore(folder / "checkpoints", 3).steps() == [4, 6, 7]
+    assert replayed(folder).began_at == 6
+
+
+def test_the_last_checkpoint_alone_does_not_empty_the_record(model: Path, recorded: Path, tmp_path: Path):
+    with running_cluster() as own_cluster:
+        run = go(model, own_cluster, tmp_path, SECTIONS | {"checkpoint": {"every_steps": 2, "keep": 1}})
+    assert run.leader.oldest_kept_step == 7
+    assert Shelf(tmp_path / FOLDER).steps()[-1] == 6
+    shutil.copy(recorded / "resolved.yaml", tmp_path)
+    with pytest.raises(DataError) as caught:
+        replayed(tmp_path)
+    assert "checkpoint.keep" in caught.value.hint
+
+
+def test_a_learner_that_fails_writes_down_what_it_trained(model: Path, tmp_path: Path):
+    class Failed(Exception):
+        pass
+
+    class Client:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def trained(self, step, *given):
+            if step == 1:
+                raise Failed
+            return self.inner.trained(step, *given)
+
+    with (
+        running_cluster() as own_cluster,
+        running(model, own_cluster, tmp_path, Faults(wrap=Client), ALGORITHM, **SECTIONS) as run,
+        pytest.raises(Failed),
+    ):
+        run.go()
+    assert not [thread for thread in threading.enumerate() if thread.name == "recorder"]
+    assert Shelf(tmp_path / FOLDER).steps() == [0, 1]

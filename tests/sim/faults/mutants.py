@@ -1,0 +1,172 @@
+"""Breaks the real machines, one guard at a time, and counts the seeds until a simulated run sees it.
+
+    python -m tests.sim.faults.mutants [NAME ...] [--seeds 400]
+
+A guard whose loss nobody sees is a guard without a test. Prints a row per mutant: the first seed that broke a
+promise, and the promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from asyncrl.buffer.learner_ops import LearnerOps
+from asyncrl.buffer.ledger.ledger import Ledger
+from asyncrl.buffer.ledger.lineage import VersionBook
+from asyncrl.buffer.ledger.state import LedgerState
+from asyncrl.buffer.ledger.tickets import State
+from asyncrl.buffer.service import Desk
+from asyncrl.buffer.store import ExperienceStore
+from asyncrl.control.fleet.machine import FleetMachine
+from asyncrl.sim.faults.run import play
+from asyncrl.sim.faults.services import learner as learner_module
+from asyncrl.sim.faults.sync import receiver as receiver_module
+from weight_sync.coordination.mail import ReportLog
+from weight_sync.memory.pool import SegmentPool
+from weight_sync.memory.shelf import Shelf
+from weight_sync.protocol.members import Member
+from weight_sync.protocol.peer import Allegiance, Hearing
+from weight_sync.protocol.protocol import Coordination
+
+Patch = tuple[Any, str, Any]
+
+
+def _hold_any_attempt(self: Ledger, replica: str, ticket: int, attempt: int) -> bool:
+    found = self.state.tickets.get(ticket)
+    return found is not None and found.state is State.LEASED
+
+
+def _welcome_all(self: Ledger, replica: str, ticket: int, attempt: int) -> str:
+    return "welcome" if self.state.tickets[ticket].state is State.LEASED else "late"
+
+
+def _keep_stored(self: LedgerState, event: Any) -> None:
+    kept = set(self.stored)
+    _RESERVE(self, event)
+    self.stored |= kept
+
+
+def _answer_first(self: Desk) -> None:
+    outbox, self._outbox = self._outbox, []
+    for answer in outbox:
+        answer.send()
+    _END_TURN(self)
+
+
+def _count_every_ticket(self: LedgerState, event: Any) -> None:
+    _ISSUE(self, event)
+    self.num_drawn += bool(event.parent)
+
+
+def _open_any(self: SegmentPool, token: int) -> None:
+    self.token = max(self.token, token)
+
+
+def _take_any(self: Shelf, serving: int) -> Any:
+    if self._committed is not None and self._taken is None:
+        self._taken, self._committed = self._committed, None
+    return self._taken
+
+
+def _forget_lineages(self: VersionBook, number: int) -> int:
+    return self.registered[number][1]
+
+
+def _resume_in_place(self: LedgerState, event: Any) -> None:
+    """Go on as if the checkpoint had been of the last step."""
+    self.is_resumed = True
+    self.versions.begin_lineage()
+
+
+def _never_lift(self: Member) -> None:
+    fence, self.fenced_until = self.fenced_until, None
+    _CATCH_UP(self)
+    self.fenced_until = fence
+
+
+def _book_any_lag(self: Ledger, token: int, step: int, dropped: Any = (), lag_max: int = 0) -> None:
+    _TRAINED(self, token, step, dropped, min(lag_max, self.settings.max_lag))
+
+
+_RESERVE, _ISSUE, _TRAINED = LedgerState._reserve, LedgerState._issue, Ledger.trained
+_END_TURN, _CATCH_UP = Desk.end_turn, Member.catch_up
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+MUTANTS: dict[str, tuple[Patch, ...]] = {
+    "the ledger takes every fencing token": ((Ledger, "check_token", _always(None)),),
+    "the publisher takes every fencing token": ((SegmentPool, "open", _open_any),),
+    "peers obey every coordinator": ((Allegiance, "hear", _always(Hearing.SAME)),),
+    "a lease is held by everybody": ((Ledger, "holds_lease", _hold_any_attempt),),
+    "a push is welcome after its lease": ((Ledger, "judge_push", _welcome_all),),
+    "what is reserved stays stored": ((LedgerState, "_reserve", _keep_stored),),
+    "children count as drawn prompts": ((LedgerState, "_issue", _count_every_ticket),),
+    "answers leave before the turn is durable": ((Desk, "end_turn", _answer_first),),
+    "lags ignore forks": ((VersionBook, "counted_step", _forget_lineages),),
+    "nothing is masked, the bound is not checked": (
+        (learner_module, "is_over_age", _always(False)),
+        (Ledger, "trained", _book_any_lag),
+    ),
+    "a resume goes back to nothing": ((LedgerState, "_resume", _resume_in_place),),
+    "digests are not checked": ((receiver_module, "is_right", _always(True)),),
+    "the engine takes what it has again": ((Shelf, "take", _take_any),),
+    "an older hello counts": ((ReportLog, "is_new", _always(True)),),
+    "a late call of the learner counts": ((LearnerOps, "_token_in_turn", LearnerOps._token),),
+    "leases never expire": ((Ledger, "expire", _always(0)),),
+    "a lost payload is not noticed": ((ExperienceStore, "_lose", _always(None)),),
+    "a fence is never lifted": ((Member, "catch_up", _never_lift),),
+    "rounds have no deadline": ((Coordination, "tick", _always(None)),),
+    "what died is not started again": ((FleetMachine, "_start_due", _always(None)),),
+}
+
+
+@contextmanager
+def patched(patches: tuple[Patch, ...]) -> Iterator[None]:
+    """Put the mutants in place, and the originals back."""
+    before = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in patches]
+    for owner, name, value in patches:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            if value is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def find(name: str, num_seeds: int) -> tuple[int, str] | None:
+    """Return the first seed at which a mutant breaks a promise, and what it breaks."""
+    with patched(MUTANTS[name]):
+        for seed in range(num_seeds):
+            violation = play(seed).violation
+            if violation is not None:
+                return seed, str(violation)
+    return None
+
+
+def main() -> int:
+    """Print a row per mutant; the exit status tells whether each was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(MUTANTS))
+    parser.add_argument("--seeds", type=int, default=400)
+    found = parser.parse_args()
+    num_missed = 0
+    for name in found.names:
+        seen = find(name, found.seeds)
+        num_missed += seen is None
+        told = f"not in {found.seeds} seeds" if seen is None else f"seed {seen[0]}: {seen[1][:110]}"
+        print(f"{name:45} {told}", flush=True)
+    return 1 if num_missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""The checks themselves: each of them sees what it is there for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from asyncrl.experience import Group, Trajectory
+from asyncrl.sim.faults.checks.observer import Observer
+from asyncrl.sim.faults.checks.recount import Recount
+from asyncrl.sim.faults.checks.truth import ROOT, WeightsTree
+from asyncrl.sim.faults.checks.violation import Violation
+from asyncrl.versions import Span
+
+ISSUED = ["Issued", 1, 0, 0, 0, 0, 0, 0]
+LEASED = ["Leased", 1, "rollout.0", 9.0, 0, 1]
+STORED = ["Stored", 1, 4, 4, [1, 1]]
+
+
+def prompt_at(place: int) -> tuple[int, int, int]:
+    return (0, 0, place)
+
+
+def recount(*events: list[Any]) -> Recount:
+    return Recount(prompt_at).read([[event] for event in events])
+
+
+def census(**changed: Any) -> dict[str, Any]:
+    pending = {"issued": 0, "leased": 0, "stored": 1, "reserved": 0}
+    honest = {
+        "issued": 1,
+        "trained": 0,
+        "dropped": {},
+        "pending": pending,
+        "prompts_drawn": 1,
+        "given_up": 0,
+        "open": 1,
+        "residue": 0,
+    }
+    return honest | changed
+
+
+def group(ticket: int, version: int, node: int) -> Group:
+    one = Trajectory(
+        np.full(3, node, np.int32),
+        np.ones(3, np.uint8),
+        np.zeros(3, np.float32),
+        (Span(version, 0, 3),),
+        1.0,
+        "stop",
+    )
+    return Group(ticket, 1, np.asarray([1], np.int32), (one,))
+
+
+def observer(max_lag: int = 1) -> Observer:
+    found = Observer(max_lag, prompt_at)
+    found.written("publisher.0/1", 1, 1, ROOT)
+    return found
+
+
+def train(watcher: Observer, step: int, parent: int, *groups: Group, branch: int = 0) -> int:
+    return watcher.trained(step, parent, groups, lambda version: False, lambda ticket: ticket, branch)
+
+
+def test_weights_are_the_same_if_their_content_is_and_lag_is_the_way_between_them():
+    tree = WeightsTree()
+    a = tree.train(ROOT, "a", (1,), (1,)).id
+    b = tree.train(a, "b", (2,), (2,)).id
+    other = tree.train(ROOT, "x", (3,), (3,)).id
+    assert tree.train(ROOT, "a", (1,), (1,)).id == a
+    assert [tree.lag(b, one) for one in (b, a, ROOT)] == [0, 1, 2]
+    assert tree.lag(b, other) == tree.lag(other, b) == 3
+    assert [node.id for node in tree.path(b)] == [a, b]
+
+
+def test_a_recount_agrees_with_an_honest_ledger_only():
+    recount(ISSUED, LEASED, STORED).check(census())
+    for lie in ({"trained": 1}, {"given_up": 1}, {"residue": 1}, {"dropped": {"stale": 1}}):
+        with pytest.raises(Violation, match="S1"):
+            recount(ISSUED, LEASED, STORED).check(census(**lie))
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (ISSUED, ISSUED),
+        (["Issued", 1, 0, 0, 5, 0, 0, 0],),
+        (ISSUED, STORED),
+        (ISSUED, LEASED, STORED, STORED),
+        (ISSUED, LEASED, ["Reserved", 0, [1]]),
+        (["Trained", 1, 0],),
+        (["Opened", 2, "a"], ["Opened", 2, "b"]),
+        (["Opened", 2, "a"], ["Checkpointed", 1, 1, "d", [1]]),
+        (["Opened", 2, "a"], ["Resumed", 1, 0, False, []]),
+        (["VersionRegistered", 1, 0], ["VersionRegistered", 1, 1]),
+    ],
+)
+def test_a_recount_refuses_events_that_may_not_be(events):
+    with pytest.raises(Violation):
+        recount(*events)
+
+
+def test_a_dropped_prompt_needs_a_child_or_is_given_up():
+    stale = ["Dropped", 1, "stale", False]
+    counts = census(pending=dict.fromkeys(("issued", "leased", "stored", "reserved"), 0), open=0)
+    with pytest.raises(Violation, match="S1"):
+        recount(ISSUED, LEASED, STORED, stale).check(counts | {"dropped": {"stale": 1}})
+    recount(ISSUED, LEASED, STORED, ["Dropped", 1, "poison", True]).check(
+        counts | {"dropped": {"poison": 1}, "given_up": 1}
+    )
+
+
+def test_no_group_and_no_prompt_is_trained_twice_on_one_way():
+    watcher = observer()
+    node = train(watcher, 0, ROOT, group(1, 1, ROOT))
+    with pytest.raises(Violation, match="S2"):
+        train(watcher, 1, node, group(1, 1, ROOT))
+    assert train(watcher, 0, ROOT, group(1, 1, ROOT)) == node, "a replay makes the same weights"
+    assert train(watcher, 0, ROOT, group(1, 1, ROOT), branch=1) != node
+
+
+def test_a_token_is_as_old_as_its_weights_are_whatever_its_label_counts_as():
+    watcher = observer(max_lag=1)
+    first = train(watcher, 0, ROOT, group(1, 1, ROOT))
+    second = train(watcher, 1, first, group(2, 1, ROOT))
+    with pytest.raises(Violation, match="S3"):
+        train(watcher, 2, second, group(3, 1, ROOT))
+    assert watcher.lag_max == 2
+
+
+def test_a_label_stands_for_one_set_of_weights():
+    watcher = observer()
+    with pytest.raises(Violation, match="S4"):
+        train(watcher, 0, ROOT, group(1, 1, 7))
+    with pytest.raises(Violation, match="S4"):
+        watcher.written("publisher.0/1", 1, 1, 7)
+    with pytest.raises(Violation, match="S4"):
+        watcher.serves("rollout.0/1", 1, [ROOT, ROOT, 7])
+    with pytest.raises(Violation, match="S4"):
+        watcher.handed_over("receiver.0/1", 1, [ROOT, ROOT, -1])
+    watcher.serves("rollout.0/1", 1, [ROOT, ROOT, ROOT])
+    with pytest.raises(Violation, match="S4"):
+        watcher.serves("rollout.0/1", 1, [ROOT, ROOT, ROOT])
+
+
+def test_who_holds_an_older_token_is_not_to_be_heard():
+    watcher = observer()
+    watcher.opened("publisher.0/1", 3)
+    with pytest.raises(Violation, match="S5"):
+        watcher.written("publisher.0/1", 2, 2, ROOT)
+    watcher.obeys("receiver.0/1", 5)
+    with pytest.raises(Violation, match="S5"):
+        watcher.obeys("receiver.0/1", 4)
