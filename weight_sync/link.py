@@ -20,7 +20,8 @@ MARGIN_S = 5.0
 class ReceiverLink:
     """A client of the receiver beside this replica.
 
-    Polls and reports are numbered: one that was given up and comes late is not believed.
+    Calls are numbered: one that was given up and comes late is not believed. Pins have numbers of their own,
+    for polls go on meanwhile.
 
     >>> # staged = await link.next_staged(serving_number=0, wait_s=5.0)
     >>> # for name, tensor in open_tensors(staged): ...
@@ -33,7 +34,8 @@ class ReceiverLink:
 
     def __init__(self, receiver_address: str, keys: ClientKeys | None = None) -> None:
         self._client = AsyncClient(receiver_address, keys)
-        self._life, self._seqs = uuid.uuid4().hex, itertools.count(1)
+        self._life = uuid.uuid4().hex
+        self._seqs, self._pin_seqs = itertools.count(1), itertools.count(1)
         self.is_fenced = False
 
     async def next_staged(self, serving_number: int, wait_s: float) -> Staged | None:
@@ -73,12 +75,18 @@ class ReceiverLink:
         return {"life": self._life, "seq": next(self._seqs)}
 
     async def pin(self) -> None:
-        """Hold this replica at its version: nothing is offered or handed over until `unpin`."""
-        await self._client.call("pin", deadline_s=CALL_DEADLINE_S)
+        """Hold this replica at its version: nothing is offered or handed over until `unpin`.
+
+        It ends with this replica too: with the first poll of another one.
+        """
+        await self._call_pin("pin")
 
     async def unpin(self) -> None:
         """Follow again."""
-        await self._client.call("unpin", deadline_s=CALL_DEADLINE_S)
+        await self._call_pin("unpin")
+
+    async def _call_pin(self, op: str) -> None:
+        await self._client.call(op, deadline_s=CALL_DEADLINE_S, life=self._life, seq=next(self._pin_seqs))
 
     async def drain(self) -> None:
         """Take no more versions; the replica is about to leave."""

@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 OnBucket = Callable[[int, int, torch.Tensor], None]
 """Called with version number, bucket index and the received bytes, before they are verified."""
+PINS = ("pin", "unpin")
 
 
 def ignore_bucket(number: int, index: int, bucket: torch.Tensor) -> None:
@@ -111,6 +112,7 @@ class ReceiverService:
         self._longest_transfer_s = 0.0
         self._serving = UNLOADED
         self._is_attended = self._is_pinned = self._is_draining = False
+        self._pinned_by = ""
         self._parked: _Parked | None = None
         self._heard = ReportLog()
         self.counters: Counter[str] = Counter()
@@ -151,7 +153,8 @@ class ReceiverService:
             self._take_poll(request)
         elif request.op == "loaded":
             self._take_loaded(request)
-        elif request.op in ("pin", "unpin"):
+        elif request.op in PINS:
+            self._pinned_by = _life_of(request)
             self._set_pinned(request.op == "pin")
             request.reply()
         elif request.op == "drain":
@@ -175,16 +178,18 @@ class ReceiverService:
 
     def _is_late(self, request: Request) -> bool:
         """Tell whether the replica has said something newer since: what it served then says nothing."""
-        args = request.args
-        if "seq" not in args:
+        if "seq" not in request.args:
             return False
-        return not self._heard.is_new("replica", field(args, "life", str), field(args, "seq", int))
+        line = "pins" if request.op in PINS else "polls"
+        return not self._heard.is_new(line, _life_of(request), field(request.args, "seq", int))
 
     def _take_poll(self, request: Request) -> None:
         serving = field(request.args, "serving", int)
         wait_s = float(field(request.args, "wait_s", (int, float)))
         if self._parked is not None:
             self._end_poll(None)  # the replica asks anew; it no longer waits for the older answer
+        if self._pinned_by != _life_of(request):
+            self._set_pinned(False)  # who asked for it is gone, maybe before it told what it served
         self._note_serving(serving)
         if not self._is_attended:
             self._is_attended = True
@@ -403,3 +408,8 @@ class ReceiverService:
             "longest_transfer_s": self._longest_s(),
             "counters": dict(self.counters + self._liaison.counters),
         }
+
+
+def _life_of(request: Request) -> str:
+    """Return which process of the replica speaks."""
+    return field(request.args, "life", str) if "life" in request.args else ""

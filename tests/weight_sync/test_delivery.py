@@ -215,6 +215,34 @@ def test_the_pin_of_a_replica_that_died_does_not_hold_its_successor(cluster):
     assert load(receiver, serving=0).number in (1, 2), "an engine that was started anew serves nothing"
 
 
+def test_a_pin_ends_with_its_replica_though_this_receiver_never_heard_what_it_served(cluster):
+    """The receiver was started anew while the replica began an evaluation; then the replica died too."""
+    (receiver,) = start(cluster, "receiver.0")
+    publish(cluster.handoff(), 1)
+    pinned, successor = ReceiverLink(receiver.address), ReceiverLink(receiver.address)
+
+    async def follow_on() -> None:
+        await pinned.pin()
+        assert await pinned.next_staged(0, 0.1) is None, "its own polls do not end the pin"
+        assert await successor.next_staged(0, WAIT_S) is not None
+
+    asyncio.run(follow_on())
+    pinned.close()
+    successor.close()
+
+
+def test_a_pin_that_was_given_up_and_comes_behind_its_unpin_holds_nothing(cluster):
+    (receiver,) = start(cluster, "receiver.0")
+    publish(cluster.handoff(), 1)
+    life = {"life": "a"}
+    receiver.client.call("unpin", deadline_s=WAIT_S, seq=2, **life)
+    receiver.client.call("pin", deadline_s=WAIT_S, seq=1, **life)
+    reply = receiver.client.call(
+        "next_staged", deadline_s=2 * WAIT_S, seq=1, serving=0, wait_s=WAIT_S, **life
+    )
+    assert reply.args["path"]
+
+
 def test_a_commit_that_was_not_taken_up_waits_for_the_end_of_the_pin(cluster):
     (receiver,) = start(cluster, "receiver.0")
     handoff = cluster.handoff()
