@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 PULSE_S = 1.0
 LOST_AFTER = 20
+END_S = 10.0
+"""For the watching thread to end; it is a daemon, so that one which hangs holds up nobody."""
 
 
 @contextmanager
@@ -29,7 +31,7 @@ def watching(
         yield
     finally:
         ended.set()
-        thread.join()
+        thread.join(END_S)
 
 
 def _watch(

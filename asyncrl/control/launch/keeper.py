@@ -26,6 +26,8 @@ POLL_S = 0.2
 STATUS_DEADLINE_S = 10.0
 SILENCE_LIMIT_S = 60.0
 RAY_PULSE_S = 0.5
+END_S = 10.0
+"""For the watching thread to end; it is a daemon, so that one which hangs holds up nobody."""
 ENDS = ("ended", "finished", "stopped", "failed")
 RAY_PROCESSES = ("gcs_server", "raylet")
 """Without either of them no service lives on."""
@@ -97,7 +99,7 @@ def watching_ray(on_death: Callable[[str], None]) -> Iterator[None]:
         raise
     finally:
         ended.set()
-        thread.join()
+        thread.join(END_S)
 
 
 def _watch(

@@ -30,8 +30,13 @@ def leftovers_of(run_id: str, folder: Path) -> Iterator[tuple[subprocess.Popen[b
     sockets.mkdir()
     (sockets / "receiver.0").touch()
     segment.write_bytes(b"x")
-    with subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_VARIABLE: run_id}) as process:
+    pipe, environment = subprocess.PIPE, {**os.environ, RUN_VARIABLE: run_id}
+    with subprocess.Popen(["cat"], stdin=pipe, stdout=pipe, env=environment) as process:
         try:
+            assert process.stdin and process.stdout
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+            process.stdout.readline()  # only now is its environment to be seen
             yield process, segment, sockets
         finally:
             process.kill()

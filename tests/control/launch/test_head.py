@@ -46,7 +46,12 @@ def test_what_the_run_left_here_goes_though_its_cluster_is_gone(
     folder.keys.write_text("{}")
     segment.write_bytes(b"x")
     live = json.dumps({"run_id": RUN_ID, "sockets": str(sockets)})
-    with subprocess.Popen(["sleep", "60"], env={**os.environ, RUN_VARIABLE: RUN_ID}) as left:
+    pipe, environment = subprocess.PIPE, {**os.environ, RUN_VARIABLE: RUN_ID}
+    with subprocess.Popen(["cat"], stdin=pipe, stdout=pipe, env=environment) as left:
+        assert left.stdin and left.stdout
+        left.stdin.write(b"\n")
+        left.stdin.flush()
+        left.stdout.readline()  # only now is its environment to be seen
         try:
             done = subprocess.run(
                 [sys.executable, "-c", TEAR_DOWN, str(tmp_path), live, cluster, str(deadline_s)],
