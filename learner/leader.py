@@ -214,6 +214,8 @@ class Leader:
         with self.waits.on(BATCH):
             found = self._reserve(RESERVE_WAIT_S if is_published else UNPUBLISHED_WAIT_S)
         if found is None:
+            if is_published:
+                self._publish_again_if_lost()
             return Wait()
         fault_point("learner.reserved", self.step)
         tickets = [ticket.ticket for ticket in found.tickets]
@@ -228,6 +230,14 @@ class Leader:
             is_first=is_first,
             is_last=found.is_whole,
         )
+
+    def _publish_again_if_lost(self) -> None:
+        """Nothing to train may mean that replicas wait for weights that nobody has any more."""
+        with self.waits.on(PUBLISHER):
+            if not self.handoff.has_lost():
+                return
+        log.warning("the publisher has lost the weights of step %d: they are published again", self.step)
+        self._published_step = -1
 
     def _reserve(self, wait_s: float) -> Reservation | None:
         """Return the batch or its next part, or None: it is not complete, or the buffer is started again.

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.02
 PICTURE_S = 1.0
 """The members are journalled at most so often."""
+DESCRIBE_S = 1e-4
+"""A status is as old as this, times the members: some twenty times what it costs to describe them."""
 GOODBYE = "goodbye"
 
 
@@ -57,18 +59,20 @@ class CoordinatorService:
         self._server = Server(bind, keys)
         self._journal = Journal(run_dir, coordination.token, fences=coordination.fences)
         self._mail: dict[str, Mailbox] = {}
+        self._outdated: list[tuple[Request, str, bool]] = []
         self._reports, self._hellos = ReportLog(), ReportLog()
         self._versions: dict[int, KnownVersion] = {}
         self._longest_round_s = 0.0
         self._last_picture: dict[str, Any] = {}
         self._picture_at = 0.0
+        self._described_until = 0.0
         self._newer_token = 0
         self._snapshot: dict[str, Any] = {**self._describe(), "state": "STARTING"}
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop`."""
         try:
-            self._server.serve(self, stop, TICK_S)
+            self._server.serve(self, stop, TICK_S, self.end_turn)
         finally:
             self._journal_members(is_forced=True)
 
@@ -81,7 +85,7 @@ class CoordinatorService:
         return {}
 
     def handle(self, request: Request) -> None:
-        """Answer one request; see `liaison.py` for the other side."""
+        """Take one request; see `liaison.py` for the other side. `end_turn` answers what it leads to."""
         if request.op == "status":
             request.reply(**self._snapshot)
             return
@@ -94,19 +98,18 @@ class CoordinatorService:
             self._welcome(request)
         else:
             raise WireError(f"the coordinator knows no '{request.op}'")
-        self._flush()
 
     def tick(self, now: float) -> None:
         """Let deadlines pass and empty polls return."""
         if not self._newer_token:
             self._coordination.tick(self._clock.now())
-        self._flush()
+        self.end_turn()
         for name, box in self._mail.items():
             if box.parked is not None and self._clock.now() >= box.parked_until:
                 self._answer(name, box)
         for round_ in self._coordination.rounds:
             self._longest_round_s = max(self._longest_round_s, self._clock.now() - round_.started)
-        self._snapshot = self._describe()
+        self._describe_in_time()
         self._journal_members()
 
     def _check_token(self, request: Request) -> None:
@@ -132,8 +135,7 @@ class CoordinatorService:
         if is_welcome:
             box = self._mail.get(name)
             if box is not None and box.parked is not None:
-                is_same, is_fenced = box.incarnation == incarnation, self._is_fenced(name)
-                self._reply(box.parked, known=is_same, orders=[], fenced=is_fenced)
+                self._outdated.append((box.parked, name, box.incarnation == incarnation))
             self._mail[name] = Mailbox.opened(incarnation, self._coordination.token, box)
         log.info("hello %s %s", name, "" if is_welcome else "(refused)")
         self._reply(request, poll_s=self._coordination.timing.poll_s, welcome=is_welcome)
@@ -184,7 +186,7 @@ class CoordinatorService:
             return
         box.acknowledge(field(request.args, "after", int))
         if box.parked is not None:  # after a pause an old poll may be read behind the one that is waited for
-            self._reply(box.parked, known=True, orders=[], fenced=self._is_fenced(name))
+            self._outdated.append((box.parked, name, True))
         box.parked = request
         box.parked_until = self._clock.now() + self._coordination.timing.poll_s
 
@@ -258,13 +260,19 @@ class CoordinatorService:
 
     # --- orders -----------------------------------------------------------------------------------
 
-    def _flush(self) -> None:
+    def end_turn(self) -> None:
+        """Hand out what the requests since the last call have led to; the end of a turn of the server."""
+        if self._newer_token:
+            self._answer_outdated()
+            return
+        orders = self._coordination.take_orders()
         self._journal.note_fences(self._coordination.fences)  # before anyone is told
-        for order in self._coordination.take_orders():
+        for order in orders:
             fault_point(f"coordinator.{order.kind}", order.fields.get("number"))
             box = self._mail.get(order.to)
             if box is not None:
                 box.put(order)
+        self._answer_outdated()
         for name, box in self._mail.items():
             if box.parked is not None and box.orders:
                 self._answer(name, box)
@@ -273,6 +281,12 @@ class CoordinatorService:
         current = self._coordination.current
         in_use = {round_.version.number for round_ in self._coordination.rounds}
         forget_versions(self._versions, in_use | ({current.number} if current else set()))
+
+    def _answer_outdated(self) -> None:
+        """Polls behind which their peer has sent another one."""
+        outdated, self._outdated = self._outdated, []
+        for request, name, is_known in outdated:
+            self._reply(request, known=is_known, orders=[], fenced=self._is_fenced(name))
 
     def _answer(self, name: str, box: Mailbox) -> None:
         assert box.parked is not None
@@ -301,15 +315,24 @@ class CoordinatorService:
         self._journal.note(record, **about)
 
     def _journal_members(self, is_forced: bool = False) -> None:
-        now, members = self._clock.now(), picture_members(self._coordination)
-        if members == self._last_picture or (now - self._picture_at < PICTURE_S and not is_forced):
+        now = self._clock.now()
+        if now < self._picture_at and not is_forced:
             return
-        self._last_picture, self._picture_at = members, now
+        members, self._picture_at = picture_members(self._coordination), now + PICTURE_S
+        if members == self._last_picture:
+            return
+        self._last_picture = members
         self._journal.write({"kind": "members", "version": self._version(), "members": members})
 
     def _version(self) -> list[int] | None:
         current = self._coordination.current
         return [current.number, current.step] if current else None
+
+    def _describe_in_time(self) -> None:
+        now = self._clock.now()
+        if now >= self._described_until:
+            self._snapshot = self._describe()
+            self._described_until = now + DESCRIBE_S * len(self._coordination.members)
 
     def _describe(self) -> dict[str, Any]:
         coordination, now = self._coordination, self._clock.now()

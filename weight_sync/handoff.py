@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
 ACQUIRE_DEADLINE_S = 3.0
+ASK_DEADLINE_S = 1.0
 START_DEADLINE_S = 120.0
 """For the first call: the publisher may still be starting."""
 
@@ -155,6 +156,19 @@ class Handoff:
             self._note_absence(error)
             self._reserved = ""
         return bool(self._reserved)
+
+    def has_lost(self) -> bool:
+        """Tell whether the publisher lacks the newest version that it has taken: one that took the place of
+        another, on a host that was started anew say, may have found nothing of it. Then nobody waits for that
+        version in vain if the same weights are published once more, under a new number.
+        """
+        if self.published is None:
+            return False
+        try:
+            reply = self._client.call("current", deadline_s=ASK_DEADLINE_S)
+        except DeadlineExceeded:  # it is being started anew, and will be asked again
+            return False
+        return field(reply.args, "number", int) < self.published.number
 
     @property
     def layout(self) -> Layout | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 import uuid
 from typing import Any
 
@@ -21,7 +22,8 @@ class ReceiverLink:
     """A client of the receiver beside this replica.
 
     Calls are numbered: one that was given up and comes late is not believed. Pins have numbers of their own,
-    for polls go on meanwhile.
+    for polls go on meanwhile. Who was started earlier than another one that has spoken is not heard: a
+    process that is thought dead, and lives on beside its successor.
 
     >>> # staged = await link.next_staged(serving_number=0, wait_s=5.0)
     >>> # for name, tensor in open_tensors(staged): ...
@@ -34,7 +36,8 @@ class ReceiverLink:
 
     def __init__(self, receiver_address: str, keys: ClientKeys | None = None) -> None:
         self._client = AsyncClient(receiver_address, keys)
-        self._life = uuid.uuid4().hex
+        # The receiver compares starts of processes of its own host.
+        self._who: dict[str, Any] = {"life": uuid.uuid4().hex, "born": time.monotonic_ns()}
         self._seqs, self._pin_seqs = itertools.count(1), itertools.count(1)
         self.is_fenced = False
 
@@ -72,7 +75,7 @@ class ReceiverLink:
         await self._client.call("loaded", deadline_s=CALL_DEADLINE_S, **args)
 
     def _number(self) -> dict[str, Any]:
-        return {"life": self._life, "seq": next(self._seqs)}
+        return {**self._who, "seq": next(self._seqs)}
 
     async def pin(self) -> None:
         """Hold this replica at its version: nothing is offered or handed over until `unpin`.
@@ -86,11 +89,12 @@ class ReceiverLink:
         await self._call_pin("unpin")
 
     async def _call_pin(self, op: str) -> None:
-        await self._client.call(op, deadline_s=CALL_DEADLINE_S, life=self._life, seq=next(self._pin_seqs))
+        args = {**self._who, "seq": next(self._pin_seqs)}
+        await self._client.call(op, deadline_s=CALL_DEADLINE_S, **args)
 
     async def drain(self) -> None:
         """Take no more versions; the replica is about to leave."""
-        await self._client.call("drain", deadline_s=CALL_DEADLINE_S)
+        await self._client.call("drain", deadline_s=CALL_DEADLINE_S, **self._who)
 
     def close(self) -> None:
         self._client.close()

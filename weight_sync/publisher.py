@@ -145,6 +145,8 @@ class PublisherService:
             request.reply(path=self._acquire(field(args, "token", int), field(args, "num_bytes", int)))
         elif request.op == "commit":
             self._commit(request)
+        elif request.op == "current":
+            request.reply(number=self._current.version.number if self._current else UNLOADED)
         elif request.op == "status":
             request.reply(**self._snapshot)
         else:

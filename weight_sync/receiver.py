@@ -37,7 +37,7 @@ from weight_sync.inbox import WAKE, Inbox
 from weight_sync.liaison import RESET, Introduction, Liaison
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.shelf import Copy, Shelf
-from weight_sync.protocol.peer import Attendance, Stage
+from weight_sync.protocol.peer import Attendance, Pin, Stage
 from weight_sync.protocol.rounds import ABORTED
 from weight_sync.publisher import cut
 
@@ -111,8 +111,9 @@ class ReceiverService:
         self._transfer_starts: dict[int, float] = {}  # of threads that run, also of aborted rounds
         self._longest_transfer_s = 0.0
         self._serving = UNLOADED
-        self._is_attended = self._is_pinned = self._is_draining = False
-        self._pinned_by = ""
+        self._is_attended = self._is_draining = False
+        self._pin = Pin()
+        self._life, self._newest_born = "", 0
         self._parked: _Parked | None = None
         self._heard = ReportLog()
         self.counters: Counter[str] = Counter()
@@ -146,6 +147,9 @@ class ReceiverService:
         if request.op == WAKE:
             self._inbox.drain()
             request.reply()
+        elif self._is_past(request):
+            self.counters["past_calls"] += 1
+            request.reply(path="", fenced=True)
         elif self._is_late(request):
             self.counters["late_calls"] += 1
             request.reply(path="", fenced=self._liaison.is_fenced)
@@ -154,8 +158,7 @@ class ReceiverService:
         elif request.op == "loaded":
             self._take_loaded(request)
         elif request.op in PINS:
-            self._pinned_by = _life_of(request)
-            self._set_pinned(request.op == "pin")
+            self._note_pin(self._pin.set(_life_of(request), request.op == "pin"))
             request.reply()
         elif request.op == "drain":
             self._drain()
@@ -176,6 +179,12 @@ class ReceiverService:
             self._end_poll(None)
         self._snapshot = self._describe()
 
+    def _is_past(self, request: Request) -> bool:
+        """Tell whether a process of the replica speaks that another one has followed."""
+        born = field({"born": 0, **request.args}, "born", int)
+        self._newest_born = max(self._newest_born, born)
+        return 0 < born < self._newest_born
+
     def _is_late(self, request: Request) -> bool:
         """Tell whether the replica has said something newer since: what it served then says nothing."""
         if "seq" not in request.args:
@@ -188,20 +197,25 @@ class ReceiverService:
         wait_s = float(field(request.args, "wait_s", (int, float)))
         if self._parked is not None:
             self._end_poll(None)  # the replica asks anew; it no longer waits for the older answer
-        if self._pinned_by != _life_of(request):
-            self._set_pinned(False)  # who asked for it is gone, maybe before it told what it served
+        self._meet(_life_of(request))
         self._note_serving(serving)
         if not self._is_attended:
             self._is_attended = True
             self._liaison.report("attended")
         self._parked = _Parked(request, self._clock.now() + wait_s)
 
+    def _meet(self, life: str) -> None:
+        self._note_pin(self._pin.meet(life))
+        if life != self._life:
+            self._life = life
+            self._shelf.disown()
+
     def _note_serving(self, serving: int) -> None:
         if serving < self._serving:
             self.counters["replica_restarts"] += 1
             self._serving = serving
             self._shelf.untake()
-            self._set_pinned(False)  # the process that asked for it is gone
+            self._note_pin(self._pin.end())
             self._liaison.report("restarted", serving=serving)
         elif serving > self._serving:
             self._serving = serving
@@ -217,12 +231,12 @@ class ReceiverService:
         self._liaison.report("loaded", number=number, ok=is_ok, error=error)
         request.reply()
 
-    def _set_pinned(self, is_pinned: bool) -> None:
-        if is_pinned != self._is_pinned:
-            self._is_pinned = is_pinned
-            if is_pinned:
-                self._shelf.withdraw()  # as the coordinator does, which commits again after the unpin
-            self._liaison.report("pin" if is_pinned else "unpin")
+    def _note_pin(self, has_changed: bool) -> None:
+        if not has_changed:
+            return
+        if self._pin.is_held:
+            self._shelf.withdraw()  # as the coordinator does, which commits again after the unpin
+        self._liaison.report("pin" if self._pin.is_held else "unpin")
 
     def _drain(self) -> None:
         if not self._is_draining:
@@ -230,7 +244,7 @@ class ReceiverService:
             self._liaison.report("drain")
 
     def _answer_poll(self) -> None:
-        if self._parked is None or self._is_pinned:
+        if self._parked is None or self._pin.is_held:
             return
         copy = self._shelf.take(self._serving)
         if copy is not None:
@@ -254,7 +268,7 @@ class ReceiverService:
                 "serving": self._serving,
                 "staged": max(self._shelf.newest_verified, self._shelf.taken_number),
                 "attended": self._is_attended,
-                "pinned": self._is_pinned,
+                "pinned": self._pin.is_held,
                 "draining": self._is_draining,
                 "base": self._shelf.base_number,
             }
@@ -301,7 +315,7 @@ class ReceiverService:
 
     def _commit(self, number: int) -> None:
         fault_point("receiver.commit", number)
-        if not self._is_pinned:
+        if not self._pin.is_held:
             self._shelf.commit(number)
 
     def _receive(self, order: TransferOrder) -> None:
@@ -401,7 +415,7 @@ class ReceiverService:
             "version": self._serving,
             "staged": self._shelf.newest_verified,
             "committed": self._shelf.committed_number,
-            "pinned": self._is_pinned,
+            "pinned": self._pin.is_held,
             "fenced": self._liaison.is_fenced,
             "receiving": len(self._incoming),
             "transfers": len(self._transfer_starts),

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 STATUS_EVERY_S = 0.5
 MAX_PARKED = 16_384
 """Of a fleet of thousands each may wait, and once more under a newer version."""
+QUIET_OPS = frozenset({"lease", "fetch", "fetch_carry", "status"})
+"""What changes nothing that others wait for, but by events: a lease that is refused wakes nobody."""
 MAX_EVALUATIONS_TOLD = 64
 """The newest: a status must fit into a header, also after thousands of evaluations."""
 MAX_METRICS_TOLD = 4096
@@ -94,7 +96,7 @@ class Desk:
         op = self._ops.get(request.op)
         if op is None:
             raise WireError(f"the buffer knows no operation '{request.op}'")
-        self._has_changed = True
+        self._has_changed |= request.op not in QUIET_OPS
         op(request)
 
     def tick(self, now: float) -> None:
@@ -195,7 +197,7 @@ class Desk:
                 self._has_changed = True
 
     def _try_parked(self, now: float) -> None:
-        has_changed, self._has_changed = self._has_changed, False
+        has_changed, self._has_changed = self._has_changed or self.store.ledger.has_news, False
         for parked in self._parked.take_expired(now):
             if not self._try(parked, now):
                 self._outbox.append(Answer(parked.request, parked.given_up, parked.last()))
@@ -268,11 +270,8 @@ def _newest(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return evaluations[len(evaluations) - num_told :]
 
 
-class TurnServer(Server):
-    """A server that tells the desk when the messages of a turn are handled.
-
-    While the journal is away, requests stay in their sockets: what nobody can answer is not read.
-    """
+class PatientServer(Server):
+    """A server that leaves requests in their sockets while the journal is away: nobody could answer them."""
 
     def _drain(self, handler: Handler) -> None:
         assert isinstance(handler, Desk)
@@ -280,7 +279,6 @@ class TurnServer(Server):
             super()._drain(handler)
         else:
             time.sleep(AWAY_PAUSE_S)
-        handler.end_turn()
 
 
 class BufferService:
@@ -296,7 +294,7 @@ class BufferService:
     ) -> None:
         settings = store.ledger.settings
         limits = Limits.of_groups(settings.max_group_bytes, settings.memory_bytes)
-        self._server = TurnServer(bind, keys, limits)
+        self._server = PatientServer(bind, keys, limits)
         self._desk = Desk(store, clock)
         self._desk.is_paused = is_paused
         self._desk.wire_counters = self._server.counters
@@ -312,7 +310,7 @@ class BufferService:
         self._state = "ready"
         log.info("the buffer listens on %s", self.address)
         try:
-            self._server.serve(self._desk, stop)
+            self._server.serve(self._desk, stop, end_turn=self._desk.end_turn)
             self._desk.refresh_status()
             self._state = "stopped"
         except BaseException:  # process boundary, SystemExit too: whoever asks must see how it ended

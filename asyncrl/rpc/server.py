@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 import zmq
 
@@ -65,8 +66,19 @@ class Server:
         self._socket: zmq.Socket[bytes] = self._open(bind)
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def serve(self, handler: Handler, stop: threading.Event, tick_s: float = 0.05) -> None:
-        """Answer requests until `stop` is set, then close the socket."""
+    def serve(
+        self,
+        handler: Handler,
+        stop: threading.Event,
+        tick_s: float = 0.05,
+        end_turn: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Answer requests until `stop` is set, then close the socket.
+
+        Args:
+            end_turn: Called when all messages that had come were handled, or `MAX_TURN` of them: for what
+                is cheaper done once for many requests.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         if self._gate is not None:
@@ -77,6 +89,7 @@ class Server:
                 if poller.poll(max(0, int((next_tick - time.monotonic()) * 1000))):
                     self._answer_gate()
                     self._drain(handler)
+                    end_turn()
                 if time.monotonic() >= next_tick:
                     handler.tick(time.monotonic())
                     self._guard_memory(poller)

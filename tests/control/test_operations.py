@@ -336,6 +336,9 @@ class ScriptedHandoff:
     def has_room(self) -> bool:
         return True
 
+    def has_lost(self) -> bool:
+        return False
+
 
 def take() -> Snapshot:
     state = PieceState(whole("w", (2, 2)), {kind: torch.ones(4) for kind in KINDS}, 1.0)

@@ -123,6 +123,39 @@ def test_a_parked_request_is_answered_later(server: Server) -> None:
     assert asyncio.run(scenario())
 
 
+class Gathering:
+    """Answers only at the end of a turn."""
+
+    def __init__(self) -> None:
+        self.taken: list[Request] = []
+
+    def handle(self, request: Request) -> None:
+        self.taken.append(request)
+
+    def tick(self, now: float) -> None:
+        return
+
+    def end_turn(self) -> None:
+        taken, self.taken = self.taken, []
+        for request in taken:
+            request.reply(num_together=len(taken))
+
+
+def test_a_turn_ends_as_soon_as_nothing_more_has_come_and_not_with_the_next_tick() -> None:
+    server, stop, handler = Server(), threading.Event(), Gathering()
+    thread = threading.Thread(target=server.serve, args=(handler, stop, 60.0, handler.end_turn))
+    thread.start()
+    with closing(Client(server.address)) as client:
+        try:
+            calls = [client.call("x", deadline_s=5.0).args["num_together"] for _ in range(20)]
+            assert calls == [1] * 20
+        finally:
+            stop.set()
+            with suppress(AsyncrlError):
+                client.call("wakes it from its wait for the tick", deadline_s=1.0)
+            thread.join(5.0)
+
+
 def test_many_calls_of_one_async_client_are_in_flight_at_once(server: Server) -> None:
     async def scenario() -> list[int]:
         client = AsyncClient(server.address)

@@ -27,6 +27,7 @@ from tests.weight_sync.cluster import (
 from tests.weight_sync.faults.traces import num_segments, state_of
 from weight_sync.handoff import Handoff
 from weight_sync.link import ReceiverLink
+from weight_sync.memory import segments
 from weight_sync.memory.manifest import Probe
 from weight_sync.memory.staging import open_tensors
 from weight_sync.protocol.protocol import PUBLISHER
@@ -231,6 +232,27 @@ def test_a_pin_ends_with_its_replica_though_this_receiver_never_heard_what_it_se
     successor.close()
 
 
+def test_a_replica_that_is_thought_dead_is_not_heard_beside_its_successor(cluster):
+    (receiver,) = start(cluster, "receiver.0")
+    publish(cluster.handoff(), 1)
+    older, successor = ReceiverLink(receiver.address), ReceiverLink(receiver.address)
+
+    async def live_on() -> None:
+        assert (await older.next_staged(0, WAIT_S)).path, "nobody has followed it"
+        staged = await successor.next_staged(0, WAIT_S)
+        await older.report_loaded(1, ok=True)
+        await older.pin()
+        assert await older.next_staged(1, WAIT_S) is None and older.is_fenced
+        await older.drain()
+        assert (await successor.next_staged(0, WAIT_S)).path == staged.path
+        assert not successor.is_fenced
+
+    asyncio.run(live_on())
+    wait_until(lambda: receiver.status()["counters"].get("past_calls") == 4, "four calls to be refused")
+    older.close()
+    successor.close()
+
+
 def test_a_pin_that_was_given_up_and_comes_behind_its_unpin_holds_nothing(cluster):
     (receiver,) = start(cluster, "receiver.0")
     publish(cluster.handoff(), 1)
@@ -391,6 +413,24 @@ def test_a_publisher_that_was_started_again_serves_the_learner_s_next_version(tm
         cluster.start("publisher.0")
         publish(handoff, 2)
         assert load(receiver, 1).number == 2
+
+
+def test_a_publisher_that_found_nothing_of_its_forerunner_says_so_until_the_learner_publishes(tmp_path):
+    with running_cluster(services=("weight_sync.0", "publisher.0"), socket_dir=tmp_path) as cluster:
+        handoff = cluster.handoff()
+        assert not handoff.has_lost(), "it has taken nothing yet"
+        publish(handoff, 1)
+        assert not handoff.has_lost()
+        cluster.publisher.kill()
+        assert not handoff.has_lost(), "nobody answers: nothing is known"
+        cluster.start("publisher.0")
+        assert not handoff.has_lost(), "it has taken over what it found"
+        cluster.publisher.kill()
+        segments.unlink_all(cluster.shm_prefix)
+        cluster.start("publisher.0")
+        assert handoff.has_lost()
+        publish(handoff, 2)
+        assert not handoff.has_lost()
 
 
 def test_of_two_polls_of_one_peer_none_stays_without_an_answer():

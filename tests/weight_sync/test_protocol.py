@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.versions import PolicyVersion
-from tests.weight_sync.world import GLOO, TIMING, World
+from tests.weight_sync.world import GLOO, TIMING, PromptCoordination, World
 from weight_sync.protocol.members import ALLOWED, Card, Member, MemberState, PublisherSeat
-from weight_sync.protocol.protocol import PUBLISHER, Coordination
+from weight_sync.protocol.protocol import PUBLISHER
 
 
 def test_a_version_reaches_all_members_and_they_are_ready():
@@ -357,7 +357,7 @@ def test_a_lost_publisher_breaks_the_round_and_blames_no_member():
 def test_nccl_is_used_only_if_every_member_can():
     both = frozenset({"gloo", "nccl"})
     for abilities, wanted in ((both, "nccl"), (GLOO, "gloo")):
-        coordination = Coordination(TIMING, backend="nccl")
+        coordination = PromptCoordination(TIMING, backend="nccl")
         coordination.publisher_hello(PublisherSeat("p", both, "127.0.0.1", 1, 0.0), PolicyVersion(1, 0), 0.0)
         coordination.hello(Card("a", "1", abilities), 0.0)
         coordination.accepted("a", 1, 0.0)

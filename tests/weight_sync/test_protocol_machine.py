@@ -47,6 +47,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.receivers: dict[str, ModelReceiver] = {}
         self.publisher: ModelPublisher | None = None
         self.tainted: set[str] = set()
+        self.is_in_turn = False
         self.groups: dict[int, tuple[str, ...]] = {}
         self.last_states: dict[tuple[int, str, str], MemberState] = {}
         self.start_coordinator(keep=False)
@@ -68,7 +69,14 @@ class ProtocolMachine(RuleBasedStateMachine):
         return self.serial
 
     def collect(self) -> None:
-        """Hand orders to the peers that are connected, and check what must hold for each."""
+        """Hand orders to the peers that are connected, and check what must hold for each.
+
+        In a turn that takes several messages nothing goes out before its end.
+        """
+        if self.is_in_turn:
+            for boss in self.bosses:
+                self.check_states(boss.coordination)
+            return
         for boss in self.bosses:
             orders = boss.coordination.take_orders()
             self.check_orders(boss.coordination, orders)
@@ -136,6 +144,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     def be_prompt(self, names: Collection[str]) -> None:
         """The peers in `names` do all that they can do at once."""
+        self.end_turn()
         peers = [peer for peer in self.peers if peer.name in names]
         is_busy = True
         while is_busy:
@@ -301,6 +310,21 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.tainted |= {peer.name} if peer.boss is not self.boss else set()
             self.collect()
 
+    @precondition(lambda self: not self.is_in_turn)
+    @rule()
+    def begin_turn(self):
+        """The coordinators find all that comes from here on in one turn of their servers."""
+        self.is_in_turn = True
+
+    @precondition(lambda self: self.is_in_turn)
+    @rule()
+    def take_turn(self):
+        self.end_turn()
+
+    def end_turn(self) -> None:
+        self.is_in_turn = False
+        self.collect()
+
     # --- single messages, late and twice ----------------------------------------------------------
 
     @precondition(lambda self: any(peer.orders for peer in self.peers))
@@ -435,6 +459,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             segments.unlink_all(self.prefix)
 
     def behave(self) -> None:
+        self.end_turn()
         if self.publisher is None:
             self.start_publisher()
         for peer in self.peers:

@@ -26,7 +26,7 @@ from weight_sync.coordination.journal import (
 from weight_sync.coordination.mail import ReportLog
 from weight_sync.coordinator import CoordinatorService
 from weight_sync.liaison import RESET, Introduction, Liaison
-from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Stage
+from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Pin, Stage
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.records import BlameRecord
 from weight_sync.protocol.rounds import Timing
@@ -47,6 +47,17 @@ def test_a_transfer_without_an_offer_does_not_begin_but_the_publisher_needs_none
     rounds = Attendance()
     assert not rounds.begin(1)
     assert rounds.begin(2, needs_offer=False) and not rounds.begin(2, needs_offer=False)
+
+
+def test_a_pin_is_held_until_its_process_lets_go_or_another_one_polls():
+    pin = Pin()
+    assert pin.set("a", True) and pin.is_held and not pin.set("a", True)
+    assert not pin.meet("a") and pin.is_held, "its own polls do not end it"
+    assert pin.set("a", False) and not pin.is_held and not pin.set("a", False)
+    pin.set("a", True)
+    assert pin.meet("b") and not pin.is_held and not pin.meet("c")
+    pin.set("b", True)
+    assert pin.end() and not pin.is_held and not pin.end()
 
 
 def test_an_abort_of_an_unknown_round_keeps_its_late_offer_out():

@@ -14,12 +14,27 @@ TIMING = Timing(deadline_s=10.0, offer_s=2.0, settle_s=1.0, silence_s=3.0, dead_
 GLOO = frozenset({"gloo"})
 
 
-class World:
-    """A coordination with a clock and with peers that answer as they are told to."""
+class PromptCoordination(Coordination):
+    """One whose server has turns of one message: what follows from an event is there at once."""
 
-    def __init__(self, *names: str, parallelism: int = 1, uses_delta: bool = False) -> None:
+    def _note_change(self, now: float) -> None:
+        super()._note_change(now)
+        self._settle()
+
+
+class World:
+    """A coordination with a clock and with peers that answer as they are told to.
+
+    Args:
+        is_prompt: Without it, events that come between two looks at the orders are settled together.
+    """
+
+    def __init__(
+        self, *names: str, parallelism: int = 1, uses_delta: bool = False, is_prompt: bool = True
+    ) -> None:
         self.now = 100.0
-        self.coordination = Coordination(TIMING, parallelism, uses_delta=uses_delta)
+        kind = PromptCoordination if is_prompt else Coordination
+        self.coordination = kind(TIMING, parallelism, uses_delta=uses_delta)
         self.sent: list[Order] = []
         self.publisher = "p"
         self.after_step: Callable[[], None] = lambda: None

@@ -7,6 +7,7 @@ Invariant: newest wins. A newer verified or committed copy replaces an older one
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +39,7 @@ class Shelf:
     """
 
     def __init__(self, prefix: str, keeps_base: bool = False) -> None:
-        self._prefix = prefix
-        self._serial = 0
+        self._prefix, self._life, self._serial = prefix, uuid.uuid4().hex[:8], 0
         self._free: list[tuple[str, torch.Tensor]] = []
         self._abandoned: dict[int, Copy] = {}
         self._verified: Copy | None = None
@@ -47,6 +47,7 @@ class Shelf:
         self._taken: Copy | None = None
         self._keeps_base = keeps_base
         self._base: Copy | None = None
+        self._disowned: set[str] = set()
         segments.unlink_all(prefix)
 
     @property
@@ -82,13 +83,18 @@ class Shelf:
                 del self._free[index]
                 return Copy(manifest, path, bytes_B)
         self._serial += 1
-        path = segments.create(f"{self._prefix}{self._serial}", manifest.total_bytes)
+        # No name twice, whoever has it: an engine that was told of a copy may come for it much later.
+        path = segments.create(f"{self._prefix}{self._life}-{self._serial}", manifest.total_bytes)
         mapping = segments.attach(path, manifest.total_bytes)
         return Copy(manifest, path, torch.frombuffer(mapping, dtype=torch.uint8))
 
     def give_back(self, copy: Copy | None) -> None:
         """Nobody writes or reads the copy any more."""
         if copy is None or copy is self._base:
+            return
+        if copy.path in self._disowned:
+            self._disowned.remove(copy.path)
+            segments.unlink(copy.path)
             return
         self._free.append((copy.path, copy.bytes_B))
         while len(self._free) > MAX_FREE:
@@ -160,6 +166,14 @@ class Shelf:
             self._verified = older
         else:
             self.give_back(older)
+
+    def disown(self) -> None:
+        """Another process asks for copies: one that is thought dead may still read what it has taken.
+
+        That segment is given to whoever may load it, and never written to again.
+        """
+        if self._taken is not None:
+            self._disowned.add(self._taken.path)
 
     def finish_load(self, number: int, is_ok: bool) -> None:
         """The engine has loaded version `number`, or failed and must load again."""

@@ -137,10 +137,12 @@ class Conduct:
         if floor.is_silent(floor.publisher.last_seen, now):
             return
         number = floor.current.number
+        wanting = [member for member in floor.members.values() if member.may_be_offered(number, now)]
+        if not wanting:
+            return
         # Who has left a round is not judged with it, and may be in another one before it ends.
         busy = {name for round_ in self.active.values() for name in round_.parts if not round_.has_left(name)}
-        free = [member for name, member in floor.members.items() if name not in busy]
-        able = [m for m in free if m.may_be_offered(number, now) and not floor.is_silent(m.last_seen, now)]
+        able = [m for m in wanting if m.name not in busy and not floor.is_silent(m.last_seen, now)]
         together = [member for member in able if not member.is_lone]
         if Lane.MAIN not in self.active:
             self._offer(Lane.MAIN, together, now)

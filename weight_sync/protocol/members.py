@@ -39,6 +39,7 @@ ALLOWED: dict[MemberState, frozenset[MemberState]] = {
     MemberState.DEAD: frozenset({MemberState.SYNCING}),
 }
 _STARTED = frozenset({MemberState.SYNCING, MemberState.READY, MemberState.SUSPECT, MemberState.PINNED})
+_OFFERABLE = (MemberState.STARTING, MemberState.SYNCING, MemberState.READY)
 MAX_LONE_ROUNDS = 32
 
 
@@ -168,12 +169,12 @@ class Member:
         return self.lone_rounds_left > 0
 
     def may_be_offered(self, number: int, now: float) -> bool:
-        """Tell whether a round with version `number` may include it."""
+        """Tell whether a round with version `number` may include it; most are ruled out by the first two."""
         return (
-            self.state in (MemberState.STARTING, MemberState.SYNCING, MemberState.READY)
-            and not self.is_pinned
-            and self.has_free_slot
+            self.has_free_slot
             and self.newest < number
+            and self.state in _OFFERABLE
+            and not self.is_pinned
             and now >= self.retry_at
         )
 

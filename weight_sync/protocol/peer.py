@@ -1,9 +1,9 @@
 """The other side of the protocol: what a peer makes of the orders that it gets (pure).
 
-Owns the newest coordinator's token that the peer has seen and the stages of its rounds. Holds no bytes:
-the receiver and the publisher do what is decided here.
+Owns the newest coordinator's token that the peer has seen, the stages of its rounds, and its replica's pin.
+Holds no bytes: the receiver and the publisher do what is decided here.
 Invariants: orders of an older coordinator are not obeyed; a round begins once and ends once, however
-often and however late its orders come.
+often and however late its orders come; no pin outlives the process that asked for it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,39 @@ class Allegiance:
         is_newer = token > self.token > 0
         self.token = max(self.token, token)
         return Hearing.NEWER if is_newer else Hearing.SAME
+
+
+class Pin:
+    """Whether a replica is to stay at its version, which one process of it has asked for.
+
+    Each method says whether that changed. A pin ends with its process, which the next one's first poll shows,
+    also where the receiver is new and never heard what the dead one served.
+
+    >>> pin = Pin()
+    >>> pin.set("a", True), pin.meet("a"), pin.is_held, pin.meet("b"), pin.is_held
+    (True, False, True, True, False)
+    """
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self._holder = ""
+
+    def set(self, life: str, is_held: bool) -> bool:
+        """Process `life` of the replica pins or unpins."""
+        self._holder = life
+        return self._change(is_held)
+
+    def meet(self, life: str) -> bool:
+        """Process `life` of the replica polls: a pin of another one is over."""
+        return life != self._holder and self._change(False)
+
+    def end(self) -> bool:
+        """The engine was started anew."""
+        return self._change(False)
+
+    def _change(self, is_held: bool) -> bool:
+        has_changed, self.is_held = is_held != self.is_held, is_held
+        return has_changed
 
 
 class Stage(StrEnum):

@@ -19,17 +19,16 @@ class Permits:
 
     def __init__(self, floor: Floor) -> None:
         self._floor = floor
-        self._queue: list[str] = []
+        self._queue: dict[str, None] = {}  # an ordered set
 
     def ask(self, member: Member, number: int) -> None:
         """The member holds the verified version `number`."""
         member.staged = number
-        if member.name not in self._queue:
-            self._queue.append(member.name)
+        self._queue.setdefault(member.name)
 
     def forget(self, name: str) -> None:
         """Another process has taken the member's name."""
-        self._queue = [waiting for waiting in self._queue if waiting != name]
+        self._queue.pop(name, None)
 
     def take_back(self, member: Member) -> None:
         """The member will not take up its commit; it waits for another one, behind the others."""
@@ -76,19 +75,20 @@ class Permits:
 
     def grant(self, now: float) -> None:
         """Commit to the next members; those that serve nothing first, for they generate nothing."""
+        if not self._queue:
+            return
         members = self._floor.members
         num_swapping = sum(member.swapping is not None for member in members.values())
         waiting = [members[name] for name in self._queue if members[name].may_swap()]
         for member in sorted(waiting, key=lambda member: member.serving != UNLOADED):
             if num_swapping >= self._floor.parallelism:
                 return
-            self._queue.remove(member.name)
+            del self._queue[member.name]
             member.swapping, member.staged = member.staged, None
             member.swap_began, member.swap_until = now, now + self._floor.timing.deadline_s
             self._floor.order(member.name, "commit", number=member.swapping)
             num_swapping += 1
 
     def _requeue(self, member: Member) -> None:
-        if member.name in self._queue:
-            self._queue.remove(member.name)
-        self._queue.append(member.name)
+        self._queue.pop(member.name, None)
+        self._queue[member.name] = None

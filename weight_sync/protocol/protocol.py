@@ -1,6 +1,8 @@
 """The weight-sync protocol as a pure state machine: no I/O, time is an argument.
 
-Owns what becomes of each event; events come in through methods, orders go out through `take_orders`.
+Owns what becomes of each event; events come in through methods, orders go out through `take_orders`. What
+follows from events for the others is worked out when orders are taken or time passes, once for all events
+since: a thousand reports that come together cost one look at a thousand members, not a thousand.
 Each part keeps its own promises: `members` the states, `conduct` the rounds, `judgement` the blame,
 `permits` the swaps; `peer` is the other side. Events may come twice, late, or of a peer that is gone.
 Invariants: a member that missed a deadline is fenced until it has caught up; numbers only rise.
@@ -56,6 +58,7 @@ class Coordination:
         self._conduct = Conduct(self._floor)
         self._permits = Permits(self._floor)
         self._ticked: float | None = None
+        self._changed_at: float | None = None
         self._inherited_fences = dict(fences or {})
 
     @property
@@ -108,11 +111,13 @@ class Coordination:
         return self._conduct.last_round_s
 
     def take_orders(self) -> list[Order]:
-        """Return the orders since the last call, oldest first."""
+        """Return the orders since the last call, oldest first, those of the last events among them."""
+        self._settle()
         return self._floor.take_orders()
 
     def take_records(self) -> list[Record]:
         """Return what is to be logged and journalled since the last call, oldest first."""
+        self._settle()
         return self._floor.take_records()
 
     # --- membership -------------------------------------------------------------------------------
@@ -140,7 +145,7 @@ class Coordination:
             self._permits.forget(card.name)
             self._conduct.forget(card.name)
         self._take_card(known, card, now)
-        self._advance(now)
+        self._note_change(now)
         return True
 
     def _is_usurped(self, known: Member, card: Card, now: float) -> bool:
@@ -189,7 +194,7 @@ class Coordination:
         self._conduct.leave_publisher(cause, now)
         if current is not None:
             self.published(current, now)
-        self._advance(now)
+        self._note_change(now)
         return True
 
     def seen(self, name: str, incarnation: str, now: float) -> bool:
@@ -215,7 +220,7 @@ class Coordination:
         if member.is_listening:
             self._conduct.leave(member, now, is_gone=False)
             member.move(MemberState.DRAINING)
-        self._advance(now)
+        self._note_change(now)
 
     def retire(self, name: str, now: float) -> None:
         """The member leaves for good."""
@@ -225,13 +230,13 @@ class Coordination:
             member.move(MemberState.RETIRED)
             member.forget_progress()
             self._conduct.groups.forget(name)
-        self._advance(now)
+        self._note_change(now)
 
     def publisher_leaves(self, now: float) -> None:
         """The publisher ends in order."""
         self._floor.publisher = self._floor.current = None
         self._conduct.leave_publisher("", now)
-        self._advance(now)
+        self._note_change(now)
 
     def pin(self, name: str, now: float) -> None:
         """Hold the member at its version; a commit that was not taken up waits."""
@@ -240,13 +245,13 @@ class Coordination:
         self._permits.take_back(member)
         self._conduct.leave(member, now, is_gone=False)
         member.catch_up()
-        self._advance(now)
+        self._note_change(now)
 
     def unpin(self, name: str, now: float) -> None:
         """Let the member follow again."""
         self.members[name].is_pinned = False
         self.members[name].catch_up()
-        self._advance(now)
+        self._note_change(now)
 
     # --- versions and rounds ----------------------------------------------------------------------
 
@@ -262,14 +267,14 @@ class Coordination:
             self.counters["versions_skipped"] += 1
         self._floor.current, self._floor.newest_number = version, version.number
         self.counters["versions_published"] += 1
-        self._advance(now)
+        self._note_change(now)
 
     def accepted(self, name: str, round_id: int, now: float) -> None:
         """The member has made room for the offer."""
         round_ = self._conduct.find(round_id)
         if round_ is not None and round_.parts.get(name) is Part.OFFERED:
             self._conduct.set_part(round_, name, Part.ACCEPTED)
-        self._advance(now)
+        self._note_change(now)
 
     def verified(self, name: str, round_id: int, number: int, now: float) -> None:
         """The member holds all of version `number` with the right digests."""
@@ -281,7 +286,7 @@ class Coordination:
         member.base = number  # also if its round is over: it holds these bytes
         if member.is_listening and number > max(member.serving, member.staged or 0, member.swapping or 0):
             self._permits.ask(member, number)
-        self._advance(now)
+        self._note_change(now)
 
     def failed(self, name: str, round_id: int, cause: str, now: float, num_buckets: int = 0) -> None:
         """The member could not accept, receive or verify. Cause `transport` means a broken group.
@@ -298,7 +303,7 @@ class Coordination:
                 self.members[name].base = UNLOADED  # if a difference was wrong, whole buckets are next
             if cause == TRANSPORT:
                 self._conduct.break_up(round_, TRANSPORT, now)
-        self._advance(now)
+        self._note_change(now)
 
     def sent(self, round_id: int, num_bytes: int, now: float) -> None:
         """The publisher has sent all buckets of the round."""
@@ -306,7 +311,7 @@ class Coordination:
         if round_ is not None and round_.sender is Sender.PENDING:
             round_.sender, round_.num_bytes = Sender.SENT, num_bytes
             self.counters["bytes_sent"] += num_bytes
-        self._advance(now)
+        self._note_change(now)
 
     def send_failed(self, round_id: int, cause: str, now: float, has_begun: bool = True) -> None:
         """The publisher could not send, or answers an abort; `superseded`: the version is gone already.
@@ -319,14 +324,14 @@ class Coordination:
             if round_.sender is Sender.PENDING:
                 self._conduct.break_up(round_, SUPERSEDED if cause == SUPERSEDED else TRANSPORT, now)
             self._conduct.hear_publisher(round_, has_begun)
-        self._advance(now)
+        self._note_change(now)
 
     # --- swaps ------------------------------------------------------------------------------------
 
     def attended(self, name: str, now: float) -> None:
         """A replica asks the member for weights."""
         self.members[name].hear_replica(is_attended=True)
-        self._advance(now)
+        self._note_change(now)
 
     def restarted(self, name: str, serving: int, now: float) -> None:
         """The replica beside the member was started anew and serves `serving`."""
@@ -334,7 +339,7 @@ class Coordination:
         self._permits.take_back(member)
         member.serving = serving
         member.hear_replica(is_attended=True)
-        self._advance(now)
+        self._note_change(now)
 
     def loaded(self, name: str, number: int, is_ok: bool, error: str, now: float) -> None:
         """The engine has loaded `number`, or has failed to and holds nothing usable."""
@@ -343,18 +348,20 @@ class Coordination:
             self._permits.note_failed_load(member, number, error, now)
         elif number >= member.serving:
             self._permits.note_load(member, number, now)
-        self._advance(now)
+        self._note_change(now)
 
     # --- time -------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Let time pass."""
+        self._settle()
         self._forgive(now)
         for member in self.members.values():
             self._check_silence(member, now)
         self._conduct.check_publisher(now)
         self._permits.check_deadlines(now)
-        self._advance(now)
+        self._note_change(now)
+        self._settle()
 
     def _forgive(self, now: float) -> None:
         """A time in which this process did not run, and so did not even tick, is held against nobody."""
@@ -383,8 +390,15 @@ class Coordination:
         if is_silent and not self._conduct.has(member):  # else its round judges
             self._floor.blame(member, SILENT)
 
-    def _advance(self, now: float) -> None:
+    def _note_change(self, now: float) -> None:
         self._forgive(now)
+        self._changed_at = now
+
+    def _settle(self) -> None:
+        """Go on with rounds and swaps after the events that were noted."""
+        if self._changed_at is None:
+            return
+        now, self._changed_at = self._changed_at, None
         self._conduct.advance(now)
         self._permits.grant(now)
 

@@ -59,6 +59,11 @@ class ReplicaCommands:
         drained, self._events = self._events, []
         return drained
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there are events that were not drained yet."""
+        return bool(self._events)
+
     def _emit(self, event: ev.Event) -> None:
         self.state.apply(event)
         self._events.append(event)

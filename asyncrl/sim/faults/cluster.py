@@ -14,15 +14,18 @@ from collections.abc import Callable
 from asyncrl import wire
 from asyncrl.buffer.ledger.orders import PromptOrder, Source
 from asyncrl.buffer.ledger.tickets import LedgerSettings
+from asyncrl.sim.faults.ambush import Ambush
 from asyncrl.sim.faults.checks.observer import Observer
 from asyncrl.sim.faults.kernel.process import Process
 from asyncrl.sim.faults.network import FaultyNetwork, Window
-from asyncrl.sim.faults.scenario import WEATHERS, Scenario, Strike
+from asyncrl.sim.faults.scenario import AMBUSH, NUM_HELD_OUT, WEATHERS, Scenario, Strike
 from asyncrl.sim.faults.services.buffer import BufferProcess
+from asyncrl.sim.faults.services.evaluation import HeldOut
 from asyncrl.sim.faults.services.journal import Disk
 from asyncrl.sim.faults.services.learner import LearnerDisk, LearnerPlan, LearnerProcess
 from asyncrl.sim.faults.services.replica import ReplicaPlan, ReplicaProcess
 from asyncrl.sim.faults.services.supervisor import Supervisor
+from asyncrl.sim.faults.settling import find_unsettled
 from asyncrl.sim.faults.sync.carriage import Carriage
 from asyncrl.sim.faults.sync.coordinator import CoordinatorFiles, CoordinatorProcess
 from asyncrl.sim.faults.sync.liaison import COORDINATOR
@@ -36,7 +39,7 @@ NUM_PROMPTS = 17
 MAX_GROUP_BYTES = 8192
 LEASE_S = 4.0
 TIMING = Timing(deadline_s=6.0, offer_s=1.5, settle_s=0.75, silence_s=2.0, dead_s=12.0)
-RECOUNT_S = 2.0
+RECOUNT_S, LOOK_S = 2.0, 0.5
 UNTOLD, MAX_SAID = frozenset({"replica", "name", "incarnation", "abilities", "store_host", "store_port"}), 300
 RESTART_S = 1.5
 """Until a supervisor that was killed is there again."""
@@ -59,6 +62,7 @@ class Cluster:
 
     Attributes:
         lines: The trace, if it is kept.
+        unsettled: What keeps the run from being over, "" once it is.
     """
 
     def __init__(self, scenario: Scenario, keeps_trace: bool = False) -> None:
@@ -69,9 +73,9 @@ class Cluster:
         self.network = FaultyNetwork(scenario.seed)
         self.world: World = TracedWorld(scenario.seed, self.network, self.note)
         self.settings = _settings_of(scenario)
-        self.observer = Observer(
-            scenario.max_lag, PromptOrder(scenario.seed, (Source(NUM_PROMPTS),), True).at
-        )
+        prompt_at = PromptOrder(scenario.seed, (Source(NUM_PROMPTS),), True).at
+        has_unusable = scenario.unusable >= 0
+        self.observer = Observer(scenario.max_lag, prompt_at, NUM_HELD_OUT, has_unusable=has_unusable)
         self.disk, self.learner_disk, self.files = Disk(), LearnerDisk(), CoordinatorFiles()
         self._dice = random.Random(f"cluster/{scenario.seed}")
         self._number = 0
@@ -79,12 +83,15 @@ class Cluster:
         self._everybody: list[Process] = []
         self._unseen: set[str] = set()
         self._twins: list[Process] = []
+        self._ghosts: list[Process] = []
         self._lives: dict[str, int] = {}
         self._hosts: dict[str, int] = {}
         self._prefix = f"asyncrl-sim{os.getpid()}-{id(self)}-"
         self._carriage = Carriage(self.world, self)
         self.supervisor = Supervisor(self, scenario.replicas)
         self._is_dark = False
+        self.unsettled = "nothing has begun"
+        self._ambush = Ambush(self.world, scenario.seed, self._kill, self._forsake)
 
     # --- what processes ask for -------------------------------------------------------------------
 
@@ -112,6 +119,14 @@ class Cluster:
         self._digest.update(line.encode())
         if self._keeps_trace:
             self.lines.append(f"{line} {_read(detail) if isinstance(detail, Message) else detail}".rstrip())
+
+    def pass_point(self, process: Process, point: str) -> None:
+        """A replica has come to a moment of an evaluation."""
+        self.note(f"{process.name}: {point}")
+        self.observer.tally[f"evaluations/{point}"] += 1
+        self._ambush.pass_point(process, point)
+        if point == "pinned" and process in self._ghosts and process.service in self._bound:
+            self.world.after(0.0, self.bury, process)
 
     @property
     def digest(self) -> str:
@@ -217,11 +232,20 @@ class Cluster:
             self.world.at(strike.at, self._strike, strike)
         self.supervisor.begin()
         self.world.after(RECOUNT_S, self._recount)
-        self.world.run(lambda: self._has_ended or self.supervisor.given_up is not None, until_s)
-        return self._has_ended
+        self.world.after(LOOK_S, self._look_whether_over)
+        self.world.run(lambda: not self.unsettled or self.supervisor.given_up is not None, until_s)
+        return not self.unsettled
+
+    def _look_whether_over(self) -> None:
+        if self._has_learned:
+            evaluations = self.observer.recount(self.disk, None).evaluations
+            self.unsettled = find_unsettled(self._bound, evaluations)
+        else:
+            self.unsettled = "the learner has not ended"
+        self.world.after(LOOK_S, self._look_whether_over)
 
     @property
-    def _has_ended(self) -> bool:
+    def _has_learned(self) -> bool:
         learner = self._bound.get("learner.0")
         return learner is not None and learner.state == "ended" and learner.is_alive
 
@@ -258,7 +282,8 @@ class Cluster:
             self.network.add(Window("part", now, end, 1.0, (one, other)))
         else:
             strikes: dict[str, Callable[[Strike], None]] = {
-                "kill": self._kill,
+                AMBUSH: self._ambush.lay,
+                "kill": lambda one: self._kill(one.target),
                 "stop": self._stop,
                 "twin": self._make_twin,
                 "slow": self._slow,
@@ -271,12 +296,20 @@ class Cluster:
             }
             strikes[strike.kind](strike)
 
-    def _kill(self, strike: Strike) -> None:
-        if strike.target == "supervisor":
+    def _kill(self, service: str) -> None:
+        if service == "supervisor":
             self.supervisor.die()
             self.world.after(RESTART_S, self._revive_supervisor)
-        elif (process := self._bound.get(strike.target)) is not None:
+        elif (process := self._bound.get(service)) is not None and process.state != "ended":
             self.bury(process)
+
+    def _forsake(self, service: str, lives_on_s: float) -> None:
+        """The launcher calls a process dead that lives on for a while, at the address of its successor."""
+        if (process := self._bound.get(service)) is not None and process.is_alive:
+            self.note(f"ghost {process.name}")
+            del self._bound[service]
+            self._ghosts.append(process)
+            self.world.after(lives_on_s, self.bury, process)
 
     def _revive_supervisor(self) -> None:
         if not self._is_dark:
@@ -320,6 +353,8 @@ class Cluster:
 
     def _cut_power(self, strike: Strike) -> None:
         """The machine goes dark: every process ends, and what was not synced is lost."""
+        if self._has_learned:
+            return  # nobody starts a learner again that has ended: that is for another run
         self._is_dark = True
         self.supervisor.die()
         for actor in list(self.world.actors.values()):
@@ -358,6 +393,7 @@ def _settings_of(scenario: Scenario) -> LedgerSettings:
         max_attempts=3,
         policy=scenario.policy,
         max_wait_s=2.0,
+        evaluation_parts=scenario.evaluation_parts,
     )
 
 
@@ -373,6 +409,7 @@ def _learner_plan(scenario: Scenario, start_s: float) -> LearnerPlan:
         rollbacks=frozenset(scenario.rollbacks),
         is_forking=scenario.is_forking,
         is_streaming=scenario.is_streaming,
+        evaluate_every=scenario.evaluate_every,
     )
 
 
@@ -385,5 +422,6 @@ def _replica_plan(scenario: Scenario, start_s: float) -> ReplicaPlan:
         mean_tokens=scenario.mean_tokens,
         lease_s=LEASE_S,
         start_s=start_s,
+        held_out=HeldOut(NUM_HELD_OUT, scenario.mean_tokens, scenario.unusable),
         failing_loads=frozenset(scenario.failing_loads),
     )

@@ -80,7 +80,7 @@ def _play_out(cluster: Cluster) -> None:
     if cluster.supervisor.given_up is not None:
         raise Violation("live", f"the run is given up: {cluster.supervisor.given_up.reason}")
     if not has_ended:
-        raise Violation("live", f"it has not ended {SETTLE_S:g} s after the last fault")
+        raise Violation("live", f"{cluster.unsettled}, {SETTLE_S:g} s after the last fault")
     cluster.check_end()
 
 

@@ -9,11 +9,27 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+NUM_HELD_OUT = 5
+"""Prompts of an evaluation."""
 FIRST_S, LAST_S = 1.0, 15.0
 """In between faults begin."""
 KILLABLE = ("buffer.0", "learner.0", "publisher.0", "weight_sync.0", "rollout.0", "receiver.0", "supervisor")
 PARTED = ("learner.0", "publisher.0", "weight_sync.0", "rollout.0", "rollout.1", "receiver.0", "receiver.1")
 WEATHERS = ("delay", "duplicate", "reorder", "lose", "garble")
+AMBUSH = "ambush"
+AMBUSHED = (
+    "rollout",
+    "receiver",
+    "pair",
+    "ghost",
+    "ghost",
+    "buffer.0",
+    "weight_sync.0",
+    "learner.0",
+    "publisher.0",
+)
+"""Who is killed at a moment of an evaluation; of a replica: the one that evaluates. `pair`: its receiver, and
+a moment later itself. `ghost`: itself, says the launcher, but its process lives on for some seconds."""
 KINDS = {
     "kill": 6.0,
     "stop": 3.0,
@@ -55,6 +71,7 @@ class Scenario:
 
     Attributes:
         rollbacks: Steps at which the guard goes back. failing_loads: Of each engine's life.
+        evaluate_every: Steps, 0 for never. unusable: The held-out prompt without a usable answer, or -1.
     """
 
     seed: int
@@ -76,6 +93,9 @@ class Scenario:
     is_streaming: bool
     failing_loads: tuple[int, ...]
     memory_batches: int
+    evaluate_every: int
+    evaluation_parts: int
+    unusable: int
     strikes: tuple[Strike, ...]
 
     @property
@@ -95,8 +115,15 @@ class Scenario:
             f"{self.groups_per_step} x {self.group_size}, max_lag {self.max_lag} ({self.policy}), "
             f"{self.num_steps} steps of {self.step_s:.2f} s, fsync {fsync}"
             f"{', streaming' if self.is_streaming else ''}"
+            f"{self._describe_evaluations()}"
         )
         return [shape, *(str(strike) for strike in self.strikes)]
+
+    def _describe_evaluations(self) -> str:
+        if not self.evaluate_every:
+            return ""
+        unusable = f", prompt {self.unusable} without a usable answer" if self.unusable >= 0 else ""
+        return f", evaluated every {self.evaluate_every} steps in {self.evaluation_parts} parts{unusable}"
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -105,6 +132,7 @@ def draw_scenario(seed: int) -> Scenario:
     replicas = dice.randint(1, 3)
     num_steps = dice.randint(5, 8)
     has_rollback = dice.random() < 0.25
+    evaluations = random.Random(f"evaluations/{seed}")
     scenario = Scenario(
         seed=seed,
         replicas=replicas,
@@ -125,9 +153,14 @@ def draw_scenario(seed: int) -> Scenario:
         is_streaming=random.Random(f"streaming/{seed}").random() < 0.3,
         failing_loads=(dice.randint(1, 4),) if dice.random() < 0.15 else (),
         memory_batches=dice.randint(2, 4),
+        evaluate_every=evaluations.choice((0, 1, 1, 2, 3)),
+        evaluation_parts=evaluations.randint(1, 3),
+        unusable=evaluations.randrange(NUM_HELD_OUT) if evaluations.random() < 0.1 else -1,
         strikes=(),
     )
     strikes = [_draw_strike(dice, replicas) for _ in range(dice.randint(1, 7))]
+    if scenario.evaluate_every:
+        strikes += [_draw_ambush(evaluations) for _ in range(evaluations.randint(0, 2))]
     return replace(scenario, strikes=tuple(sorted(strikes, key=lambda strike: strike.at)))
 
 
@@ -158,6 +191,13 @@ def _draw_strike(dice: random.Random, replicas: int) -> Strike:
     if kind == "leave":
         return Strike(at, kind, "", 0.0, dice.randrange(replicas))
     return Strike(at, kind)
+
+
+def _draw_ambush(dice: random.Random) -> Strike:
+    """`amount`: at which moment of an evaluation, counted from `at` on; `seconds`: so long it waits."""
+    return Strike(
+        dice.uniform(0.0, LAST_S), AMBUSH, dice.choice(AMBUSHED), dice.uniform(2.0, 10.0), dice.randint(1, 9)
+    )
 
 
 def _pick(dice: random.Random, services: tuple[str, ...], replicas: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -135,27 +136,67 @@ class Heard(Request):
         self.answer = args
 
 
-def test_an_evaluation_reaches_a_waiting_replica_behind_one_that_is_at_work_on_another() -> None:
-    """Alike as they are to the ledger's leases, evaluations tell them apart."""
-    desk = Desk(make_store(), ManualClock())
+class FirstSteps:
+    """A desk that is asked as over the wire, of a run that has registered its first version."""
 
-    def ask(op: str, client: str = "learner", **args: Any) -> Heard:
+    def __init__(self) -> None:
+        self.desk = Desk(make_store(), ManualClock())
+        self.ask("describe_data", replica="a", num_prompts=10, digest="d", sources=[])
+        opened = self.ask("open", holder="learner").answer
+        assert opened is not None
+        self.token = opened["token"]
+        self.ask("register_version", token=self.token, step=0)
+
+    def ask(self, op: str, client: str = "learner", **args: Any) -> Heard:
         request = Heard(op, args, [], client.encode(), 1, None)  # type: ignore[arg-type]
-        desk.handle(request)
-        desk.end_turn()
+        self.desk.handle(request)
+        self.desk.end_turn()
         return request
 
-    def lease(name: str, evaluating: int | None) -> Heard:
-        wanted = {"replica": name, "version": 1, "want": 1, "wait_s": 5.0}
-        return ask("lease", name, evaluating=evaluating, **wanted)
+    def lease(self, name: str, evaluating: int | None = None, want: int = 1) -> Heard:
+        wanted = {"replica": name, "version": 1, "want": want, "wait_s": 5.0}
+        return self.ask("lease", name, evaluating=evaluating, **wanted)
 
-    ask("describe_data", replica="a", num_prompts=10, digest="d", sources=[])
-    opened = ask("open", holder="learner").answer
-    assert opened is not None
-    ask("register_version", token=opened["token"], step=0)
-    desk.is_paused = True  # no leases: both wait
-    busy, free = lease("a", evaluating=7), lease("b", evaluating=None)
+
+def test_an_evaluation_reaches_a_waiting_replica_behind_one_that_is_at_work_on_another() -> None:
+    """Alike as they are to the ledger's leases, evaluations tell them apart."""
+    run = FirstSteps()
+    run.desk.is_paused = True  # no leases: both wait
+    busy, free = run.lease("a", evaluating=7), run.lease("b")
     assert (busy.answer, free.answer) == (None, None)
-    ask("request_evaluation", token=opened["token"], step=0)
+    run.ask("request_evaluation", token=run.token, step=0)
     assert busy.answer is None
     assert free.answer is not None and free.answer["evaluate"] is not None
+
+
+def test_a_lease_that_is_refused_wakes_nobody_and_one_that_comes_back_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = FirstSteps()
+    first = run.lease("a", want=64).answer
+    assert first is not None and first["grants"], "all that may be open"
+    waiting = [run.lease(f"b{index}") for index in range(8)]
+    tried: list[str] = []
+    lease = run.desk.store.ledger.lease
+
+    def count(replica: str, *args: Any) -> Any:
+        tried.append(replica)
+        return lease(replica, *args)
+
+    monkeypatch.setattr(run.desk.store.ledger, "lease", count)
+    waiting += [run.lease("c"), run.lease("d")]
+    run.ask("status")
+    assert tried == ["c", "d"] and not any(one.answer for one in waiting)
+    held = [[grant["ticket"], grant["attempt"]] for grant in first["grants"][:1]]
+    run.ask("release", "a", replica="a", tickets=held)
+    assert tried[2:] == ["b0", "b1"]
+    assert waiting[0].answer is not None and waiting[0].answer["grants"]
+
+
+def test_a_lease_that_tells_of_lost_grants_lets_others_have_them() -> None:
+    run = FirstSteps()
+    first = run.lease("a", want=64).answer
+    assert first is not None and first["grants"], "all that may be open"
+    waiting = run.lease("b")
+    run.ask("lease", "a", replica="a", version=1, want=0, wait_s=5.0, evaluating=None, held=[])
+    assert waiting.answer is not None and waiting.answer["grants"]

@@ -15,22 +15,29 @@ from contextlib import contextmanager
 from typing import Any
 
 from asyncrl.buffer.learner_ops import LearnerOps
+from asyncrl.buffer.ledger.evaluations import EvaluationOrders
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.lineage import VersionBook
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import State
+from asyncrl.buffer.replica_ops import ReplicaOps
 from asyncrl.buffer.service import Desk
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.control.fleet.machine import FleetMachine
+from asyncrl.rpc import Request
 from asyncrl.sim.faults.run import play
+from asyncrl.sim.faults.services import evaluation as evaluation_module
 from asyncrl.sim.faults.services import learner as learner_module
+from asyncrl.sim.faults.services.evaluation import Evaluations, Order
 from asyncrl.sim.faults.sync import receiver as receiver_module
 from weight_sync.coordination.mail import ReportLog
+from weight_sync.memory import shelf as shelf_module
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.shelf import Shelf
 from weight_sync.protocol.members import Member
-from weight_sync.protocol.peer import Allegiance, Hearing
+from weight_sync.protocol.peer import Allegiance, Hearing, Pin
 from weight_sync.protocol.protocol import Coordination
+from weight_sync.receiver import PINS
 
 Patch = tuple[Any, str, Any]
 
@@ -92,6 +99,48 @@ def _book_any_lag(self: Ledger, token: int, step: int, dropped: Any = (), lag_ma
     _TRAINED(self, token, step, dropped, min(lag_max, self.settings.max_lag))
 
 
+class _OneName:
+    """Has one name for all."""
+
+    hex = "0" * 32
+
+    @staticmethod
+    def uuid4() -> type[_OneName]:
+        return _OneName
+
+
+class _OpenLock:
+    """Keeps nobody out."""
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+async def _answer_as_asked(self: Evaluations, order: Order, asked_number: int) -> None:
+    """Hold what the replica served when it asked for what it serves."""
+    await self._pin("pin")
+    more: Order | None = order
+    while more is not None:
+        more = await self._answer_part(more, asked_number)
+
+
+def _finish_at_any_version(
+    self: EvaluationOrders, number: int, version: int, tallies: Any, part: int = 0
+) -> bool:
+    """Count every answer as one of the version that the order is answered at."""
+    found = self._state.evaluations.get(number)
+    served = version if found is None or found.served is None else found.served
+    return _FINISH(self, number, served, tallies, part)
+
+
+def _believe_pins(self: receiver_module.ReceiverProcess, request: Request) -> bool:
+    return request.op not in PINS and _IS_LATE(self, request)
+
+
+_FINISH, _IS_LATE = EvaluationOrders.finish, receiver_module.ReceiverProcess._is_late
 _RESERVE, _ISSUE, _TRAINED = LedgerState._reserve, LedgerState._issue, Ledger.trained
 _END_TURN, _CATCH_UP = Desk.end_turn, Member.catch_up
 
@@ -124,6 +173,25 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "a fence is never lifted": ((Member, "catch_up", _never_lift),),
     "rounds have no deadline": ((Coordination, "tick", _always(None)),),
     "what died is not started again": ((FleetMachine, "_start_due", _always(None)),),
+    "the pin of a dead replica outlives it": ((Pin, "meet", _always(False)),),
+    "a replica that is thought dead is heard": (
+        (receiver_module.ReceiverProcess, "_is_past", _always(False)),
+    ),
+    "a new receiver uses the names of its forerunner's copies": ((shelf_module, "uuid", _OneName),),
+    "what a ghost reads is written again": ((Shelf, "disown", _always(None)),),
+    "a ghost is heard, and what it reads is written again": (
+        (receiver_module.ReceiverProcess, "_is_past", _always(False)),
+        (Shelf, "disown", _always(None)),
+    ),
+    "no pin ends by itself": ((Pin, "meet", _always(False)), (Pin, "end", _always(False))),
+    "a pin that comes behind its unpin counts": (
+        (receiver_module.ReceiverProcess, "_is_late", _believe_pins),
+    ),
+    "an evaluation is answered by another version": ((Evaluations, "_answer_parts", _answer_as_asked),),
+    "a swap does not wait for an evaluation": ((evaluation_module, "Lock", _OpenLock),),
+    "an answer of another version counts": ((EvaluationOrders, "finish", _finish_at_any_version),),
+    "the part of a dead replica is not given again": ((EvaluationOrders, "free", _always(None)),),
+    "silent replicas keep their parts": ((ReplicaOps, "expire_silent", _always(False)),),
 }
 
 

@@ -7,11 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.buffer.journals.journal import pack_turn
+from asyncrl.buffer.ledger.events import EvaluationDone, EvaluationRequested, VersionRegistered
 from asyncrl.experience import Group, Trajectory
+from asyncrl.sim.faults.checks.evaluations import ASKED, NODE, REFUSED, EvaluationBook, judge, mark_of
 from asyncrl.sim.faults.checks.observer import Observer
 from asyncrl.sim.faults.checks.recount import Recount
 from asyncrl.sim.faults.checks.truth import ROOT, WeightsTree
 from asyncrl.sim.faults.checks.violation import Violation
+from asyncrl.sim.faults.services.engine import HELD_OUT_IDS
+from asyncrl.sim.faults.services.journal import Disk
 from asyncrl.versions import Span
 
 ISSUED = ["Issued", 1, 0, 0, 0, 0, 0, 0]
@@ -153,3 +158,126 @@ def test_who_holds_an_older_token_is_not_to_be_heard():
     watcher.obeys("receiver.0/1", 5)
     with pytest.raises(Violation, match="S5"):
         watcher.obeys("receiver.0/1", 4)
+
+
+# --- evaluations ----------------------------------------------------------------------------------
+
+GOOD = {NODE: 3.0, f"{NODE}/low": 3.0, f"{NODE}/high": 3.0, ASKED: mark_of(0) + mark_of(1)}
+
+
+def halfway() -> EvaluationBook:
+    """Evaluation 1 of two parts: the first one is answered at version 5, rollout.1 has the other."""
+    book = EvaluationBook()
+    book.request(1, 2, 2)
+    book.give(1, "rollout.0", 0, 5)
+    book.give(1, "rollout.1", 1, 5)
+    book.finish_part(1, 0, 5)
+    return book
+
+
+def test_an_evaluation_ends_with_its_last_part_at_the_version_that_it_was_given_at():
+    book = halfway()
+    assert set(book.open) == {1} and book.fresh == []
+    book.finish(1, 5, [(NODE, 3.0)])
+    assert not book.open and book.fresh == [1] and book.results == {1: (5, {NODE: 3.0})}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda book: book.request(3, 9),
+        lambda book: book.request(2, 2),
+        lambda book: book.give(1, "rollout.2", 1, 5),
+        lambda book: book.give(1, "rollout.2", 0, 5),
+        lambda book: book.give(2, "rollout.2", 0, 5),
+        lambda book: book.restart(1),
+        lambda book: book.finish_part(1, 1, 6),
+        lambda book: book.finish_part(1, 0, 5),
+        lambda book: book.finish(1, 6, []),
+        lambda book: (book.restart(1), book.finish(1, 5, [])),
+    ],
+)
+def test_what_may_not_become_of_an_evaluation_is_seen(wrong):
+    with pytest.raises(Violation, match="eval"):
+        wrong(halfway())
+
+
+def test_a_part_that_is_taken_back_may_be_given_to_another_one_or_all_begin_anew():
+    book = halfway()
+    book.give(1, "", 1, 5)
+    with pytest.raises(Violation, match="not 5"):
+        book.give(1, "rollout.2", 1, 6)
+    book.restart(1)
+    book.give(1, "rollout.2", 0, 6)
+    assert book.open[1].served == 6 and not book.open[1].done
+
+
+def test_an_order_of_a_step_that_the_run_went_back_behind_is_gone():
+    book = halfway()
+    book.resume(2)
+    assert set(book.open) == {1}
+    book.resume(1)
+    assert not book.open
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, ""),
+        ({NODE: 3.5}, "other weights"),
+        ({f"{NODE}/high": 3.2}, "other weights"),
+        ({ASKED: mark_of(0)}, "not each prompt"),
+        ({ASKED: 2 * mark_of(0) + mark_of(1)}, "not each prompt"),
+        ({REFUSED: 1.0}, "refused"),
+    ],
+)
+def test_a_result_says_which_weights_answered_which_prompts(changed, told):
+    found = judge(GOOD | changed, 3, 2, may_be_refused=False)
+    assert told in found and bool(told) == bool(found)
+
+
+def test_a_result_with_an_unusable_part_has_no_figures():
+    assert judge({REFUSED: 1.0}, 3, 2, may_be_refused=True) == ""
+    assert judge(GOOD, 3, 2, may_be_refused=True)
+
+
+def test_an_answer_of_an_evaluation_is_of_the_version_that_it_names():
+    watcher = observer()
+    watcher.answered("rollout.0/1", 1, 1, [(1, ROOT)])
+    for other in ((1, 7), (2, ROOT)):
+        with pytest.raises(Violation, match="eval"):
+            watcher.answered("rollout.0/1", 1, 1, [(1, ROOT), other])
+
+
+def test_nobody_is_held_by_the_pin_of_another_process():
+    watcher = observer()
+    watcher.pins("receiver.0/2", "rollout.0/1")
+    watcher.holds("receiver.0/2", "rollout.0/1")
+    for receiver, replica in (("receiver.0/2", "rollout.0/3"), ("receiver.0/4", "rollout.0/1")):
+        with pytest.raises(Violation, match="eval"):
+            watcher.holds(receiver, replica)
+    watcher.pins("receiver.0/2", "")
+    with pytest.raises(Violation, match="eval"):
+        watcher.holds("receiver.0/2", "rollout.0/1")
+
+
+def test_an_answer_of_an_evaluation_is_not_trained():
+    one = group(1, 1, ROOT)
+    held_out = Group(one.ticket, one.attempt, HELD_OUT_IDS, one.trajectories)
+    with pytest.raises(Violation, match="eval"):
+        train(observer(), 0, ROOT, held_out)
+
+
+@pytest.mark.parametrize(("node", "step", "is_kept"), [(ROOT, 0, True), (ROOT, 1, False), (7, 0, False)])
+def test_results_in_the_journal_are_of_weights_that_have_seen_enough_steps(node, step, is_kept):
+    watcher = Observer(1, prompt_at, num_held_out=1)
+    watcher.written("publisher.0/1", 1, 1, ROOT)
+    disk = Disk()
+    done = EvaluationDone(1, 1, ((ASKED, mark_of(0)), (NODE, float(node))))
+    disk.turns.append(pack_turn([VersionRegistered(1, 0), EvaluationRequested(1, step), done]))
+    if is_kept:
+        assert not watcher.recount(disk, None).evaluations.open
+        assert watcher.tally["evaluations/done"] == 1
+        return
+    with pytest.raises(Violation, match="eval"):
+        watcher.recount(disk, None)

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.sim.faults.command import main
 from asyncrl.sim.faults.run import Outcome, play
-from asyncrl.sim.faults.scenario import KINDS, WEATHERS, draw_scenario
+from asyncrl.sim.faults.scenario import AMBUSH, KINDS, WEATHERS, draw_scenario
 
 NUM_SEEDS, NUM_LONG_SEEDS = 36, 1500
 
@@ -27,7 +27,9 @@ def test_runs_under_faults_keep_every_promise_and_come_to_their_end():
     outcomes = [play(seed) for seed in range(NUM_SEEDS)]
     assert broken(outcomes) == []
     tally = sum((one.tally for one in outcomes), start=outcomes[0].tally.__class__())
-    for what in ("steps", "swaps", "push/stored", "push/duplicate", "push/late", "tokens_masked"):
+    pushes, evaluations = ("stored", "duplicate", "late"), ("done", "refused", "pinned", "unpinned")
+    seen = [f"push/{one}" for one in pushes] + [f"evaluations/{one}" for one in evaluations]
+    for what in ("steps", "swaps", "tokens_masked", *seen):
         assert tally[what] > 0, f"no seed has seen {what}: the scenarios are too tame"
 
 
@@ -69,7 +71,7 @@ def test_a_seed_is_replayed_with_one_command(capsys):
 def test_scenarios_have_every_kind_of_fault_and_all_of_them_end():
     scenarios = [draw_scenario(seed) for seed in range(300)]
     kinds = {strike.kind for one in scenarios for strike in one.strikes}
-    assert kinds == (set(KINDS) - {"weather"}) | set(WEATHERS)
+    assert kinds == (set(KINDS) - {"weather"}) | set(WEATHERS) | {AMBUSH}
     assert max(one.calm_at for one in scenarios) < 60.0
     assert {one.policy for one in scenarios} == {"mask", "drop", "wait"}
     assert draw_scenario(3) == draw_scenario(3)

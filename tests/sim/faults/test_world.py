@@ -9,8 +9,11 @@ import pytest
 from asyncrl.buffer.ledger.events import Opened, VersionRegistered
 from asyncrl.errors import ConnectionLost, DeadlineExceeded
 from asyncrl.rpc import Request
+from asyncrl.sim.faults.ambush import Ambush
 from asyncrl.sim.faults.kernel.process import Connection, Process
+from asyncrl.sim.faults.kernel.tasks import Lock
 from asyncrl.sim.faults.network import FaultyNetwork, Window
+from asyncrl.sim.faults.scenario import AMBUSH, Strike
 from asyncrl.sim.faults.services.journal import Disk, SimulatedJournal
 from asyncrl.sim.world import Message, World
 
@@ -37,6 +40,9 @@ class Board:
         return self.number
 
     def note(self, text: str, detail: str = "") -> None:
+        pass
+
+    def pass_point(self, process: Process, point: str) -> None:
         pass
 
     def bury(self, process: Process) -> None:
@@ -102,6 +108,30 @@ def test_a_stopped_process_does_what_came_meanwhile_once_it_is_thawed():
     assert run(found, 4.0) == ["hello"]
 
 
+def test_a_task_that_is_cancelled_ends_where_it_stands_and_frees_what_it_holds():
+    found = board(has_echo=False)
+    asker = found.world.actors[found.address("asker") or ""]
+    assert isinstance(asker, Process)
+    lock, told = Lock(), []
+
+    async def hold() -> None:
+        async with lock:
+            await asker.sleep(1.0)
+            told.append("held to its end")
+
+    async def follow() -> None:
+        async with lock:
+            told.append("followed")
+
+    holding = hold()
+    asker.spawn(holding)
+    asker.spawn(follow())
+    asker.cancel(holding)
+    asker.cancel(holding)
+    run(found, 3.0)
+    assert told == ["followed"]
+
+
 def test_nothing_happens_in_a_process_that_is_dead():
     found = board()
     found.bury(found.world.actors[found.address("asker") or ""])
@@ -165,3 +195,36 @@ def test_a_journal_that_is_away_makes_nothing_durable_until_it_is_back():
     disk.is_away = False
     assert journal.commit([], 1.0)
     assert len(disk.turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "dead"),
+    [
+        ("rollout", ["rollout.3"]),
+        ("receiver", ["receiver.3"]),
+        ("pair", ["receiver.3", "rollout.3"]),
+        ("ghost", ["ghost of rollout.3"]),
+        ("buffer.0", ["buffer.0"]),
+    ],
+)
+def test_an_ambush_kills_at_its_moment_and_only_once(target, dead):
+    world, killed = World(0), []
+    ambush = Ambush(world, 0, killed.append, lambda name, _: killed.append(f"ghost of {name}"))
+    replica = Process(Board(), "rollout.3")
+    ambush.lay(Strike(0.0, AMBUSH, target, 5.0, 2))
+    ambush.pass_point(replica, "ordered")
+    world.run(lambda: False, 1.0)
+    assert killed == []
+    for _ in range(4):
+        ambush.pass_point(replica, "ordered")
+    world.run(lambda: False, 4.0)
+    assert [one for one in killed if target != "ghost" or one != "receiver.3"] == dead
+
+
+def test_an_ambush_that_nobody_walks_into_in_time_is_over():
+    world, killed = World(0), []
+    ambush = Ambush(world, 0, killed.append, lambda name, _: killed.append(name))
+    ambush.lay(Strike(0.0, AMBUSH, "rollout", 5.0, 1))
+    world.after(5.0, ambush.pass_point, Process(Board(), "rollout.0"), "pinned")
+    world.run(lambda: False, 9.0)
+    assert killed == []

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from asyncrl.errors import FencedError, SyncError
+from asyncrl.errors import FencedError, SegmentGone, SyncError
 from asyncrl.versions import PolicyVersion
 from weight_sync.memory import pool as pool_module
 from weight_sync.memory import segments
@@ -182,6 +182,19 @@ def test_a_copy_that_the_engine_reads_is_not_reused_before_the_load_is_reported(
     assert shelf.make_room(make_manifest(3)).path == first.path
 
 
+def test_what_a_process_that_is_thought_dead_may_still_read_is_never_written_again(prefix):
+    shelf = Shelf(prefix)
+    first = shelf.make_room(make_manifest(1))
+    shelf.put_verified(first)
+    shelf.commit(1)
+    assert shelf.take(0) is first
+    shelf.disown()
+    assert shelf.take(0) is first, "its successor loads the same bytes"
+    shelf.finish_load(1, is_ok=True)
+    assert shelf.make_room(make_manifest(2)).path != first.path
+    assert first.path not in segments.find(prefix)
+
+
 def test_a_failed_load_loads_again_from_staging_and_a_newer_version_replaces_it(prefix):
     shelf = Shelf(prefix)
     shelf.put_verified(shelf.make_room(make_manifest(1)))
@@ -212,6 +225,15 @@ def test_a_restarted_receiver_removes_what_the_one_before_left(prefix):
     assert len(segments.find(prefix)) == 1
     Shelf(prefix)
     assert segments.find(prefix) == []
+
+
+def test_a_restarted_receiver_gives_its_copies_names_that_nobody_knows(prefix):
+    """A replica loads what it was told of after its evaluation, and must not find another version there."""
+    told = Shelf(prefix).make_room(make_manifest(1)).path
+    shelf = Shelf(prefix)
+    assert told not in [shelf.make_room(make_manifest(number)).path for number in (2, 3)]
+    with pytest.raises(SegmentGone):
+        segments.attach(told, make_manifest(1).total_bytes)
 
 
 def test_a_withdrawn_commit_waits_for_another(prefix):

@@ -1,8 +1,9 @@
 """Watches a simulated run from outside and keeps its own account of it.
 
-Owns the promises S1 to S5. It is told what is sampled, loaded, trained and answered, and not what anybody
-believes: weights are known by their content (`truth`), grants and verdicts by the messages that carry them,
-accounts by the journal's turns (`recount`). Raises `Violation` at the moment when a promise is broken.
+Owns the promises S1 to S5, and that of evaluations. It is told what is sampled, loaded, trained and answered,
+and not what anybody believes: weights are known by their content (`truth`), grants and verdicts by the
+messages that carry them, accounts by the journal's turns (`recount`). Raises `Violation` at the moment when
+a promise is broken.
 """
 
 from __future__ import annotations
@@ -15,12 +16,16 @@ from asyncrl.buffer.audit.recount import Recount as AuditRecount
 from asyncrl.buffer.journals.journal import unpack_turn
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.experience import Group
+from asyncrl.sim.faults.checks.evaluations import judge
 from asyncrl.sim.faults.checks.recount import Recount
 from asyncrl.sim.faults.checks.truth import WeightsTree
 from asyncrl.sim.faults.checks.violation import Violation
+from asyncrl.sim.faults.services.engine import HELD_OUT_IDS
 from asyncrl.sim.faults.services.journal import Disk
 
-LEARNER_OPS = frozenset({"resume", "register_version", "reserve", "fetch", "trained", "checkpointed"})
+LEARNER_OPS = frozenset(
+    {"resume", "register_version", "reserve", "fetch", "trained", "checkpointed", "request_evaluation"}
+)
 
 
 class Observer:
@@ -28,6 +33,7 @@ class Observer:
 
     Args:
         prompt_at: The order in which prompts are to be drawn.
+        num_held_out: Prompts of evaluations. has_unusable: One of them has no usable answer.
 
     Attributes:
         tree: All weights that were ever made.
@@ -35,8 +41,16 @@ class Observer:
         tally: How often something worth telling happened.
     """
 
-    def __init__(self, max_lag: int, prompt_at: Callable[[int], tuple[int, int, int]]) -> None:
+    def __init__(
+        self,
+        max_lag: int,
+        prompt_at: Callable[[int], tuple[int, int, int]],
+        num_held_out: int = 0,
+        *,
+        has_unusable: bool = False,
+    ) -> None:
         self.max_lag = max_lag
+        self._num_held_out, self._has_unusable = num_held_out, has_unusable
         self.tree = WeightsTree()
         self.node_of: dict[int, int] = {}
         self.tally: Counter[str] = Counter()
@@ -50,6 +64,7 @@ class Observer:
         self._served: dict[str, int] = {}
         self._obeyed: dict[str, int] = {}
         self._writers: dict[str, int] = {}
+        self._pins: dict[str, str] = {}
 
     # --- the buffer -------------------------------------------------------------------------------
 
@@ -103,6 +118,7 @@ class Observer:
             self._recount, self._num_read, self._num_cut = Recount(self._prompt_at), 0, disk.num_cut
         self._recount.read(disk.events(self._num_read))
         self._num_read = len(disk.turns)
+        self._judge_evaluations()
         if lost := self._stored - self._recount.stored:
             raise Violation(
                 "S1", f"{sorted(lost)} were acknowledged as stored, and the journal has nothing of it"
@@ -110,6 +126,43 @@ class Observer:
         if census is not None:
             self._recount.check(dict(census))
         return self._recount
+
+    # --- evaluations ------------------------------------------------------------------------------
+
+    def answered(
+        self, replica: str, evaluation: int, version: int, tokens: Sequence[tuple[int, int]]
+    ) -> None:
+        """A replica has answered a part; `tokens`: (label, node) of each that it sampled for it."""
+        truth = (version, self.node_of.get(version))
+        if others := set(tokens) - {truth}:
+            raise Violation(
+                "eval",
+                f"{replica} answers evaluation {evaluation} at version {version}, {truth[1]}, "
+                f"with tokens of {sorted(others)}",
+            )
+        self.tally["evaluations/parts"] += 1
+
+    def pins(self, receiver: str, replica: str) -> None:
+        """A process of a replica has pinned its receiver, or, where it is empty, unpinned it."""
+        self._pins[receiver] = replica
+
+    def holds(self, receiver: str, replica: str) -> None:
+        """A receiver keeps the process that polls it at its version."""
+        if (holder := self._pins.get(receiver)) != replica:
+            raise Violation("eval", f"{receiver} holds {replica} by the pin of {holder}")
+
+    def _judge_evaluations(self) -> None:
+        book = self._recount.evaluations
+        fresh, book.fresh = book.fresh, []
+        for number in fresh:
+            (version, metrics), step = book.results[number], book.steps[number]
+            node = self.node_of[version]
+            wrong = judge(metrics, node, self._num_held_out, may_be_refused=self._has_unusable)
+            if self.tree[node].step < step:
+                wrong = f"weights of step {self.tree[node].step} answered"
+            if wrong:
+                raise Violation("eval", f"evaluation {number} of step {step} at version {version}: {wrong}")
+            self.tally["evaluations/refused" if self._has_unusable else "evaluations/done"] += 1
 
     # --- the learner ------------------------------------------------------------------------------
 
@@ -146,6 +199,8 @@ class Observer:
         self, group: Group, parent: int, is_masked: Callable[[int], bool]
     ) -> tuple[tuple[int, int, int], ...]:
         tokens = []
+        if group.prompt_ids.tolist() == HELD_OUT_IDS.tolist():
+            raise Violation("eval", f"ticket {group.ticket}: an answer of an evaluation is trained")
         for sample, one in enumerate(group.trajectories):
             for span in one.spans:
                 nodes = Counter(one.response_ids[span.start : span.end].tolist())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.sim.faults.checks.evaluations import EvaluationBook
 from asyncrl.sim.faults.checks.violation import Violation
 
 OPEN = ("issued", "leased", "stored", "reserved")
@@ -42,6 +43,7 @@ class Recount:
     num_versions: int = 0
     steps_trained: int = 0
     stored: set[tuple[int, int]] = field(default_factory=set)
+    evaluations: EvaluationBook = field(default_factory=EvaluationBook)
 
     def read(self, turns: Iterable[list[list[Any]]]) -> Recount:
         """Take in the events of all turns."""
@@ -162,6 +164,7 @@ class Recount:
         if token != self.token:
             raise Violation("S5", f"token {token} resumed, the newest is {self.token}")
         self.steps_trained = min(self.steps_trained, step)
+        self.evaluations.resume(step)
         for one in self.tickets.values():
             if one.state == "trained" and one.step >= step:
                 one.state = "reserved"
@@ -169,3 +172,18 @@ class Recount:
     def _checkpointed(self, token: int, step: int, *_: Any) -> None:
         if token != self.token:
             raise Violation("S5", f"token {token} committed a checkpoint, the newest is {self.token}")
+
+    def _evaluationrequested(self, *values: Any) -> None:
+        self.evaluations.request(*values)
+
+    def _evaluationgiven(self, *values: Any) -> None:
+        self.evaluations.give(*values)
+
+    def _evaluationrestarted(self, *values: Any) -> None:
+        self.evaluations.restart(*values)
+
+    def _evaluationpartdone(self, *values: Any) -> None:
+        self.evaluations.finish_part(*values)
+
+    def _evaluationdone(self, *values: Any) -> None:
+        self.evaluations.finish(*values)

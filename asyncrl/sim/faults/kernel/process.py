@@ -39,6 +39,9 @@ class Switchboard(Protocol):
     def bury(self, process: Process) -> None:
         """A process is dead: whoever waits for it hears that its connection broke."""
 
+    def pass_point(self, process: Process, point: str) -> None:
+        """A process tells where it stands: a fault may wait for that."""
+
 
 class Process(Actor):
     """See the module.
@@ -60,7 +63,7 @@ class Process(Actor):
         self.slowness = 1.0
         self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._calls: dict[int, tuple[Ready, str, str]] = {}
-        self._tasks: list[Task] = []
+        self._tasks: dict[Task, None] = {}
 
     @property
     def now(self) -> float:
@@ -68,21 +71,31 @@ class Process(Actor):
 
     def spawn(self, task: Task) -> None:
         """Let a task run from here on."""
-        self._tasks.append(task)
+        self._tasks[task] = None
         self._advance(task)
+
+    def cancel(self, task: Task) -> None:
+        """End a task where it stands, if it has not ended."""
+        if task in self._tasks:
+            del self._tasks[task]
+            task.close()
 
     def end_tasks(self) -> None:
         """Close the tasks of a process that is dead, where they stand."""
-        tasks, self._tasks = self._tasks, []
+        tasks, self._tasks = self._tasks, {}
         for task in tasks:
             task.close()
 
     def _advance(self, task: Task) -> None:
+        if task not in self._tasks:
+            return
         try:
             waited = task.send(None)
         except StopIteration:
+            self._tasks.pop(task, None)
             return
         except AsyncrlError as error:
+            self._tasks.pop(task, None)
             self.fail(error)
             return
         assert isinstance(waited, Ready), "tasks wait for what is ready in virtual time"

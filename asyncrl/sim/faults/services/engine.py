@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncrl.experience import UNFINISHED, Group, Trajectory
 from asyncrl.sim.faults.sync.content import NUM_BUCKETS
 from asyncrl.versions import UNLOADED, Span
 
 PROMPT_IDS = np.asarray([1, 2], np.int32)
+HELD_OUT_IDS = np.asarray([3], np.int32)
+"""Of the prompts of evaluations, which no training data has."""
 
 
 @dataclass
@@ -26,12 +29,14 @@ class Writing:
     Attributes:
         lengths: Tokens that each trajectory will have.
         tokens: (label, node) of every token of each trajectory so far.
+        prompt_ids: Of the prompt.
     """
 
     ticket: int
     attempt: int
     lengths: tuple[int, ...]
     tokens: list[list[tuple[int, int]]] = field(default_factory=list)
+    prompt_ids: npt.NDArray[np.int32] = field(default_factory=lambda: PROMPT_IDS)
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens or [[] for _ in self.lengths]
@@ -51,9 +56,8 @@ class Writing:
 
     def as_group(self) -> Group:
         """Return the group, whole or not."""
-        return Group(
-            self.ticket, self.attempt, PROMPT_IDS, tuple(map(self._trajectory, range(len(self.lengths))))
-        )
+        trajectories = tuple(map(self._trajectory, range(len(self.lengths))))
+        return Group(self.ticket, self.attempt, self.prompt_ids, trajectories)
 
     def _trajectory(self, sample: int) -> Trajectory:
         tokens, want = self.tokens[sample], self.lengths[sample]

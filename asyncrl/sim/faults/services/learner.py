@@ -1,7 +1,7 @@
 """A learner's process: what its leader does with the buffer, the publisher and its checkpoints.
 
     consumes: batches    waits for: a complete batch, a step's time
-    produces: weights, versions, checkpoints
+    produces: weights, versions, checkpoints, orders to evaluate
 
 As in `learner.leader`: weights that find no free segment stay unpublished, a batch counts as trained once the
 buffer has booked it, and after any failure the process ends and the next one resumes.
@@ -25,6 +25,7 @@ from asyncrl.versions import is_over_age, lag
 from weight_sync.memory import segments
 
 CALL_S, RESERVE_WAIT_S, MARGIN_S, UNPUBLISHED_WAIT_S = 30.0, 0.5, 5.0, 0.05
+ASK_S = 1.0
 ACQUIRE_S, COMMIT_S, REPEAT_PAUSE_S, AWAY_S = 3.0, 5.0, 0.2, 60.0
 COPY_S, LAST_PUBLISH_S = 0.06, 30.0
 
@@ -47,6 +48,7 @@ class LearnerPlan:
         rollbacks: Steps before whose booking the guard goes back, the first time that they are reached.
         is_forking: It trains otherwise after it went back; else it refuses a group of the step.
         is_streaming: It takes its batch in parts, as groups finish.
+        evaluate_every: Steps between evaluations, 0 for none.
     """
 
     num_steps: int
@@ -59,6 +61,7 @@ class LearnerPlan:
     rollbacks: frozenset[int] = frozenset()
     is_forking: bool = False
     is_streaming: bool = False
+    evaluate_every: int = 0
 
 
 @dataclass
@@ -91,8 +94,10 @@ class LearnerProcess(Process):
         self._sealed: list[tuple[int, str]] = []
         self._is_writing = False
         self._published_step = self._checkpointed_step = -1
+        self._published_number = 0
+        self._evaluated_step = -1
         self._away_since: float | None = None
-        self.step = 0
+        self.step = self.last_evaluation = 0
 
     def begin(self) -> None:
         """Resume, then train."""
@@ -162,6 +167,7 @@ class LearnerProcess(Process):
         self._commits = {at: digest for at, digest in self._commits.items() if at <= step}
         self._node = self._disk.checkpoints[step].node if step else ROOT
         self.step, self._published_step, self._checkpointed_step = step, -1, step
+        self._evaluated_step = step - 1
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -171,6 +177,7 @@ class LearnerProcess(Process):
         steps: dict[int, int] = {}
         while not await self._take_part(wait_s, groups, steps):
             if not groups:
+                await self._publish_again_if_lost()
                 return
         await self.sleep(self._plan.step_s)
         if await self._roll_back_if_due([group.ticket for group in groups]):
@@ -247,6 +254,16 @@ class LearnerProcess(Process):
 
     # --- weights ----------------------------------------------------------------------------------
 
+    async def _publish_again_if_lost(self) -> None:
+        if self._published_step != self.step:
+            return
+        try:
+            current = await self._publisher.call("current", (), ASK_S)
+        except DeadlineExceeded:
+            return
+        if current.args["number"] < self._published_number:
+            self._published_step = -1
+
     async def _publish(self) -> None:
         if self._published_step == self.step:
             return
@@ -261,7 +278,17 @@ class LearnerProcess(Process):
             return
         number = (await self._call("register_version", step=self.step)).args["number"]
         if await self._write(path) and await self._commit(path, number):
-            self._published_step = self.step
+            self._published_step, self._published_number = self.step, number
+            await self._evaluate_if_due()
+
+    async def _evaluate_if_due(self) -> None:
+        every = self._plan.evaluate_every
+        if not every:
+            return
+        is_due = self.step // every > self._evaluated_step // every
+        if is_due or self.step == self._plan.num_steps:
+            self.last_evaluation = (await self._call("request_evaluation", step=self.step)).args["id"]
+        self._evaluated_step = self.step
 
     async def _write(self, path: str) -> bool:
         try:

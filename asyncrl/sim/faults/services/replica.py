@@ -1,8 +1,10 @@
 """A replica's process: leases, samples, pushes and swaps, as `rollout_service.replica` does.
 
-lease loop    consumes: grants    waits for: READY, a free slot, the buffer    produces: group tasks
+lease loop    consumes: grants, orders to evaluate    waits for: READY, a free slot, the buffer
+              produces: group tasks, evaluations (`evaluation`)
 group task    consumes: one grant    waits for: tokens    produces: one push, or a carry
-sync loop     consumes: staged versions    waits for: the receiver    produces: swaps and their reports
+sync loop     consumes: staged versions    waits for: the receiver, a running evaluation
+              produces: swaps and their reports
 renew loop    waits for: a third of the lease    produces: renewed leases, cancelled groups
 """
 
@@ -19,8 +21,9 @@ from asyncrl.experience import decode_group, encode_group
 from asyncrl.rpc import Reply
 from asyncrl.sim.faults.checks.observer import Observer
 from asyncrl.sim.faults.kernel.process import Connection, Process, Switchboard
-from asyncrl.sim.faults.kernel.tasks import Bell
+from asyncrl.sim.faults.kernel.tasks import Bell, Ready, Task
 from asyncrl.sim.faults.services.engine import Engine, Writing
+from asyncrl.sim.faults.services.evaluation import Evaluations, HeldOut
 from asyncrl.sim.faults.sync.content import NUM_BUCKETS, TOTAL_BYTES, nodes_in
 from asyncrl.versions import UNLOADED
 from weight_sync.memory import segments
@@ -38,7 +41,7 @@ class ReplicaPlan:
 
     Attributes:
         max_groups: At once. mean_tokens: Of a trajectory.
-        failing_loads: Which loads of this process fail, counted from 1.
+        held_out: What evaluations ask. failing_loads: Which loads of this process fail, counted from 1.
     """
 
     run_seed: int
@@ -48,6 +51,7 @@ class ReplicaPlan:
     mean_tokens: int
     lease_s: float
     start_s: float
+    held_out: HeldOut
     failing_loads: frozenset[int] = frozenset()
 
 
@@ -62,9 +66,19 @@ class ReplicaProcess(Process):
         self._engine = Engine()
         self._writing: dict[tuple[int, int], Writing] = {}
         self._cancelled: set[tuple[int, int]] = set()
+        self._leases: dict[Ready, Task] = {}
         self._bell = Bell()
         self._is_fenced = self._is_draining = self._may_miss_grants = False
         self._num_asking = self._num_loads = self._num_told = 0
+        asked = (plan.run_seed, plan.held_out)
+        self._evaluations = Evaluations(
+            self, self.who, self._engine, asked, self._link, self._call, self._repeat, self._move, observer
+        )
+
+    @property
+    def serving(self) -> int:
+        """The version number that its engine has loaded, `UNLOADED` for none."""
+        return self._engine.label if self._engine.is_loaded else UNLOADED
 
     def begin(self) -> None:
         """Start the engine, then work."""
@@ -98,34 +112,46 @@ class ReplicaProcess(Process):
     # --- leases -----------------------------------------------------------------------------------
 
     async def _lease_loop(self) -> None:
-        asked = 0
+        asked, call = 0, Ready()
+        call.set()
         while not self._is_draining:
             want = self._plan.max_groups - len(self._writing)
             may_ask = self.state == "READY" and not self._is_fenced and want > 0
             label = self._engine.label
-            if may_ask and (not self._num_asking or label != asked):
-                asked = label
-                self.spawn(self._lease(label, want))
+            if may_ask and (call.is_done or label != asked):
+                asked, call = label, Ready()
+                self._leases[call] = self._lease(label, want, call)
+                self.spawn(self._leases[call])
             await self._bell.next_ring()
 
-    async def _lease(self, label: int, want: int) -> None:
+    async def _lease(self, label: int, want: int, call: Ready) -> None:
+        try:
+            await self._ask_for_work(label, want)
+        finally:
+            self._leases.pop(call, None)
+            call.set()
+            self._bell.ring()
+
+    async def _ask_for_work(self, label: int, want: int) -> None:
         held = list(self._writing) if self._may_miss_grants and not self._num_asking else None
         extra = {} if held is None else {"held": [list(key) for key in held]}
+        wanted = {"version": label, "want": want, "wait_s": LEASE_WAIT_S, **extra}
         self._num_asking += 1
         try:
-            reply = await self._call(
-                "lease", LEASE_WAIT_S + MARGIN_S, version=label, want=want, wait_s=LEASE_WAIT_S, **extra
-            )
+            evaluating = self._evaluations.current
+            reply = await self._call("lease", LEASE_WAIT_S + MARGIN_S, evaluating=evaluating, **wanted)
         except AsyncrlError:
             self._may_miss_grants = True
             await self.sleep(ERROR_PAUSE_S)
-        else:
-            if held is not None:
-                self._may_miss_grants = False
-            for grant in reply.args["grants"]:
-                self.spawn(self._sample(grant))
-        self._num_asking -= 1
-        self._bell.ring()
+            return
+        finally:
+            self._num_asking -= 1
+        if held is not None:
+            self._may_miss_grants = False
+        for grant in reply.args["grants"]:
+            self.spawn(self._sample(grant))
+        if (order := self._evaluations.take(reply.args)) is not None:
+            await self._evaluations.run(order, label)
 
     async def _renew_loop(self) -> None:
         while True:
@@ -198,12 +224,12 @@ class ReplicaProcess(Process):
     async def _sync_loop(self) -> None:
         while True:
             try:
-                serving = self._engine.label if self._engine.is_loaded else UNLOADED
-                reply = await self._next_staged(serving)
+                reply = await self._next_staged(self.serving)
                 self._is_fenced = reply.args["fenced"]
                 self._bell.ring()
                 if reply.args["path"]:
-                    await self._swap(Manifest.from_bytes(bytes(reply.frames[0])), reply.args["path"])
+                    async with self._evaluations.weights_lock:
+                        await self._swap(Manifest.from_bytes(bytes(reply.frames[0])), reply.args["path"])
             except AsyncrlError:
                 await self.sleep(ERROR_PAUSE_S)
 
@@ -244,7 +270,12 @@ class ReplicaProcess(Process):
 
     def _number(self) -> dict[str, Any]:
         self._num_told += 1
-        return {"life": self.name, "seq": self._num_told}
+        return {**self.who, "seq": self._num_told}
+
+    @property
+    def who(self) -> dict[str, Any]:
+        """How it names itself to its receiver; processes are numbered as they are born."""
+        return {"life": self.name, "born": int(self.name.rpartition("/")[2])}
 
     def _move(self, state: str) -> None:
         if not self._is_draining:
@@ -257,6 +288,8 @@ class ReplicaProcess(Process):
         """Hand back what is unfinished, and end."""
         if not self._is_draining:
             self._is_draining, self.state = True, "DRAINING"
+            for task in list(self._leases.values()):  # and evaluations with them
+                self.cancel(task)
             self.spawn(self._leave())
 
     async def _leave(self) -> None:
@@ -268,7 +301,7 @@ class ReplicaProcess(Process):
                     await self._call("carry", FAREWELL_S, frames=frames, ticket=ticket, attempt=attempt)
             await self._call("release", FAREWELL_S, tickets=[list(key) for key in unfinished])
             await self._call("retire", FAREWELL_S)
-            await self._link.call("drain", (), FAREWELL_S)
+            await self._link.call("drain", (), FAREWELL_S, **self.who)
         except AsyncrlError:
             pass  # its leases run out
         self.state = "ended"

@@ -17,6 +17,8 @@ from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
 
 TICK_S = 0.25
+TURN_S = 0.004
+"""What comes within it is taken in one turn, as by a server that had something else to do."""
 
 
 @dataclass
@@ -42,6 +44,7 @@ class CoordinatorProcess(Process):
         self._timing, self._parallelism, self._files, self._start_s = timing, parallelism, files, start_s
         self._service: CoordinatorService | None = None
         self._early: list[Request] = []
+        self._is_in_turn = False
         self.coordination: Coordination | None = None
 
     def begin(self) -> None:
@@ -75,6 +78,14 @@ class CoordinatorProcess(Process):
         except AsyncrlError as error:
             if not request.is_answered:
                 request.fail(error)
+        if not self._is_in_turn:
+            self._is_in_turn = True
+            self.spawn(self._end_turn(self._service))
+
+    async def _end_turn(self, service: CoordinatorService) -> None:
+        await self.sleep(TURN_S)
+        self._is_in_turn = False
+        service.end_turn()
         self._leave_fences()
 
     def _leave_fences(self) -> None:

@@ -9,6 +9,7 @@ from asyncrl.sim.faults.kernel.process import Process, Switchboard
 from asyncrl.sim.faults.sync.carriage import Carriage, Seat
 from asyncrl.sim.faults.sync.content import NUM_BUCKETS, nodes_in
 from asyncrl.sim.faults.sync.liaison import SimulatedLiaison
+from asyncrl.versions import UNLOADED
 from weight_sync.carrier import TransferOrder
 from weight_sync.liaison import RESET, Introduction
 from weight_sync.memory.manifest import Manifest
@@ -34,6 +35,11 @@ class PublisherProcess(Process):
         self._sending: set[int] = set()
         self._current: Manifest | None = None
         self._early: list[Request] = []
+
+    @property
+    def newest_number(self) -> int:
+        """The version number that it would send, 0 for none."""
+        return self._current.version.number if self._current else UNLOADED
 
     @property
     def pool(self) -> SegmentPool:
@@ -63,6 +69,9 @@ class PublisherProcess(Process):
         """Answer the learner."""
         if self._pool is None:
             self._early.append(request)
+            return
+        if request.op == "current":
+            request.reply(number=self.newest_number)
             return
         try:
             path = self._answer(request)

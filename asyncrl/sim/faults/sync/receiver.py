@@ -17,8 +17,9 @@ from weight_sync.coordination.mail import ReportLog
 from weight_sync.liaison import RESET, Introduction
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.shelf import Copy, Shelf
-from weight_sync.protocol.peer import Attendance, Stage
+from weight_sync.protocol.peer import Attendance, Pin, Stage
 from weight_sync.protocol.rounds import ABORTED
+from weight_sync.receiver import PINS
 
 TICK_S = 0.2
 
@@ -53,6 +54,8 @@ class ReceiverProcess(Process):
         self._is_attended = self._is_draining = False
         self._parked: tuple[Request, float] | None = None
         self._heard = ReportLog()
+        self._pin = Pin()
+        self._life, self._newest_born = "", 0
         self._is_open = False
         self._early: list[Request] = []
 
@@ -90,14 +93,18 @@ class ReceiverProcess(Process):
         """Answer the replica."""
         if not self._is_open:
             self._early.append(request)
-        elif "seq" in request.args and not self._heard.is_new(
-            "replica", request.args["life"], request.args["seq"]
-        ):
+        elif self._is_past(request):
+            request.reply(path="", fenced=True)
+        elif self._is_late(request):
             request.reply(path="", fenced=self._liaison.is_fenced)
         elif request.op == "next_staged":
             self._take_poll(request)
         elif request.op == "loaded":
             self._take_loaded(request)
+        elif request.op in PINS:
+            self._observer.pins(self.name, request.args["life"] if request.op == "pin" else "")
+            self._note_pin(self._pin.set(request.args["life"], request.op == "pin"))
+            request.reply()
         else:
             assert request.op == "drain", f"a receiver knows no '{request.op}'"
             if not self._is_draining:
@@ -106,19 +113,52 @@ class ReceiverProcess(Process):
             request.reply()
         self._answer_poll()
 
+    def _is_past(self, request: Request) -> bool:
+        born = request.args["born"]
+        self._newest_born = max(self._newest_born, born)
+        return bool(born < self._newest_born)
+
+    def _is_late(self, request: Request) -> bool:
+        if "seq" not in request.args:
+            return False
+        line = "pins" if request.op in PINS else "polls"
+        return not self._heard.is_new(line, request.args["life"], request.args["seq"])
+
+    def _note_pin(self, has_changed: bool) -> None:
+        if not has_changed:
+            return
+        if self._pin.is_held:
+            self._shelf.withdraw()
+        self._liaison.report("pin" if self._pin.is_held else "unpin")
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it holds its replica at a version."""
+        return self._pin.is_held
+
     def _take_poll(self, request: Request) -> None:
         if self._parked is not None:
             self._end_poll(None)
+        self._meet(request.args["life"])
         self._note_serving(request.args["serving"])
+        if self._pin.is_held:
+            self._observer.holds(self.name, request.args["life"])
         if not self._is_attended:
             self._is_attended = True
             self._liaison.report("attended")
         self._parked = (request, self.now + request.args["wait_s"])
 
+    def _meet(self, life: str) -> None:
+        self._note_pin(self._pin.meet(life))
+        if life != self._life:
+            self._life = life
+            self._shelf.disown()
+
     def _note_serving(self, serving: int) -> None:
         if serving < self._serving:
             self._serving = serving
             self._shelf.untake()
+            self._note_pin(self._pin.end())
             self._liaison.report("restarted", serving=serving)
         elif serving > self._serving:
             self._serving = serving
@@ -133,7 +173,9 @@ class ReceiverProcess(Process):
         request.reply()
 
     def _answer_poll(self) -> None:
-        if self._parked is not None and (copy := self._shelf.take(self._serving)) is not None:
+        if self._parked is None or self._pin.is_held:
+            return
+        if (copy := self._shelf.take(self._serving)) is not None:
             self._end_poll(copy)
 
     def _end_poll(self, copy: Copy | None) -> None:
@@ -154,7 +196,7 @@ class ReceiverProcess(Process):
                 "serving": self._serving,
                 "staged": max(self._shelf.newest_verified, self._shelf.taken_number),
                 "attended": self._is_attended,
-                "pinned": False,
+                "pinned": self._pin.is_held,
                 "draining": self._is_draining,
                 "base": self._shelf.base_number,
             }
@@ -173,7 +215,8 @@ class ReceiverProcess(Process):
         elif kind == "abort":
             self._abort(fields["round"])
         elif kind == "commit":
-            self._shelf.commit(fields["number"])
+            if not self._pin.is_held:
+                self._shelf.commit(fields["number"])
         else:
             assert kind == "withdraw", f"an order '{kind}' means nothing"
             self._shelf.withdraw()

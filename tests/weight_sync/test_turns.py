@@ -1,0 +1,133 @@
+"""Reports that a coordinator finds together are settled together, with one look at the members."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.clock import ManualClock
+from asyncrl.errors import FencedError
+from asyncrl.rpc import Request
+from asyncrl.versions import PolicyVersion
+from tests.weight_sync.world import GLOO, TIMING, World
+from weight_sync.coordination.journal import read_fences
+from weight_sync.coordinator import DESCRIBE_S, CoordinatorService
+from weight_sync.protocol.conduct import Conduct
+from weight_sync.protocol.floor import ID_BITS
+from weight_sync.protocol.members import Card, PublisherSeat
+from weight_sync.protocol.permits import MAX_LOAD_FAILURES
+from weight_sync.protocol.protocol import PUBLISHER, Coordination
+
+NAMES = [f"receiver.{index}" for index in range(64)]
+
+
+def test_reports_that_come_together_cost_one_look_at_the_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+    advance = Conduct.advance
+
+    def count(conduct: Conduct, now: float) -> None:
+        looks.append(now)
+        advance(conduct, now)
+
+    monkeypatch.setattr(Conduct, "advance", count)
+    world = World(*NAMES, parallelism=len(NAMES), is_prompt=False)
+    world.obey(*NAMES)
+    looks.clear()
+    world.publish(1)
+    world.obey(*NAMES)
+    assert all(world.member(name).serving == 1 for name in NAMES)
+    assert len(looks) == 4, "published; accepted; verified and sent; loaded"
+
+
+@pytest.mark.parametrize("event", ["pin", "drain", "retire"])
+def test_who_goes_in_the_turn_in_which_the_last_accepts_is_not_in_the_transfer(event: str) -> None:
+    world = World("a", "b", "c", is_prompt=False)
+    world.publish(1)
+    for order in world.take():
+        world.obey_order(order, loads=False)
+    getattr(world.coordination, event)("b", world.now)
+    world.obey("a", "c")
+    assert [order.to for order in world.orders("transfer")] == [PUBLISHER, "a", "c"]
+    assert world.member("a").serving == world.member("c").serving == 1
+    assert not world.coordination.culprit
+
+
+class Asked(Request):
+    """A request that keeps its answer, and what `look` saw when it was given."""
+
+    def __init__(self, op: str, look: Callable[[], Any] = dict, **args: Any) -> None:
+        super().__init__(op, args, [], b"", 1, None)  # type: ignore[arg-type]
+        self.look = look
+        self.answers: list[tuple[dict[str, Any], Any]] = []
+
+    def reply(self, frames: Any = (), **args: Any) -> None:
+        self.answers.append((args, self.look()))
+
+
+CARD = {"abilities": ["gloo"], "serving": 0, "staged": 0, "attended": True, "pinned": False}
+ME = {"name": "a", "incarnation": "1"}
+
+
+@contextmanager
+def serving(run_dir: Path) -> Iterator[tuple[CoordinatorService, Coordination, ManualClock]]:
+    clock, coordination = ManualClock(100.0), Coordination(TIMING, token=3)
+    service = CoordinatorService(coordination, clock, f"ipc://{run_dir}/c", None, run_dir)
+    over = threading.Event()
+    over.set()
+    try:
+        service.handle(Asked("hello", **ME, **CARD))
+        service.end_turn()
+        yield service, coordination, clock
+    finally:
+        service.run(over)
+
+
+def test_a_fence_is_written_down_before_its_member_hears_of_it(tmp_path: Path) -> None:
+    """Also if the member polls a second time in the very turn in which it is fenced."""
+    with serving(tmp_path) as (service, coordination, _):
+        poll = Asked("next_order", lambda: read_fences(tmp_path), **ME, after=3 << ID_BITS)
+        service.handle(poll)
+        for seq in range(1, MAX_LOAD_FAILURES + 1):
+            fields = {"number": 1, "ok": False, "error": "no room"}
+            service.handle(Asked("report", **ME, event="loaded", fields=fields, seq=seq))
+        service.handle(Asked("next_order", **ME, after=3 << ID_BITS))
+        assert coordination.members["a"].is_fenced and not poll.answers
+        service.end_turn()
+    [(answer, written)] = poll.answers
+    assert answer["fenced"] and not answer["orders"] and written == {"a": 1}
+
+
+def test_a_coordinator_that_hears_of_its_successor_keeps_what_the_same_turn_led_to(tmp_path: Path) -> None:
+    with serving(tmp_path) as (service, coordination, clock):
+        coordination.publisher_hello(PublisherSeat("p", GLOO, "", 1, clock.now()), None, clock.now())
+        poll = Asked("next_order", **ME, after=3 << ID_BITS)
+        service.handle(poll)
+        coordination.published(PolicyVersion(1, 0), clock.now())
+        with pytest.raises(FencedError):
+            service.handle(Asked("report", **ME, event="attended", fields={}, seq=1, token=4))
+        service.end_turn()
+        assert not poll.answers, "without the successor it would be offered version 1"
+
+
+def test_a_status_is_as_old_as_the_fleet_is_large(tmp_path: Path) -> None:
+    with serving(tmp_path) as (service, coordination, clock):
+        service.tick(0.0)
+        for index in range(99):
+            coordination.hello(Card(f"b{index}", "1", GLOO), clock.now())
+        service.tick(0.0)
+        assert len(service.status()["members"]) == 1, "still the last one"
+        clock.advance(DESCRIBE_S)
+        service.tick(0.0)
+        assert len(service.status()["members"]) == 100
+        clock.advance(99 * DESCRIBE_S)
+        coordination.hello(Card("late", "1", GLOO), clock.now())
+        service.tick(0.0)
+        assert len(service.status()["members"]) == 100
+        clock.advance(2 * DESCRIBE_S)
+        service.tick(0.0)
+        assert len(service.status()["members"]) == 101
