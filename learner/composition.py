@@ -20,6 +20,7 @@ from learner.intake import Intake
 from learner.leader import Leader
 from learner.ranks import Ranks
 from learner.record.recorder import Recorder
+from learner.record.settings import settings_of
 from learner.record.shelf import FOLDER, Shelf
 from learner.service import LearnerService
 from weight_sync.handoff import Handoff
@@ -87,7 +88,8 @@ def open_recorder(config: Config, run_dir: Path, ranks: Ranks, policy: LearnerBa
     if -ranks.largest(mine)[policy.dp_rank] != ranks.rank:
         return None
     shelf, stall_s = Shelf(run_dir / FOLDER), config.checkpoint.max_stall_s
-    return Recorder(shelf, config.run.seed, stall_s, policy.dp_rank, policy.dp_size)
+    shares = (policy.dp_rank, policy.dp_size)
+    return Recorder(shelf, config.run.seed, stall_s, *shares, settings=settings_of(config))
 
 
 def open_models(config: Config, objective: Objective, placement: Placement) -> Models:

@@ -83,6 +83,9 @@ class Trainer:
             self._policy.load_state(folder)
             if self._critic is not None:
                 self._critic.load_state(folder / CRITIC)
+                self._critic.set_lr(self._config.critic.lr)
+            # A resume may have changed the rate. What the guard makes of it comes as an `Adjust`.
+            self._policy.set_lr(self._config.learner.lr)
         self._objective.restore_controllers(controllers)
 
     def adjust(self, order: Adjust) -> None:

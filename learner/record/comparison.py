@@ -30,20 +30,23 @@ class ComparedStep:
     Attributes:
         step: Learner step, from 0.
         num_metrics: That both have.
-        differences: In the order of the recorded metrics, the weights' last.
+        differences: In the order of the recorded metrics, then the weights', then those of the state.
         has_weights: Whether the weights after the step were recorded, and so compared.
+        has_state: Whether there is the run's checkpoint after the step, and what it holds was compared.
     """
 
     step: int
     num_metrics: int
     differences: tuple[Difference, ...]
     has_weights: bool
+    has_state: bool = False
 
     def __str__(self) -> str:
         if self.differences:
             return f"step {self.step}: {len(self.differences)} of {self.num_metrics} differ"
         weights = "weights equal" if self.has_weights else "weights not recorded"
-        return f"step {self.step}: {self.num_metrics} metrics equal, {weights}"
+        state = ", checkpoint equal" if self.has_state else ""
+        return f"step {self.step}: {self.num_metrics} metrics equal, {weights}{state}"
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from asyncrl import errors as named_errors
-from asyncrl.config.load import load_resolved
 from asyncrl.errors import AsyncrlError, ServiceFailed
 from learner.backend import Placement
 from learner.record.comparison import ComparedStep, Comparison, Difference
-from learner.record.replay import Plan, replay
+from learner.record.plan import Plan
+from learner.record.replay import replay
+from learner.record.settings import configure
+from learner.record.shelf import FOLDER, Shelf
 
 POLL_S = 0.05
 END_S = 10.0
@@ -139,7 +141,8 @@ def main(given: str) -> None:
     plan = Plan(**{**fields, "folder": Path(fields["folder"])})
     placement = Placement(**order["placement"])
     try:
-        config = load_resolved(plan.folder, order["overrides"])
+        settings = Shelf(plan.folder / FOLDER).read_settings(plan.settings)
+        config = configure(plan.folder, settings, order["overrides"])
         comparison = replay(
             plan, config, placement, say=lambda said: print(said, file=sys.stderr, flush=True)
         )

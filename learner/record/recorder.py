@@ -20,6 +20,7 @@ from asyncrl.errors import WireError
 from asyncrl.experience import Group
 from learner.intake import Source
 from learner.orders import Adjust, Train
+from learner.record.settings import Settings
 from learner.record.shelf import RecordedStep, RecordedWeights, Shelf
 
 log = logging.getLogger(__name__)
@@ -46,16 +47,24 @@ class Recorder:
         share: This rank's, of `num_shares`. The rank of share 0 keeps the folder: it removes old steps.
         seed: `run.seed`, kept with every step.
         max_stall_s: How long training may wait for the disk.
+        settings: Those of this life of the run, kept for its steps.
     """
 
     def __init__(
-        self, shelf: Shelf, seed: int, max_stall_s: float, share: int = 0, num_shares: int = 1
+        self,
+        shelf: Shelf,
+        seed: int,
+        max_stall_s: float,
+        share: int = 0,
+        num_shares: int = 1,
+        settings: Settings | None = None,
     ) -> None:
         self._shelf = shelf
         self._seed = seed
         self._max_stall_s = max_stall_s
         self._share = share
         self._num_shares = num_shares
+        self._settings = settings
         self._fetched: list[Group] = []
         self._pending: queue.Queue[Job | None] = queue.Queue(MAX_PENDING)
         self._owed: list[Job] = []
@@ -82,6 +91,7 @@ class Recorder:
             seed=self._seed,
             share=self._share,
             num_shares=self._num_shares,
+            settings=self._settings,
         )
         self._put(f"step {order.step}", lambda: self._shelf.write(recorded))
 

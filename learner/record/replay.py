@@ -3,16 +3,18 @@
   consumes: a checkpoint (or the model of the start), the recorded batches after it
   waits for: nobody, but the other ranks     produces: a comparison with what the run recorded
 Owns the order: find where to begin, load, then adjust, train and compare, step by step, by the same
-`Trainer` as the live learner. Must never write into the run's folder. Invariant: with the configuration of
-the run, on the packages and the processor it ran on, every metric and every published weight is equal bit by
-bit.
+`Trainer` as the live learner, each life of the run under the settings that were recorded with its steps. Must
+never write into the run's folder. Invariant: with the configuration of the run, on the packages and the
+processor it ran on, every metric, every published weight and what its checkpoints hold is equal bit by bit.
 """
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,12 @@ from learner.checkpoint.store import CheckpointStore
 from learner.composition import open_models
 from learner.ranks import Ranks
 from learner.record.comparison import ComparedStep, Comparison, Difference, compare
+from learner.record.lives import describe_lives, find_lives, leave_state, take_up_state
+from learner.record.plan import CHECKPOINTS, Plan, cut_plan, make_plan
 from learner.record.recorder import repeatable
+from learner.record.settings import configure
 from learner.record.shelf import FOLDER, RecordedStep, RecordedWeights, Shelf
+from learner.record.state import compare_state
 from learner.report import Stopwatch
 from learner.trainer import Trainer
 from weight_sync.memory.writer import Bytes, SegmentWriter, digest_of
@@ -38,28 +44,6 @@ WEIGHTS = "weights"
 """The name under which a digest of weights that differs is told."""
 
 OpenModels = Callable[[Config, Objective, Placement], Models]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be trained again.
-
-    Attributes:
-        folder: The run's.
-        began_at: Step of the checkpoint to begin with; 0 without one is the model of the start.
-        first, end: The steps that were asked for; those from `began_at` on lead there.
-        has_checkpoint: Whether `began_at` is a checkpoint.
-        stops: Whether to end at the first step that differs.
-        sets_rate: Whether the configured learning rate holds, not the one that the checkpoint has.
-    """
-
-    folder: Path
-    began_at: int
-    first: int
-    end: int
-    has_checkpoint: bool
-    stops: bool = False
-    sets_rate: bool = False
 
 
 class RecordedIntake:
@@ -96,6 +80,8 @@ def replay_run(
 ) -> Comparison:
     """Train steps `first` to `first + num_steps - 1` of a run again and compare them with its record.
 
+    Each step is trained under the settings that were recorded with it, changed by `overrides`.
+
     Args:
         run: Name below `runs_dir`, or a path.
         first: Without it, the earliest from which all recorded steps can be reached.
@@ -111,8 +97,28 @@ def replay_run(
     """
     folder = find_run_folder(run, runs_dir)
     config = load_resolved(folder, overrides)
-    plan = make_plan(folder, config, first, num_steps, say)
-    plan = replace(plan, stops=stops, sets_rate=_has_other_rate(config, load_resolved(folder)))
+    plan = replace(make_plan(folder, config, first, num_steps, say), stops=stops)
+    shelf = Shelf(folder / FOLDER)
+    lives = find_lives(shelf, plan.began_at, plan.end)
+    for sentence in describe_lives(shelf, lives):
+        say(sentence)
+    compared: list[ComparedStep] = []
+    with tempfile.TemporaryDirectory(prefix="asyncrl-replay-") as between:
+        for part in cut_plan(plan, lives, Path(between)):
+            compared += _replay_life(part, shelf, overrides, say).steps
+            if stops and any(step.differences for step in compared):
+                break
+            if part.taken_from:
+                shutil.rmtree(part.taken_from)
+    return Comparison(plan.began_at, plan.first, compared)
+
+
+def _replay_life(
+    plan: Plan, shelf: Shelf, overrides: Sequence[str], say: Callable[[str], None]
+) -> Comparison:
+    settings = shelf.read_settings(plan.settings)
+    config, recorded = (configure(plan.folder, settings, given) for given in (overrides, ()))
+    plan = replace(plan, sets_rate=_has_other_rate(config, recorded))
     ranks = num_ranks(config)
     if ranks > 1:
         from learner.record.processes import replay_on_ranks
@@ -129,68 +135,6 @@ def num_ranks(config: Config) -> int:
     """Return how many processes the run's learner had: sums depend on it."""
     learner = config.learner
     return learner.tp * learner.pp * learner.cp * learner.dp
-
-
-def make_plan(
-    folder: Path,
-    config: Config,
-    first: int | None,
-    num_steps: int | None,
-    say: Callable[[str], None],
-) -> Plan:
-    """Find where to begin; raises as `replay_run`."""
-    shelf = Shelf(folder / FOLDER)
-    steps = shelf.steps()
-    if not steps:
-        raise ConfigError(
-            f"run '{folder.name}' has recorded nothing", hint="Only with run.record: true does a run record"
-        )
-    starts = _starts(folder, config, set(steps), say)
-    if first is None:
-        first = min((step for step in starts if _is_unbroken(steps, step)), default=steps[0])
-    if first not in steps:
-        raise DataError(
-            f"step {first} is not in the record of run '{folder.name}'",
-            hint=f"Steps {steps[0]} to {steps[-1]} are, and checkpoints of {sorted(starts)}",
-        )
-    start = max((step for step in starts if step <= first), default=None)
-    if start is None:
-        raise DataError(
-            f"run '{folder.name}' has nothing to begin with at or before step {first}",
-            hint=f"There are checkpoints of steps {sorted(starts)}: checkpoint.keep says how many a run keeps"
-            if starts
-            else "Its checkpoints are gone, and the steps from 0 on are no longer recorded",
-        )
-    end = steps[-1] + 1 if num_steps is None else first + num_steps
-    missing = sorted(set(range(start, end)) - set(steps))
-    if missing:
-        raise DataError(
-            f"step {missing[0]} is not in the record of run '{folder.name}'",
-            hint=f"Steps {steps[0]} to {steps[-1]} are, and checkpoints of {sorted(starts)}",
-        )
-    return Plan(folder, start, first, end, starts[start])
-
-
-def _is_unbroken(steps: Sequence[int], start: int) -> bool:
-    """Tell whether the record has all steps from `start` to its last."""
-    return start in steps and set(range(start, steps[-1] + 1)) <= set(steps)
-
-
-def _starts(folder: Path, config: Config, steps: set[int], say: Callable[[str], None]) -> dict[int, bool]:
-    """Return the steps that a replay can begin at, and whether there is a whole checkpoint of each."""
-    starts = {0: False} if 0 in steps else {}
-    root = folder / "checkpoints"
-    if not root.is_dir():
-        return starts
-    store = CheckpointStore(root, config.checkpoint.keep, config.checkpoint.keep_best)
-    for step in store.steps():
-        try:
-            store.verify_whole(step)
-        except CheckpointError as error:
-            say(str(error))
-        else:
-            starts[step] = True
-    return starts
 
 
 def replay(
@@ -212,29 +156,42 @@ def replay(
         trainer = Trainer(config, ranks, models, objective, intake, Stopwatch())
         _restore(trainer, plan, config)
         compared = []
-        for step in _train(plan, config, trainer, intake, models.policy):
+        for step in _train(plan, config, trainer, intake, models, objective, ranks):
             compared.append(step)
             say(str(step))
             if plan.stops and ranks.largest([len(step.differences)])[0]:
                 break
+        if plan.left_in:
+            leave_state(Path(plan.left_in), models, objective, placement.rank)
     return Comparison(plan.began_at, plan.first, compared)
 
 
 def _restore(trainer: Trainer, plan: Plan, config: Config) -> None:
+    if plan.taken_from:
+        take_up_state(Path(plan.taken_from), trainer)
+        return
     if not plan.has_checkpoint:
         trainer.restore(None, {})
         return
-    store = CheckpointStore(plan.folder / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best)
+    store = CheckpointStore(plan.folder / CHECKPOINTS, config.checkpoint.keep, config.checkpoint.keep_best)
     controllers: Mapping[str, Any] = store.cut(plan.began_at).controllers
     trainer.restore(store.folder(plan.began_at), controllers.get("objective", {}))
 
 
 def _train(
-    plan: Plan, config: Config, trainer: Trainer, intake: RecordedIntake, policy: LearnerBackend
+    plan: Plan,
+    config: Config,
+    trainer: Trainer,
+    intake: RecordedIntake,
+    models: Models,
+    objective: Objective,
+    ranks: Ranks,
 ) -> Iterator[ComparedStep]:
     """Yield each step, trained and compared."""
-    shelf = Shelf(plan.folder / FOLDER)
-    _check_start(shelf.read_weights(plan.began_at), policy, plan)
+    shelf, root, policy = Shelf(plan.folder / FOLDER), plan.folder / CHECKPOINTS, models.policy
+    store = CheckpointStore(root, config.checkpoint.keep) if root.is_dir() else None
+    if not plan.taken_from:  # else it is what was trained before, under overrides perhaps
+        _check_start(shelf.read_weights(plan.began_at), policy, plan)
     for step in range(plan.began_at, plan.end):
         recorded = shelf.read(step, policy.dp_rank)
         _check(recorded, config, policy)
@@ -244,7 +201,12 @@ def _train(
         metrics = repeatable(trainer.train(recorded.order).metrics)
         weights = shelf.read_weights(step + 1)
         differences = compare(recorded.metrics, metrics) + _compare_weights(weights, policy)
-        yield ComparedStep(step, len(recorded.metrics), differences, weights is not None)
+        token, state = recorded.order.token, None
+        if store is not None:
+            state = compare_state(store, step + 1, token, models, objective, ranks)
+        differences += state or ()
+        num_metrics, has_state = len(recorded.metrics), state is not None
+        yield ComparedStep(step, num_metrics, differences, weights is not None, has_state)
 
 
 def _check(recorded: RecordedStep, config: Config, policy: LearnerBackend) -> None:

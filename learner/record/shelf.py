@@ -2,14 +2,16 @@
 
 Owns the form of the files in `<run>/record`. `step-N.S.batch` holds the groups of share S that learner step
 N was trained on, as they travel, with the leader's order and what else the step depended on; `step-N.weights`
-the digest of the weights that were published at step N. A batch has a digest of its header, which holds
-a digest of each group. Invariant: what is read is what was written; a file with another bit is refused, and
-the group it is in is named. A learner that a newer one has fenced replaces nothing of it.
+the digest of the weights that were published at step N, `settings-D.json` the configuration that steps
+were trained under, once for all steps that name its digest D. A batch has a digest of its header, which
+holds a digest of each group. Invariant: what is read is what was written; a file with another bit is
+refused, and the group it is in is named. A learner that a newer one has fenced replaces nothing of it.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from asyncrl import wire
 from asyncrl.errors import CheckpointError, DataError, FencedError, WireError
 from asyncrl.experience import Group, decode_group, encode_group
 from learner.orders import Adjust, Train
+from learner.record.settings import Settings, digest_settings, encode_settings
 
 FOLDER = "record"
 MAGIC = b"asyncrl-record-1"
@@ -44,6 +47,7 @@ class RecordedStep:
         seed: `run.seed`.
         share: Which share of the batch this is.
         num_shares: Into how many the batch was cut.
+        settings: Of the configuration, those that training depends on; None if they were not recorded.
     """
 
     order: Train
@@ -53,6 +57,7 @@ class RecordedStep:
     seed: int
     share: int = 0
     num_shares: int = 1
+    settings: Settings | None = None
 
     @property
     def step(self) -> int:
@@ -80,11 +85,15 @@ class Shelf:
     def weights_path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.weights"
 
+    def settings_path(self, digest: str) -> Path:
+        return self.folder / f"settings-{digest}.json"
+
     def open(self, share: int) -> None:
         """Make the folder; remove what a writer of this share that died has left half written."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for kind in (f"{share}.batch", "weights") if share == 0 else (f"{share}.batch",):
-            for partial in self.folder.glob(f".step-*.{kind}.*"):
+        mine = [f".step-*.{share}.batch.*", *([".step-*.weights.*", ".settings-*"] if share == 0 else [])]
+        for pattern in mine:
+            for partial in self.folder.glob(pattern):
                 partial.unlink(missing_ok=True)
 
     def write(self, recorded: RecordedStep) -> int:
@@ -103,6 +112,7 @@ class Shelf:
             frames += encoded
             lengths.append([len(frame) for frame in encoded])
             digests.append(_digest_frames(encoded))
+        settings, num_bytes = self._write_settings(recorded)
         header = wire.pack_header(
             {
                 "order": asdict(recorded.order),
@@ -114,9 +124,20 @@ class Shelf:
                 "seed": recorded.seed,
                 "share": recorded.share,
                 "num_shares": recorded.num_shares,
+                "settings": settings,
             }
         )
-        return _write(path, [_prefix_of(header), header, *frames])
+        return num_bytes + _write(path, [_prefix_of(header), header, *frames])
+
+    def _write_settings(self, recorded: RecordedStep) -> tuple[str, int]:
+        """Return the digest of the step's settings, and the bytes of a file for them if they are new."""
+        if recorded.settings is None:
+            return "", 0
+        data = encode_settings(recorded.settings)
+        digest = digest_settings(data)
+        path = self.settings_path(digest)
+        # The rank of share 0 alone: ranks on several nodes may have the same process id.
+        return digest, 0 if recorded.share or path.exists() else _write(path, [data])
 
     def read(self, step: int, share: int) -> RecordedStep:
         """Return one share of a step.
@@ -129,9 +150,42 @@ class Shelf:
         data = memoryview(self._read(path, step))
         header = _read_header(data, path)
         try:
-            return _parse(header, data, path)
+            return _parse(header, data, path, self.read_settings(header.get("settings", "")))
         except (WireError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}", hint=_HINT) from error
+
+    def settings_digest(self, step: int) -> str:
+        """Return the digest of the settings of `step`; "" if an older asyncrl recorded it without them.
+
+        Raises:
+            DataError: Share 0 of the step is not in the record.
+            CheckpointError: The file is torn or altered.
+        """
+        path = self.batch_path(step, 0)
+        try:
+            return wire.field({"settings": "", **_read_header_of(path)}, "settings", str)
+        except FileNotFoundError:
+            raise self._missing(step) from None
+        except WireError as error:
+            raise CheckpointError(f"{path} is torn or altered: {error}", hint=_HINT) from error
+
+    def read_settings(self, digest: str) -> Settings | None:
+        """Return the settings of that digest; None for "".
+
+        Raises:
+            CheckpointError: They are gone or altered.
+        """
+        if not digest:
+            return None
+        path = self.settings_path(digest)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing", hint=_HINT) from None
+        if digest_settings(data) != digest:
+            raise CheckpointError(f"{path} is altered", hint=_HINT)
+        settings: Settings = json.loads(data)
+        return settings
 
     def write_weights(self, recorded: RecordedWeights) -> int:
         """Write the digest of published weights; return its bytes. Raises OSError as `write`."""
@@ -180,7 +234,8 @@ class Shelf:
 
     def num_bytes(self) -> int:
         """Return what the record takes on disk."""
-        return sum(path.stat().st_size for _, _, path in self._entries())
+        paths = [*(path for _, _, path in self._entries()), *self.folder.glob("settings-*.json")]
+        return sum(path.stat().st_size for path in paths)
 
     def _entries(self) -> Iterator[tuple[int, str, Path]]:
         for path in self.folder.glob("step-*"):
@@ -192,11 +247,12 @@ class Shelf:
         try:
             return path.read_bytes()
         except FileNotFoundError:
-            steps = self.steps()
-            there = f"Steps {steps[0]} to {steps[-1]} are" if steps else "The run must have run.record: true"
-            raise DataError(
-                f"step {step} is not in the record {self.folder}", hint=f"{there} there" if steps else there
-            ) from None
+            raise self._missing(step) from None
+
+    def _missing(self, step: int) -> DataError:
+        steps = self.steps()
+        hint = f"Steps {steps[0]} to {steps[-1]} are there" if steps else "The run must have run.record: true"
+        return DataError(f"step {step} is not in the record {self.folder}", hint=hint)
 
 
 _HINT = "Nothing can be trained again from it: bring the file back, or begin at a later checkpoint"
@@ -222,14 +278,19 @@ def _prefix_of(header: bytes) -> bytes:
 def _check_token(path: Path, token: int) -> None:
     """Raise FencedError if a learner of a higher token wrote `path`; one that is torn may be replaced."""
     try:
-        with path.open("rb") as file:
-            prefix = file.read(_PREFIX_BYTES)
-            header = file.read(min(int.from_bytes(prefix[-_LENGTH_BYTES:], "little"), path.stat().st_size))
-        found = _read_header(memoryview(prefix + header), path)["order"]["token"]
+        found = _read_header_of(path)["order"]["token"]
     except (FileNotFoundError, CheckpointError, WireError, KeyError):
         return
     if found > token:
         raise FencedError(f"{path} is of the learner of token {found}: token {token} is no longer the newest")
+
+
+def _read_header_of(path: Path) -> dict[str, Any]:
+    """Return the header of a batch, without reading the groups. Raises as `_read_header`, and OSError."""
+    with path.open("rb") as file:
+        prefix = file.read(_PREFIX_BYTES)
+        header = file.read(min(int.from_bytes(prefix[-_LENGTH_BYTES:], "little"), path.stat().st_size))
+    return _read_header(memoryview(prefix + header), path)
 
 
 def _read_header(data: memoryview, path: Path) -> dict[str, Any]:
@@ -241,7 +302,7 @@ def _read_header(data: memoryview, path: Path) -> dict[str, Any]:
     return wire.unpack_header(header)
 
 
-def _parse(header: dict[str, Any], data: memoryview, path: Path) -> RecordedStep:
+def _parse(header: dict[str, Any], data: memoryview, path: Path, settings: Settings | None) -> RecordedStep:
     start = _PREFIX_BYTES + int.from_bytes(data[_PREFIX_BYTES - _LENGTH_BYTES : _PREFIX_BYTES], "little")
     groups = []
     for ticket, lengths, digest in zip(header["tickets"], header["lengths"], header["digests"], strict=True):
@@ -262,6 +323,7 @@ def _parse(header: dict[str, Any], data: memoryview, path: Path) -> RecordedStep
         seed=header["seed"],
         share=header["share"],
         num_shares=header["num_shares"],
+        settings=settings,
     )
 
 

@@ -38,6 +38,7 @@ def test_the_reward_rises_by_more_than_four_standard_errors(run: UpRun) -> None:
     assert gain_in_standard_errors(run.rows()) > 4
 
 
+@pytest.mark.long
 def test_with_zero_advantages_the_reward_does_not_rise(up: Callable[..., UpRun]) -> None:
     changes = ("algorithm.advantage=zero_advantage:zero", "eval.every_steps=0", "rollout.replicas=1")
     run = up("not_learning", f"learner.steps={NUM_STEPS}", *changes)

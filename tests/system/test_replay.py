@@ -39,6 +39,7 @@ def test_a_run_s_steps_train_again_bit_by_bit_in_as_many_ranks(up: Callable[...,
     assert (found["began_at"], [step["step"] for step in found["steps"]]) == (5, [5, 6, 7, 8, 9, 10])
     assert found["is_exact"] and all(step["num_metrics"] > 40 for step in found["steps"])
     assert any(step["has_weights"] for step in found["steps"])
+    assert [step["step"] for step in found["steps"] if step["has_state"]] == [9], "the checkpoint of step 10"
     done = replay(run, "--from", "2", "--steps", "2", "--set", "learner.lr=2e-4", "--diff")
     assert done.returncode == 1, done.stderr
     # Its second minibatch sees what another rate has made of the first: the norm's mean differs, too.

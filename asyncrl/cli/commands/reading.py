@@ -152,8 +152,9 @@ def replay(
 ) -> None:
     """Train what a run recorded again, and compare.
 
-    Begins at the newest checkpoint at or before step K. Needs run.record; starts no rollouts. Exit code 1 if
-    a metric or the weights differ.
+    Begins at the newest checkpoint at or before step K. Needs run.record; starts no rollouts. Each step is
+    trained under what was recorded with it, changed by --set. Exit code 1 if a metric, the weights or what a
+    later checkpoint holds differs.
     """
     from asyncrl.cli.reports.replay import print_replay
 

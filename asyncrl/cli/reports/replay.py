@@ -36,6 +36,14 @@ def print_replay(
     return exits.OK if found.is_exact else exits.FAILED
 
 
+def _describe_state(found: Comparison) -> str:
+    what = "optimizer, critic, generators and controllers"
+    compared = [step.step + 1 for step in found.steps if step.has_state]
+    if not compared:
+        return f"{what} were not compared: the run has no checkpoint after one of these steps"
+    return f"{what}: bit by bit those of the checkpoints of steps {', '.join(map(str, compared))}"
+
+
 def _without_nan(value: Any) -> Any:
     """Return `value` with null for every number that JSON has no word for."""
     if isinstance(value, dict):
@@ -51,7 +59,8 @@ def _lines(found: Comparison, shows_difference: bool) -> list[str]:
     if difference is None:
         weights = f"the weights of {num_weights} of {len(found.steps)} steps"
         return [
-            f"steps {found.began_at} to {last}: all metrics and {weights} are bit by bit those of the run"
+            f"steps {found.began_at} to {last}: all metrics and {weights} are bit by bit those of the run",
+            _describe_state(found),
         ]
     step, metric = difference
     lines = [f"first difference: step {step}, {metric}"]

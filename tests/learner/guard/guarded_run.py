@@ -170,14 +170,13 @@ def running(
     model: Path, cluster: Cluster, folder: Path, faults: Faults, algorithm: dict[str, Any], **sections: Any
 ) -> Iterator[Run]:
     """Yield a learner of one rank on what is in `folder`; a second one there resumes the first."""
-    config = make_config(model, **sections)
+    config = make_config(model, **{"algorithm": {"veto": 1e-3} | algorithm, **sections})
     size = config.learner.groups_per_step
     store = make_store(folder / "buffer", drops_constant_groups=False, groups_per_step=size)
     checkpoints = CheckpointStore(folder / "checkpoints", sections.get("checkpoint", {}).get("keep", 3))
     objective = replace(open_objective(**algorithm), max_lag=config.staleness.max_lag)
-    models = open_models(
-        model, objective, faults, minibatches=config.learner.minibatches, warmup_steps=0, lr=LR
-    )
+    kept = {name: getattr(config.learner, name) for name in ("minibatches", "lr", "lr_schedule", "steps")}
+    models = open_models(model, objective, faults, config.critic.lr, warmup_steps=0, **kept)
     with serving(store) as service, contextlib.ExitStack() as stack:
         address = service.status()["address"]
         client, fetching = (stack.enter_context(contextlib.closing(LearnerClient(address))) for _ in range(2))
@@ -196,13 +195,15 @@ def running(
         yield Run(learner, leader, store, address, folder, checkpoints)
 
 
-def open_models(model: Path, objective, faults: Faults, **changes) -> Models:
+def open_models(model: Path, objective, faults: Faults, critic_lr: float = LR, **changes) -> Models:
     """Return the models that the objective asks for, with the faults in them."""
     policy = FaultyModel(open_backend(model, **changes), faults.policy, faults)
     critic = reference = None
     if objective.needs_values:
         critic = FaultyModel(
-            open_backend(model, None, MegatronValueBackend, **changes), faults.critic, faults
+            open_backend(model, None, MegatronValueBackend, **changes | {"lr": critic_lr}),
+            faults.critic,
+            faults,
         )
     if objective.needs_reference:
         reference = open_backend(model, is_frozen=True, **changes)
@@ -212,6 +213,7 @@ def open_models(model: Path, objective, faults: Faults, **changes) -> Models:
 def make_config(model: Path, **sections) -> Config:
     """The sampler's log-probs are invented: of the signals only the gradient's norm is looked at."""
     unseen = ("actor/ppo_kl", "rollout_corr/kl", "actor/pg_clipfrac", "perf/throughput")
+    has_critic = sections.get("algorithm", {}).get("advantage") == "gae"
     limits = dict.fromkeys((*unseen, "rollout_corr/rollout_is_eff_sample_size")) | {
         "actor/grad_norm": {"max": 50.0},
         "critic/grad_norm": {"max": 50.0},
@@ -230,6 +232,7 @@ def make_config(model: Path, **sections) -> Config:
             "guard": {"limits": limits} | sections.get("guard", {}),
             "run": sections.get("run", {}),
             "algorithm": sections.get("algorithm", {}),
+            **({"critic": {"lr": LR} | sections.get("critic", {})} if has_critic else {}),
             "weight_sync": {"bucket_bytes": BUCKET_BYTES},
         }
     )

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, DataError, ServiceFailed
 from learner.record import processes
-from learner.record.replay import Plan
+from learner.record.plan import Plan
 
 Start = Callable[[str], tuple[subprocess.Popen[str], IO[str], IO[str]]]
 

@@ -11,6 +11,7 @@ from asyncrl.config.load import dump_resolved
 from learner.batching.batch import assign_shards, plan_minibatches
 from learner.orders import Adjust, Train
 from learner.record.replay import replay_run
+from learner.record.settings import Settings, settings_of
 from learner.record.shelf import FOLDER, RecordedStep, Shelf
 from tests.learner.guard.guarded_run import make_config
 from tests.learner.parts.samples import make_groups
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.long
 NUM_RANKS, NUM_STEPS, NUM_MINIBATCHES = 2, 2, 2
 
 
-def record(shelf: Shelf, step: int) -> None:
+def record(shelf: Shelf, step: int, settings: Settings) -> None:
     """Put a step of made-up groups on the shelf, a share per rank, with no metrics yet."""
     groups = make_groups(6, seed=step)
     num_tokens_of = {group.ticket: group.num_tokens for group in groups}
@@ -27,7 +28,7 @@ def record(shelf: Shelf, step: int) -> None:
     order = Train(step, 1, list(num_tokens_of), list(num_tokens_of.values()), [(1, step)])
     for share, tickets in enumerate(shards):
         mine = [group for group in groups if group.ticket in tickets]
-        shelf.write(RecordedStep(order, Adjust(1.0, False), mine, {}, 0, share, NUM_RANKS))
+        shelf.write(RecordedStep(order, Adjust(1.0, False), mine, {}, 0, share, NUM_RANKS, settings))
 
 
 def test_two_ranks_train_the_shares_that_were_recorded_and_do_so_again_bit_by_bit(
@@ -38,10 +39,14 @@ def test_two_ranks_train_the_shares_that_were_recorded_and_do_so_again_bit_by_bi
     shelf = Shelf(tmp_path / FOLDER)
     shelf.folder.mkdir()
     for step in range(NUM_STEPS):
-        record(shelf, step)
+        config = make_config(model, learner=learner | {"grad_clip": 1.0 / (step + 1)})
+        record(shelf, step, settings_of(config))
     said: list[str] = []
     first = replay_run(str(tmp_path), "runs", say=said.append)
-    assert said[0] == "2 processes, as the run's learner had"
+    assert [sentence for sentence in said if not sentence.startswith("step ")] == [
+        "from step 1 on the run had learner.grad_clip: 0.5 in place of 1.0",
+        *["2 processes, as the run's learner had"] * 2,
+    ]
     assert len(first.steps) == NUM_STEPS and not first.is_exact
     for compared in first.steps:
         metrics = {found.name: found.replayed for found in compared.differences}

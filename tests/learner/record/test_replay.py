@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import shutil
@@ -12,16 +13,26 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
 from asyncrl.config.load import dump_resolved
 from asyncrl.errors import CheckpointError, ConfigError, DataError, FencedError
+from learner.backend import Models
 from learner.checkpoint import CheckpointStore
+from learner.checkpoint.snapshot import tensor_file
+from learner.checkpoint.store import MANIFEST, Cut, digest_file
+from learner.megatron.value import MegatronValueBackend
+from learner.ranks import Ranks
 from learner.record.recorder import Recorder
 from learner.record.replay import replay_run
 from learner.record.shelf import FOLDER, RecordedStep, RecordedWeights, Shelf
+from learner.record.state import compare_state
+from learner.trainer import CRITIC
 from tests.learner.guard.guarded_run import Faults, Run, make_config, running
+from tests.learner.parts.training import open_backend, open_objective
 from tests.learner.streaming.feeding import Feeding
 from tests.weight_sync.cluster import Cluster, running_cluster
 
@@ -98,6 +109,122 @@ def test_a_changed_rate_is_named_with_the_first_step_and_metric_that_it_changes(
     assert (step, difference.name) == (4, "actor/lr")
     assert (difference.recorded, difference.replayed) == (1e-4, 2e-4)
     assert len(found.steps) == 1, "it went on after the first step that differs"
+
+
+COURSE = {"lr_schedule": "cosine:0.1"}
+
+
+@pytest.fixture(scope="module")
+def resumed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps that was resumed for two more, with another learning rate."""
+    folder = tmp_path_factory.mktemp("runs") / "resumed"
+    first = SECTIONS | {"learner": SECTIONS["learner"] | COURSE | {"steps": 2}}
+    second = SECTIONS | {"learner": SECTIONS["learner"] | COURSE | {"steps": 4, "lr": 3e-4}}
+    with running_cluster() as own_cluster:
+        go(model, own_cluster, folder, first)
+        go(model, own_cluster, folder, second)
+    (folder / "resolved.yaml").write_text(dump_resolved(make_config(model, algorithm=ALGORITHM, **second)))
+    return folder
+
+
+def test_steps_train_again_under_what_a_resume_has_changed_since(resumed: Path):
+    said: list[str] = []
+    found = replayed(resumed, 0, 4, say=said.append)
+    assert found.is_exact, found
+    assert (found.began_at, [step.step for step in found.steps]) == (0, [0, 1, 2, 3])
+    assert said[0] == (
+        "from step 2 on the run had learner.lr: 0.0003 in place of 0.0001, learner.steps: 4 in place of 2"
+    )
+    assert [step.has_state for step in found.steps] == [False, True, False, True]
+    assert len(list((resumed / FOLDER).glob("settings-*.json"))) == 2, "one file per life, not per step"
+    # What is asked for goes before what was recorded, in both lives.
+    found = replayed(resumed, 0, 4, overrides=["learner.grad_clip=1e-4"])
+    assert [bool(step.differences) for step in found.steps] == [True] * 4
+    assert "actor/lr" not in {one.name for step in found.steps for one in step.differences}
+
+
+def test_a_record_without_settings_is_trained_under_the_last_ones_and_that_is_said(
+    resumed: Path, tmp_path: Path
+):
+    folder = Path(shutil.copytree(resumed, tmp_path / "old"))
+    shelf = Shelf(folder / FOLDER)
+    for step in shelf.steps():
+        shelf.write(replace(shelf.read(step, 0), settings=None))
+    said: list[str] = []
+    found = replayed(folder, 0, 4, stops=True, say=said.append)
+    assert said[0].startswith("steps 0 to 3 were recorded without the configuration")
+    step, difference = found.first_difference()
+    assert (step, difference.name, difference.recorded, difference.replayed) == (0, "actor/lr", 1e-4, 3e-4)
+
+
+def test_settings_that_are_altered_or_gone_are_not_taken_for_others(folder: Path):
+    shelf = Shelf(folder / FOLDER)
+    path = shelf.settings_path(shelf.settings_digest(4))
+    path.write_text(path.read_text().replace("0.0001", "0.0002"))
+    with pytest.raises(CheckpointError, match="is altered"):
+        replayed(folder, 4, 1)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"settings-.* is missing"):
+        replayed(folder, 4, 1)
+
+
+def test_an_override_that_does_not_fit_the_recorded_settings_is_refused(folder: Path):
+    shelf = Shelf(folder / FOLDER)
+    step = shelf.read(4, 0)
+    shelf.write(replace(step, settings={**step.settings, "algorithm": {"loss": 3}}))
+    with pytest.raises(ConfigError, match=r"recorded under cannot be used: algorithm\.loss"):
+        replayed(folder, 4, 1)
+
+
+def test_a_moment_of_the_optimizer_that_is_not_the_checkpoint_s_is_named(folder: Path):
+    assert all(step.has_state == (step.step in (5, 6)) for step in replayed(folder, 4, 3).steps)
+    path = tensor_file(folder / "checkpoints" / "step-00000007", 0)
+    tensors = load_file(path)
+    key = next(name for name in tensors if name.endswith(".exp_avg_sq"))
+    tensors[key].view(-1)[3] += 1.0
+    save_file(tensors, path)
+    seal_again(path.parent)
+    found = replayed(folder, 4, 3, stops=True)
+    step, difference = found.first_difference()
+    assert (step, difference.name) == (6, "optimizer")
+    assert str(difference.recorded).startswith("exp_avg_sq of ")
+    assert str(difference.replayed).endswith("; 1 in all differ")
+    path.write_bytes(path.read_bytes()[:100])
+    assert [one.name for one in replayed(folder, 6, 1).steps[-1].differences] == ["checkpoint"]
+
+
+def seal_again(folder: Path) -> None:
+    """Let the manifest say what the files are."""
+    path = folder / MANIFEST
+    body = json.loads(path.read_text())["body"]
+    body["files"] = {name: digest_file(folder / name) for name in body["files"]}
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+    path.write_text(json.dumps({"digest": digest, "body": body}))
+
+
+def test_each_part_of_the_state_has_its_name(model: Path, tmp_path: Path):
+    objective = open_objective(advantage="gae", kl={"coef": 0.1, "adaptive": {}})
+    ranks, store = Ranks(0, 1, torch.device("cpu")), CheckpointStore(tmp_path, 3)
+    models = Models(open_backend(model), critic=open_backend(model, None, MegatronValueBackend))
+    with contextlib.closing(models):
+        folder = store.prepare(4)
+        models.policy.save_state(folder)
+        models.critic.save_state(folder / CRITIC)
+        store.seal(4, 7, Cut(0, {"objective": objective.read_controllers()}))
+
+        def compare(step: int = 4, token: int = 7) -> list[str] | None:
+            found = compare_state(store, step, token, models, objective, ranks)
+            return None if found is None else [one.name for one in found]
+
+        assert compare() == []
+        assert compare(step=5) is None, "there is none"
+        assert compare(token=8) is None, "it is of another branch"
+        models.critic.set_lr(0.5)
+        assert compare() == ["critic"]
+        torch.rand(1)
+        objective.restore_controllers({"kl_coef": 0.2})
+        models.policy.set_lr(0.5)
+        assert compare() == ["optimizer", "critic", "generators", "controllers"]
 
 
 def test_a_changed_bit_in_a_recorded_group_is_named(folder: Path):

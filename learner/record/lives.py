@@ -1,0 +1,74 @@
+"""The lives of a run in its record: steps in a row that were trained under the same settings.
+
+Owns where one ends, and what goes from one to the next: the whole state, as a resume takes it from
+a checkpoint. So each life is trained by models that were made for it. Must never write into the run's folder.
+Invariant: what a life takes up is what the one before has left, bit by bit at the same layout of ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from learner.algorithms.objective import Objective
+from learner.backend import Models
+from learner.record.settings import describe_change
+from learner.record.shelf import Shelf
+from learner.trainer import CRITIC, Trainer
+
+CONTROLLERS_FILE = "controllers.json"
+OLD_RECORD = (
+    "steps {} to {} were recorded without the configuration they were trained under, as an older asyncrl "
+    "did: that of resolved.yaml is used, which a resume may have changed since"
+)
+
+
+@dataclass(frozen=True)
+class Life:
+    """Steps `first` to `end - 1`, and the digest of their settings, "" where they were not recorded."""
+
+    first: int
+    end: int
+    settings: str
+
+
+def find_lives(shelf: Shelf, first: int, end: int) -> list[Life]:
+    """Cut steps `first` to `end - 1` where the settings change.
+
+    Raises:
+        DataError: Share 0 of a step is not in the record.
+        CheckpointError: A step is torn or altered.
+    """
+    return [
+        Life((steps := list(group))[0], steps[-1] + 1, digest)
+        for digest, group in itertools.groupby(range(first, end), shelf.settings_digest)
+    ]
+
+
+def describe_lives(shelf: Shelf, lives: Sequence[Life]) -> Iterator[str]:
+    """Yield what is to be known of the settings of `lives`, in words."""
+    for life in lives:
+        if not life.settings:
+            yield OLD_RECORD.format(life.first, life.end - 1)
+    for before, after in itertools.pairwise(lives):
+        old, new = (shelf.read_settings(life.settings) for life in (before, after))
+        if old is not None and new is not None:
+            yield f"from step {after.first} on the run had {describe_change(old, new)}"
+
+
+def leave_state(folder: Path, models: Models, objective: Objective, rank: int) -> None:
+    """Write into `folder` what the next life takes up. Collective."""
+    models.policy.save_state(folder)
+    if models.critic is not None:
+        models.critic.save_state(folder / CRITIC)
+    if rank == 0:
+        (folder / CONTROLLERS_FILE).write_text(json.dumps(objective.read_controllers()))
+
+
+def take_up_state(folder: Path, trainer: Trainer) -> None:
+    """Load what `leave_state` wrote, as a resume loads a checkpoint. Collective."""
+    controllers: Mapping[str, float] = json.loads((folder / CONTROLLERS_FILE).read_text())
+    trainer.restore(folder, controllers)
