@@ -17,7 +17,7 @@ from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import LengthsModel, Setting
-from asyncrl.sim.simulation import Simulation
+from asyncrl.sim.sweep import predict
 
 MIN_ROWS = 5
 FIT_STEPS = 40
@@ -25,6 +25,8 @@ FIT_ROUNDS = 4
 FIT_ERROR = 0.01
 HALF_SPEED_AT = 16.0
 """Requests at which an engine of which nothing is known is taken to be half as fast as it can be at all."""
+COLLINEAR = 1e-6
+"""Of the spread of two causes, below which what is left of it is rounding."""
 OUTLIER = 5.0
 """A step that took so many times the median is none of the run: the machine stood still."""
 NOT_WORK = ("wait", "wait_paused", "wait_checkpoint", "wait_publisher", "update_weights", "save_checkpoint")
@@ -118,16 +120,23 @@ def rates_of_rows(rows: Sequence[Row], setting: Setting, base: Rates) -> Rates:
         base: Its decode curve is the shape that is scaled; what rows do not tell is taken from it.
     """
     found = measure(rows, setting.ledger.groups_per_step)
-    step_s, step_s_per_token = fit_line(
-        [row["perf/total_num_tokens"] for row in rows], [_work_s(row) for row in rows]
+    step_s, step_s_per_token, part_s = fit_steps(
+        [row["perf/total_num_tokens"] for row in rows],
+        [row.get("stream/parts", 1.0) - 1.0 for row in rows],
+        [_work_s(row) for row in rows],
     )
     rates = replace(
         base,
         step_s=step_s,
         step_s_per_token=step_s_per_token,
+        part_s=base.part_s if part_s is None else part_s,
         publish_s=fmean(_seconds(row, "update_weights") + _seconds(row, "wait_publisher") for row in rows),
         transfer_s=fmean(row.get("weights/transfer_s", base.transfer_s) for row in rows),
         swap_s=fmean(row.get("weights/apply_s", base.swap_s) for row in rows),
+        checkpoint_s=_mean_of([_seconds(row, "save_checkpoint") for row in rows], base.checkpoint_s),
+        checkpoint_write_s=_mean_of(
+            [row.get("checkpoint/write_s", 0.0) for row in rows], base.checkpoint_write_s
+        ),
         source=f"{len(rows)} steps of a run",
     )
     return fit_decode(rates, setting, found)
@@ -141,7 +150,7 @@ def fit_decode(rates: Rates, setting: Setting, found: Measured) -> Rates:
     most = min(setting.max_sequences, setting.max_groups * setting.num_samples)
     rates = scale_decode(rates, target / (most * rates.token_rate(most)))  # as if the batch were always full
     for _ in range(FIT_ROUNDS):
-        got = Simulation(setting, rates, seed=0, steps=FIT_STEPS).run_to_end()
+        got = predict(setting, rates, seed=0, steps=FIT_STEPS)
         rate = got.sampled_per_s / setting.replicas / max(1e-3, 1.0 - got.replica_idle)
         rates = scale_decode(rates, target / max(1e-9, rate))
         if abs(target / max(1e-9, rate) - 1.0) < FIT_ERROR:
@@ -173,6 +182,30 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     return mean_y - slope * mean_x, slope
 
 
+def fit_steps(
+    tokens: Sequence[float], more_parts: Sequence[float], seconds: Sequence[float]
+) -> tuple[float, float, float | None]:
+    """Return (a, b, c), all >= 0, of seconds = a + b tokens + c more_parts with the least squares.
+
+    c is None where the parts do not tell: there are none, or as many in every step.
+
+    >>> fit_steps([1.0, 2.0, 3.0, 1.0], [1.0, 1.0, 2.0, 0.0], [10.0, 12.0, 19.0, 5.0])
+    (3.0, 2.0, 5.0)
+    """
+    mean_x, mean_z, mean_y = fmean(tokens), fmean(more_parts), fmean(seconds)
+    xx = sum((x - mean_x) ** 2 for x in tokens)
+    zz = sum((z - mean_z) ** 2 for z in more_parts)
+    xz = sum((x - mean_x) * (z - mean_z) for x, z in zip(tokens, more_parts, strict=True))
+    if zz * max(xx, 1.0) - xz * xz <= COLLINEAR * zz * max(xx, 1.0):
+        return *fit_line(tokens, seconds), None
+    xy = sum((x - mean_x) * (y - mean_y) for x, y in zip(tokens, seconds, strict=True))
+    zy = sum((z - mean_z) * (y - mean_y) for z, y in zip(more_parts, seconds, strict=True))
+    part_s = (zy * xx - xy * xz) / (xx * zz - xz * xz) if xx else zy / zz
+    part_s = min(max(0.0, part_s), mean_y / mean_z)
+    rest = [y - part_s * z for z, y in zip(more_parts, seconds, strict=True)]
+    return *fit_line(tokens, rest), part_s
+
+
 def lengths_of_rows(rows: Sequence[Row], rows_per_step: int, max_tokens: int) -> LengthsModel:
     """Return log-normal lengths with the rows' mean, and the skew that their longest answers hint at.
 
@@ -198,6 +231,12 @@ def uniform_share(rows: Sequence[Row], groups_per_step: int) -> float:
 def prompt_tokens_of_rows(rows: Sequence[Row]) -> float:
     """Return the mean length of a prompt."""
     return fmean(row["prompt_length/mean"] for row in rows)
+
+
+def _mean_of(values: Sequence[float], otherwise: float) -> float:
+    """Return the mean of those that are not 0: the rows in which it happened."""
+    found = [value for value in values if value]
+    return fmean(found) if found else otherwise
 
 
 def _work_s(row: Row) -> float:

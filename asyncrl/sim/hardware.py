@@ -21,6 +21,12 @@ DECODE_STEP_S = 0.004
 """Of a decoding step besides the arithmetic: launches, scheduling, sampling."""
 MFU = 0.35
 LEARNER_STEP_S = 1.0
+LEARNER_PART_S = 0.1
+COPY_BYTES_PER_S = 10 * GIGA
+WRITE_BYTES_PER_S = 0.5 * GIGA
+"""Of each rank, to the host and to disk."""
+MOMENT_BYTES, MAIN_BYTES = 8, 4
+"""Of each weight in a checkpoint: AdamW's two moments, and the float32 copy of a 16-bit weight."""
 PUBLISH_BYTES_PER_S = 10 * GIGA
 TRANSFER_BYTES_PER_S = 8 * GIGA
 SWAP_BYTES_PER_S = 20 * GIGA
@@ -73,12 +79,16 @@ def assume_rates(config: Config, size: ModelSize, kind: str, mean_tokens: float)
         return max(read_s, compute_s) + DECODE_STEP_S
 
     looks_back = config.algorithm.prox != "behaviour"
-    forwards = BACKWARD_FORWARDS + looks_back
+    forwards = BACKWARD_FORWARDS + looks_back + (config.algorithm.kl.coef > 0)
+    saved_bytes = size.num_weights * (item + MOMENT_BYTES + (MAIN_BYTES if item < MAIN_BYTES else 0))
     return Rates(
         decode=tuple((float(n), n / step_s(n)) for n in POINTS),
         prefill_s_per_token=2 * size.num_weights / peak / DECODE_FLOPS_SHARE,
         step_s=LEARNER_STEP_S,
         step_s_per_token=2 * size.num_weights * forwards / (gpu.tflops * TERA * num_ranks * MFU),
+        part_s=LEARNER_PART_S,
+        checkpoint_s=saved_bytes / num_ranks / COPY_BYTES_PER_S,
+        checkpoint_write_s=saved_bytes / num_ranks / WRITE_BYTES_PER_S,
         publish_s=model_bytes / PUBLISH_BYTES_PER_S,
         transfer_s=model_bytes / TRANSFER_BYTES_PER_S,
         swap_s=SWAP_S + model_bytes / num_gpus / SWAP_BYTES_PER_S,

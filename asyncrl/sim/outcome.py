@@ -19,9 +19,13 @@ class Outcome:
         lags: Share of trained tokens, by lag; lag_mean of them.
         masked_share: Of sampled tokens of trained groups, over the bound.
         dropped_groups: Per trained group.
-        tokens_per_s: Trained by the learner, prompts included. sampled_per_s: by the replicas.
+        tokens_per_s: Trained by the learner, prompts included. sampled_per_s: by the replicas, for training.
         buffer_load: Share of the time that the buffer's one thread works; buffer_ops_per_s.
         sync_s: From a publish to the last replica that serves it, as a mean.
+        parts_per_step: In which batches came; overlapped_s: the learner's work on all but the last of a step.
+        stall_share: Of the time, the learner stood still for a checkpoint; num_skipped of them were left out.
+        num_evaluations: That ended, else those under way at the end; evaluation_s: from the order to the end
+            of one, as a mean.
         residue: What does not add up in the ledger's account; 0.
         num_events: Of the simulation.
     """
@@ -44,6 +48,12 @@ class Outcome:
     residue: int
     num_events: int
     virtual_s: float
+    parts_per_step: float = 1.0
+    overlapped_s: float = 0.0
+    stall_share: float = 0.0
+    num_skipped: int = 0
+    num_evaluations: int = 0
+    evaluation_s: float = 0.0
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def as_values(self) -> dict[str, Any]:

@@ -24,8 +24,11 @@ class Rates:
             the replica's tokens/s stay.
         prefill_s_per_token: The replica stands still for so long per prompt token of a request that begins.
         step_s, step_s_per_token: A learner step is `step_s + step_s_per_token * tokens`, prompts included.
+        part_s: More, for every part but the last of a batch that comes in parts.
         publish_s: The learner stands still for it with every version.
         transfer_s: Of a version to all receivers of a round. swap_s: A replica stands still to load one.
+        checkpoint_s: The learner stands still for it with every checkpoint, while its state is copied to the
+            host; checkpoint_write_s: from there until it is written, beside training.
         buffer_op_s: Of the buffer's one thread, per request.
         rpc_s: One message.
         start_s: Of a replica, from its start to its first lease but for the weights.
@@ -37,9 +40,12 @@ class Rates:
     prefill_s_per_token: float = 0.0
     step_s: float = 0.1
     step_s_per_token: float = 1e-4
+    part_s: float = 0.0
     publish_s: float = 0.01
     transfer_s: float = 0.1
     swap_s: float = 0.05
+    checkpoint_s: float = 0.0
+    checkpoint_write_s: float = 0.0
     buffer_op_s: float = 5e-5
     rpc_s: float = 5e-4
     start_s: float = 0.0
@@ -62,6 +68,10 @@ class Rates:
     def learner_s(self, num_tokens: float) -> float:
         """Return the seconds of a step on so many tokens, prompts included, without the publish."""
         return self.step_s + self.step_s_per_token * num_tokens
+
+    def learner_part_s(self, num_tokens: float, is_last: bool) -> float:
+        """Return the seconds of one part of a step's batch; that of a whole batch is `learner_s`."""
+        return (self.step_s if is_last else self.part_s) + self.step_s_per_token * num_tokens
 
     def as_values(self) -> dict[str, Any]:
         """Return plain values."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from asyncrl.buffer.composition import ledger_settings
 from asyncrl.buffer.ledger.orders import sample_seed
@@ -88,6 +89,10 @@ class Setting:
         tightened_to: Another bound that is admitted under, as `asyncrl`'s control API sets it.
         uniform_share: Of the groups, those dropped at the buffer for equal rewards.
         keeps_journal: What the buffer writes down; only a simulation with crashes needs it.
+        streams: The learner takes a batch in parts of `least_part` groups and more.
+        max_stall_s: That training waits for the checkpoint before.
+        eval_every: Steps between evaluations, of `eval_prompts` x `eval_samples` answers, of which a replica
+            works on `eval_at_once`; 0 for none.
     """
 
     ledger: LedgerSettings
@@ -112,6 +117,13 @@ class Setting:
     uniform_share: float = 0.0
     keeps_journal: bool = False
     tightened_to: int | None = None
+    streams: bool = False
+    least_part: int = 1
+    max_stall_s: float = 30.0
+    eval_every: int = 0
+    eval_prompts: int = 0
+    eval_samples: int = 1
+    eval_at_once: int = UNLIMITED
     pace: Pace = field(default=REAL)
 
     @property
@@ -159,6 +171,13 @@ class Setting:
             checkpoints_kept=config.checkpoint.keep,
             standby=rollout.standby,
             max_restarts=config.launcher.max_restarts,
+            streams=config.learner.stream,
+            least_part=config.learner.dp,
+            max_stall_s=config.checkpoint.max_stall_s,
+            eval_every=config.eval.every_steps,
+            eval_prompts=count_held_out(config) if config.eval.every_steps else 0,
+            eval_samples=config.eval.samples,
+            eval_at_once=rollout.max_sequences,
         ).at_pace()
 
     def at_pace(self) -> Setting:
@@ -173,6 +192,22 @@ class Setting:
             dice.seed(sample_seed(self.run_seed, ticket, sample))
             lengths.append(self.lengths.draw_tokens(dice, self.max_tokens))
         return lengths
+
+
+def count_held_out(config: Config) -> int:
+    """Return how many prompts an evaluation has; as many as it may have of a source that cannot be read."""
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import read_metadata
+
+    root, counts = Path(config.run.dir) / "builtin", []
+    for source in config.data.eval or ():
+        name = source.path.removeprefix("builtin:")
+        path = Path(source.path) if name == source.path else root / name / "eval.parquet"
+        try:
+            counts.append(min(config.eval.prompts, read_metadata(path).num_rows))
+        except (OSError, ArrowInvalid):  # it is not here yet, or of another kind
+            counts.append(config.eval.prompts)
+    return sum(counts)
 
 
 def forced_lengths(config: Config) -> LengthsModel | None:

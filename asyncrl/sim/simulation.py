@@ -14,7 +14,8 @@ from asyncrl.buffer.ledger.census import take_census
 from asyncrl.errors import ConfigError
 from asyncrl.sim.actors import buffer, learner
 from asyncrl.sim.actors.buffer import BufferActor
-from asyncrl.sim.actors.learner import LearnerActor, StepRecord
+from asyncrl.sim.actors.learner import LearnerActor
+from asyncrl.sim.actors.record import StepRecord
 from asyncrl.sim.actors.replica import ReplicaActor
 from asyncrl.sim.actors.supervisor import SupervisorActor
 from asyncrl.sim.outcome import Outcome, share_by_lag
@@ -26,6 +27,11 @@ STANDSTILL_S = 3600.0
 """A run that trains no step for so many virtual seconds will train none any more."""
 WARM_UP_SHARE = 0.25
 MAX_WARM_UP_STEPS = 20
+
+
+def count_warm_up(num_steps: int) -> int:
+    """Return how many of the first steps do not count, at least one of two or more."""
+    return min(MAX_WARM_UP_STEPS, max(1, int(WARM_UP_SHARE * num_steps)), num_steps - 1)
 
 
 @dataclass
@@ -42,11 +48,13 @@ class Mark:
 
 @dataclass
 class Watch:
-    """Collects what happens: steps, how long versions take, and whether the run has ended."""
+    """Collects what happens: steps, how long versions and evaluations take, whether the run has ended."""
 
     records: list[StepRecord] = field(default_factory=list)
     published: dict[int, float] = field(default_factory=dict)
     served: dict[int, list[float]] = field(default_factory=dict)
+    ordered: dict[int, float] = field(default_factory=dict)
+    evaluated: dict[int, float] = field(default_factory=dict)
     is_over: bool = False
 
     def hear(self, now: float, what: str, figures: Args) -> None:
@@ -57,6 +65,10 @@ class Watch:
             self.published[figures["number"]] = now
         elif what == "serving":
             self.served.setdefault(figures["number"], []).append(now)
+        elif what == "evaluation":
+            self.ordered[figures["id"]] = now
+        elif what == "evaluated":
+            self.evaluated[figures["id"]] = now
         elif what in ("ended", "given_up"):
             self.is_over = True
 
@@ -132,7 +144,7 @@ class Simulation:
             one.engine.pass_time(now)
             mark.busy_s += one.engine.busy_s
             mark.offered_s += now - one.born
-            mark.sampled += one.engine.num_tokens
+            mark.sampled += one.engine.num_tokens - one.num_evaluated
         if self.buffer is not None:
             mark.buffer_busy_s, mark.buffer_ops = self.buffer.busy_s, self.buffer.num_ops
         return mark
@@ -141,10 +153,14 @@ class Simulation:
         """Return the figures of the steps after the warm-up."""
         records = self.watch.records
         assert len(records) >= 2, "a simulation trains some steps"
-        first = min(MAX_WARM_UP_STEPS, max(1, int(WARM_UP_SHARE * len(records))), len(records) - 1)
+        first = count_warm_up(len(records))
         counted = records[first:]
         start, end = self._marks[first - 1], self._marks[len(records) - 1]
-        return Outcome(**self._timing(counted, start, end), **self._tokens(counted, start, end))
+        return Outcome(
+            **self._timing(counted, start, end),
+            **self._tokens(counted, start, end),
+            **self._interruptions(counted, start, end),
+        )
 
     def _timing(self, counted: list[StepRecord], start: Mark, end: Mark) -> dict[str, Any]:
         wall_s = max(1e-9, end.time - start.time)
@@ -160,6 +176,22 @@ class Simulation:
             "sync_s": self._sync_s(start.time),
             "num_events": self.world.num_events,
             "virtual_s": self.world.now,
+        }
+
+    def _interruptions(self, counted: list[StepRecord], start: Mark, end: Mark) -> dict[str, Any]:
+        """Return what parts of batches, checkpoints and evaluations did."""
+        wall_s, watch = max(1e-9, end.time - start.time), self.watch
+        ended = {one: at for one, at in watch.evaluated.items() if start.time < at <= end.time}
+        took = [at - watch.ordered[one] for one, at in ended.items()]
+        under_way = [end.time - at for one, at in watch.ordered.items() if one not in watch.evaluated]
+        took = took or under_way  # they have taken so long at least
+        return {
+            "parts_per_step": sum(one.num_parts for one in counted) / len(counted),
+            "overlapped_s": sum(one.overlapped_s for one in counted) / len(counted),
+            "stall_share": sum(one.stall_s for one in counted) / wall_s,
+            "num_skipped": 0 if self.learner is None else self.learner.schedule.num_skipped,
+            "num_evaluations": len(took),
+            "evaluation_s": sum(took) / len(took) if took else 0.0,
         }
 
     def _tokens(self, counted: list[StepRecord], start: Mark, end: Mark) -> dict[str, Any]:

@@ -6,15 +6,18 @@ seconds per token are taken to fall as its share of them grows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.sim.outcome import Outcome
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import Setting
-from asyncrl.sim.simulation import Simulation
+from asyncrl.sim.simulation import Simulation, count_warm_up
 
 MAX_LAGS = (0, 1, 2, 4, 8)
+MAX_PERIOD = 100
+"""Steps: what comes less often is not simulated."""
 GOOD_ENOUGH = 0.95
 """Of the best throughput: the lowest bound, and the fewest replicas, that reach so much are recommended."""
 SAFE_LAG = 4
@@ -45,8 +48,20 @@ class Choice:
 
 
 def predict(setting: Setting, rates: Rates, seed: int, steps: int) -> Outcome:
-    """Simulate one choice; raises ConfigError if it would stand still."""
-    return Simulation(setting, rates, seed, steps).run_to_end()
+    """Simulate one choice for `steps` or a few more; raises ConfigError if it would stand still."""
+    return Simulation(setting, rates, seed, count_steps(setting, rates, steps)).run_to_end()
+
+
+def count_steps(setting: Setting, rates: Rates, least: int) -> int:
+    """Return how many steps to simulate: those that count hold whole periods of what seldom happens.
+
+    That is the longest period up to `MAX_PERIOD` of checkpoints, if they take time, and evaluations.
+    """
+    every = (setting.checkpoint_every if rates.checkpoint_s else 0, setting.eval_every)
+    period = max((steps for steps in every if steps <= MAX_PERIOD), default=0)
+    if not period:
+        return least
+    return next(steps for steps in itertools.count(least) if (steps - count_warm_up(steps)) % period == 0)
 
 
 def sweep(
@@ -95,6 +110,7 @@ def recommend(base: Outcome, choices: Sequence[Choice], setting: Setting) -> lis
     lines += _on_max_lag([one for one in choices if one.axis == "max_lag"], setting.ledger.max_lag)
     lines += _on_replicas([one for one in choices if one.axis == "replicas"], setting.replicas)
     lines += _on_split([one for one in choices if one.axis == "split"], base)
+    lines += _on_interruptions(base, setting)
     if base.buffer_load > 0.5:
         lines.append(
             f"The buffer works {base.buffer_load:.0%} of its time: larger groups mean fewer requests."
@@ -158,6 +174,22 @@ def _on_split(choices: Sequence[Choice], base: Outcome) -> list[str]:
     split = f"{best.replicas} replicas and a learner of {best.learner_share:.2g} times the GPUs"
     scales = "taking the learner to scale with its GPUs"
     return [f"Of the same hardware, {split} would give {gain:+.1%} trained tokens/s ({scales})."]
+
+
+def _on_interruptions(base: Outcome, setting: Setting) -> list[str]:
+    lines = []
+    between_s = setting.eval_every * base.step_s
+    if base.num_evaluations and base.evaluation_s > between_s:
+        lines.append(
+            f"An evaluation takes {base.evaluation_s:.3g} s, more than the {between_s:.3g} s between two: "
+            "raise eval.replicas or eval.every_steps, or take fewer eval.prompts."
+        )
+    if base.num_skipped:
+        lines.append(
+            f"{base.num_skipped} checkpoints are left out, as the one before is still being written: "
+            "raise checkpoint.every_steps."
+        )
+    return lines
 
 
 def _useful(choice: Choice) -> float:

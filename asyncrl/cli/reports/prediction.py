@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,12 @@ from asyncrl.control.record.rundir import RunDir
 from asyncrl.errors import ConfigError
 from asyncrl.sim import calibration
 from asyncrl.sim.calibration import Measured
+from asyncrl.sim.caveats import find_caveats
 from asyncrl.sim.hardware import GPUS, assume_rates
 from asyncrl.sim.outcome import Outcome
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import LengthsModel, Setting
-from asyncrl.sim.sweep import Choice, predict, recommend, sweep
+from asyncrl.sim.sweep import MAX_PERIOD, Choice, predict, recommend, sweep
 
 STEPS = 80
 SWEPT_STEPS = 60
@@ -62,10 +63,11 @@ def print_prediction(asked: Asked) -> None:
         units = max(1.0, config.learner.num_ranks / max(1, config.rollout.gpus))
         choices = sweep(setting, rates, learner_units=units, steps=SWEPT_STEPS)
     words = recommend(base, choices, setting)
+    caveats = list(find_caveats(config, setting, rates, MAX_PERIOD))
     if asked.as_json:
-        print(json.dumps(_values(base, choices, words, rates), indent=2))
+        print(json.dumps(_values(base, choices, words, rates) | {"not_modelled": caveats}, indent=2))
         return
-    print("\n".join(_lines(base, choices, words, rates, setting)))
+    print("\n".join([*_lines(base, choices, words, rates, setting), *_tell_caveats(caveats)]))
 
 
 def print_comparison(asked: Asked, run: str) -> None:
@@ -93,7 +95,8 @@ def print_comparison(asked: Asked, run: str) -> None:
         print(json.dumps({"measured": asdict(measured), "predicted": outcome.as_values()}, indent=2))
         return
     print(f"rates: {rates.source}; measured: steps {later[0]['training/global_step']} and later")
-    print("\n".join(compare(outcome, measured)))
+    caveats = find_caveats(config, setting, rates, MAX_PERIOD)
+    print("\n".join([*compare(outcome, measured), *_tell_caveats(list(caveats))]))
 
 
 def compare(outcome: Outcome, measured: Measured) -> list[str]:
@@ -151,7 +154,8 @@ def read_rates(name: str | None, config: Config) -> tuple[Rates, Setting]:
 def _setting_of_file(config: Config, values: dict[str, Any]) -> Setting:
     found = values.get("lengths")
     lengths = LengthsModel(found["sigma"], found["median_tokens"]) if found else None
-    return Setting.of(config, lengths, prompt_tokens=values.get("prompt_tokens"))
+    setting = Setting.of(config, lengths, prompt_tokens=values.get("prompt_tokens"))
+    return replace(setting, uniform_share=float(values.get("uniform_share", 0.0)))
 
 
 def _values(base: Outcome, choices: Sequence[Choice], words: Sequence[str], rates: Rates) -> dict[str, Any]:
@@ -175,7 +179,11 @@ def _lines(
     lags = "  ".join(f"{lag}: {share:.0%}" for lag, share in sorted(base.lags.items()))
     rows = [
         ["step", f"{base.step_s:.3g} s", f"{base.num_steps} steps simulated"],
-        ["throughput", f"{base.tokens_per_s:.4g} tokens/s trained", f"{base.sampled_per_s:.4g} sampled"],
+        [
+            "throughput",
+            f"{base.tokens_per_s:.4g} tokens/s trained, prompts included",
+            f"{base.sampled_per_s:.4g} sampled",
+        ],
         ["idle", f"learner {base.learner_idle:.0%}", f"replicas {base.replica_idle:.0%}"],
         ["lag", f"{base.lag_mean:.2f} on average", lags],
         [
@@ -185,11 +193,34 @@ def _lines(
         ],
         ["buffer", f"{base.buffer_load:.1%} of one thread", f"{base.buffer_ops_per_s:.4g} requests/s"],
         ["weight sync", f"{base.sync_s:.3g} s", "from a publish to its last replica"],
+        *_rows_of_interruptions(base, setting),
     ]
     answers = f"median {lengths.median_tokens:.4g} tokens, sigma {lengths.sigma:.2f} ({told})"
     head = f"rates: {rates.source}; answers: {answers}"
     swept = _table_of(choices) if choices else [NO_SWEEP]
     return [head, *align(rows), "", *swept, "", *words]
+
+
+def _rows_of_interruptions(base: Outcome, setting: Setting) -> list[list[str]]:
+    """Return rows on parts of a batch, checkpoints and evaluations, where there are some."""
+    rows = []
+    if setting.streams:
+        parts = f"{base.parts_per_step:.3g} parts a step"
+        rows.append(["streaming", parts, f"{base.overlapped_s:.3g} s of a step's work before its last group"])
+    if base.stall_share:
+        often = f"every {setting.checkpoint_every} steps, {base.num_skipped} left out"
+        rows.append(["checkpoints", f"{base.stall_share:.1%} of the learner's time", often])
+    if base.num_evaluations:
+        parts_at_once = min(setting.replicas, setting.ledger.evaluation_parts)
+        where = f"{setting.eval_prompts * setting.eval_samples} answers on {parts_at_once} replicas"
+        rows.append(
+            ["evaluations", f"{base.evaluation_s:.3g} s each", f"{where}, every {setting.eval_every} steps"]
+        )
+    return rows
+
+
+def _tell_caveats(caveats: Sequence[str]) -> list[str]:
+    return ["", "not modelled:", *(f"  {line}" for line in caveats)] if caveats else []
 
 
 def _table_of(choices: Sequence[Choice]) -> list[str]:

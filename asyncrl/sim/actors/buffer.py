@@ -8,11 +8,13 @@ Invariant: nobody is answered before the journal has the events.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.tickets import State, Ticket
 from asyncrl.errors import AsyncrlError, FencedError
+from asyncrl.sim.actors.evaluation import TALLIES
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import NEVER, Setting
 from asyncrl.sim.world import Actor, Args, Message, World
@@ -90,6 +92,9 @@ class BufferActor(Actor):
         parked = Parked(src, call, args)
         if self._grant(parked):
             return
+        if args["want"] == 0:  # it asks for an evaluation only, and does not wait for one
+            self._reply(src, call, grants=[])
+            return
         self._leases.setdefault(args["version"], deque()).append(parked)
         wait_s = self._setting.pace.lease_wait_s
         if wait_s != NEVER:
@@ -115,6 +120,14 @@ class BufferActor(Actor):
     def on_fail(self, src: str, args: Args, call: int) -> None:
         self.ledger.fail(src, args["ticket"], args["attempt"])
         self._reply(src, call)
+
+    def on_evaluated(self, src: str, args: Args, call: int) -> None:
+        orders, number, version = self.ledger.evaluations, args["id"], args["version"]
+        if orders.finish(number, version, TALLIES, args["part"]):
+            evaluation = self.ledger.state.evaluations[number]
+            if evaluation.is_done:
+                self.world.note("evaluated", id=number, step=evaluation.step)
+        self._reply(src, call, evaluate=orders.give_more(number, src, version))
 
     def on_release(self, src: str, args: Args, call: int) -> None:
         self.ledger.release(src, args["held"])
@@ -166,6 +179,11 @@ class BufferActor(Actor):
         self.world.note("checkpointed", step=args["step"], token=args["token"])
         self._reply(src, call)
 
+    def on_request_evaluation(self, src: str, args: Args, call: int) -> None:
+        number = self.ledger.request_evaluation(args["token"], args["step"])
+        self.world.note("evaluation", id=number, step=args["step"])
+        self._reply(src, call, id=number)
+
     # Time, and what waits
 
     def _tick(self) -> None:
@@ -190,9 +208,13 @@ class BufferActor(Actor):
     def _grant(self, parked: Parked) -> bool:
         args = parked.args
         grants = self.ledger.lease(parked.src, args["version"], args["want"], self.world.now)
-        if grants:
-            self._reply(parked.src, parked.call, grants=grants)
-        return bool(grants)
+        order = None
+        if self._setting.eval_every:
+            order = self.ledger.evaluations.give(parked.src, args["version"], args.get("evaluating"))
+        if not grants and order is None:
+            return False
+        self._reply(parked.src, parked.call, grants=grants, evaluate=order)
+        return True
 
     def _drop_waits(self, replica: str) -> None:
         """Answer what a replica left parked: it asks anew, or is gone."""
@@ -212,13 +234,11 @@ class BufferActor(Actor):
     def _try_reserve(self) -> bool:
         parked = self._reserve
         assert parked is not None
-        size, state = self._setting.ledger.groups_per_step, self.ledger.state
-        if state.counts[State.STORED] + state.counts[State.RESERVED] < min(
-            size, state.batch_size(state.steps_trained)
-        ):
+        have = parked.args.get("have")
+        if self._are_too_few(have):
             return False  # the usual case, at the price of two look-ups
         try:
-            tickets = self.ledger.reserve(parked.args["token"], parked.args["step"], self.world.now)
+            tickets = self._take(parked.args["token"], parked.args["step"], have)
         except AsyncrlError as error:
             self._reserve = None
             self._reply(
@@ -228,13 +248,30 @@ class BufferActor(Actor):
         if tickets is None:
             return False
         self._reserve = None
-        self._reply(parked.src, parked.call, **self._batch(tickets))
+        self._reply(parked.src, parked.call, **self._batch(tickets, parked.args["step"], have or ()))
         return True
 
-    def _batch(self, tickets: list[Ticket]) -> dict[str, Any]:
+    def _are_too_few(self, have: Collection[int] | None) -> bool:
+        state = self.ledger.state
+        num_there = state.counts[State.STORED] + state.counts[State.RESERVED]
+        if have is not None:
+            return num_there <= len(have)
+        return num_there < min(self._setting.ledger.groups_per_step, state.batch_size(state.steps_trained))
+
+    def _take(self, token: int, step: int, have: Collection[int] | None) -> list[Ticket] | None:
+        if have is None:
+            return self.ledger.reserve(token, step, self.world.now)
+        return self.ledger.reserve_part(token, step, self.world.now, have, self._setting.least_part)
+
+    def _batch(self, tickets: list[Ticket], step: int, have: Collection[int]) -> dict[str, Any]:
         payloads = self._kept.payloads
         groups = [(one.id, *payloads[one.id]) for one in tickets]
-        return {"groups": groups, "steps": dict(self.ledger.counted_versions(tickets))}
+        is_whole = self.ledger.is_whole(step, [*have, *(one.id for one in tickets)])
+        return {
+            "groups": groups,
+            "steps": dict(self.ledger.counted_versions(tickets)),
+            "is_whole": is_whole,
+        }
 
     def _give_up_reserve(self, call: int) -> None:
         if self._reserve is not None and self._reserve.call == call:

@@ -1,6 +1,8 @@
-"""The learner's leader: reserves, trains, books, publishes, checkpoints; after a crash it resumes.
+"""The learner's leader: reserves, trains, books, publishes, checkpoints, has weights evaluated; after a
+crash it resumes.
 
-  consumes: batches     waits for: a complete batch, a free buffer of the publisher, answers
+  consumes: batches, or their parts     waits for: a batch, a free buffer of the publisher, the checkpoint
+  before, answers
   produces: versions, a `StepRecord` per step
 Invariants: a batch counts as trained once the buffer has booked it; no token over the bound enters a step.
 The weights are a digest of the batches that made them, so that two histories can be compared.
@@ -9,17 +11,16 @@ The weights are a digest of the batches that made them, so that two histories ca
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.sim.actors import buffer
+from asyncrl.sim.actors.checkpoints import CheckpointSchedule
+from asyncrl.sim.actors.record import StepRecord
 from asyncrl.sim.actors.weights import PUBLISHER_NAME
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import NEVER, Setting
 from asyncrl.sim.world import Actor, Args, World
-from asyncrl.versions import is_over_age, lag
 
 NAME = "learner.0"
 RESERVE_WAIT_S = 0.5
@@ -28,33 +29,12 @@ PAUSE_S = 0.5
 START_DIGEST = 0
 
 
-@dataclass
-class StepRecord:
-    """One trained step.
-
-    Attributes:
-        ended: Virtual time. step_s: Since the end of the step before; wait_s of it for a batch.
-        num_tokens: Prompts included. lags: Trained tokens by lag; num_masked were over the bound.
-        sampled_lags: Of all tokens of the batch, before any is masked.
-    """
-
-    step: int
-    ended: float
-    step_s: float
-    wait_s: float
-    num_tokens: int
-    lags: Counter[int] = field(default_factory=Counter)
-    sampled_lags: Counter[int] = field(default_factory=Counter)
-    num_masked: int = 0
-    num_stale_groups: int = 0
-
-
 class LearnerActor(Actor):
     """See the module.
 
     Attributes:
         state: For the supervisor. records: Of all steps that this process has trained.
-        is_busy: It computes. digests: Of the weights, by step.
+        is_busy: It computes. digest: Of the weights. schedule: Of its checkpoints.
     """
 
     def __init__(self, world: World, setting: Setting, rates: Rates, num_steps: int) -> None:
@@ -68,10 +48,23 @@ class LearnerActor(Actor):
         self.digest = START_DIGEST
         self._token = 0
         self._published_step = -1
+        self._evaluated_step = -1
         self._committed: list[int] = []
+        self.schedule = CheckpointSchedule(
+            setting.checkpoint_every, rates.checkpoint_s, rates.checkpoint_write_s, setting.max_stall_s
+        )
+        self._groups: list[Any] = []
+        self._steps: dict[int, int] = {}
+        self._num_parts = 0
+        self._overlapped_s = 0.0
         self._wait_began: float | None = None
-        self._wait_s = 0.0
+        self._wait_s = self._stall_s = 0.0
         self._step_began = world.now
+
+    @property
+    def is_in_part(self) -> bool:
+        """Whether it has begun with a batch that is not whole yet."""
+        return bool(self._groups)
 
     def begin(self) -> None:
         self._ask("open", {}, self._restore)
@@ -87,6 +80,7 @@ class LearnerActor(Actor):
 
     def _stand_at(self, step: int) -> None:
         self.step, self.digest = step, self._checkpoints[step]
+        self._evaluated_step = step - 1
         self.state = "training"
         self._step_began = self.world.now
         self._publish()
@@ -122,9 +116,21 @@ class LearnerActor(Actor):
         if answer is not None and answer.get("is_fenced"):
             self._fall("a newer token publishes")
             return
-        if answer is not None and answer["is_taken"]:
-            self._published_step = self.step
-        self._next()
+        if answer is None or not answer["is_taken"]:
+            self._next()
+            return
+        self._published_step = self.step
+        self._evaluate_if_due()
+
+    def _evaluate_if_due(self) -> None:
+        """Order the evaluation of the published weights if one fell due since the last publish."""
+        every, before = self._setting.eval_every, self._evaluated_step
+        self._evaluated_step = self.step
+        if every and self.step // every > before // every:
+            args = {"token": self._token, "step": self.step}
+            self._ask("request_evaluation", args, lambda _: self._next())
+        else:
+            self._next()
 
     # Train
 
@@ -139,7 +145,9 @@ class LearnerActor(Actor):
         wait_s = RESERVE_WAIT_S if is_published else UNPUBLISHED_WAIT_S
         if is_published and self._setting.pace.lease_wait_s == NEVER:
             wait_s = NEVER
-        args = {"token": self._token, "step": self.step, "wait_s": wait_s}
+        args: dict[str, Any] = {"token": self._token, "step": self.step, "wait_s": wait_s}
+        if self._setting.streams:
+            args["have"] = [group[0] for group in self._groups]
         self._ask("reserve", args, self._hear_batch)
 
     def _hear_batch(self, answer: Args) -> None:
@@ -150,20 +158,33 @@ class LearnerActor(Actor):
         if self._wait_began is not None:
             self._wait_s += self.world.now - self._wait_began
             self._wait_began = None
-        num_tokens = sum(group[1] for group in groups)
+        self._groups += groups
+        self._steps |= answer["steps"]
+        self._num_parts += 1
+        is_last = answer["is_whole"]
+        seconds = self._rates.learner_part_s(sum(group[1] for group in groups), is_last)
         self.is_busy = True
-        self.after(self._rates.learner_s(num_tokens), self._trained, groups, answer["steps"], num_tokens)
+        if is_last:
+            self.after(seconds, self._trained)
+        else:
+            self._overlapped_s += seconds
+            self.after(seconds, self._end_part)
 
-    def _trained(self, groups: list[Any], steps: dict[int, int], num_tokens: int) -> None:
+    def _end_part(self) -> None:
+        """Go on with the next part: the weights have not changed, but may still wait to be published."""
         self.is_busy = False
-        record = StepRecord(self.step, 0.0, 0.0, 0.0, num_tokens)
-        dropped = []
-        for ticket, _, spans in groups:
-            num_left = self._count(record, spans, steps)
-            if not num_left:
+        self._publish()
+
+    def _trained(self) -> None:
+        self.is_busy = False
+        record, dropped = StepRecord(self.step, sum(group[1] for group in self._groups)), []
+        for ticket, _, spans in self._groups:
+            if not record.count(spans, self._steps, self._setting.ledger.max_lag):
                 dropped.append((ticket, "stale"))
-        record.num_stale_groups = len(dropped)
-        self.digest = zlib.crc32(repr([group[0] for group in groups]).encode(), self.digest)
+        record.num_stale_groups, record.num_parts = len(dropped), self._num_parts
+        record.overlapped_s = self._overlapped_s
+        self.digest = zlib.crc32(repr([group[0] for group in self._groups]).encode(), self.digest)
+        self._groups, self._steps, self._num_parts, self._overlapped_s = [], {}, 0, 0.0
         args = {
             "token": self._token,
             "step": self.step,
@@ -172,43 +193,64 @@ class LearnerActor(Actor):
         }
         self._ask("trained", args, lambda _: self._book(record))
 
-    def _count(self, record: StepRecord, spans: Counter[int], steps: dict[int, int]) -> int:
-        """Sort a group's tokens by lag; return how many of them train."""
-        num_left, max_lag = 0, self._setting.ledger.max_lag
-        for number, num_tokens in spans.items():
-            sampled = steps[number]
-            record.sampled_lags[lag(self.step, sampled)] += num_tokens
-            if is_over_age(self.step, sampled, max_lag):
-                record.num_masked += num_tokens
-            else:
-                record.lags[lag(self.step, sampled)] += num_tokens
-                num_left += num_tokens
-        return num_left
-
     def _book(self, record: StepRecord) -> None:
         now = self.world.now
         record.ended, record.step_s = now, now - self._step_began
         record.wait_s, self._wait_s = self._wait_s, 0.0
+        record.stall_s, self._stall_s = self._stall_s, 0.0
         self._step_began = now
         self.records.append(record)
         self.world.note("step", record=record, digest=self.digest, token=self._token)
         self.step += 1
-        if self.step % self._setting.checkpoint_every == 0:
-            self._checkpoint()
-        else:
-            self._publish()
+        self._await_checkpoint()
 
-    def _checkpoint(self) -> None:
-        step = self.step
-        self._checkpoints[step] = self.digest
+    # Checkpoints
+
+    def _await_checkpoint(self) -> None:
+        """Commit what was written meanwhile; where one is due, wait for the one before."""
+        schedule = self.schedule
+        is_due = schedule.is_due(self.step)
+        if not schedule.is_writing:
+            self._checkpoint_if(is_due)
+            return
+        wait_s, is_written = schedule.wait_s(is_due, self.world.now)
+        self._stall_s += wait_s
+        if is_written:
+            self._pause(wait_s, self._commit, is_due)
+        else:
+            schedule.num_skipped += is_due
+            self._pause(wait_s, self._publish)
+
+    def _commit(self, is_due: bool) -> None:
+        step, digest = self.schedule.take_written()
+        self._checkpoints[step] = digest
         kept = [*(one for one in self._committed if one < step), step][-self._setting.checkpoints_kept :]
-        args = {"token": self._token, "step": step, "digest": str(self.digest), "kept": kept}
+        args = {"token": self._token, "step": step, "digest": str(digest), "kept": kept}
 
         def hear(_: Args) -> None:
             self._committed = kept
-            self._publish()
+            self._checkpoint_if(is_due)
 
         self._ask("checkpointed", args, hear)
+
+    def _checkpoint_if(self, is_due: bool) -> None:
+        if not is_due:
+            self._publish()
+            return
+        self.schedule.begin(self.step, self.digest, self.world.now)
+        self._stall_s += self.schedule.copy_s
+        self.is_busy = True
+        self._pause(self.schedule.copy_s, self._end_copy)
+
+    def _end_copy(self) -> None:
+        self.is_busy = False
+        self._publish()
+
+    def _pause(self, seconds: float, call: Callable[..., None], *args: Any) -> None:
+        if seconds > 0:
+            self.after(seconds, call, *args)
+        else:
+            call(*args)
 
     def _fall(self, reason: str) -> None:
         """End: somebody else is the learner."""

@@ -1,6 +1,6 @@
 """A rollout replica: leases groups, lets its engine sample them, pushes them, swaps weights under way.
 
-    STARTING -> SYNCING -> READY -> DRAINING
+    STARTING -> SYNCING -> READY -> DRAINING     READY <-> PINNED (evaluation)
   consumes: grants, versions     waits for: a free place, the buffer     produces: pushes, reports of swaps
 What it asks is asked again until it is answered; the ledger is idempotent by (ticket, attempt).
 """
@@ -14,13 +14,15 @@ from typing import Any
 
 from asyncrl.buffer.ledger.tickets import Grant
 from asyncrl.sim.actors import buffer
+from asyncrl.sim.actors.evaluation import PinnedWork, draw_answers
 from asyncrl.sim.engine import SimulatedEngine
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import NEVER, Setting
 from asyncrl.sim.world import Actor, Args, World
 from asyncrl.versions import UNLOADED
 
-STARTING, SYNCING, READY, DRAINING, ENDED = "STARTING", "SYNCING", "READY", "DRAINING", "ended"
+STARTING, SYNCING, READY, PINNED, DRAINING = "STARTING", "SYNCING", "READY", "PINNED", "DRAINING"
+ENDED = "ended"
 PAUSE_S = 0.5
 
 
@@ -40,6 +42,7 @@ class ReplicaActor(Actor):
     Attributes:
         state: For the supervisor.
         serving: The version number of its engine.
+        num_evaluated: Tokens that it has sampled for evaluations.
     """
 
     def __init__(
@@ -69,6 +72,10 @@ class ReplicaActor(Actor):
         self._may_miss_grants = False
         self._due: float | None = None
         self._swapping = UNLOADED
+        self._evaluation: PinnedWork | None = None
+        self._has_order = False
+        self._put_off: tuple[str, int] | None = None
+        self.num_evaluated = 0
         self._dice = random.Random(0)
 
     def begin(self) -> None:
@@ -95,6 +102,9 @@ class ReplicaActor(Actor):
 
     def on_swap(self, src: str, args: Args, call: int) -> None:
         number = args["number"]
+        if self.state == PINNED:
+            self._put_off_swap(src, number)
+            return
         if number <= self.serving or number <= self._swapping:
             if number <= self.serving:
                 self.tell(src, "swapped", number=number)
@@ -111,6 +121,8 @@ class ReplicaActor(Actor):
             self.state = READY
         self.tell(receiver, "swapped", number=number)
         self._schedule()
+        if self._has_order and self.state == READY:
+            self._pin()
         self._ask()
 
     # Leases
@@ -144,6 +156,10 @@ class ReplicaActor(Actor):
             return
         for grant in answer["grants"]:
             self._begin_group(grant)
+        if answer.get("evaluate") is not None and self.state == READY and not self._has_order:
+            self._has_order = True
+            if self._swapping <= self.serving:  # else it pins itself once the swap is done
+                self._pin()
         self._ask()
 
     def _begin_group(self, grant: Grant) -> None:
@@ -179,6 +195,62 @@ class ReplicaActor(Actor):
         self.engine.lose({(key, sample) for sample in range(self._setting.num_samples)}, self.world.now)
         self._schedule()
 
+    # Evaluations
+
+    def _pin(self) -> None:
+        """Serve one version until no part of its evaluation is left for this replica."""
+        self.state = PINNED
+        if self._setting.cohort == 1:
+            self.tell(self._receiver, "pin")
+        # Asked for again: while the order came the replica may have swapped, and then it holds no more.
+        args = {"version": self.serving, "want": 0}
+        self._insist(buffer.NAME, "lease", args, self._hear_part)
+
+    def _hear_part(self, answer: Args) -> None:
+        part = answer.get("evaluate")
+        if self.state != PINNED:
+            return
+        if part is None:
+            self._unpin()
+            return
+        lengths = draw_answers(self._setting, part, self._dice)
+        self._evaluation = PinnedWork(part, self.serving, lengths, self._setting.eval_at_once)
+        self._answer_more(self._evaluation)
+
+    def _answer_more(self, work: PinnedWork) -> None:
+        """Begin what there is a place for; report the part if nothing of it is left."""
+        stall_s = self._rates.prefill_s_per_token * self._setting.prompt_tokens
+        for sample, num_tokens in work.take_next():
+            self.engine.begin((work.key, sample), num_tokens, self.world.now, stall_s)
+        if work.is_done:
+            self._evaluation = None
+            args = {"id": work.part.id, "part": work.part.part, "version": work.version}
+            self._insist(buffer.NAME, "evaluated", args, self._hear_part)
+        self._schedule()
+
+    def _end_answer(self, work: PinnedWork, num_tokens: int) -> None:
+        self.num_evaluated += num_tokens
+        work.end_one()
+        self._answer_more(work)
+
+    def _unpin(self) -> None:
+        self.state, self._has_order = READY, False
+        if self._setting.cohort == 1:
+            self.tell(self._receiver, "unpin")
+        put_off, self._put_off = self._put_off, None
+        if put_off is not None:
+            self.on_swap(put_off[0], {"number": put_off[1]}, 0)
+        self._ask()
+
+    def _put_off_swap(self, receiver: str, number: int) -> None:
+        """Swap once the pin has ended.
+
+        A receiver of its own hears of the pin and hands over anew then; a shared one goes on with the others.
+        """
+        if self._setting.cohort > 1:
+            self._put_off = (receiver, number)
+            self.tell(receiver, "swapped", number=number)
+
     # Sampling
 
     def _schedule(self) -> None:
@@ -194,7 +266,10 @@ class ReplicaActor(Actor):
             return  # an earlier one was asked for since
         self._due = None
         for (key, sample), spans in self.engine.take_ended(self.world.now):
-            self._end_sample(key, sample, spans)
+            if self._evaluation is not None and key == self._evaluation.key:
+                self._end_answer(self._evaluation, spans.total())
+            elif key in self._work:  # else of an evaluation that a drain has ended
+                self._end_sample(key, sample, spans)
         self._schedule()
         self._ask()
 
@@ -226,6 +301,7 @@ class ReplicaActor(Actor):
     def drain(self) -> None:
         """Hand back what is unfinished, and end."""
         self.state = DRAINING
+        self._evaluation = None  # the supervisor's `retire` frees the part
         held = list(self._work)
         for key in held:
             self._lose(key)

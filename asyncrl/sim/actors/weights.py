@@ -84,8 +84,9 @@ class CoordinatorActor(Actor):
         self._post()
 
     def _post(self) -> None:
+        orders = self.coordination.take_orders()
         self._kept["fences"] = self.coordination.fences
-        for order in self.coordination.take_orders():
+        for order in orders:
             dst = PUBLISHER_NAME if order.to == PUBLISHER else order.to
             self.tell(dst, "order", kind=order.kind, token=self.coordination.token, **order.fields)
         for record in self.coordination.take_records():
@@ -226,7 +227,7 @@ class ReceiverActor(Actor):
         self._incarnation = f"{name}#{self.life}"
         self.replicas = replicas
         self.serving = self.staged = UNLOADED
-        self._is_fenced = False
+        self._is_fenced = self._is_pinned = False
         self._attending: set[str] = set()
         self._rounds = Attendance()
         self._allegiance = Allegiance()
@@ -270,8 +271,8 @@ class ReceiverActor(Actor):
 
     def _obey_commit(self, args: Args) -> None:
         number = args["number"]
-        if number != self.staged or number <= self._number:
-            return
+        if self._is_pinned or number != self.staged or number <= self._number:
+            return  # pinned: the coordinator takes it back, and commits anew after the unpin
         self._number = number
         self._to_swap = deque(name for name in self.replicas if name in self._attending)
         self._swap_more()
@@ -301,6 +302,22 @@ class ReceiverActor(Actor):
         self._report("attended")
         self.tell(src, "fence", is_fenced=self._is_fenced)
 
+    def on_pin(self, src: str, args: Args, call: int) -> None:
+        self._set_pinned(True)
+
+    def on_unpin(self, src: str, args: Args, call: int) -> None:
+        self._set_pinned(False)
+
+    def _set_pinned(self, is_pinned: bool) -> None:
+        if is_pinned == self._is_pinned:
+            return
+        self._is_pinned = is_pinned
+        if is_pinned:  # what was handed over is not taken up
+            self._to_swap.clear()
+            self._swapping.clear()
+            self._number = UNLOADED
+        self._report("pin" if is_pinned else "unpin")
+
     def on_swapped(self, src: str, args: Args, call: int) -> None:
         if args["number"] != self._number:
             return
@@ -324,6 +341,7 @@ class ReceiverActor(Actor):
             serving=self.serving,
             staged=self.staged,
             is_attended=len(self._attending) == len(self.replicas),
+            is_pinned=self._is_pinned,
             born=self.life,
         )
         self.call(COORDINATOR_NAME, "hello", {"card": card}, self._hear_hello)

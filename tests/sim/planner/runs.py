@@ -22,6 +22,7 @@ RATES = Rates(
     swap_s=0.02,
 )
 SETTINGS = (
+    "eval.every_steps=0",
     "rollout.group_size=4",
     "rollout.max_sequences=16",
     "rollout.max_tokens=256",
@@ -55,6 +56,9 @@ def rows_of(simulation: Simulation) -> list[dict[str, Any]]:
             "timing_s/step": one.step_s,
             "timing_s/wait": one.wait_s,
             "timing_s/update_weights": rates.publish_s,
+            "timing_s/save_checkpoint": one.stall_s,
+            "checkpoint/write_s": rates.checkpoint_write_s if one.stall_s else 0.0,
+            "stream/parts": float(one.num_parts),
             "perf/total_num_tokens": one.num_tokens,
             "perf/rollout_idle_share": outcome.replica_idle,
             "staleness/trained_tokens": one.lags.total(),

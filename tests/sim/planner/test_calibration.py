@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.sim import calibration
-from asyncrl.sim.calibration import fit_line, lengths_of_rows, measure, rates_of_rows, steady_rows
+from asyncrl.sim.calibration import fit_line, fit_steps, lengths_of_rows, measure, rates_of_rows, steady_rows
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import LengthsModel
 from tests.sim.planner.runs import RATES, make_config, make_setting, rows_of, run
@@ -25,6 +26,31 @@ def test_the_rates_of_a_run_are_found_again_in_its_rows():
     assert (found.publish_s, found.swap_s) == pytest.approx((RATES.publish_s, RATES.swap_s))
     for (_, told), (_, real) in zip(found.decode, RATES.decode, strict=True):
         assert told == pytest.approx(real, rel=0.1)
+
+
+def test_the_cost_of_a_part_and_of_a_checkpoint_is_found_again_in_the_rows_of_a_run():
+    real = replace(RATES, part_s=0.03, checkpoint_s=0.4, checkpoint_write_s=0.6)
+    setting = make_setting("learner.stream=true", "learner.minibatches=1", "checkpoint.every_steps=5")
+    found = rates_of_rows(rows_of(run(setting, real, steps=60)), setting, RATES)
+    assert found.part_s == pytest.approx(real.part_s, rel=0.1)
+    assert found.step_s == pytest.approx(real.step_s, rel=0.1)
+    assert found.step_s_per_token == pytest.approx(real.step_s_per_token, rel=0.1)
+    assert (found.checkpoint_s, found.checkpoint_write_s) == pytest.approx((0.4, 0.6))
+
+
+def test_a_part_costs_neither_less_than_nothing_nor_more_than_all():
+    tokens, more_parts = [1.0, 2.0, 3.0, 1.0], [1.0, 1.0, 2.0, 0.0]
+    assert fit_steps(tokens, more_parts, [10.0, 12.0, 19.0, 5.0]) == pytest.approx((3.0, 2.0, 5.0))
+    assert fit_steps(tokens, more_parts, [9.0, 11.0, 10.0, 12.0])[2] == 0.0  # - 3 per part
+    assert fit_steps([1.0, 2.0, 1.0, 2.0], [1.0, 2.0, 2.0, 1.0], [2.0, 4.0, 7.0, 0.0])[2] < 3.0  # 5 per part
+
+
+def test_batches_of_one_part_tell_nothing_of_parts():
+    assert fit_steps([1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [3.0, 5.0, 7.0]) == (1.0, 2.0, None)
+    assert fit_steps([1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [3.0, 5.0, 7.0]) == (1.0, 2.0, None)
+    rows = rows_of(run(make_setting("checkpoint.every_steps=50"), steps=12))
+    found = rates_of_rows(rows, make_setting(), replace(RATES, part_s=0.7, checkpoint_s=0.3))
+    assert (found.part_s, found.checkpoint_s) == (0.7, 0.3), "what no row tells is the base's"
 
 
 def test_a_standstill_and_the_first_row_of_a_life_are_left_out():

@@ -1,0 +1,51 @@
+"""When a checkpoint is due, and when the one before is written (pure).
+
+Owns no time: it is an argument. As in production one checkpoint is written at a time, beside training; only
+the copy to the host, and the wait for the one before, hold the learner up.
+"""
+
+from __future__ import annotations
+
+
+class CheckpointSchedule:
+    """The checkpoints of one learner process.
+
+    Args:
+        copy_s: The learner stands still for it. write_s: From there until it is written.
+        max_stall_s: That training waits for the checkpoint before, at most.
+
+    Attributes:
+        num_skipped: That were due while the one before was still being written.
+    """
+
+    def __init__(self, every_steps: int, copy_s: float, write_s: float, max_stall_s: float) -> None:
+        self._every_steps, self.copy_s, self._write_s = every_steps, copy_s, write_s
+        self._max_stall_s = max_stall_s
+        self._writing: tuple[int, int] | None = None
+        self._written_at = 0.0
+        self.num_skipped = 0
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing is not None
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether there is to be a checkpoint of the weights after `step` steps."""
+        return step % self._every_steps == 0
+
+    def wait_s(self, is_due: bool, now: float) -> tuple[float, bool]:
+        """Return how long training waits for the checkpoint before, and whether it is written then."""
+        left_s = max(0.0, self._written_at - now) if self._writing else 0.0
+        patience_s = self._max_stall_s if is_due else 0.0
+        return min(left_s, patience_s), left_s <= patience_s
+
+    def begin(self, step: int, digest: int, now: float) -> None:
+        """Take a checkpoint: from `copy_s` on it is written beside training."""
+        assert self._writing is None, "one checkpoint is written at a time"
+        self._writing, self._written_at = (step, digest), now + self.copy_s + self._write_s
+
+    def take_written(self) -> tuple[int, int]:
+        """Return step and digest of what has been written."""
+        written, self._writing = self._writing, None
+        assert written is not None, "something was being written"
+        return written
