@@ -3,9 +3,10 @@
     asyncrl bench calibrate quickstart --out rates.json
     asyncrl bench calibrate --from-run quickstart --out rates.json
 
-Without `--from-run` a run of the configuration trains for a while, without journal, checkpoints and
-evaluation: its rows tell the learner's seconds per step and token, publish, transfer and swap, and how fast
-its engines decode while the learner works beside them. How that changes with the number of running requests
+Without `--from-run` a run of the configuration trains for a while, without journal and evaluation, in a
+temporary folder: its rows tell the learner's seconds per step and token (and, with `learner.stream`, per
+part of a batch), publish, transfer, swap, a checkpoint every 5 steps, and how fast its engines decode while
+the learner works beside them. How that changes with the number of running requests
 is measured on vLLM alone. The buffer's round trip is measured on a real service in this process.
 """
 
@@ -44,7 +45,14 @@ from benchmarks.rows import RowFile
 QUICK_S, FULL_S = 15.0, 60.0
 NUM_CALLS = 300
 CALL_S = 10.0
-UNTIL_STOPPED = ("learner.steps=1000000", "eval.every_steps=0", "checkpoint.every_steps=1000000")
+CHECKPOINT_STEPS = 5
+"""Between two: the fewest steps that are watched hold one."""
+UNTIL_STOPPED = (
+    "learner.steps=1000000",
+    "eval.every_steps=0",
+    f"checkpoint.every_steps={CHECKPOINT_STEPS}",
+    "checkpoint.keep=1",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -136,6 +144,7 @@ def _values(rates: Rates, setting: Setting, config: Config) -> dict[str, Any]:
         "rates": rates.as_values(),
         "lengths": asdict(setting.lengths),
         "prompt_tokens": setting.prompt_tokens,
+        "uniform_share": setting.uniform_share,
         "config": {"replicas": setting.replicas, "engine": config.rollout.engine},
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.rows import Row
@@ -105,5 +106,5 @@ def _numbered(rows: Iterable[Row]) -> list[Row]:
         key = repr(sorted(row.case.items()))
         seen[key] = seen.get(key, 0) + 1
         case = row.case if seen[key] == 1 else {**row.case, "number": seen[key]}
-        found.append(Row(row.bench, case, row.values, row.spread, row.seed))
+        found.append(replace(row, case=case))
     return found

@@ -8,7 +8,8 @@ both cores in turn. All cases of an engine and skew train the same number of row
 lengths: fixed, or log-normal with the same mean. Speed-ups compare tokens per second, so that a window of
 steps with shorter answers gains nothing; the one that is judged counts trained tokens only, not masked ones.
 
-Scripted: engine and model sleep at stated rates, so what lacks to the closed form is the system's own loss.
+Scripted: engine and model sleep at stated rates. What lacks to the closed form is the price of the bound,
+which is played through (`pipeline_parts/bounded.py`), and the system's own loss, which is judged.
 Real: vLLM and Megatron-core; g, t and s are those of the very run that is judged, under its contention.
 
 A full run takes about 25 minutes; `--quick` takes sigma 1 and `max_lag` 0 and 4 with few steps, the real ones
@@ -18,7 +19,6 @@ in one run whose bound is moved: under a minute.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +27,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 from benchmarks.options import Verdict, end_on_sigterm, judge, make_parser, report
+from benchmarks.pipeline_parts.bounded import bounded_share
 from benchmarks.pipeline_parts.cases import COLOCATED, SETTINGS, Case, make_task, run_case
 from benchmarks.pipeline_parts.closed_form import (
     Split,
@@ -53,6 +54,8 @@ OWN_CORES = Split(total=1, generating=1, training=1)
 """Of times that were measured with each side on its own core: nothing is left to convert."""
 MAX_SIGMA = 4.0
 MIN_OF_IDEAL, MIN_SPEED_UP = 0.9, 1.5
+MAX_EXPOSED_SHARE = 0.05
+"""Of a scripted step, for handing weights over: the ideal has it too, so it is judged by itself."""
 
 Figures = dict[str, Any]
 Say = Callable[[str], None]
@@ -106,6 +109,7 @@ def measure(given: argparse.Namespace, say: Say) -> Figures:
     """
     engines = list(SETTINGS) if given.engine == "both" else [given.engine]
     cases: list[Figures] = []
+    refused: list[str] = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
         folder = Path(name)
         task = make_task(folder / "task")
@@ -114,13 +118,18 @@ def measure(given: argparse.Namespace, say: Say) -> Figures:
                 cases += _measure_in_turns(engine, task, folder, say)
                 continue
             for case in _cases(given, engine):
-                cases += _measure_alone(case, given.quick, task, folder, say)
+                try:
+                    cases.append(_measure_alone(case, given.quick, task, folder, say))
+                except ConfigError as error:
+                    refused.append(f"{case.name} was refused: {error}")
+                    say(refused[-1])
     return {
         "benchmark": "pipeline",
         "quick": given.quick,
         "cores": _num_cores(),
         "settings": {engine: _describe(engine) for engine in engines},
         "cases": compare(cases),
+        "refused": refused,
     }
 
 
@@ -135,16 +144,11 @@ def _cases(given: argparse.Namespace, engine: str) -> Iterator[Case]:
                 yield Case(engine, sigma, way, streams=True)
 
 
-def _measure_alone(case: Case, quick: bool, task: Path, folder: Path, say: Say) -> list[Figures]:
-    """Return the figures of a case that has a run of its own, none if its configuration is refused."""
+def _measure_alone(case: Case, quick: bool, task: Path, folder: Path, say: Say) -> Figures:
+    """Return the figures of a case that has a run of its own."""
     steps = (QUICK_STEPS if quick else STEPS)[case.engine][case.way not in SYNCHRONOUS]
-    own = folder / f"{case.engine}-{case.sigma:g}-{case.way}{'-stream' if case.streams else ''}"
-    try:
-        [window] = run_case(case, task, own, [(case.max_lag, steps)], say)
-    except ConfigError as error:
-        say(f"{own.name} is left out: {error}")
-        return []
-    return [describe(case, window)]
+    [window] = run_case(case, task, folder / case.name, [(case.max_lag, steps)], say)
+    return describe(case, window)
 
 
 def _measure_in_turns(engine: str, task: Path, folder: Path, say: Say) -> list[Figures]:
@@ -200,15 +204,26 @@ def describe(case: Case, window: Window) -> Figures:
         "tokens_per_step": window.tokens,
         "tokens_per_s": window.tokens / window.step_s,
         "trained_tokens_per_s": window.trained_tokens / window.step_s,
+        "trained_samples_per_s": list(window.trained_samples_per_s),
         "trained_tokens_per_s_and_core": window.trained_tokens / window.step_s / _num_cores(),
         "masked_tokens_per_step": window.tokens - window.trained_tokens,
         "learner_idle_share": window.shares["learner/wait"],
         "rollout_idle_share": 1 - window.shares[f"rollout/{BUSY}"],
         "busy_s": window.busy_s,
+        "slots_filled": window.shares["requests_running"] / setting.rows,
         **known,
         "exposed_sync_s": window.exposed_sync_s,
         **window.shares,
+        **_price_of_bound(case),
     }
+
+
+def _price_of_bound(case: Case) -> Figures:
+    """Return the share of the ideal that a system without any cost of its own has under the case's bound."""
+    work = case.setting.work(case.sigma)
+    if work is None or case.way in SYNCHRONOUS or case.streams:
+        return {}
+    return {"bounded_share": bounded_share(work, case.max_lag)}
 
 
 def compare(cases: Sequence[Figures]) -> list[Figures]:
@@ -236,6 +251,8 @@ def _compared(case: Figures, cases: Sequence[Figures]) -> Figures:
     times = StepTimes(case["generation_s"], case["training_s"], exposed_sync_s=case["exposed_sync_s"])
     found["ideal_step_s"] = asynchronous_s(times, OWN_CORES)
     found["share_of_ideal"] = found["ideal_step_s"] / case["step_s"]
+    if "bounded_share" in case:
+        found["share_of_bounded"] = found["share_of_ideal"] / case["bounded_share"]
     for name in ("disaggregated", "colocated"):
         if f"speed_up_over_{name}" in found:
             ideal = found[f"speed_up_over_{name}"] / found["share_of_ideal"]
@@ -280,10 +297,12 @@ COLUMNS = {
     "ideal": ("ideal_over_disaggregated", 1.0, "6.2f"),
     "closed form": ("closed_form_over_disaggregated", 1.0, "11.2f"),
     "of ideal": ("share_of_ideal", 1.0, "8.2f"),
+    "bound": ("bounded_share", 1.0, "5.2f"),
+    "of bound": ("share_of_bounded", 1.0, "8.2f"),
 }
 """Head: figure, factor, format. tok/s counts trained tokens; L and R are learner and rollouts; `speed-up` and
 `ideal` are over max_lag 0 in sampled tokens, `trained` in trained ones; `closed form` takes no synchronous
-step that was measured."""
+step that was measured; `bound` is what a system without any cost would have of the ideal under that bound."""
 
 
 def table(results: Figures) -> str:
@@ -318,27 +337,47 @@ def explain(case: Figures) -> str:
     parts = ", ".join(f"{name.removeprefix(f'{side}/')} {share:.1%}" for name, share in most if share > 0.001)
     return (
         f"sigma {named['sigma']:g}, {named['way']}: the {side}s' work is {case['ideal_step_s']:.3f} s of "
-        f"{case['step_s']:.3f} s; of their time besides: {parts or 'nothing'}"
+        f"{case['step_s']:.3f} s; of their time besides: {parts or 'nothing'}; slots filled to "
+        f"{case['slots_filled']:.0%}; tokens by lag: {_tell_lags(case)}"
     )
+
+
+def _tell_lags(case: Figures) -> str:
+    prefix = "lag_share/"
+    shares = {name.removeprefix(prefix): share for name, share in case.items() if name.startswith(prefix)}
+    return ", ".join(f"{lag}: {share:.0%}" for lag, share in shares.items()) or "-"
 
 
 def check(results: Figures) -> Verdict:
     """Judge what the system costs where engine and model sleep, and what asynchrony gives with real ones."""
+    if results.get("refused"):
+        return False, results["refused"][0]
     ratios = {}
     for case in results["cases"]:
         named = case["case"]
+        if named["engine"] == "scripted":
+            name = f"{case['exposed_sync_s'] * 1e3:.1f} ms of a step for handing weights over, {_told(named)}"
+            ratios[name] = MAX_EXPOSED_SHARE * case["step_s"] / max(1e-9, case["exposed_sync_s"])
+        gain = case.get("trained_speed_up_over_disaggregated")
+        if named["engine"] == "scripted" and named["stream"] and named["way"] == "max_lag 0" and gain:
+            ratios[f"{gain:.2f} times as fast with stream, {_told(named)}"] = gain
         if named["stream"] or named["way"] in ("max_lag 0", "max_lag 1", COLOCATED):
             continue
-        name = f"sigma {named['sigma']:g}, {named['way']}"
+        name = _told(named)
         if named["engine"] == "scripted":
-            share = case["share_of_ideal"]
-            ratios[f"{share:.2f} of the ideal, scripted, {name}"] = share / MIN_OF_IDEAL
+            share, of_bounded = case["share_of_ideal"], case["share_of_bounded"]
+            told = f"{share:.2f} of the ideal, {of_bounded:.2f} of what the bound leaves, {name}"
+            ratios[told] = of_bounded / MIN_OF_IDEAL
         elif (named["sigma"], named["way"]) == (JUDGED_SIGMA, f"max_lag {JUDGED_WAY}"):
             speed_up = case.get("trained_speed_up_over_disaggregated")
             if speed_up is None:  # without its baseline there is nothing to judge
                 continue
-            ratios[f"{speed_up:.2f} times the trained tokens/s, real, {name}"] = speed_up / MIN_SPEED_UP
+            ratios[f"{speed_up:.2f} times the trained tokens/s, {name}"] = speed_up / MIN_SPEED_UP
     return judge(ratios) if ratios else (False, "no judged case was measured")
+
+
+def _told(case: Mapping[str, Any]) -> str:
+    return f"{case['engine']}, sigma {case['sigma']:g}, {case['way']}"
 
 
 def make_rows(results: Figures) -> list[Row]:
@@ -347,9 +386,13 @@ def make_rows(results: Figures) -> list[Row]:
     for figures in results["cases"]:
         values = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
         samples = figures["step_samples_s"]
-        values |= {"step_s": statistics.median(samples), "step_mean_s": figures["step_s"]}
-        spread = {"step_s": spread_of(samples)}
-        rows.append(Row("pipeline", {**figures["case"], "quick": int(results["quick"])}, values, spread))
+        values |= {"step_mean_s": figures["step_s"]}
+        row = Row("pipeline", {**figures["case"], "quick": int(results["quick"])}, values)
+        rates = figures["trained_samples_per_s"]
+        if len(rates) > 1:
+            row.spread["trained_tokens_per_s"] = spread_of(rates)
+            row.counts["trained_tokens_per_s"] = len(rates)
+        rows.append(row.with_samples("step_s", samples))
     return rows
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from benchmarks.comparison import Ratio
 
 MAX_PANELS, MAX_LINES, MAX_RATIOS = 12, 8, 60
+MAX_SHOWN = 10.0
+"""Of a ratio: what is larger stands there."""
 DPI = 110
 
 
@@ -40,19 +42,36 @@ def draw_ratios(ratios: Sequence[Ratio], path: Path) -> None:
     """Draw B over A of each value, with its noise; those beyond the noise are marked."""
     from matplotlib.figure import Figure
 
-    shown = ratios[:MAX_RATIOS]
+    drawn = [found for found in ratios if found.ratio is not None]
+    shown = drawn[:MAX_RATIOS]
     figure = Figure(figsize=(8, 1.2 + 0.22 * len(shown)), layout="constrained")
     axes = figure.subplots()
     for place, found in enumerate(shown):
         colour = "tab:red" if found.verdict == "differs" else "tab:grey"
-        error = (found.noise or 0.0) * found.ratio
-        axes.errorbar(min(found.ratio, 10.0), place, xerr=error, fmt="o", color=colour, markersize=4)
+        low, point, high = bar_of(found)
+        error = [[point - low], [high - point]]
+        axes.errorbar(point, place, xerr=error, fmt="o", color=colour, markersize=4)
     labels = [f"{found.row.bench} {_words(found.row.case)} {found.value}" for found in shown]
     axes.set_yticks(range(len(shown)), labels, fontsize=6)
     axes.invert_yaxis()
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("B / A, and noise")
+    axes.set_xlabel(f"B / A, and noise; {len(shown)} of {len(ratios)} values")
     figure.savefig(path, dpi=DPI, format="png")
+
+
+def bar_of(found: Ratio) -> tuple[float, float, float]:
+    """Return the low end of a ratio's bar, the ratio and the high end, within `MAX_SHOWN` of 0.
+
+    The bar is without 1 exactly if the verdict is that the two sides differ. A noise that is not known has no
+    length.
+    """
+    assert found.ratio is not None, "nothing is so many times 0"
+    noise = found.noise_share or 0.0
+    low, point, high = (
+        max(-MAX_SHOWN, min(MAX_SHOWN, end))
+        for end in (found.ratio - noise, found.ratio, found.ratio + noise)
+    )
+    return low, point, high
 
 
 def choose_panels(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -82,16 +101,16 @@ def choose_axis(rows: Sequence[Row]) -> str | None:
 
 
 def _draw_panel(axes: Any, rows: Sequence[Row], value: str) -> None:
-    axis = choose_axis(rows)
+    axis, same = choose_axis(rows), _common(rows)
     if axis is None:
-        labels = [_words(row.case) or row.bench for row in rows]
+        labels = [_words(_without(row.case, same)) or row.bench for row in rows]
         errors = [row.spread.get(value, 0.0) for row in rows]
         axes.barh(range(len(rows)), [row.values[value] for row in rows], xerr=errors)
         axes.set_yticks(range(len(rows)), labels, fontsize=6)
         return
     lines: dict[str, list[Row]] = {}
     for row in rows:
-        lines.setdefault(_words({k: v for k, v in row.case.items() if k != axis}), []).append(row)
+        lines.setdefault(_words(_without(row.case, {*same, axis})), []).append(row)
     for label, found in list(lines.items())[:MAX_LINES]:
         points = sorted((row for row in found if axis in row.case), key=lambda row: float(row.case[axis]))
         places = [float(row.case[axis]) for row in points]
@@ -100,6 +119,16 @@ def _draw_panel(axes: Any, rows: Sequence[Row], value: str) -> None:
     axes.set_xlabel(axis, fontsize="small")
     if any(lines):
         axes.legend(fontsize=6)
+
+
+def _common(rows: Sequence[Row]) -> set[str]:
+    """Return the names that say the same of every row, and so tell no two apart."""
+    names = {name for row in rows for name in row.case}
+    return {name for name in names if len({row.case.get(name) for row in rows}) == 1}
+
+
+def _without(case: Mapping[str, str | int | float], names: set[str]) -> dict[str, str | int | float]:
+    return {name: value for name, value in case.items() if name not in names}
 
 
 def _words(case: Mapping[str, str | int | float]) -> str:

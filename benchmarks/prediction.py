@@ -23,12 +23,12 @@ from asyncrl.config.load import load_config
 from asyncrl.config.tree import Config
 from asyncrl.sim.calibration import (
     Measured,
-    Row,
     base_rates,
     measure,
     prompt_tokens_of_rows,
     rates_of_rows,
 )
+from asyncrl.sim.calibration import Row as LearnerRow
 from asyncrl.sim.outcome import Outcome
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import Setting
@@ -36,9 +36,11 @@ from asyncrl.sim.simulation import Simulation
 from asyncrl.sim.sweep import predict
 from benchmarks.options import Verdict, end_on_sigterm, judge, make_parser, report
 from benchmarks.planner.live import builtin_paths, live_run
+from benchmarks.rows import Row
 from configs import shipped
 
 MAX_STEP_ERROR, MAX_LAG_ERROR = 0.15, 0.5
+TOLD = ("step_s", "lag_mean", "learner_idle", "masked_share")
 WINDOW_S, QUICK_WINDOW_S = 25.0, 8.0
 STEPS = 150
 SETTINGS = (
@@ -59,6 +61,7 @@ FLEET_SETTINGS = (
     "rollout.response_tokens=lognormal:1.0:3000",
     "learner.groups_per_step=1024",
     "weight_sync.parallelism=1024",
+    "eval.every_steps=0",
     f"buffer.memory_bytes={1 << 40}",
 )
 FLEET_RATES = Rates(
@@ -135,7 +138,7 @@ def main(arguments: Sequence[str]) -> int:
         results["cells"] = compare_all(cases, window_s)
     if given.only == "fleet" or not (given.quick or given.only):
         results["fleet"] = time_fleet()
-    return report(given, results, table, check)
+    return report(given, results, table, check, make_rows(results))
 
 
 def time_fleet() -> dict[str, float]:
@@ -181,7 +184,7 @@ def _config(case: Case, folder: Path, number: int) -> Config:
     return load_config(shipped()["quickstart"], values)
 
 
-def _watch(case: Case, config: Config, window_s: float) -> dict[Cell, list[Row]]:
+def _watch(case: Case, config: Config, window_s: float) -> dict[Cell, list[LearnerRow]]:
     windows = {}
     with live_run(config, _say) as live:
         for replicas, max_lag in case.cells:
@@ -191,7 +194,7 @@ def _watch(case: Case, config: Config, window_s: float) -> dict[Cell, list[Row]]
     return windows
 
 
-def _setting(config: Config, cell: Cell, rows: Sequence[Row]) -> Setting:
+def _setting(config: Config, cell: Cell, rows: Sequence[LearnerRow]) -> Setting:
     found = Setting.of(config, prompt_tokens=prompt_tokens_of_rows(rows))
     return replace(found, replicas=cell[0], tightened_to=cell[1]).at_pace()
 
@@ -228,6 +231,21 @@ def table(results: dict[str, Any]) -> str:
         cost = f"{fleet['processor_s']:.1f} s of one core, {fleet['num_events']:.0f} events"
         lines.append(f"an hour of 1,024 replicas: {cost}")
     return "\n".join(lines)
+
+
+def make_rows(results: dict[str, Any]) -> list[Row]:
+    """Return a row per cell, and one of the speed of the planner."""
+    rows = []
+    for name, cell in results["cells"].items():
+        case = {"cell": name, "borrowed_rates": int(not cell["is_calibrated_here"])}
+        values = {"step_error": cell["step_error"], "lag_error": cell["lag_error"]}
+        for figure in TOLD:
+            values[f"{figure}_predicted"] = cell["predicted"][figure]
+            values[f"{figure}_measured"] = cell["measured"][figure]
+        rows.append(Row("prediction", case, values))
+    if "fleet" in results:
+        rows.append(Row("prediction", {"cell": "an hour of 1,024 replicas"}, dict(results["fleet"])))
+    return rows
 
 
 def check(results: dict[str, Any]) -> Verdict:

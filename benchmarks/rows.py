@@ -2,7 +2,7 @@
 
 Owns the form, its file and its validation. A file is written whole or not at all, and what was written is
 what is read. A file says where and with what it was measured; a row says what was measured (`case`), the
-medians (`values`), how much they swing (`spread`), and the seed.
+medians (`values`), how much they swing (`spread`), over how many samples (`counts`), and the seed.
 
     row = Row.of("pipeline", {"max_lag": 4}, {"step_s": [0.2, 0.21, 0.19]})
     file = RowFile.taken_here("pipeline --quick", [row])
@@ -11,12 +11,13 @@ medians (`values`), how much they swing (`spread`), and the seed.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ from asyncrl.errors import DataError
 from benchmarks.machine import describe_hardware, describe_versions
 
 FORMAT = 1
+LEVEL = 0.95
+"""Of medians of the same distribution, the share that lie within their noise of it."""
+MIN_SAMPLES = 4
+"""Fewer say too little of how much they swing."""
+_MEDIAN_OVER_MEAN = 1.25
+"""Standard error of a median over that of a mean, of many normal samples: sqrt(pi / 2)."""
+_MANY = 1000
+"""Samples beyond which their number does not change what spread is expected."""
 Case = Mapping[str, str | int | float]
 """What was measured, by name; two rows with the same benchmark and case can be compared."""
 
@@ -37,6 +46,7 @@ class Row:
         values: Medians (or single figures), with their unit in the name.
         spread: Of those that were measured several times: half the way from the 10th to the 90th percentile,
             in the same unit.
+        counts: The number of samples behind each spread; absent where it is not known.
     """
 
     bench: str
@@ -44,6 +54,7 @@ class Row:
     values: dict[str, float]
     spread: dict[str, float] = field(default_factory=dict)
     seed: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, bench: str, case: Case, samples: Mapping[str, float | Sequence[float]], seed: int = 0) -> Row:
@@ -51,7 +62,20 @@ class Row:
         several = {name: _as_samples(given) for name, given in samples.items()}
         values = {name: statistics.median(found) for name, found in several.items()}
         spread = {name: spread_of(found) for name, found in several.items() if len(found) > 1}
-        return cls(bench, dict(case), values, spread, seed)
+        counts = {name: len(several[name]) for name in spread}
+        return cls(bench, dict(case), values, spread, seed, counts)
+
+    def with_samples(self, name: str, samples: Sequence[float]) -> Row:
+        """Return the row with the median of `samples` as `name`, and of several their spread and number."""
+        added = Row.of(self.bench, {}, {name: samples})
+        spread = {known: value for known, value in self.spread.items() if known != name}
+        counts = {known: value for known, value in self.counts.items() if known != name}
+        return replace(
+            self,
+            values=self.values | added.values,
+            spread=spread | added.spread,
+            counts=counts | added.counts,
+        )
 
 
 @dataclass(frozen=True)
@@ -120,6 +144,47 @@ def spread_of(samples: Sequence[float]) -> float:
     return (tenths[-1] - tenths[0]) / 2
 
 
+def noise_of_median(spread: float, num_samples: int) -> float:
+    """Return how far a median of at least `MIN_SAMPLES` samples may be from the true one, in their unit.
+
+    At `LEVEL`: Student's quantile x 1.25 x standard deviation / sqrt(num_samples), for samples that are
+    independent and not far from normal. The deviation is the spread over what so many standard normal samples
+    have of it, so that a stray sample among ten or more counts little.
+
+    >>> round(noise_of_median(1.2816, 100), 2)
+    0.25
+    """
+    assert num_samples >= MIN_SAMPLES, "too few samples to know their noise"
+    deviation = spread / _expected_spread(min(num_samples, _MANY))
+    quantile = _student_quantile(num_samples - 1)
+    return quantile * _MEDIAN_OVER_MEAN * deviation / math.sqrt(num_samples)
+
+
+@functools.cache
+def _expected_spread(num_samples: int) -> float:
+    """Return the spread of standard normal samples: of their expected values in order (Blom 1958)."""
+    normal = statistics.NormalDist()
+    return spread_of(
+        [normal.inv_cdf((place - 0.375) / (num_samples + 0.25)) for place in range(1, num_samples + 1)]
+    )
+
+
+def _student_quantile(freedom: int) -> float:
+    """Return Student's two-sided quantile at `LEVEL` (Abramowitz and Stegun 26.7.5); 1 % low at 3.
+
+    >>> [round(_student_quantile(freedom), 2) for freedom in (3, 7, 29, 10**6)]
+    [3.16, 2.36, 2.05, 1.96]
+    """
+    z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return math.fsum(term / freedom**power for power, term in enumerate(terms))
+
+
 def parse(body: object, where: str) -> RowFile:
     """Return the file that a JSON value describes.
 
@@ -152,6 +217,9 @@ def _check(row: Row, where: str) -> None:
     unknown = row.spread.keys() - row.values.keys()
     if unknown:
         raise DataError(f"{where}: a spread without a value: {', '.join(sorted(unknown))}")
+    for name, count in row.counts.items():
+        if name not in row.spread or not isinstance(count, int) or count < 2:
+            raise DataError(f"{where}: count of `{name}` is not that of a spread: {count!r}")
 
 
 def _as_samples(given: float | Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""How far it scales: live replicas more and fewer, and what a trajectory costs the control plane.
+"""How far it scales: one, two and three live replicas, and what a trajectory costs the control plane.
 
     asyncrl bench scale [--only live,virtual,sockets,sync,saturation] [--quick] [--check] [--json FILE]
 
@@ -8,14 +8,16 @@ engine adds little).
 
 virtual: 8 to 4,096 replicas at the token rate of a GPU (2,500/s each, groups of 16 answers of 4,096 tokens, a
 step of one group per replica) against the real desk, store and ledger, in virtual time: processor time per
-trajectory of every request. Once the learner is the slower side, so that replicas wait for leases, once the
-faster. A fleet may cost 1.2 times what the smallest costs, no more.
+trajectory of every request, and how many calls of functions that is, which no cache changes. Once the learner
+is the slower side, so that replicas wait for leases, once the faster. No fleet may cost more than 1.2 times
+what the smallest costs.
 
 sockets: 8, 64 and 512 replicas with connections of their own, played by two processes, against the buffer's
 process: its processor time per trajectory at one and the same rate, over at least 20 steps of the learner.
 
-sync: what the coordinator of weight sync computes per member and version. It grows with the fleet, far beyond
-1.2 times (every event goes through all members): it is told, and not judged.
+sync: what the coordinator of weight sync computes per member and version, when receivers do at once what they
+are told. A replica trains one group per version, so a sixteenth of it belongs to a trajectory: it is judged
+together with what the buffer computes.
 
 saturation: the buffer's process with as much as it takes; one core of it is full at `per_cpu_s`.
 
@@ -34,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.options import Verdict, end_on_sigterm, judge, make_parser, report
-from benchmarks.rows import Row, spread_of
+from benchmarks.rows import Row
 from benchmarks.scale_parts import live, sockets, virtual
 from benchmarks.scale_parts.sync import SyncFleet
 
@@ -42,12 +44,11 @@ MAX_GROWTH = 1.2
 PARTS = ("live", "virtual", "sockets", "sync", "saturation")
 FLEETS, QUICK_FLEETS = (8, 64, 512, 4096), (8, 512)
 SOCKET_FLEETS, QUICK_SOCKET_FLEETS = (8, 64, 512), (8, 128)
-SYNC_FLEETS, QUICK_SYNC_FLEETS = (8, 64, 256, 512), (8, 64)
 LOADS = {"learner waits": 0.8, "replicas wait": 1.25}
 """What the learner takes for a step over what the fleet takes to generate it."""
 ROUNDS = 3
-TRAJECTORIES = 8192
-"""Of each round in virtual time, at least."""
+TRAJECTORIES, SYNCS = 8192, 1024
+"""Of each round in virtual time, and members that a version reaches in each round, at least."""
 SETTLING_STEPS, MEASURED_STEPS = 3, 1
 SOCKET_GROUPS_PER_S = 40.0
 """Of all replicas together: 24 MB/s, a third of what two shared cores carry."""
@@ -130,6 +131,7 @@ def measure_virtual(quick: bool, say: Say) -> list[Figures]:
                     "core_share": statistics.median(cost.core_share for cost in costs[count]),
                     "trajectories_per_s": count * virtual.GPU_TOKENS_PER_S / virtual.NUM_TOKENS,
                     "residue": fleet.residue,
+                    "calls_per_trajectory": fleet.count_calls(TRAJECTORIES // 4),
                 }
             )
     return rows
@@ -192,20 +194,38 @@ def _describe(count: int, taken: sockets.Taken) -> Figures:
 def measure_sync(quick: bool, say: Say) -> list[Figures]:
     """Return a row per fleet: processor time of the coordinator."""
     rows = []
-    for count in QUICK_SYNC_FLEETS if quick else SYNC_FLEETS:
+    for count in QUICK_FLEETS if quick else FLEETS:
         fleet = SyncFleet(count)
         fleet.sync(1)  # it also forms the group
-        versions = max(1, 64 // count)
+        versions = max(1, SYNCS // count)
         seconds = [fleet.sync(versions) / versions for _ in range(ROUNDS)]
         say(f"{count} members: {1e3 * statistics.median(seconds):.1f} ms of the coordinator per version")
         rows.append({"replicas": count, "us_per_member": [1e6 * one / count for one in seconds]})
     return rows
 
 
+def add_sync(virtual_rows: Sequence[Figures], sync_rows: Sequence[Figures]) -> list[Figures]:
+    """Return the rows of fleets in both, with the coordinator's part of a trajectory added.
+
+    Of one fleet alone there are none: it has not grown.
+    """
+    sync_us = {row["replicas"]: _fastest(row["us_per_member"]) / virtual.GROUP_SIZE for row in sync_rows}
+    both = [
+        row | {"us_per_trajectory": _fastest(row["us_per_trajectory"]) + sync_us[row["replicas"]]}
+        for row in virtual_rows
+        if row["replicas"] in sync_us
+    ]
+    return both if len(both) > 1 else []
+
+
 def growth(rows: Sequence[Figures], name: str) -> float:
-    """Return what the largest fleet costs over what the smallest does, by the fastest rounds of each."""
-    least, most = (min(rows, key=_replicas), max(rows, key=_replicas))
-    return _fastest(most[name]) / _fastest(least[name])
+    """Return what the dearest fleet costs over what the smallest does, by the fastest rounds of each.
+
+    Raises:
+        ValueError: There is no other fleet to compare with.
+    """
+    smallest, *others = sorted(rows, key=_replicas)
+    return max(_fastest(row[name]) for row in others) / _fastest(smallest[name])
 
 
 def _replicas(row: Figures) -> int:
@@ -244,9 +264,10 @@ def _tell_live(row: Figures) -> str:
 
 
 def _tell_virtual(row: Figures) -> str:
+    us, calls = _fastest(row["us_per_trajectory"]), row["calls_per_trajectory"]
     return (
         f"{row['load']}, {row['replicas']} replicas ({row['trajectories_per_s']:.0f} trajectories/s): "
-        f"{_fastest(row['us_per_trajectory']):.1f} us per trajectory; {row['core_share']:.2%} of a core"
+        f"{us:.1f} us and {calls:.0f} calls per trajectory; {row['core_share']:.2%} of a core"
     )
 
 
@@ -268,12 +289,17 @@ def _tell_sync(row: Figures) -> str:
 
 
 def check(results: Figures) -> Verdict:
-    """Judge the growth of a trajectory's cost with the fleet, and the account; sync is not judged."""
+    """Judge the growth of a trajectory's cost with the fleet, and the account."""
     ratios: dict[str, float] = {}
     for load in LOADS:
         rows = [row for row in results.get("virtual", ()) if row["load"] == load]
         if rows:
             ratios[f"cost per trajectory, virtual, {load}"] = MAX_GROWTH / growth(rows, "us_per_trajectory")
+            ratios[f"calls per trajectory, {load}"] = MAX_GROWTH / growth(rows, "calls_per_trajectory")
+            together = add_sync(rows, results.get("sync", ()))
+            if together:
+                name = f"cost per trajectory, buffer and coordinator, {load}"
+                ratios[name] = MAX_GROWTH / growth(together, "us_per_trajectory")
             ratios[f"residue, {load}"] = float(not any(row["residue"] for row in rows))
     if results.get("sockets"):
         ratios["cost per trajectory, by sockets"] = MAX_GROWTH / growth(
@@ -294,7 +320,7 @@ def make_rows(results: Figures) -> list[Row]:
             samples.pop("joining_step_samples_s", None)
             row = Row.of("scale", case, samples)
             if step_samples is not None:
-                row.spread["step_s"] = spread_of(step_samples)
+                row = row.with_samples("step_s", step_samples)
             rows.append(row)
     return rows
 

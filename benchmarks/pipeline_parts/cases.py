@@ -18,6 +18,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.tree import Config
 from asyncrl.errors import ServiceFailed
 from asyncrl.metrics.row_log import read_rows
+from benchmarks.pipeline_parts.bounded import Work
 from benchmarks.pipeline_parts.crew import LAUNCHER, Crew, seats_of
 from benchmarks.pipeline_parts.sleepers import Pace
 from benchmarks.pipeline_parts.window import Sample, Window, read_window
@@ -61,6 +62,20 @@ class Setting:
         """Return the log-normal distribution of that skew and the setting's mean."""
         return Lengths(sigma, round(self.mean_tokens * math.exp(-(sigma**2) / 2), 2))
 
+    def work(self, sigma: float) -> Work | None:
+        """Return what sleeps for how long; None where nothing sleeps."""
+        if self.pace is None:
+            return None
+        return Work(
+            self.lengths(sigma),
+            self.max_tokens,
+            self.groups_per_step,
+            self.group_size,
+            slots=self.rows,
+            tokens_per_s=self.pace.tokens_per_s,
+            train_s_per_token=self.pace.train_s_per_token,
+        )
+
 
 SCRIPTED = Setting("scripted", 8, 4, 40.0, 320, Pace(tokens_per_s=100.0, train_s_per_token=0.8 / 100.0 / 32))
 """A full engine generates a batch in 0.4 s, and the learner trains it in 0.8 of that."""
@@ -89,6 +104,11 @@ class Case:
     @property
     def max_lag(self) -> int:
         return 0 if self.way == COLOCATED else int(self.way)
+
+    @property
+    def name(self) -> str:
+        """Of the case's run."""
+        return f"{self.engine}-{self.sigma:g}-{self.way}{'-stream' if self.streams else ''}"
 
     @property
     def num_settling(self) -> int:
@@ -131,7 +151,7 @@ def make_config(case: Case, task: Path, folder: Path) -> Config:
         "rollout.engine": "scripted" if setting.pace else "vllm",
         "rollout.replicas": ranks,
         "rollout.group_size": setting.group_size,
-        "rollout.max_sequences": setting.rows,
+        "rollout.max_sequences": setting.rows // ranks,  # of each replica: together they take one batch
         "rollout.max_tokens": setting.max_tokens,
         "rollout.response_tokens": f"lognormal:{lengths.sigma}:{lengths.median_tokens}",
         "staleness.max_lag": case.max_lag,
@@ -223,6 +243,7 @@ class Watch:
             self.rows = found
             if found:  # before, the replicas may still be starting
                 replicas = {name: self._crew.ask(name, "status") for name in self._replicas}
-                self.samples.append(Sample(time.time(), replicas))
+                dropped = self._crew.ask("buffer.0", "status")["census"]["dropped"]
+                self.samples.append(Sample(time.time(), replicas, sum(dropped.values())))
             if time.monotonic() > end_s:
                 raise ServiceFailed(f"no step in time\n{self._crew.tail('learner.0')}")

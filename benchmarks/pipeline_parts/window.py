@@ -13,15 +13,21 @@ from typing import Any
 TRAINING = ("timing_s/old_log_prob", "timing_s/update_actor")
 BUSY = "busy"
 """The share of the replicas' time in which they had a request in flight, beside the causes of the rest."""
+TRAINED = "staleness/trained_tokens"
 ESS = "rollout_corr/rollout_is_eff_sample_size"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the replicas said of themselves at `time_s` of the wall clock, as in the learner's rows."""
+    """What the replicas said of themselves at `time_s` of the wall clock, as in the learner's rows.
+
+    Attributes:
+        dropped_groups: That the buffer had dropped by then.
+    """
 
     time_s: float
     replicas: Mapping[str, Mapping[str, Any]]
+    dropped_groups: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,9 @@ class Window:
         training_s: t: mean seconds per step in which the model computed.
         busy_s: Mean seconds per step in which a replica had a request in flight, of one replica.
         tokens_per_busy_s: What all replicas sampled in a second in which they were busy.
-        exposed_sync_s: Mean seconds per step that the learner spent on handing weights over.
+        exposed_sync_s: Mean seconds per step that the learner spent on handing weights over, or waited to.
         step_samples_s: Each step's seconds.
+        trained_samples_per_s: Each step's trained tokens per second.
         shares: Further figures by name, see `read_window`.
     """
 
@@ -50,6 +57,7 @@ class Window:
     tokens_per_busy_s: float
     exposed_sync_s: float
     step_samples_s: tuple[float, ...] = ()
+    trained_samples_per_s: tuple[float, ...] = ()
     shares: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -62,7 +70,9 @@ def read_window(rows: Sequence[Mapping[str, Any]], samples: Sequence[Sample], fi
     """Return the figures of the steps from `rows[first]` on; the time begins at the end of the one before.
 
     `shares` are `learner/<stage>` (of the step's time), `rollout/<BUSY or cause>` (of the replicas'),
-    `lag_share/<lag>`, `lag_mean`, `masked_share`, `ess`, `longest_tokens`.
+    `lag_share/<lag>`, `lag_mean`, `masked_share`, `ess` (if the correction makes it), `longest_tokens`;
+    `requests_running`, of all replicas while they were busy; `unused_tokens_per_step`, which were sampled and
+    not handed to the learner, and `dropped_groups_per_step`, what the buffer dropped.
     """
     measured, began_s, ended_s = rows[first:], rows[first - 1]["time"], rows[-1]["time"]
     elapsed_s, count = ended_s - began_s, len(rows) - first
@@ -72,29 +82,41 @@ def read_window(rows: Sequence[Mapping[str, Any]], samples: Sequence[Sample], fi
     spent = _account(before, after)
     sampled = sum(after.replicas[name]["tokens"] - before.replicas[name]["tokens"] for name in after.replicas)
     busy_s = spent[BUSY] / num_replicas
+    tokens = _mean(measured, TRAINED) + _mean(measured, "staleness/masked_tokens")
+    watched = [one for one in samples if before.time_s <= one.time_s <= after.time_s]
     return Window(
         num_steps=count,
         step_s=elapsed_s / count,
-        tokens=_mean(measured, "staleness/trained_tokens") + _mean(measured, "staleness/masked_tokens"),
-        trained_tokens=_mean(measured, "staleness/trained_tokens"),
+        tokens=tokens,
+        trained_tokens=_mean(measured, TRAINED),
         training_s=sum(_mean(measured, name) for name in TRAINING),
         busy_s=busy_s * elapsed_s / between_s / count,
         tokens_per_busy_s=sampled / busy_s if busy_s else 0.0,
-        exposed_sync_s=_mean(measured, "weights/publish_s"),
+        exposed_sync_s=_mean(measured, "weights/publish_s") + _mean(measured, "timing_s/wait_publisher"),
         step_samples_s=tuple(row["timing_s/step"] for row in measured),
+        trained_samples_per_s=tuple(row[TRAINED] / row["timing_s/step"] for row in measured),
         shares={
             **_learner_shares(measured),
             **{f"rollout/{cause}": spent[cause] / between_s / num_replicas for cause in sorted(spent)},
             **_of_lags(measured),
             "masked_share": _masked(measured),
-            "ess": _mean(measured, ESS, 1.0),
+            **({"ess": _mean(measured, ESS)} if any(ESS in row for row in measured) else {}),
             "longest_tokens": _mean(measured, "response_length/max"),
+            "requests_running": _running(watched),
+            "unused_tokens_per_step": sampled * elapsed_s / between_s / count - tokens,
+            "dropped_groups_per_step": (after.dropped_groups - before.dropped_groups) / count,
         },
     )
 
 
 def _time(sample: Sample) -> float:
     return sample.time_s
+
+
+def _running(samples: Sequence[Sample]) -> float:
+    """Return the mean number of requests in flight, of all replicas, over the samples with any."""
+    running = [sum(status["in_flight_requests"] for status in one.replicas.values()) for one in samples]
+    return statistics.fmean(count for count in running if count) if any(running) else 0.0
 
 
 def _account(before: Sample, after: Sample) -> dict[str, float]:
@@ -114,7 +136,7 @@ def _mean(rows: Sequence[Mapping[str, Any]], name: str, default: float = 0.0) ->
 
 def _masked(rows: Sequence[Mapping[str, Any]]) -> float:
     masked = _mean(rows, "staleness/masked_tokens")
-    return masked / max(1.0, masked + _mean(rows, "staleness/trained_tokens"))
+    return masked / max(1.0, masked + _mean(rows, TRAINED))
 
 
 def _learner_shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

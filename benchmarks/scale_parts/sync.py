@@ -1,14 +1,14 @@
 """What the coordinator of weight sync computes per version, for a fleet of any size.
 
-Owns a publisher and receivers that do at once what they are ordered; the protocol is the real one, and its
-processor time alone counts.
+Owns a publisher and receivers that do at once what they are ordered, so that the coordinator finds the
+reports of many together, at most a turn of its server; the protocol is the real one, and its processor time
+alone counts.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 
 from asyncrl.errors import SyncError
 from asyncrl.versions import PolicyVersion
@@ -18,6 +18,9 @@ from weight_sync.protocol.rounds import Order, Timing
 
 DEADLINE_S = 60.0
 ABILITIES = frozenset({"gloo"})
+INCARNATION = "1"
+MAX_TURN = 256
+"""Reports that the coordinator's server takes before it looks at what they led to, see `asyncrl.rpc`."""
 
 
 class SyncFleet:
@@ -26,12 +29,11 @@ class SyncFleet:
     def __init__(self, num_members: int) -> None:
         self._coordination = Coordination(Timing.of(DEADLINE_S), parallelism=num_members)
         self._names = [f"receiver.{index}" for index in range(num_members)]
-        self._acts: deque[Callable[[], None]] = deque()
         self._number = 0
         self._now_s = 0.0
-        self._coordination.publisher_hello(PublisherSeat("p", ABILITIES, "", 0, 0.0), None, 0.0)
+        self._coordination.publisher_hello(PublisherSeat(INCARNATION, ABILITIES, "", 0, 0.0), None, 0.0)
         for name in self._names:
-            self._coordination.hello(Card(name, name, ABILITIES, is_attended=True), 0.0)
+            self._coordination.hello(Card(name, INCARNATION, ABILITIES, is_attended=True), 0.0)
         self._coordination.take_orders()
 
     def sync(self, num_versions: int) -> float:
@@ -53,13 +55,16 @@ class SyncFleet:
         return seconds
 
     def _obey(self) -> None:
-        while orders := self._coordination.take_orders():
-            for order in orders:
-                self._do(order)
+        orders = deque(self._coordination.take_orders())
+        while orders:
+            for _ in range(min(len(orders), MAX_TURN)):
+                self._do(orders.popleft())
+            orders += self._coordination.take_orders()
             self._coordination.take_records()
 
     def _do(self, order: Order) -> None:
         now_s, coordination = self._now_s, self._coordination
+        coordination.seen(order.to, INCARNATION, now_s)
         if order.to == PUBLISHER:
             if order.kind == "transfer":
                 coordination.sent(order.fields["round"], 1, now_s)

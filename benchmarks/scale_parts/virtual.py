@@ -13,11 +13,13 @@ import itertools
 import math
 import random
 import struct
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -49,7 +51,6 @@ CALL_S = 30.0
 SWAP_SPREAD_S = 2.0
 """Replicas take up a version within so long."""
 STEPS_PER_CHECKPOINT = 5
-MIN_GROUPS_PER_STEP = 16
 MAX_LAG = 4
 
 
@@ -106,7 +107,7 @@ class Fleet:
 
     def __init__(self, num_replicas: int, load: float) -> None:
         self.clock = ManualClock()
-        self.groups_per_step = max(MIN_GROUPS_PER_STEP, num_replicas)
+        self.groups_per_step = num_replicas
         self.step_s = load * self.groups_per_step * GROUP_S / num_replicas
         self._dice = random.Random(0)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -114,6 +115,7 @@ class Fleet:
         self._outbox: deque[tuple[Call, dict[str, Any]]] = deque()
         self._frames = make_frames()
         self._seconds = {"requests": 0.0, "ticks": 0.0}
+        self._num_calls: int | None = None
         self._calls = itertools.count(1)
         self.num_trained = 0
         self._version, self._step = 0, 0
@@ -157,6 +159,16 @@ class Fleet:
             (requests_s + ticks_s) / virtual_s,
         )
 
+    def count_calls(self, num_trajectories: int) -> float:
+        """Go on likewise, slowly; return how many calls of functions the requests took per trajectory.
+
+        They are the same on every machine: where time grows and they do not, memory is what is slow.
+        """
+        self._num_calls, trained = 0, self.num_trained
+        self.run(num_trajectories)
+        calls, self._num_calls = self._num_calls, None
+        return calls / (self.num_trained - trained)
+
     @property
     def residue(self) -> int:
         """What the ledger's laws leave unexplained."""
@@ -192,12 +204,31 @@ class Fleet:
 
     def _timed(self, what: str, act: Callable[[], Any]) -> None:
         began_s = time.thread_time()
-        act()
+        if self._num_calls is not None and what == "requests":
+            self._count(act)
+        else:
+            act()
         self._seconds[what] += time.thread_time() - began_s
         while self._outbox:
             call, args = self._outbox.popleft()
             if call.answered is not None:
                 call.answered(args)
+
+    def _count(self, act: Callable[[], Any]) -> None:
+        num_calls = 0
+
+        def note(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal num_calls
+            num_calls += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            act()
+        finally:
+            sys.setprofile(before)
+        assert self._num_calls is not None, "it is counting"
+        self._num_calls += num_calls
 
     # Replicas
 

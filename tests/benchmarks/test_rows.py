@@ -2,6 +2,8 @@
 
 import json
 import math
+import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from asyncrl.errors import DataError
 from benchmarks import calibrate
 from benchmarks.figures import make_rows
 from benchmarks.options import TERMINATED, make_parser, report
-from benchmarks.rows import Row, RowFile, spread_of
+from benchmarks.rows import Row, RowFile, noise_of_median, spread_of
 
 
 def made_up() -> RowFile:
@@ -37,6 +39,7 @@ def test_what_was_written_is_what_is_read(tmp_path: Path):
             {"step_s": 0.3, "idle": 0.5},
             {"step_s": pytest.approx(0.08)},
             7,
+            {"step_s": 3},
         ),
     )
     assert found.figures == {"every": [1, 2]}
@@ -46,6 +49,43 @@ def test_what_was_written_is_what_is_read(tmp_path: Path):
 def test_the_spread_is_half_the_way_between_the_outer_tenths():
     assert spread_of([float(value) for value in range(11)]) == pytest.approx(4.0)
     assert spread_of([5.0, 5.0]) == 0.0
+
+
+def test_a_row_with_samples_has_their_median_spread_and_number_and_nothing_of_what_was_there():
+    before = Row.of("scale", {"replicas": 2}, {"step_s": [1.0, 9.0], "idle": [0.1, 0.3]}, 7)
+    samples = [0.2, 0.4, 0.3, 0.5]
+    after = before.with_samples("step_s", samples)
+    assert after == Row.of("scale", {"replicas": 2}, {"step_s": samples, "idle": [0.1, 0.3]}, 7)
+    assert before.counts == {"step_s": 2, "idle": 2}
+    assert before.with_samples("step_s", [4.0]).spread.keys() == {"idle"}
+    (numbered,) = (row for row in make_rows("x", {"a": [{"s": 1.0}, {"s": samples}]}) if "number" in row.case)
+    assert numbered.counts == {"s": 4}
+
+
+def test_a_file_without_counts_is_read(tmp_path: Path):
+    made_up().write(tmp_path / "a.json")
+    body = json.loads((tmp_path / "a.json").read_text())
+    del body["rows"][0]["counts"]
+    (tmp_path / "a.json").write_text(json.dumps(body))
+    (row,) = RowFile.read(tmp_path / "a.json").rows
+    assert (row.spread, row.counts) == ({"step_s": pytest.approx(0.08)}, {})
+
+
+@pytest.mark.parametrize("num_samples", [4, 8, 30, 200])
+def test_a_median_lies_within_its_noise_of_the_true_one_about_nineteen_times_in_twenty(num_samples: int):
+    dice = random.Random(num_samples)
+    draws = ([dice.gauss(1.0, 0.1) for _ in range(num_samples)] for _ in range(400))
+    misses = [
+        abs(statistics.median(samples) - 1.0) > noise_of_median(spread_of(samples), num_samples)
+        for samples in draws
+    ]
+    assert 4 <= sum(misses) <= 32, "of 400, where 20 are expected; few samples are judged with more care"
+
+
+def test_the_noise_of_a_median_is_that_of_student_s_quantile():
+    assert noise_of_median(1.2816, 100) == pytest.approx(1.984 * 1.25 / 10, rel=0.03)
+    assert noise_of_median(1.0, 400) == pytest.approx(noise_of_median(1.0, 100) / 2, rel=0.03)
+    assert noise_of_median(0.0, 4) == 0.0
 
 
 def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path: Path):
@@ -65,6 +105,9 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path: Path):
     [
         ({"values": {"step_s": "fast"}}, "`step_s` is not a finite number"),
         ({"spread": {"other_s": 1.0}}, "a spread without a value: other_s"),
+        ({"counts": {"idle": 3}}, "count of `idle` is not that of a spread"),
+        ({"counts": {"step_s": 1}}, "count of `step_s` is not that of a spread: 1"),
+        ({"counts": {"step_s": "many"}}, "count of `step_s`"),
         ({"case": {"max_lag": [4]}}, "case `max_lag` is neither"),
         ({"bench": ""}, "`bench` is not a name"),
         ({"seed": "one"}, "`seed` is not a whole number"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -68,10 +69,22 @@ def test_a_fleet_over_sockets_is_measured_from_step_to_step() -> None:
     assert taken.us_per_trajectory > 0
 
 
-def test_what_sync_costs_is_told_and_not_judged() -> None:
-    sync = [{"replicas": 8, "us_per_member": [86.0]}, {"replicas": 256, "us_per_member": [535.0]}]
-    assert "256 members: 535 us" in table({"quick": True, "sync": sync})
-    assert check({**results(11.0), "sync": sync})[0]
+def test_what_sync_costs_is_judged_as_a_part_of_a_trajectory() -> None:
+    """Of 16 per member and version: 10 + 1 us at 8 replicas, 11 + x at 512."""
+    for us_per_member, is_met in ((16.0, True), (64.0, False)):
+        sync = [{"replicas": 8, "us_per_member": [16.0]}, {"replicas": 512, "us_per_member": [us_per_member]}]
+        assert f"512 members: {us_per_member:.0f} us" in table({"quick": True, "sync": sync})
+        assert check({**results(11.0), "sync": sync})[0] == is_met
+    assert check({**results(11.0), "sync": sync[:1]})[0], "one fleet is no growth"
+
+
+def test_the_calls_of_requests_are_counted_and_nothing_else() -> None:
+    fleet, before = Fleet(8, 2.0), sys.getprofile()
+    fleet.run(4 * 8 * GROUP_SIZE)
+    counts = [fleet.count_calls(4 * 8 * GROUP_SIZE) for _ in range(2)]
+    assert counts[0] == pytest.approx(counts[1], rel=0.3)
+    assert counts[0] > 20
+    assert sys.getprofile() is before
 
 
 def test_parts_that_there_are_none_of_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +94,9 @@ def test_parts_that_there_are_none_of_are_refused(capsys: pytest.CaptureFixture[
     assert "'x' is none of live, virtual" in capsys.readouterr().err
 
 
-def results(large_us: float, residue: int = 0) -> dict[str, Any]:
+def results(large_us: float, residue: int = 0, **calls_of: float) -> dict[str, Any]:
+    calls = {int(name.removeprefix("of_")): count for name, count in calls_of.items()}
+
     def row(replicas: int, us: list[float]) -> dict[str, Any]:
         return {
             "load": "learner waits",
@@ -91,15 +106,18 @@ def results(large_us: float, residue: int = 0) -> dict[str, Any]:
             "core_share": 0.1,
             "trajectories_per_s": 5.0,
             "residue": residue,
+            "calls_per_trajectory": calls.get(replicas, 100.0),
         }
 
-    return {"quick": True, "virtual": [row(8, [10.0, 12.0, 11.0]), row(512, [large_us, 99.0])]}
+    fleets = [row(8, [10.0, 12.0, 11.0]), row(512, [large_us, 99.0]), row(4096, [10.0])]
+    return {"quick": True, "virtual": fleets}
 
 
-def test_growth_compares_the_fastest_rounds_of_the_largest_and_the_smallest_fleet() -> None:
+def test_growth_compares_the_fastest_rounds_of_the_dearest_and_the_smallest_fleet() -> None:
     assert growth(results(11.5)["virtual"], "us_per_trajectory") == pytest.approx(1.15)
     assert check(results(11.5))[0]
-    assert not check(results(12.5))[0]
+    assert not check(results(12.5))[0], "the largest is cheap, the middle one is not"
+    assert not check(results(11.5, of_512=130.0))[0], "time does not show it here"
 
 
 def test_a_ticket_that_the_laws_leave_unexplained_fails_the_benchmark() -> None:
@@ -108,7 +126,7 @@ def test_a_ticket_that_the_laws_leave_unexplained_fails_the_benchmark() -> None:
 
 
 def test_every_row_is_told_and_kept() -> None:
-    assert len(table(results(11.0)).splitlines()) == 2
+    assert len(table(results(11.0)).splitlines()) == 3
     rows = make_rows(results(11.0))
-    assert [row.case["replicas"] for row in rows] == [8, 512]
+    assert [row.case["replicas"] for row in rows] == [8, 512, 4096]
     assert rows[0].values["us_per_trajectory"] == 11.0

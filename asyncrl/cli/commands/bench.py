@@ -23,7 +23,7 @@ BENCHMARKS = {
     "memory": "Measure what log-probs of a large vocabulary cost in memory.",
     "packing": "Measure packed rows in dynamic microbatches against padded rows.",
     "pipeline": "Measure the same work synchronously and asynchronously, on the same cores.",
-    "scale": "Measure live replicas more and fewer, and the control plane under up to 4,096 of them.",
+    "scale": "Measure one to three live replicas, and the control plane under up to 4,096 of them.",
     "plot": "Draw a file of rows as a PNG.",
     "prediction": "Compare live runs with what the simulator says of them.",
     "staleness_policies": "Simulate what each staleness policy costs, beside published rules.",
