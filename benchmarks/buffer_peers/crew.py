@@ -162,6 +162,8 @@ class Crew:
             except subprocess.TimeoutExpired:
                 worker.kill()
                 worker.wait()
+            assert worker.stdout is not None
+            worker.stdout.close()
         if self._log:
             self._log.close()
 

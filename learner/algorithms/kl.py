@@ -65,7 +65,10 @@ class KlController(Protocol):
         """Take in the KL of one learner step, over all ranks, and its number of rows."""
 
     def restore(self, value: float) -> None:
-        """Take the coefficient of a checkpoint."""
+        """Take the coefficient of a checkpoint, where it is what training has made of it."""
+
+    def turn_off(self) -> None:
+        """Use 0 from now on, which no update leaves."""
 
 
 class FixedKl:
@@ -78,8 +81,11 @@ class FixedKl:
         """Change nothing."""
 
     def restore(self, value: float) -> None:
-        """Take the coefficient of a checkpoint."""
-        self.value = value
+        """Change nothing: a resume may have changed the configured coefficient, which is in force."""
+
+    def turn_off(self) -> None:
+        """Use 0 from now on."""
+        self.value = 0.0
 
 
 class AdaptiveKl:
@@ -104,3 +110,7 @@ class AdaptiveKl:
     def restore(self, value: float) -> None:
         """Take the coefficient of a checkpoint."""
         self.value = value
+
+    def turn_off(self) -> None:
+        """Use 0 from now on, which no update leaves."""
+        self.value = 0.0

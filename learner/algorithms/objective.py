@@ -191,7 +191,7 @@ class Objective:
         """Use coefficient 0 from now on, which no controller leaves; return False without a KL term."""
         if self.kl is None:
             return False
-        self.kl.controller.restore(0.0)
+        self.kl.controller.turn_off()
         return True
 
     def read_controllers(self) -> dict[str, float]:

@@ -23,8 +23,10 @@ SAME_ON_RESUME: Mapping[str, str] = {
 """A key, and why a journal or a checkpoint depends on it."""
 CHANGES_ON_RESUME: Mapping[str, str] = {
     "algorithm.advantage": "not to `remax`, which needs a greedy answer in each journalled group",
+    "algorithm.kl.coef": "the changed one is in force; of an adaptive one, what training has made of it",
     "critic.path": "not while `algorithm.advantage` needs values: checkpoints hold the critic's weights",
     "learner.tp, pp, vpp, cp, dp": "checkpoints are read by any layout of ranks",
+    "learner.lr, critic.lr": "in force at once, times what the guard has made of it",
     "learner.steps": "a run that is done goes on when it is raised",
     "rollout.*": "but `group_size`; the number and the kind of replicas too",
     "staleness.max_lag": "in force for what is admitted from then on",

@@ -49,6 +49,19 @@ def needs_of(config: Config) -> dict[str, tuple[float, float]]:
     }
 
 
+def refuse_living(config: Config, lives: Sequence[Life]) -> None:
+    """Join the cluster, ask its nodes for the heads of some lives of the run, and leave it.
+
+    Raises:
+        ConfigError: There is no such cluster, or one of the heads lives on a node.
+    """
+    membership.join(config.launcher.ray, namespace_of(config))
+    try:
+        membership.refuse_living(lives)
+    finally:
+        shut_down()
+
+
 def enter(config: Config, earlier: Sequence[Life], tell: Callable[[str], None]) -> Config:
     """Join the cluster, end what earlier lives of the run left there, and check its nodes.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
 from asyncrl.control import plan, prepare, shared_memory
+from asyncrl.control.cluster import opening
 from asyncrl.control.launch.handle import RunHandle, attach
 from asyncrl.control.launch.lineage import keep_revisions, refuse_other_lineage
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
@@ -74,6 +76,7 @@ def start(
     folder.logs.mkdir(parents=True, exist_ok=True)
     lock = _take_lock(folder)
     try:
+        _refuse_life_elsewhere(folder, config)
         _end_earlier_life(folder, say)
         if before is not None:
             before()
@@ -111,6 +114,15 @@ def _take_lock(folder: RunDir) -> int:
         what = f"run.name: another 'asyncrl up' is starting the run in {folder.path}"
         raise ConfigError(what, hint="Call it again in a second to watch that run") from error
     return lock
+
+
+def _refuse_life_elsewhere(folder: RunDir, config: Config) -> None:
+    """Before anything of the run is written over: a head that another machine started is seen only there."""
+    live = read_json(folder.live)
+    if live is None or not config.launcher.is_cluster or folder.outcome.exists():
+        return
+    if live.get("node") != platform.node():
+        opening.refuse_living(config, [opening.Life(**life) for life in _earlier_lives(folder)])
 
 
 def _end_earlier_life(folder: RunDir, say: Callable[[str], None]) -> None:
@@ -157,6 +169,7 @@ def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
         "pid": 0,
         "url": "",
         "began": time.time(),
+        "node": platform.node(),
         "command": command,
         "earlier": _earlier_lives(folder),
     }

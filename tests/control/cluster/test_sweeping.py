@@ -122,6 +122,30 @@ def enter(address: str, folder: Path, life: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
+START = """
+import sys
+from asyncrl.config.tree import Config
+from asyncrl.control.launch import run
+address, folder = sys.argv[1:]
+sections = {"model": {"path": folder}, "data": {"train": folder}, "reward": {"fn": "gsm8k"}}
+config = Config(**sections, run={"name": "swept", "dir": folder}, launcher={"ray": address})
+run.plan.check = lambda config: type("Need", (), {"shared_memory": None})
+run.prepare.prepare = lambda config, say: config
+run.start(config, before=lambda: sys.exit("it would have started"))
+"""
+
+
+def start_again(address: str, folder: Path, pid: int) -> subprocess.CompletedProcess[str]:
+    """Start a run of which another machine, of the same cluster, has a head `pid` that lives."""
+    run_dir = RunDir(folder / "swept")
+    run_dir.path.mkdir()
+    run_dir.phase.write_text("of the run that lives")
+    dead = {"run_id": OLDER, "sockets": str(folder / "none"), "pid": 0, "node": "another machine"}
+    write_json(run_dir.live, {**dead, "earlier": [{"run_id": OLD, "sockets": "", "pid": pid}]})
+    command = [sys.executable, "-c", START, address, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_next_up_sweeps_the_nodes_of_a_cluster_unless_an_earlier_life_lives_on_one(
@@ -137,6 +161,11 @@ def test_the_next_up_sweeps_the_nodes_of_a_cluster_unless_an_earlier_life_lives_
             done = enter(cluster.address, tmp_path, f"{OLD}={sockets}={process.pid}")
             assert done.returncode != 0 and f"(pid {process.pid})" in done.stderr
             assert process.poll() is None and segment.exists() and sockets.exists() and not done.stdout
+
+            done = start_again(cluster.address, tmp_path, process.pid)
+            assert done.returncode != 0 and f"(pid {process.pid})" in done.stderr
+            assert process.poll() is None and segment.exists(), "its run was swept"
+            assert RunDir(tmp_path / "swept").phase.read_text() == "of the run that lives"
 
             done = enter(cluster.address, tmp_path, f"{OLD}={sockets}=0")
             assert done.returncode == 0, done.stderr

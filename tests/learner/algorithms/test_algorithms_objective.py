@@ -80,6 +80,17 @@ def test_kl_off_the_reward_changes_the_advantage_and_the_controller_follows():
     assert not make().fall_back_kl()
 
 
+def test_a_resume_keeps_what_adaptation_made_of_the_coefficient_and_takes_a_changed_fixed_one():
+    kept = {"kl_coef": 0.7}
+    adaptive, fixed = (make(kl={"coef": 0.3, **more}) for more in ({"adaptive": {}}, {}))
+    for objective in (adaptive, fixed):
+        objective.restore_controllers(kept)
+    assert (adaptive.read_controllers(), fixed.read_controllers()) == (kept, {"kl_coef": 0.3})
+    for objective in (adaptive, fixed):
+        assert objective.fall_back_kl()
+        assert objective.read_controllers() == {"kl_coef": 0.0}
+
+
 def test_gae_gives_the_critic_its_targets_and_the_value_loss_splits_over_microbatches():
     objective = make(advantage="gae", gamma=0.99, lam=0.95, value_clip=0.2)
     batch, logprobs_N = open_batch()
