@@ -112,6 +112,7 @@ class Fleet:
         self._dice = random.Random(0)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
+        self._waits: list[tuple[float, int, Call]] = []
         self._outbox: deque[tuple[Call, dict[str, Any]]] = deque()
         self._frames = make_frames()
         self._seconds = {"requests": 0.0, "ticks": 0.0}
@@ -193,14 +194,26 @@ class Fleet:
         call = Call(op, args, list(frames), client, next(self._calls), None, answered=answered)  # type: ignore[arg-type]
         call.within_s, call.outbox = CALL_S, self._outbox
         self._timed("requests", partial(self._handle, call))
+        if not call.is_answered and "wait_s" in args:
+            heapq.heappush(self._waits, (self.clock.now() + args["wait_s"], next(self._order), call))
 
     def _handle(self, call: Call) -> None:
         self.desk.handle(call)
         self.desk.end_turn()
 
     def _tick(self) -> None:
+        if (
+            self._has_wait_ended()
+        ):  # which costs its request, whether it is a tick that ends it or another request
+            self._timed("requests", self.desk.end_turn)
         self._timed("ticks", partial(self.desk.tick, self.clock.now()))
         self._after(TICK_S, self._tick)
+
+    def _has_wait_ended(self) -> bool:
+        has_ended = False
+        while self._waits and self._waits[0][0] <= self.clock.now():
+            has_ended |= not heapq.heappop(self._waits)[2].is_answered
+        return has_ended
 
     def _timed(self, what: str, act: Callable[[], Any]) -> None:
         began_s = time.thread_time()

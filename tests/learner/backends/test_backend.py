@@ -57,7 +57,10 @@ def test_the_cut_into_microbatches_does_not_change_the_update(model, max_tokens)
     whole, cut = run(model, range(2)), run(model, range(2), max_tokens_per_microbatch=max_tokens)
     for ours, reference in zip(cut[0], whole[0], strict=True):
         assert ours == pytest.approx(reference, abs=1e-5)
-    assert all(torch.allclose(cut[1][name], whole[1][name], rtol=0, atol=1e-5) for name in whole[1])
+    # Adam divides by the gradient's size: where that is all but 0, its last bits decide; so a few may differ.
+    differences = torch.cat([(cut[1][name] - whole[1][name]).abs().flatten() for name in whole[1]])
+    assert differences.max() < 0.2 * whole[0][0]["actor/lr"]
+    assert (differences > 2e-6).sum() <= 1e-4 * len(differences)
 
 
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"])

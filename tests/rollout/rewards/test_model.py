@@ -70,7 +70,7 @@ def test_a_model_scores_answers_in_batches_as_it_does_one_by_one_and_a_long_one_
 
     *found, long = asyncio.run(run())
     assert found == pytest.approx(wanted, abs=1e-5)
-    assert len(set(found)) == 3
+    assert len({round(score, 5) for score in found}) == 3, "in another batch the last bits may differ"
     assert isinstance(long, RewardError) and long.kind == "refused"
     assert "the model takes 1 to 128" in long.message
     assert reward.child_pids() == []
