@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.system.up_run import UpRun, asyncrl_command
+from tests.system.up_run import UpRun, asyncrl_command, leftovers
 
 CONFIG = Path(__file__).parents[2] / "configs" / "grpo_gsm8k.yaml"
 QUESTION = (
@@ -28,7 +28,7 @@ def write_gsm8k(path: Path, num_rows: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_three_steps_on_gsm8k_prompts(up: Callable[..., UpRun], tmp_path: Path) -> None:
+def test_steps_on_gsm8k_prompts_until_down(up: Callable[..., UpRun], tmp_path: Path) -> None:
     write_gsm8k(tmp_path / "train.jsonl", 40)
     done = subprocess.run(
         asyncrl_command("data", "gsm8k", "train.jsonl", "data/gsm8k_train.parquet"),
@@ -39,11 +39,16 @@ def test_three_steps_on_gsm8k_prompts(up: Callable[..., UpRun], tmp_path: Path) 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    run = up("text", config=CONFIG, cwd=tmp_path)
+    run = up("text", "learner.steps=2000", config=CONFIG, cwd=tmp_path)
+    run.wait_for(lambda status: status["step"] >= 3)
+    assert run.command("down").returncode == 0
     code, output = run.finish()
     assert code == 0, output
     rows = run.rows()
-    assert len(rows) == 3
+    assert [row["training/global_step"] for row in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 3
     assert all(0 <= row["critic/rewards/mean"] <= 1 for row in rows)
     assert max(row["prompt_length/max"] for row in rows) > 2 * min(row["prompt_length/min"] for row in rows)
-    assert run.summary()["ledger_residue"] == 0
+    summary = run.summary()
+    assert summary["ledger_residue"] == 0
+    assert summary["ledger"]["trained"] + summary["ledger"]["dropped"].get("stale", 0) == 4 * len(rows)
+    assert leftovers(run.folder) == []
