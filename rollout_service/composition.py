@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,7 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
     Raises:
         ConfigError: Something that the configuration names does not exist.
     """
+    born = time.monotonic_ns()
     keep_freed_memory()
     config = context.config
     check_gateway(config)
@@ -93,7 +95,9 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
             buffer=ReplicaClient(
                 context.addresses["buffer.0"], context.name, CALL_DEADLINE_S, keys=context.client_keys
             ),
-            weights=ReceiverLink(context.addresses[f"receiver.{context.index}"], context.client_keys),
+            weights=ReceiverLink(
+                context.addresses[f"receiver.{context.index}"], context.client_keys, born
+            ),
             runner=gateway.desk if gateway else GroupRunner(environment, prompts, _group_settings(config)),
             evaluator=build_evaluator(config, engine, tokenizer, held_out, reward, episodes),
             prompts=prompts,

@@ -10,6 +10,7 @@ of a newer one's fencing token gives no more orders.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,10 @@ class CoordinatorService:
         if seq and not self._hellos.is_new(name, incarnation, seq):
             # It was read behind a later one, and its card is old: a member would be thought to serve nothing.
             self._reply(request, poll_s=self._coordination.timing.poll_s, welcome=True)
+            return
+        if _optional(request.args, "told", int, sys.maxsize) < self._reports.newest(name, incarnation):
+            # A report that was made after its card was read before it: the card would undo what that said.
+            self._reply(request, poll_s=self._coordination.timing.poll_s, welcome=True, outdated=True)
             return
         is_welcome = self._seat_publisher(request) if name == PUBLISHER else self._seat_receiver(request)
         if is_welcome:
@@ -291,7 +296,7 @@ class CoordinatorService:
     def _answer(self, name: str, box: Mailbox) -> None:
         assert box.parked is not None
         request, box.parked = box.parked, None
-        orders, frames = fill(box, self._versions)
+        orders, frames = fill(box, self._versions) if not self._newer_token else ([], [])
         self._reply(request, frames, known=True, orders=orders, fenced=self._is_fenced(name))
 
     def _is_fenced(self, name: str) -> bool:

@@ -85,10 +85,11 @@ class Liaison:
         self._who: dict[str, Any] = {"name": name, "incarnation": incarnation}
         self._born = time.time_ns() // 1_000_000
         self._allegiance = Allegiance()
-        self._seqs, self._hello_seqs = itertools.count(1), itertools.count(1)
+        self._hello_seqs, self._num_reports = itertools.count(1), 0
         self._introduce = introduce
         self._deliver = deliver
         self._reports: queue.Queue[_Report] = queue.Queue()
+        self._report_lock = threading.Lock()
         self._poll_s = 1.0
         self._after, self._session = 0, 0
         self._heard_at = self._asked_at = time.monotonic()
@@ -110,7 +111,9 @@ class Liaison:
 
     def report(self, event: str, frames: Sequence[bytes] = (), **args: Any) -> None:
         """Queue an event for the coordinator; never blocks."""
-        self._reports.put(_Report(event, args, frames, next(self._seqs)))
+        with self._report_lock:
+            self._num_reports += 1
+            self._reports.put(_Report(event, args, frames, self._num_reports))
 
     @property
     def lost_for_s(self) -> float:
@@ -136,8 +139,8 @@ class Liaison:
     def _say_goodbye(self) -> None:
         client = Client(self._address, self._keys)
         try:
-            args = {"event": "goodbye", "fields": {}, "seq": next(self._seqs), **self._who, **self._token()}
-            client.call("report", (), GOODBYE_DEADLINE_S, **args)
+            args = {"event": "goodbye", "fields": {}, "seq": self._num_reports + 1, **self._token()}
+            client.call("report", (), GOODBYE_DEADLINE_S, **args, **self._who)
         except AsyncrlError as error:
             log.debug("left without goodbye: %s", error)  # the coordinator may have ended before
         finally:
@@ -189,11 +192,16 @@ class Liaison:
         if self._is_acquainted:
             self._deliver(RESET, {}, b"")
         self._must_say_hello.clear()  # what is lost from here on is not in this introduction
+        told = self._num_reports
         card = self._introduce()
-        seq = next(self._hello_seqs)
-        args = {**self._who, **card.args, **self._token(), "born": self._born, "seq": seq}
+        numbers = {"born": self._born, "seq": next(self._hello_seqs), "told": told}
+        args = {**self._who, **card.args, **self._token(), **numbers}
         reply = self._heard(client.call("hello", card.frames, CALL_DEADLINE_S, **args))
         self._poll_s = wire.field(reply.args, "poll_s", float)
+        if reply.args.get("outdated", False) is True:
+            self.counters["hellos_outdated"] += 1
+            self._must_say_hello.set()  # at once: a later report was read before it
+            return True
         self._after, self._session = 0, self._session + 1
         if reply.args.get("welcome", True) is not True:
             self.is_fenced = True

@@ -7,7 +7,7 @@ import time
 import uuid
 from typing import Any
 
-from asyncrl.errors import DeadlineExceeded
+from asyncrl.errors import DeadlineExceeded, FencedError
 from asyncrl.keys import ClientKeys
 from asyncrl.rpc import AsyncClient
 from asyncrl.wire import field
@@ -22,8 +22,12 @@ class ReceiverLink:
     """A client of the receiver beside this replica.
 
     Calls are numbered: one that was given up and comes late is not believed. Pins have numbers of their own,
-    for polls go on meanwhile. Who was started earlier than another one that has spoken is not heard: a
-    process that is thought dead, and lives on beside its successor.
+    for polls go on meanwhile. Who was born earlier than another one that has spoken is not heard: a process
+    that is thought dead, and lives on beside its successor.
+
+    Args:
+        born: When the replica's process was given its work, by `time.monotonic_ns`, which all processes of
+            a host share; now, without one.
 
     >>> # staged = await link.next_staged(serving_number=0, wait_s=5.0)
     >>> # for name, tensor in open_tensors(staged): ...
@@ -34,10 +38,12 @@ class ReceiverLink:
             before it has caught up. Also while the receiver does not answer.
     """
 
-    def __init__(self, receiver_address: str, keys: ClientKeys | None = None) -> None:
+    def __init__(
+        self, receiver_address: str, keys: ClientKeys | None = None, born: int | None = None
+    ) -> None:
         self._client = AsyncClient(receiver_address, keys)
-        # The receiver compares starts of processes of its own host.
-        self._who: dict[str, Any] = {"life": uuid.uuid4().hex, "born": time.monotonic_ns()}
+        born = time.monotonic_ns() if born is None else born
+        self._who: dict[str, Any] = {"life": uuid.uuid4().hex, "born": born}
         self._seqs, self._pin_seqs = itertools.count(1), itertools.count(1)
         self.is_fenced = False
 
@@ -50,6 +56,7 @@ class ReceiverLink:
 
         Raises:
             DeadlineExceeded: The receiver does not answer.
+            FencedError: Another process has taken this replica's place.
         """
         try:
             reply = await self._client.call(
@@ -63,6 +70,8 @@ class ReceiverLink:
             self.is_fenced = True  # nobody could tell this replica if it were
             raise
         self.is_fenced = field(reply.args, "fenced", bool)
+        if reply.args.get("past", False) is True:
+            raise FencedError("another process has taken this replica's place at its receiver")
         path = field(reply.args, "path", str)
         if not path:
             return None

@@ -149,7 +149,7 @@ class ReceiverService:
             request.reply()
         elif self._is_past(request):
             self.counters["past_calls"] += 1
-            request.reply(path="", fenced=True)
+            request.reply(path="", fenced=True, past=True)
         elif self._is_late(request):
             self.counters["late_calls"] += 1
             request.reply(path="", fenced=self._liaison.is_fenced)

@@ -215,6 +215,8 @@ class Desk:
         except AsyncrlError as error:
             self._outbox.append(Answer(parked.request, parked.given_up, {}, error=error))
             return True
+        if parked.owner[0] == "learner":  # a reservation drops and issues again what others may lease
+            self._has_changed |= self.store.ledger.has_news
         if args is not None:
             self._outbox.append(Answer(parked.request, parked.given_up, args))
         return args is not None

@@ -6,6 +6,7 @@ Shapes: N packed positions, R rows; the estimators take any.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import torch
 
 from learner.algorithms.rows import Rows, clamp_log_ratio, masked
 
+KEPT = "kl_coef"
 KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
 
 
@@ -64,8 +66,11 @@ class KlController(Protocol):
     def update(self, kl: float, num_rows: float) -> None:
         """Take in the KL of one learner step, over all ranks, and its number of rows."""
 
-    def restore(self, value: float) -> None:
-        """Take the coefficient of a checkpoint, where it is what training has made of it."""
+    def state(self) -> dict[str, float]:
+        """Return what training has made of it, which a checkpoint must keep."""
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Take what `state` gave, of a controller of any kind."""
 
     def turn_off(self) -> None:
         """Use 0 from now on, which no update leaves."""
@@ -80,8 +85,12 @@ class FixedKl:
     def update(self, kl: float, num_rows: float) -> None:
         """Change nothing."""
 
-    def restore(self, value: float) -> None:
-        """Change nothing: a resume may have changed the configured coefficient, which is in force."""
+    def state(self) -> dict[str, float]:
+        """Return nothing: a resume may change the configured coefficient, which is in force."""
+        return {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Change nothing."""
 
     def turn_off(self) -> None:
         """Use 0 from now on."""
@@ -107,9 +116,13 @@ class AdaptiveKl:
         error = min(max(kl / self._target - 1, -0.2), 0.2)
         self.value *= 1 + error * num_rows / self._horizon
 
-    def restore(self, value: float) -> None:
-        """Take the coefficient of a checkpoint."""
-        self.value = value
+    def state(self) -> dict[str, float]:
+        """Return the coefficient."""
+        return {KEPT: self.value}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Take the coefficient, if an adaptive one was kept."""
+        self.value = state.get(KEPT, self.value)
 
     def turn_off(self) -> None:
         """Use 0 from now on, which no update leaves."""

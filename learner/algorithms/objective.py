@@ -196,12 +196,12 @@ class Objective:
 
     def read_controllers(self) -> dict[str, float]:
         """Return what a checkpoint must keep."""
-        return {} if self.kl is None else {"kl_coef": self.kl.controller.value}
+        return {} if self.kl is None else self.kl.controller.state()
 
     def restore_controllers(self, state: Mapping[str, float]) -> None:
         """Take what `read_controllers` gave."""
-        if self.kl is not None and "kl_coef" in state:
-            self.kl.controller.restore(state["kl_coef"])
+        if self.kl is not None:
+            self.kl.controller.restore(state)
 
     def _check_fields(self, batch: PackedBatch) -> None:
         if self.needs_values and batch.values_N is None:

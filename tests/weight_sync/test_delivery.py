@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from asyncrl.control.shared_memory import NUM_AT_PUBLISHER, NUM_AT_RECEIVER
+from asyncrl.errors import FencedError
 from asyncrl.rpc import Client
 from asyncrl.versions import PolicyVersion
 from tests.weight_sync.cluster import (
@@ -235,14 +237,18 @@ def test_a_pin_ends_with_its_replica_though_this_receiver_never_heard_what_it_se
 def test_a_replica_that_is_thought_dead_is_not_heard_beside_its_successor(cluster):
     (receiver,) = start(cluster, "receiver.0")
     publish(cluster.handoff(), 1)
-    older, successor = ReceiverLink(receiver.address), ReceiverLink(receiver.address)
+    born = time.monotonic_ns()
+    successor = ReceiverLink(receiver.address)
+    older = ReceiverLink(receiver.address, born=born)  # it was held up before it could make its link
 
     async def live_on() -> None:
         assert (await older.next_staged(0, WAIT_S)).path, "nobody has followed it"
         staged = await successor.next_staged(0, WAIT_S)
         await older.report_loaded(1, ok=True)
         await older.pin()
-        assert await older.next_staged(1, WAIT_S) is None and older.is_fenced
+        with pytest.raises(FencedError, match="another process has taken this replica's place"):
+            await older.next_staged(1, WAIT_S)
+        assert older.is_fenced
         await older.drain()
         assert (await successor.next_staged(0, WAIT_S)).path == staged.path
         assert not successor.is_fenced

@@ -319,6 +319,32 @@ def test_a_peer_that_cannot_introduce_itself_tries_again_whatever_the_error_was(
         made.stop()
 
 
+def test_a_hello_that_a_report_overtakes_is_said_again_with_what_has_changed():
+    cards = []
+
+    def is_pinned() -> bool:
+        return service._coordination.members["receiver.0"].is_pinned
+
+    def introduce() -> Introduction:
+        cards.append(CARD | {"attended": True, "pinned": len(cards) == 1})
+        if len(cards) == 2:
+            made.report("unpin")  # after its state was read, and heard before its hello
+            wait_until(lambda: not is_pinned())
+        return Introduction(cards[-1])
+
+    with coordinator(token=5) as service:
+        made = Liaison(address_of(service), "receiver.0", "1", introduce, lambda *_: None)
+        made.start()
+        wait_until(lambda: "receiver.0" in service.status()["members"])
+        made.report("pin")
+        wait_until(is_pinned)
+        made._must_say_hello.set()
+        wait_until(lambda: made.counters["hellos_outdated"] and not made._must_say_hello.is_set())
+        wait_until(lambda: made._session == 2)
+        made.stop()
+        assert len(cards) == 3 and not is_pinned()
+
+
 def test_who_ends_in_order_has_retired_at_once():
     with coordinator(token=1) as service:
         with liaison(address_of(service), "1", []):

@@ -114,6 +114,94 @@ def test_a_coordinator_that_hears_of_its_successor_keeps_what_the_same_turn_led_
         assert not poll.answers, "without the successor it would be offered version 1"
 
 
+def test_a_coordinator_that_hears_of_its_successor_ends_polls_without_orders(tmp_path: Path) -> None:
+    with serving(tmp_path) as (service, coordination, clock):
+        coordination.publisher_hello(PublisherSeat("p", GLOO, "", 1, clock.now()), None, clock.now())
+        coordination.published(PolicyVersion(1, 0), clock.now())
+        lost = poll(service)
+        assert [order["kind"] for order in lost.answers[0][0]["orders"]] == ["offer"]
+        again = Asked("next_order", **ME, after=3 << ID_BITS)  # the answer did not arrive
+        service.handle(again)
+        with pytest.raises(FencedError):
+            service.handle(Asked("report", **ME, event="attended", fields={}, seq=1, token=4))
+        service.end_turn()
+        clock.advance(TIMING.poll_s)
+        service.tick(0.0)
+        [(answer, _)] = again.answers
+        assert answer["orders"] == []
+
+
+def poll(service: CoordinatorService) -> Asked:
+    """Poll as the member that has acknowledged nothing."""
+    asked = Asked("next_order", **ME, after=3 << ID_BITS)
+    service.handle(asked)
+    service.end_turn()
+    return asked
+
+
+def report(service: CoordinatorService, seq: int, event: str, **fields: Any) -> None:
+    service.handle(Asked("report", **ME, event=event, fields=fields, seq=seq))
+
+
+def test_a_successor_in_the_turn_of_its_forerunner_s_abort_is_ordered_nothing_of_it(tmp_path: Path) -> None:
+    """It would answer that it had not begun to send, and be blamed for it."""
+    with serving(tmp_path) as (service, coordination, clock):
+        publisher = {"abilities": ["gloo"], "store_host": "h", "store_port": 1}
+        service.handle(Asked("hello", name=PUBLISHER, incarnation="p1", born=1, **publisher))
+        coordination.published(PolicyVersion(1, 0), clock.now())
+        service.end_turn()
+        assert coordination.round is not None
+        number = coordination.round.id
+        report(service, 1, "accepted", round=number)
+        service.end_turn()
+        clock.advance(0.1)
+        report(service, 2, "failed", round=number, cause="transport")
+        service.handle(Asked("hello", name=PUBLISHER, incarnation="p2", born=2, **publisher))
+        service.end_turn()
+        asked = Asked("next_order", name=PUBLISHER, incarnation="p2", after=0)
+        service.handle(asked)
+        service.end_turn()
+        assert not any(order["kind"] == "abort" for answer, _ in asked.answers for order in answer["orders"])
+
+
+def test_a_process_in_the_turn_of_its_forerunner_s_offer_is_offered_once(tmp_path: Path) -> None:
+    with serving(tmp_path) as (service, coordination, clock):
+        coordination.publisher_hello(PublisherSeat("p", GLOO, "", 1, clock.now()), None, clock.now())
+        coordination.published(PolicyVersion(1, 0), clock.now())
+        coordination.take_records()  # settles: the forerunner is offered version 1
+        service.handle(Asked("hello", **ME | {"incarnation": "2"}, **CARD))
+        service.end_turn()
+        asked = Asked("next_order", **ME | {"incarnation": "2"}, after=0)
+        service.handle(asked)
+        service.end_turn()
+        assert [order["kind"] for order in asked.answers[0][0]["orders"]] == ["offer"]
+
+
+@pytest.mark.parametrize(
+    ("card", "event", "fields", "attribute", "wanted"),
+    [
+        ({"pinned": True}, "unpin", {}, "is_pinned", False),
+        ({"serving": 1}, "loaded", {"number": 2, "ok": True, "error": ""}, "serving", 2),
+        ({"attended": False}, "attended", {}, "is_attended", True),
+    ],
+)
+def test_a_hello_that_a_report_has_overtaken_undoes_nothing_and_is_said_again(
+    tmp_path: Path, card: dict[str, Any], event: str, fields: dict[str, Any], attribute: str, wanted: object
+) -> None:
+    with serving(tmp_path) as (service, coordination, _):
+        service.handle(Asked("hello", **ME, **CARD | card, seq=1, told=0))
+        report(service, 1, event, **fields)
+        late = Asked("hello", **ME, **CARD | card, seq=2, told=0)  # written before the report, read behind it
+        service.handle(late)
+        service.end_turn()
+        assert getattr(coordination.members["a"], attribute) == wanted
+        assert late.answers[0][0]["outdated"]
+        after = Asked("hello", **ME, **CARD | card, seq=3, told=1)
+        service.handle(after)
+        service.end_turn()
+        assert "outdated" not in after.answers[0][0]
+
+
 def test_a_status_is_as_old_as_the_fleet_is_large(tmp_path: Path) -> None:
     with serving(tmp_path) as (service, coordination, clock):
         service.tick(0.0)

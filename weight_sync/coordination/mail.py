@@ -61,6 +61,11 @@ class ReportLog:
     def __init__(self) -> None:
         self._last: dict[str, tuple[str, int]] = {}
 
+    def newest(self, name: str, incarnation: str) -> int:
+        """Return the number of the last report of a process that was taken, 0 for none."""
+        known, last = self._last.get(name, ("", 0))
+        return last if known == incarnation else 0
+
     def is_new(self, name: str, incarnation: str, seq: int) -> bool:
         """Note report `seq` of a process; False if it, or a later one, was taken before."""
         known, last = self._last.get(name, ("", 0))

@@ -52,6 +52,10 @@ class Floor:
         """Have a peer told to do something."""
         self._orders.append(Order(to, kind, fields))
 
+    def forget_orders(self, to: str) -> None:
+        """Drop what a peer was ordered before its hello: whoever says that knows nothing of it."""
+        self._orders = [order for order in self._orders if order.to != to]
+
     def take_orders(self) -> list[Order]:
         """Return the orders since the last call, oldest first."""
         orders, self._orders = self._orders, []

@@ -134,6 +134,7 @@ class Coordination:
             return False
         if known is not None:
             self._conduct.leave(known, now)
+        self._floor.forget_orders(card.name)
         if known is not None and known.incarnation == card.incarnation:
             known.forget_progress()
             self._raise(known)
@@ -187,6 +188,7 @@ class Coordination:
         if is_older and known is not None and now - known.last_seen < self.timing.dead_s:
             self.counters["refused_hellos"] += 1
             return False
+        self._floor.forget_orders(PUBLISHER)
         self._floor.publisher = seat
         if not is_same:
             self._floor.current = None

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from asyncrl.buffer.parking import MIN_KEPT, Parked, ParkingLot
 from asyncrl.buffer.service import Desk
 from asyncrl.clock import ManualClock
+from asyncrl.experience import encode_group
 from asyncrl.rpc import Request
 from asyncrl.wire import Frame
-from tests.buffer.parts import make_store
+from tests.buffer.parts import make_group, make_store
 
 
 def park(lot: ParkingLot, name: str, lane: object = "lease", deadline: float = 10.0) -> Parked:
@@ -139,19 +140,41 @@ class Heard(Request):
 class FirstSteps:
     """A desk that is asked as over the wire, of a run that has registered its first version."""
 
-    def __init__(self) -> None:
-        self.desk = Desk(make_store(), ManualClock())
+    def __init__(self, **settings: Any) -> None:
+        self.desk = Desk(make_store(**settings), ManualClock())
         self.ask("describe_data", replica="a", num_prompts=10, digest="d", sources=[])
         opened = self.ask("open", holder="learner").answer
         assert opened is not None
         self.token = opened["token"]
         self.ask("register_version", token=self.token, step=0)
 
-    def ask(self, op: str, client: str = "learner", **args: Any) -> Heard:
-        request = Heard(op, args, [], client.encode(), 1, None)  # type: ignore[arg-type]
+    def send(self, op: str, client: str = "learner", frames: Sequence[Frame] = (), **args: Any) -> Heard:
+        request = Heard(op, args, list(frames), client.encode(), 1, None)  # type: ignore[arg-type]
         self.desk.handle(request)
+        return request
+
+    def ask(self, op: str, client: str = "learner", **args: Any) -> Heard:
+        request = self.send(op, client, **args)
         self.desk.end_turn()
         return request
+
+    def take(self, name: str, version: int) -> list[int]:
+        """Lease all that is to be had; return the tickets."""
+        wanted = {"replica": name, "version": version, "want": 8, "wait_s": 0.0}
+        answer = self.ask("lease", name, evaluating=None, **wanted).answer
+        assert answer is not None
+        return [grant["ticket"] for grant in answer["grants"]]
+
+    def push(self, name: str, ticket: int, version: int) -> None:
+        frames = encode_group(make_group(ticket, version=version))
+        self.send("push", name, frames, replica=name, ticket=ticket, attempt=1)
+
+    def train(self, step: int) -> None:
+        """Train what is complete as step `step`, and publish the next version."""
+        ready = self.ask("reserve", token=self.token, step=step, wait_s=0.0).answer
+        assert ready is not None and ready["ready"]
+        self.ask("trained", token=self.token, step=step, dropped=[], lag_max=step)
+        self.ask("register_version", token=self.token, step=step + 1)
 
     def lease(self, name: str, evaluating: int | None = None, want: int = 1) -> Heard:
         wanted = {"replica": name, "version": 1, "want": want, "wait_s": 5.0}
@@ -191,6 +214,29 @@ def test_a_lease_that_is_refused_wakes_nobody_and_one_that_comes_back_does(
     run.ask("release", "a", replica="a", tickets=held)
     assert tried[2:] == ["b0", "b1"]
     assert waiting[0].answer is not None and waiting[0].answer["grants"]
+
+
+def test_a_ticket_that_a_waiting_reservation_issues_again_goes_to_who_waits_for_a_lease() -> None:
+    run = FirstSteps(policy="drop", ready_batches=4)
+    first = run.take("a", 1)
+    run.push("a", first[0], 1)
+    run.push("a", first[1], 1)
+    run.train(0)
+    second = run.take("b", 2)
+    run.push("a", first[3], 1)
+    run.push("b", second[0], 2)
+    run.train(1)
+    third = run.take("c", 3)
+    idle = run.ask("lease", "d", replica="d", version=3, want=1, wait_s=5.0, evaluating=None)
+    reserved = run.ask("reserve", token=run.token, step=2, wait_s=5.0)
+    assert idle.answer is None and reserved.answer is None
+    run.push("a", first[2], 1)  # a straggler, over age
+    run.push("b", second[1], 2)
+    run.push("c", third[0], 3)
+    run.desk.end_turn()
+    assert reserved.answer is not None and reserved.answer["ready"]
+    run.desk.tick(0.0)
+    assert idle.answer is not None and len(idle.answer["grants"]) == 1
 
 
 def test_a_lease_that_tells_of_lost_grants_lets_others_have_them() -> None:

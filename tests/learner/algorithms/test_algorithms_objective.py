@@ -85,10 +85,13 @@ def test_a_resume_keeps_what_adaptation_made_of_the_coefficient_and_takes_a_chan
     adaptive, fixed = (make(kl={"coef": 0.3, **more}) for more in ({"adaptive": {}}, {}))
     for objective in (adaptive, fixed):
         objective.restore_controllers(kept)
-    assert (adaptive.read_controllers(), fixed.read_controllers()) == (kept, {"kl_coef": 0.3})
+    assert adaptive.read_controllers() == kept and adaptive.kl.controller.value == 0.7
+    assert fixed.read_controllers() == {} and fixed.kl.controller.value == 0.3
+    adaptive.restore_controllers(fixed.read_controllers())
+    assert adaptive.kl.controller.value == 0.7, "a fixed one has kept nothing"
     for objective in (adaptive, fixed):
         assert objective.fall_back_kl()
-        assert objective.read_controllers() == {"kl_coef": 0.0}
+        assert objective.kl.controller.value == 0.0
 
 
 def test_gae_gives_the_critic_its_targets_and_the_value_loss_splits_over_microbatches():

@@ -232,7 +232,7 @@ def test_the_adaptive_controller_moves_towards_its_target_and_by_a_fifth_at_most
     assert controller.value == pytest.approx(0.001 * 1.1)
     controller.update(0.0, 50)
     assert controller.value == pytest.approx(0.001 * 1.1 * 0.9)
-    controller.restore(0.0)
+    controller.turn_off()
     controller.update(10.0, 50)
     assert controller.value == 0.0
     fixed = FixedKl(0.3)

@@ -108,7 +108,7 @@ def test_a_divergence_that_is_not_a_number_leaves_the_coefficient_as_it_is():
     controller = AdaptiveKl(0.05, target=0.01, horizon=100)
     controller.update(math.nan, 16)
     assert controller.value == 0.05
-    controller.restore(0.0)
+    controller.turn_off()
     controller.update(math.inf, 16)
     assert controller.value == 0.0
 

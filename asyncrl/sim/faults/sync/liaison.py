@@ -103,12 +103,17 @@ class SimulatedLiaison:
         if self._is_acquainted:
             self._deliver(self._allegiance.token, RESET, {}, b"")
         self._must_say_hello = False
+        told = self._num_reports
         card = self._introduce()
         self._num_hellos += 1
-        numbers = {"token": self._allegiance.token, "born": self._born, "seq": self._num_hellos}
-        args = {**self._who, **card.args, **numbers}
+        numbers = {"born": self._born, "seq": self._num_hellos, "told": told}
+        args = {**self._who, **card.args, "token": self._allegiance.token, **numbers}
         reply = self._heard(await connection.call("hello", card.frames, CALL_DEADLINE_S, **args))
         self._poll_s = reply.args["poll_s"]
+        if reply.args.get("outdated"):
+            self.counters["hellos_outdated"] += 1
+            self._must_say_hello = True
+            return True
         self._after, self._session = 0, self._session + 1
         if not reply.args["welcome"]:
             self.is_fenced = True
