@@ -5,8 +5,9 @@ Reads files of rows, `metrics.jsonl` of a run, and the lines that verl's console
 medians differ only if they do by more than the noise of both (`rows.noise_of_median`, at 95 %), added in
 squares; of many values with no difference about one in twenty is still said to differ. Fewer than
 four samples, or an unknown number of them, tell no noise, and the line says that. The rule takes samples to
-be independent: those of steps that drift together swing more than it says. Owns also what of a log is no
-figure: its steps that warm up, its clocks and its counters.
+be independent: those of steps that drift together swing more than it says, and where they are the steps of
+one run it knows nothing of how runs differ, which is said too. Owns also what of a log is no figure: its
+steps that warm up, its clocks and its counters.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import DataError
+from benchmarks.options import writable
 from benchmarks.rows import MIN_SAMPLES, Row, RowFile, noise_of_median
 
 RUN = "run"
 """The benchmark that the lines of a log are: one row, its samples the steps."""
+OF_STEPS = (RUN, "pipeline", "scale", "gpu.end_to_end")
+"""Benchmarks whose samples are steps of one run."""
+WITHIN_ONE_RUN = "noise within one run each: repeat both to know that between runs"
 WARM_UP_STEPS = 1
 """Of the steps of a log that trained: left out where `MIN_STEPS` others are."""
 MIN_STEPS = 3
@@ -106,13 +111,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="asyncrl bench compare", description=__doc__)
     parser.add_argument("one", type=Path, metavar="A", help="a file of rows, metrics.jsonl, or verl's log")
     parser.add_argument("other", type=Path, metavar="B")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios there, as a PNG")
+    parser.add_argument("--plot", type=writable, metavar="FILE", help="draw the ratios there, as a PNG")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)
     one, other = read(given.one), read(given.other)
     ratios = compare(one.rows, other.rows, not_alike(one, other))
     for sentence in differences(one, other):
         print(sentence, file=sys.stderr)
+    if any(found.noise is not None and found.row.bench in OF_STEPS for found in ratios):
+        print(WITHIN_ONE_RUN, file=sys.stderr)
     print(_as_json(ratios) if given.json else table(ratios))
     if given.plot is not None and ratios:
         from benchmarks.plots import draw_ratios

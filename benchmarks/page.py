@@ -38,8 +38,7 @@ class Directive:
 
     def takes(self, row: Row) -> bool:
         """Tell whether the table has this row."""
-        wanted = (self.where or {}).items()
-        return self.bench in ("", row.bench) and all(str(row.case.get(name)) == text for name, text in wanted)
+        return self.bench in ("", row.bench) and row.is_of(self.where or {})
 
 
 def render(results: Path = RESULTS) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.errors import DataError
+from benchmarks.options import writable
 from benchmarks.plots import draw
 from benchmarks.rows import Row, RowFile
 
@@ -16,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     """Draw as the command line says, print where, and return the exit code."""
     parser = argparse.ArgumentParser(prog="asyncrl bench plot", description=__doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="that --json wrote")
-    parser.add_argument("picture", type=Path, nargs="?", metavar="PNG", help="else FILE with .png")
+    parser.add_argument("picture", type=writable, nargs="?", metavar="PNG", help="else FILE with .png")
     parser.add_argument("--values", type=_read_names, default=(), metavar="A,B", help="these alone")
     parser.add_argument(
         "--where", type=_read_where, default={}, metavar="NAME=VALUE,…", help="rows of such cases"
@@ -24,7 +26,8 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     target = given.picture or given.file.with_suffix(".png")
     rows = select(RowFile.read(given.file).rows, given.values, given.where)
-    draw(rows, target)
+    for sentence in draw(rows, target):
+        print(f"{sentence}: choose with --values and --where", file=sys.stderr)
     print(target)
     return 0
 
@@ -35,7 +38,7 @@ def select(rows: Sequence[Row], values: Sequence[str], where: Mapping[str, str])
     Raises:
         DataError: There are none.
     """
-    of_cases = [row for row in rows if all(str(row.case.get(name)) == text for name, text in where.items())]
+    of_cases = [row for row in rows if row.is_of(where)]
     found = [row for row in (_with_only(values or tuple(row.values), row) for row in of_cases) if row.values]
     if not found:
         raise DataError("no row has such a case and such values", hint="Look into the file for their names")

@@ -12,8 +12,9 @@ Scripted: engine and model sleep at stated rates. What lacks to the closed form 
 which is played through (`pipeline_parts/bounded.py`), and the system's own loss, which is judged.
 Real: vLLM and Megatron-core; g, t and s are those of the very run that is judged, under its contention.
 
-A full run takes about 25 minutes; `--quick` takes sigma 1 and `max_lag` 0 and 4 with few steps, the real ones
-in one run whose bound is moved: under a minute.
+A case that failed leaves the others: it is named, and the exit code is 1. A full run takes about 25 minutes;
+`--quick` takes sigma 1 and `max_lag` 0 and 4 with few steps, the real ones in one run whose bound is moved:
+under a minute.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, ServiceFailed
 from benchmarks.options import Verdict, end_on_sigterm, judge, make_parser, report
 from benchmarks.pipeline_parts.bounded import bounded_share
 from benchmarks.pipeline_parts.cases import COLOCATED, SETTINGS, Case, make_task, run_case
@@ -59,6 +61,8 @@ MAX_EXPOSED_SHARE = 0.05
 
 Figures = dict[str, Any]
 Say = Callable[[str], None]
+Take = tuple[str, Callable[[], list[Figures]]]
+"""What a run is called, and what measures the cases in it."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -66,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     given = read_arguments(arguments)
     end_on_sigterm()  # no service of a run must outlive this
     results = measure(given, lambda sentence: print(sentence, file=sys.stderr, flush=True))
-    return report(given, results, table, check, make_rows(results))
+    return report(given, results, table, check, make_rows(results)) or int(bool(results["failed"]))
 
 
 def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -102,27 +106,24 @@ def _read_ways(text: str) -> tuple[str, ...]:
 
 
 def measure(given: argparse.Namespace, say: Say) -> Figures:
-    """Run all cases and return all figures.
-
-    Raises:
-        ServiceFailed: A service of a run ended, or made no steps.
-    """
+    """Run all cases and return the figures of those that made steps; the others are named in them."""
     engines = list(SETTINGS) if given.engine == "both" else [given.engine]
     cases: list[Figures] = []
     refused: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as name:
-        folder = Path(name)
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as place:
+        folder = Path(place)
         task = make_task(folder / "task")
         for engine in engines:
-            if given.quick and engine == "real":
-                cases += _measure_in_turns(engine, task, folder, say)
-                continue
-            for case in _cases(given, engine):
+            for name, take in _takes(given, engine, task, folder, say):
                 try:
-                    cases.append(_measure_alone(case, given.quick, task, folder, say))
+                    cases += take()
                 except ConfigError as error:
-                    refused.append(f"{case.name} was refused: {error}")
+                    refused.append(f"{name} was refused: {error}")
                     say(refused[-1])
+                except ServiceFailed as error:
+                    say(f"{name} failed: {error}")
+                    failed.append(f"{name} failed: {str(error).splitlines()[0]}")
     return {
         "benchmark": "pipeline",
         "quick": given.quick,
@@ -130,7 +131,17 @@ def measure(given: argparse.Namespace, say: Say) -> Figures:
         "settings": {engine: _describe(engine) for engine in engines},
         "cases": compare(cases),
         "refused": refused,
+        "failed": failed,
     }
+
+
+def _takes(given: argparse.Namespace, engine: str, task: Path, folder: Path, say: Say) -> Iterator[Take]:
+    """Yield what is to be run of an engine: its name, and what measures it."""
+    if given.quick and engine == "real":
+        yield engine, partial(_measure_in_turns, engine, task, folder, say)
+        return
+    for case in _cases(given, engine):
+        yield case.name, partial(_measure_alone, case, given.quick, task, folder, say)
 
 
 def _cases(given: argparse.Namespace, engine: str) -> Iterator[Case]:
@@ -144,15 +155,24 @@ def _cases(given: argparse.Namespace, engine: str) -> Iterator[Case]:
                 yield Case(engine, sigma, way, streams=True)
 
 
-def _measure_alone(case: Case, quick: bool, task: Path, folder: Path, say: Say) -> Figures:
-    """Return the figures of a case that has a run of its own."""
+def _measure_alone(case: Case, quick: bool, task: Path, folder: Path, say: Say) -> list[Figures]:
+    """Return the figures of a case that has a run of its own.
+
+    Raises:
+        ConfigError: What the case asks for is refused.
+        ServiceFailed: A service of the run ended, or made no steps.
+    """
     steps = (QUICK_STEPS if quick else STEPS)[case.engine][case.way not in SYNCHRONOUS]
     [window] = run_case(case, task, folder / case.name, [(case.max_lag, steps)], say)
-    return describe(case, window)
+    return [describe(case, window)]
 
 
 def _measure_in_turns(engine: str, task: Path, folder: Path, say: Say) -> list[Figures]:
-    """Return the figures of both bounds of one run: a bound of 0 admits as a run of `max_lag` 0 does."""
+    """Return the figures of both bounds of one run: a bound of 0 admits as a run of `max_lag` 0 does.
+
+    Raises:
+        ServiceFailed: A service of the run ended, or made no steps.
+    """
     case = Case(engine, JUDGED_SIGMA, JUDGED_WAY)
     sync_steps, async_steps = QUICK_STEPS[engine]
     turns = [(case.max_lag, async_steps), (0, sync_steps)]
@@ -350,8 +370,8 @@ def _tell_lags(case: Figures) -> str:
 
 def check(results: Figures) -> Verdict:
     """Judge what the system costs where engine and model sleep, and what asynchrony gives with real ones."""
-    if results.get("refused"):
-        return False, results["refused"][0]
+    if missing := [*results.get("refused", ()), *results.get("failed", ())]:
+        return False, missing[0]
     ratios = {}
     for case in results["cases"]:
         named = case["case"]

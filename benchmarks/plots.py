@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.rows import Row
+from benchmarks.rows import Row, unwritable
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from benchmarks.comparison import Ratio
 
 MAX_PANELS, MAX_LINES, MAX_RATIOS = 12, 8, 60
@@ -21,25 +23,54 @@ MAX_SHOWN = 10.0
 DPI = 110
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the values that most rows of a benchmark have, in at most `MAX_PANELS` panels, as a PNG."""
+def draw(rows: Sequence[Row], path: Path) -> list[str]:
+    """Draw the values that most rows of a benchmark have, in at most `MAX_PANELS` panels, as a PNG.
+
+    Return a sentence for each thing that there was no room for.
+
+    Raises:
+        DataError: The file cannot be written.
+    """
     from matplotlib.figure import Figure
 
-    panels = choose_panels(rows)
+    wanted = order_panels(rows)
+    panels = wanted[:MAX_PANELS]
     columns = min(3, max(1, len(panels)))
     lines = -(-len(panels) // columns) or 1
     figure = Figure(figsize=(4.6 * columns, 3.2 * lines), layout="constrained")
     grid = figure.subplots(lines, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.axis("off")
+    missing = [f"{len(panels)} of {len(wanted)} panels are drawn"] if len(wanted) > len(panels) else []
     for axes, (bench, value) in zip(grid.flat, panels, strict=False):
-        _draw_panel(axes, [row for row in rows if row.bench == bench and value in row.values], value)
+        num_lines = _draw_panel(
+            axes, [row for row in rows if row.bench == bench and value in row.values], value
+        )
+        if num_lines > MAX_LINES:
+            missing.append(f"{bench}: {value}: {MAX_LINES} of {num_lines} lines are drawn")
         axes.set_title(f"{bench}: {value}", fontsize="small")
-    figure.savefig(path, dpi=DPI, format="png")
+    save(figure, path)
+    return missing
+
+
+def save(figure: Figure, path: Path, form: str | None = "png") -> None:
+    """Write a figure as a PNG, or as its name says if `form` is None.
+
+    Raises:
+        DataError: The file cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=DPI, format=form)
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def draw_ratios(ratios: Sequence[Ratio], path: Path) -> None:
-    """Draw B over A of each value, with its noise; those beyond the noise are marked."""
+    """Draw B over A of each value, with its noise; those beyond the noise are marked.
+
+    Raises:
+        DataError: The file cannot be written.
+    """
     from matplotlib.figure import Figure
 
     drawn = [found for found in ratios if found.ratio is not None]
@@ -56,7 +87,7 @@ def draw_ratios(ratios: Sequence[Ratio], path: Path) -> None:
     axes.invert_yaxis()
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xlabel(f"B / A, and noise; {len(shown)} of {len(ratios)} values")
-    figure.savefig(path, dpi=DPI, format="png")
+    save(figure, path)
 
 
 def bar_of(found: Ratio) -> tuple[float, float, float]:
@@ -74,8 +105,11 @@ def bar_of(found: Ratio) -> tuple[float, float, float]:
     return low, point, high
 
 
-def choose_panels(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return (benchmark, value) of what is drawn: of each benchmark in turn what most of its rows have."""
+def order_panels(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return every (benchmark, value): of each benchmark in turn what most of its rows have.
+
+    The first `MAX_PANELS` are drawn.
+    """
     by_bench: dict[str, dict[str, int]] = {}
     for row in rows:
         counts = by_bench.setdefault(row.bench, {})
@@ -86,7 +120,7 @@ def choose_panels(rows: Sequence[Row]) -> list[tuple[str, str]]:
         for bench, counts in by_bench.items()
     ]
     turns = max((len(queue) for queue in queues), default=0)
-    return [queue[turn] for turn in range(turns) for queue in queues if turn < len(queue)][:MAX_PANELS]
+    return [queue[turn] for turn in range(turns) for queue in queues if turn < len(queue)]
 
 
 def choose_axis(rows: Sequence[Row]) -> str | None:
@@ -100,14 +134,15 @@ def choose_axis(rows: Sequence[Row]) -> str | None:
     return most if most and len(found[most]) > 1 else None
 
 
-def _draw_panel(axes: Any, rows: Sequence[Row], value: str) -> None:
+def _draw_panel(axes: Any, rows: Sequence[Row], value: str) -> int:
+    """Draw a bar per row, or the first `MAX_LINES` lines over a number; return how many lines there are."""
     axis, same = choose_axis(rows), _common(rows)
     if axis is None:
         labels = [_words(_without(row.case, same)) or row.bench for row in rows]
         errors = [row.spread.get(value, 0.0) for row in rows]
         axes.barh(range(len(rows)), [row.values[value] for row in rows], xerr=errors)
         axes.set_yticks(range(len(rows)), labels, fontsize=6)
-        return
+        return 0
     lines: dict[str, list[Row]] = {}
     for row in rows:
         lines.setdefault(_words(_without(row.case, {*same, axis})), []).append(row)
@@ -119,6 +154,7 @@ def _draw_panel(axes: Any, rows: Sequence[Row], value: str) -> None:
     axes.set_xlabel(axis, fontsize="small")
     if any(lines):
         axes.legend(fontsize=6)
+    return len(lines)
 
 
 def _common(rows: Sequence[Row]) -> set[str]:

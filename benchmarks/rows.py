@@ -11,6 +11,7 @@ medians (`values`), how much they swing (`spread`), over how many samples (`coun
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -65,6 +66,14 @@ class Row:
         counts = {name: len(several[name]) for name in spread}
         return cls(bench, dict(case), values, spread, seed, counts)
 
+    def is_of(self, where: Mapping[str, str]) -> bool:
+        """Tell whether the case has all these, given as text; numbers are compared as numbers.
+
+        >>> Row("pipeline", {"sigma": 1.0}, {}).is_of({"sigma": "1"})
+        True
+        """
+        return all(name in self.case and _is_same(self.case[name], text) for name, text in where.items())
+
     def with_samples(self, name: str, samples: Sequence[float]) -> Row:
         """Return the row with the median of `samples` as `name`, and of several their spread and number."""
         added = Row.of(self.bench, {}, {name: samples})
@@ -106,8 +115,7 @@ class RowFile:
         """Put the file in place of `path`, whole or not at all.
 
         Raises:
-            DataError: A value is not a finite number; nothing is written.
-            OSError: The folder cannot be written.
+            DataError: A value is not a finite number, or the folder cannot be written; nothing is written.
         """
         body = {"format": FORMAT, **asdict(self), "rows": [asdict(row) for row in self.rows]}
         parse(body, str(path))
@@ -115,8 +123,10 @@ class RowFile:
         try:
             partial.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
             partial.replace(path)
+        except OSError as error:
+            raise unwritable(path, error) from error
         finally:
-            partial.unlink(missing_ok=True)
+            _remove(partial)
 
     @classmethod
     def read(cls, path: Path) -> RowFile:
@@ -134,10 +144,17 @@ class RowFile:
         return parse(body, str(path))
 
 
+def unwritable(path: Path, error: OSError) -> DataError:
+    """Return what to raise of a file that could not be written."""
+    return DataError(
+        f"{path} cannot be written: {error.strerror or error}", hint="Give a file in a folder that can be"
+    )
+
+
 def spread_of(samples: Sequence[float]) -> float:
     """Return half the way from the 10th to the 90th percentile of at least two samples.
 
-    >>> spread_of([1.0, 2.0, 3.0])
+    >>> round(spread_of([1.0, 2.0, 3.0]), 9)
     0.8
     """
     tenths = statistics.quantiles(samples, n=10, method="inclusive")
@@ -198,12 +215,24 @@ def parse(body: object, where: str) -> RowFile:
         parts = {name: body[name] for name in ("hardware", "versions", "taken", "command")}
     except (KeyError, TypeError) as error:
         raise DataError(f"{where}: {error}") from error
+    parts["figures"] = body.get("figures", {})
+    _check_types(parts, ("hardware", "versions", "figures"), dict, where)
+    _check_types(parts, ("taken", "command"), str, where)
     for number, row in enumerate(rows):
         _check(row, f"{where}: row {number}")
-    return RowFile(rows=rows, figures=body.get("figures", {}), **parts)
+    return RowFile(rows=rows, **parts)
+
+
+def _check_types(given: Mapping[str, object], names: Iterable[str], wanted: type, where: str) -> None:
+    """Raise DataError for the first that is of another type: text, or a mapping."""
+    for name in names:
+        if not isinstance(given[name], wanted):
+            what = "text" if wanted is str else "a mapping"
+            raise DataError(f"{where}: `{name}` is not {what} but {given[name]!r}")
 
 
 def _check(row: Row, where: str) -> None:
+    _check_types(vars(row), ("case", "values", "spread", "counts"), dict, where)
     if not isinstance(row.bench, str) or not row.bench:
         raise DataError(f"{where}: `bench` is not a name")
     if not isinstance(row.seed, int):
@@ -220,6 +249,21 @@ def _check(row: Row, where: str) -> None:
     for name, count in row.counts.items():
         if name not in row.spread or not isinstance(count, int) or count < 2:
             raise DataError(f"{where}: count of `{name}` is not that of a spread: {count!r}")
+
+
+def _is_same(value: str | int | float, text: str) -> bool:
+    if isinstance(value, str):
+        return value == text
+    try:
+        return float(text) == value
+    except ValueError:
+        return str(value) == text  # of a truth value
+
+
+def _remove(path: Path) -> None:
+    """Remove a file if it is there and its folder can be written."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _as_samples(given: float | Sequence[float]) -> list[float]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.options import make_parser
+from benchmarks.options import make_parser, writable
 from benchmarks.staleness.cell import LAGS, METHODS, SEEDS, Cell, Recipe, run_cell
 from benchmarks.staleness.report import check, draw, table
 
@@ -152,7 +152,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "Measure what lag does to learning under each correction. --json FILE keeps the cells, and goes on.",
         quick="two cells, fewer steps: within a minute",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there")
+    parser.add_argument("--plot", type=writable, metavar="FILE", help="draw the curves there")
     parser.add_argument("--cells", default="", metavar="NAMES", help="such as decoupled/64,none/64/0")
     parser.add_argument("--steps", type=int, metavar="N", help=f"steps of every cell (default {NUM_STEPS})")
     parser.add_argument("--stop-after-s", type=float, default=float("inf"), help="start no cell after that")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.errors import DataError
-from benchmarks.options import end_on_sigterm
+from benchmarks.options import command_of, end_on_sigterm, writable
 from benchmarks.rows import Row, RowFile
 
 QUICK = ("ledger", "learner", "pipeline", "buffer", "weight_sync", "rollout")
@@ -72,12 +72,14 @@ def main(arguments: Sequence[str]) -> int:
     print(table(results))
     rows = [row for result in results for row in result.rows]
     if given.json is not None:
-        command = "all --quick" if given.quick else "all"
-        RowFile.taken_here(command, rows).write(given.json)
+        verdicts = {result.name: {"code": result.code, "verdict": result.verdict} for result in results}
+        file = RowFile.taken_here(command_of("all", arguments), rows, {"verdicts": verdicts})
+        file.write(given.json)
     if given.plot is not None:
         from benchmarks.plots import draw
 
-        draw(rows, given.plot)
+        for sentence in draw(rows, given.plot):
+            print(sentence, file=sys.stderr)
     return int(any(is_failure(result, is_checked=given.check) for result in results))
 
 
@@ -95,8 +97,8 @@ def _read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--quick", action="store_true", help="the short forms: at most five minutes")
     parser.add_argument("--only", metavar="NAME,…", help="these alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them there, as a PNG")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write all rows there")
+    parser.add_argument("--plot", type=writable, metavar="FILE", help="draw them there, as a PNG")
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 if a figure misses its target or was left out"
     )

@@ -21,6 +21,7 @@ import torch
 from asyncrl.config.tree import WeightSyncSection
 from benchmarks.figures import make_rows
 from benchmarks.options import Verdict, judge, make_parser, report
+from benchmarks.plots import save
 from benchmarks.rows import Row
 from benchmarks.weight_sync_peers.engine import measure_engine
 from benchmarks.weight_sync_peers.gloo import BUCKETED, MEMCPY, TENSORS, BareGroup
@@ -52,9 +53,10 @@ def main(arguments: Sequence[str]) -> int:
     has_engine = not given.quick and given.rows is None
     rows = given.rows or (QUICK if given.quick else FULL)
     results = measure(rows, given.bucket_bytes, quick=given.quick, has_engine=has_engine)
-    if given.json is not None:
-        draw(results, given.json.with_suffix(".png"))
-    return report(given, results, table, check, describe(results))
+    code = report(given, results, table, check, describe(results))
+    if given.json is not None and given.json.suffix != ".png":
+        draw(results, given.json.with_suffix(".png"))  # last: the rows are kept if it fails
+    return code
 
 
 def parse_row(text: str) -> tuple[int, int]:
@@ -123,12 +125,13 @@ def ratio(row: dict[str, Any], above: str, below: str) -> float:
 
 def describe(results: dict[str, Any]) -> list[Row]:
     """Return a row per size and number of receivers, with the ratios of each turn, and those of the rest."""
-    rows = [_describe_row(row) for row in results["rows"]]
+    run = {"bucket_bytes": results["bucket_bytes"], "quick": results["quick"]}
+    rows = [_describe_row(row, run) for row in results["rows"]]
     rest = {name: value for name, value in results.items() if name != "rows"}
     return rows + make_rows("weight_sync", rest)
 
 
-def _describe_row(row: dict[str, Any]) -> Row:
+def _describe_row(row: dict[str, Any], run: dict[str, Any]) -> Row:
     ratios = {
         "of_bare_gloo": ("bucketed_s", "transfer_s"),
         "of_tensors": ("tensors_s", "transfer_s"),
@@ -139,7 +142,7 @@ def _describe_row(row: dict[str, Any]) -> Row:
     samples["gb_per_s"] = [row["num_bytes"] / seconds / 1e9 for seconds in row["transfer_s"]]
     for name, (above, below) in ratios.items():
         samples[name] = [a / b for a, b in zip(row[above], row[below], strict=True)]
-    case = {"megabytes": round(row["num_bytes"] / MB), "receivers": row["num_receivers"]}
+    case = {"megabytes": round(row["num_bytes"] / MB), "receivers": row["num_receivers"], **run}
     return Row.of("weight_sync", case, samples)
 
 
@@ -248,4 +251,4 @@ def draw(results: dict[str, Any], path: Path) -> None:
     axes.set_xticks(range(len(rows)), labels)
     axes.set_ylabel("GB/s to each receiver")
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+    save(figure, path)

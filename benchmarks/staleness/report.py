@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from benchmarks.plots import save
+
 LAST_EVALUATIONS = 3
 FULL_NUM_STEPS = 300
 TARGET_DECOUPLED = 0.85
@@ -180,7 +182,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     accuracy.legend()
     kl.set_yscale("symlog", linthresh=0.001)
     kl.set_ylim(bottom=0)
-    figure.savefig(path, dpi=110)
+    save(figure, path, form=None)
 
 
 def mean_curve(results: dict[str, Any], method: str, lag: int) -> list[tuple[float, float]]:

@@ -15,9 +15,20 @@ from asyncrl.cli.app import app
 from asyncrl.cli.commands.bench import BENCHMARKS
 from asyncrl.errors import DataError
 from asyncrl.metrics.registry import METRICS
-from benchmarks.comparison import NOT_FIGURES, Ratio, compare, differences, main, not_alike, read, table
+from benchmarks import suite
+from benchmarks.comparison import (
+    NOT_FIGURES,
+    WITHIN_ONE_RUN,
+    Ratio,
+    compare,
+    differences,
+    main,
+    not_alike,
+    read,
+    table,
+)
 from benchmarks.figures import make_rows
-from benchmarks.plots import MAX_SHOWN, bar_of, choose_axis, choose_panels, draw_ratios
+from benchmarks.plots import MAX_SHOWN, bar_of, choose_axis, draw_ratios, order_panels
 from benchmarks.rows import Row, RowFile, noise_of_median
 from benchmarks.suite import (
     CLOSING_S,
@@ -157,6 +168,23 @@ def test_another_machine_or_version_is_said(tmp_path: Path):
     assert list(differences(one, one)) == []
 
 
+def test_noise_of_the_steps_of_one_run_each_is_said_to_be_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    steps, turns = row([1.0, 1.1, 1.1, 1.2]), Row.of("ledger", {}, {"us": [1.0, 1.1, 1.1, 1.2]})
+    log = "\n".join(f"step:{number} - timing_s/step:1.{number}" for number in range(1, 8))
+    (tmp_path / "verl.log").write_text(log)
+    cases = {
+        "pipeline": (write(tmp_path / "a.json", steps), True),
+        "a log": (tmp_path / "verl.log", True),
+        "ledger": (write(tmp_path / "b.json", turns), False),
+        "single figures": (write(tmp_path / "c.json", row(1.0)), False),
+    }
+    for name, (path, is_said) in cases.items():
+        assert main([str(path), str(path)]) == 0
+        assert (WITHIN_ONE_RUN in capsys.readouterr().err) == is_said, name
+
+
 def test_other_work_is_said(tmp_path: Path):
     ones = [replace(row(1.0, max_lag=lag), seed=lag) for lag in (0, 1, 2)]
     others = [replace(row(1.0, max_lag=lag), seed=7) for lag in (0, 1)]
@@ -264,7 +292,7 @@ def test_a_picture_has_the_number_that_takes_most_values_on_its_axis(tmp_path: P
     rows = [row(1.0 / (1 + lag), max_lag=lag, sigma=sigma) for lag in (0, 1, 4) for sigma in (0.5, 1.0)]
     assert choose_axis(rows) == "max_lag"
     assert choose_axis(rows[:1]) is None
-    assert choose_panels([*rows, *make_rows("ledger", {"us": 1.0})]) == [
+    assert order_panels([*rows, *make_rows("ledger", {"us": 1.0})]) == [
         ("pipeline", "step_s"),
         ("ledger", "us"),
     ]
@@ -308,6 +336,21 @@ def test_all_quick_ends_within_its_five_minutes_and_says_last_what_it_left_out()
     *_, total, last = suite_table(results).splitlines()
     assert total == "280 s in all"
     assert last == ("not measured: learner (failed), weight_sync (no time), rollout (no time)")
+
+
+def test_the_file_of_all_keeps_what_was_asked_for_and_every_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    scripted = ScriptedBenchmarks(failing="learner")
+    monkeypatch.setattr(suite, "run_alone", scripted.run)
+    monkeypatch.setattr(suite, "end_on_sigterm", lambda: None)
+    assert suite.main(["--quick", "--only", "ledger,learner", "--json", f"{tmp_path}/a.json"]) == 1
+    file = RowFile.read(tmp_path / "a.json")
+    assert file.command == "all --quick --only ledger,learner"
+    assert file.figures["verdicts"] == {
+        "ledger": {"code": 0, "verdict": "worst ratio to a target: 1.50 (x)"},
+        "learner": {"code": 1, "verdict": "failed: broken"},
+    }
 
 
 def test_what_was_left_out_is_a_failure_where_targets_are_checked():

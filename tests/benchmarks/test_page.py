@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from asyncrl.cli.commands.bench import MODULES
 from asyncrl.errors import DataError
 from benchmarks.page import NOT_OF_ROWS, RESULTS, caption, parse_directive, render, show, table
 from benchmarks.rows import Row, RowFile
@@ -82,3 +85,35 @@ def test_a_caption_says_only_what_was_recorded_of_the_machine():
 
 def test_numbers_are_shown_with_four_digits():
     assert [show(value) for value in (12345.6, 0.012346, 3.0, 0.0)] == ["12,346", "0.01235", "3", "0"]
+
+
+def missed(file: RowFile) -> Iterator[str]:
+    """Yield the verdicts of targets that the figures of a file miss; none where a file has no figures."""
+    for found in file.figures.get("verdicts", {}).values():
+        if found["code"]:
+            yield found["verdict"]
+    bench = file.command.split()[0]
+    module = importlib.import_module(f"benchmarks.{MODULES.get(bench, bench)}")
+    if file.figures and hasattr(module, "check"):
+        is_met, verdict = module.check(file.figures)
+        if not is_met:
+            yield verdict
+
+
+def sections_of(name: str) -> str:
+    """Return the texts that show rows of a stored file."""
+    texts = (path.read_text(encoding="utf-8") for path in (RESULTS / "texts").glob("*.md"))
+    return "\n".join(text for text in texts if f"<!-- rows: {name} " in text)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in RESULTS.glob("*.json")))
+def test_a_stored_file_that_misses_a_target_has_a_section_that_says_so(name: str):
+    if name in NOT_OF_ROWS:
+        return
+    for verdict in missed(RowFile.read(RESULTS / name)):
+        assert "missed" in sections_of(name), f"{name}: {verdict}"
+
+
+def test_the_file_of_weight_sync_misses_a_target_which_its_section_tells_by_its_words():
+    (verdict,) = missed(RowFile.read(RESULTS / "weight_sync-2026-11-21.json"))
+    assert "learner stall" in verdict and verdict in sections_of("weight_sync-2026-11-21.json")

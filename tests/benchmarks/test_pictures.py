@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.errors import DataError
 from benchmarks.pictures import main, select
-from benchmarks.plots import draw
+from benchmarks.plots import MAX_LINES, MAX_PANELS, draw
 from benchmarks.rows import Row, RowFile
 
 ROWS = [
@@ -22,9 +22,22 @@ def test_cases_and_values_are_chosen_by_name() -> None:
     assert select(ROWS, (), {}) == ROWS
     chosen = select(ROWS, ("idle",), {"engine": "real", "sigma": "1.0"})
     assert chosen == [Row("b", {"engine": "real", "sigma": 1.0, "quick": 0}, {"idle": 0.5})]
-    for values, where in ((("no",), {}), ((), {"engine": "none"})):
+    for text in ("1", "1.0", "1e0"):
+        assert select(ROWS, ("idle",), {"engine": "real", "sigma": text}) == chosen, "numbers, not texts"
+    for values, where in (
+        ((), {"sigma": "one"}),
+        ((), {"way": "None"}),
+        (("no",), {}),
+        ((), {"engine": "none"}),
+    ):
         with pytest.raises(DataError, match="no row has such a case"):
             select(ROWS, values, where)
+
+
+def test_a_truth_value_is_chosen_by_its_name_and_its_number() -> None:
+    row = Row("b", {"quick": True, "size": "4"}, {"idle": 0.5})
+    assert [row.is_of({"quick": text}) for text in ("True", "1", "0", "False")] == [True, True, False, False]
+    assert not row.is_of({"size": "4.0"}), "a text is no number"
 
 
 def test_a_spread_goes_with_its_value() -> None:
@@ -43,6 +56,23 @@ def test_lines_are_named_by_what_differs(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(Axes, "errorbar", lambda *a, **k: labels.append(k["label"]) or errorbar(*a, **k))
     draw(ROWS, tmp_path / "p.png")
     assert set(labels) == {"engine scripted", "engine real"}, "all are of `quick` 0"
+
+
+def test_what_there_is_no_room_for_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"value_{number}" for number in range(MAX_PANELS + 3)]
+    many = [Row("b", {"x": x}, dict.fromkeys(names, 1.0)) for x in (1, 2)]
+    assert draw(many, tmp_path / "p.png") == ["12 of 15 panels are drawn"]
+    lines = [Row("b", {"x": x, "way": f"w{way}"}, {"s": 1.0}) for x in (1, 2) for way in range(MAX_LINES + 1)]
+    assert draw(lines, tmp_path / "p.png") == ["b: s: 8 of 9 lines are drawn"]
+    assert draw(ROWS, tmp_path / "p.png") == []
+    RowFile.taken_here("b", many).write(tmp_path / "rows.json")
+    assert main([str(tmp_path / "rows.json")]) == 0
+    assert capsys.readouterr().err == "12 of 15 panels are drawn: choose with --values and --where\n"
+
+
+def test_a_picture_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"p\.png cannot be written: No such file"):
+        draw(ROWS, tmp_path / "no" / "p.png")
 
 
 def test_the_command_draws_what_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrl.errors import ServiceFailed
 from asyncrl.versions import PolicyVersion, Span
+from benchmarks import pipeline
 from benchmarks.pipeline import (
     MIN_OF_IDEAL,
     SIGMAS,
@@ -46,6 +48,7 @@ from benchmarks.pipeline_parts.closed_form import (
 from benchmarks.pipeline_parts.crew import Crew, seats_of, two_cores
 from benchmarks.pipeline_parts.sleepers import Pace, SleepingEngine
 from benchmarks.pipeline_parts.window import ESS, Sample, Window, read_window
+from benchmarks.rows import RowFile
 from rollout_service.lengths import Lengths
 
 TIMES = StepTimes(generation_s=2.0, training_s=1.0, tail=3.0, sync_s=0.5, exposed_sync_s=0.1)
@@ -237,6 +240,26 @@ def test_a_case_that_was_refused_is_a_target_that_was_missed() -> None:
     assert check({"cases": cases, "quick": False})[0]
     verdict = check({"cases": cases, "quick": False, "refused": ["real-1-4 was refused: why"]})
     assert verdict == (False, "real-1-4 was refused: why")
+
+
+@pytest.mark.parametrize("flags", [["--sigmas", "1", "--ways", "0,4"], ["--quick"]])
+def test_a_case_that_failed_leaves_the_others_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    def run_case(case: Case, task: Path, folder: Path, turns: list[Any], say: Any) -> list[Window]:
+        if case.engine == "real":
+            raise ServiceFailed("buffer ended with 1\nTraceback\nMemoryError")
+        return [window(1.0) for _ in turns]
+
+    monkeypatch.setattr(pipeline, "run_case", run_case)
+    monkeypatch.setattr(pipeline, "end_on_sigterm", lambda: None)
+    assert pipeline.main([*flags, "--json", f"{tmp_path}/a.json"]) == 1
+    file = RowFile.read(tmp_path / "a.json")
+    assert file.rows and {row.case["engine"] for row in file.rows} == {"scripted"}
+    failed = file.figures["failed"]
+    assert failed[0].startswith("real") and failed[0].endswith(" failed: buffer ended with 1")
+    assert check(file.figures) == (False, failed[0])
+    assert "MemoryError" in capsys.readouterr().err
 
 
 def test_the_replicas_of_a_batch_share_it_evenly() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import DataError
-from benchmarks import calibrate
+from benchmarks import calibrate, comparison, pictures, suite
 from benchmarks.figures import make_rows
-from benchmarks.options import TERMINATED, make_parser, report
+from benchmarks.options import TERMINATED, command_of, make_parser, report
 from benchmarks.rows import Row, RowFile, noise_of_median, spread_of
 
 
@@ -112,6 +112,9 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path: Path):
         ({"bench": ""}, "`bench` is not a name"),
         ({"seed": "one"}, "`seed` is not a whole number"),
         ({"more": 1}, "more"),
+        ({"case": []}, "row 0: `case` is not a mapping but "),
+        ({"values": 1.0}, "row 0: `values` is not a mapping but 1.0"),
+        ({"counts": [3]}, "row 0: `counts` is not a mapping"),
     ],
 )
 def test_a_row_that_is_not_as_it_should_be_is_named(tmp_path: Path, row: dict[str, object], says: str):
@@ -119,6 +122,65 @@ def test_a_row_that_is_not_as_it_should_be_is_named(tmp_path: Path, row: dict[st
     change(tmp_path / "a.json", **row)
     with pytest.raises(DataError, match=says):
         RowFile.read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"hardware": []}, "`hardware` is not a mapping"),
+        ({"versions": "none"}, "`versions` is not a mapping"),
+        ({"figures": [1]}, "`figures` is not a mapping"),
+        ({"command": 7}, "`command` is not text but 7"),
+        ({"rows": 7}, "not iterable"),
+    ],
+)
+def test_a_file_whose_parts_are_of_other_types_is_refused(tmp_path: Path, part: dict[str, object], says: str):
+    made_up().write(tmp_path / "a.json")
+    body = json.loads((tmp_path / "a.json").read_text())
+    (tmp_path / "a.json").write_text(json.dumps(body | part))
+    with pytest.raises(DataError, match=says):
+        RowFile.read(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("place", ["no/a.json", "folder"])
+def test_a_place_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path, place: str):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match=f"{place} cannot be written: "):
+        made_up().write(tmp_path / place)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("place", ["no/a.json", "folder"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+):
+    (tmp_path / "folder").mkdir()
+    parsers = (
+        make_parser("asyncrl bench ledger", None, "less").parse_args,
+        comparison.main,
+        suite.main,
+        pictures.main,
+    )
+    commands = (["--json"], ["a", "b", "--plot"], ["--only", "none", "--plot"], ["a"])
+    for parse, arguments in zip(parsers, commands, strict=True):
+        with pytest.raises(SystemExit) as done:
+            parse([*arguments, f"{tmp_path}/{place}"])
+        assert done.value.code == 2
+        assert f"{place}' cannot be written: " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_command_that_is_kept_has_all_options_but_where_figures_go_and_whether_they_are_judged(
+    tmp_path: Path,
+):
+    parser = make_parser("asyncrl bench weight_sync", None, "less")
+    parser.add_argument("--bucket-bytes", type=int)
+    for size in ("1048576", "4194304"):
+        arguments = ["--json", f"{tmp_path}/a.json", "--bucket-bytes", size, "--quick", "--check"]
+        report(parser.parse_args(arguments), {"us": 1.0}, str, lambda results: (True, "fine"))
+        command = RowFile.read(tmp_path / "a.json").command
+        assert command == f"weight_sync --bucket-bytes {size} --quick"
+    assert command_of("all", ["--plot=a.png", "--only", "ledger"]) == "all --only ledger"
+    assert command_of("calibrate", ["my run"]) == "calibrate 'my run'"
 
 
 def test_what_is_no_file_of_rows_is_refused(tmp_path: Path):

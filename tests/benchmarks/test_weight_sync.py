@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import weight_sync
+from benchmarks.comparison import compare
 from benchmarks.gpu import weight_sync as gpu_weight_sync
 from benchmarks.rows import RowFile
 from benchmarks.weight_sync_peers.joiners import measure_joiners
@@ -105,12 +106,20 @@ def test_the_table_shows_ratios_the_engine_and_the_words_of_vllms_client() -> No
 
 def test_a_row_has_the_ratios_of_each_turn() -> None:
     row, *rest = weight_sync.describe(make_results())
-    assert row.case == {"megabytes": 100, "receivers": 1}
+    assert row.case == {"megabytes": 100, "receivers": 1, "bucket_bytes": 16 << 20, "quick": False}
     assert row.values["gb_per_s"] == pytest.approx(1.0)
     assert row.values["of_bare_gloo"] == pytest.approx(0.9)
     assert row.values["stall"] == pytest.approx(1.2)
     assert row.spread["of_bare_gloo"] > 0
     assert {"joiners/sync_s", "engine/pause_s"} <= set(rest[0].values)
+
+
+def test_rows_of_two_bucket_sizes_or_of_a_short_form_share_no_case() -> None:
+    results = make_results()
+    rows = weight_sync.describe(results)
+    assert len(compare(rows, rows)) > 0
+    for other in ({"bucket_bytes": 4 << 20}, {"quick": True}):
+        assert compare(rows, weight_sync.describe(results | other)) == []
 
 
 def test_the_picture_is_drawn(tmp_path: Any) -> None:
