@@ -10,6 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+WEIGHTS = "weights"
+"""The name under which a digest of weights that differs is told."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -29,7 +32,8 @@ class ComparedStep:
 
     Attributes:
         step: Learner step, from 0.
-        num_metrics: That both have.
+        num_metrics: That the run or the replay has.
+        num_different: How many of them differ: the first ones of `differences`.
         differences: In the order of the recorded metrics, then the weights', then those of the state.
         has_weights: Whether the weights after the step were recorded, and so compared.
         has_state: Whether there is the run's checkpoint after the step, and what it holds was compared.
@@ -37,16 +41,31 @@ class ComparedStep:
 
     step: int
     num_metrics: int
+    num_different: int
     differences: tuple[Difference, ...]
     has_weights: bool
     has_state: bool = False
 
     def __str__(self) -> str:
-        if self.differences:
-            return f"step {self.step}: {len(self.differences)} of {self.num_metrics} differ"
-        weights = "weights equal" if self.has_weights else "weights not recorded"
-        state = ", checkpoint equal" if self.has_state else ""
-        return f"step {self.step}: {self.num_metrics} metrics equal, {weights}{state}"
+        others = [difference.name for difference in self.differences[self.num_different :]]
+        has_other_state = any(name != WEIGHTS for name in others)
+        return f"step {self.step}: " + ", ".join(
+            [
+                _describe_metrics(self.num_metrics, self.num_different),
+                f"weights {_verdict(WEIGHTS in others)}" if self.has_weights else "weights not recorded",
+                *([f"checkpoint {_verdict(has_other_state)}"] if self.has_state else []),
+            ]
+        )
+
+
+def _describe_metrics(num_metrics: int, num_different: int) -> str:
+    if not num_different:
+        return f"{num_metrics} metrics equal"
+    return f"{num_different} of {num_metrics} metrics {'differs' if num_different == 1 else 'differ'}"
+
+
+def _verdict(is_different: bool) -> str:
+    return "different" if is_different else "equal"
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,7 @@ class Comparison:
 
     Attributes:
         began_at: Step of the checkpoint, or 0 for the model of the start.
-        first: The first step that was asked for; those before it led there.
+        first: The first step that was asked for; those before it led there, and are compared as well.
     """
 
     began_at: int
@@ -66,11 +85,11 @@ class Comparison:
     def is_exact(self) -> bool:
         return not any(step.differences for step in self.steps)
 
-    def first_difference(self) -> tuple[int, Difference] | None:
-        """Return the first step that differs and its first metric; None if all is equal."""
+    def first_to_differ(self, *, on_the_way: bool = False) -> ComparedStep | None:
+        """Return the first step that differs, of those asked for or of those before; None if none does."""
         for step in self.steps:
-            if step.differences:
-                return step.step, step.differences[0]
+            if step.differences and (step.step < self.first) == on_the_way:
+                return step
         return None
 
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from learner.algorithms.objective import Objective
 from learner.backend import Models
 from learner.record.settings import describe_change
-from learner.record.shelf import Shelf
+from learner.record.shelf import Shelf, name_steps
 from learner.trainer import CRITIC, Trainer
 
 CONTROLLERS_FILE = "controllers.json"
 OLD_RECORD = (
-    "steps {} to {} were recorded without the configuration they were trained under, as an older asyncrl "
-    "did: that of resolved.yaml is used, which a resume may have changed since"
+    "no configuration was recorded with {}, as by an older asyncrl: that of resolved.yaml is used, which "
+    "a resume may have changed since"
 )
 
 
@@ -48,11 +48,21 @@ def find_lives(shelf: Shelf, first: int, end: int) -> list[Life]:
     ]
 
 
+def cut_lives(lives: Sequence[Life], step: int) -> Iterator[Life]:
+    """Yield `lives`, the one that `step` is within cut in two: one begins at `step`."""
+    for life in lives:
+        if life.first < step < life.end:
+            yield replace(life, end=step)
+            yield replace(life, first=step)
+        else:
+            yield life
+
+
 def describe_lives(shelf: Shelf, lives: Sequence[Life]) -> Iterator[str]:
     """Yield what is to be known of the settings of `lives`, in words."""
     for life in lives:
         if not life.settings:
-            yield OLD_RECORD.format(life.first, life.end - 1)
+            yield OLD_RECORD.format(name_steps(range(life.first, life.end)))
     for before, after in itertools.pairwise(lives):
         old, new = (shelf.read_settings(life.settings) for life in (before, after))
         if old is not None and new is not None:

@@ -6,7 +6,7 @@ the record, and what it begins with is whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from asyncrl.config.tree import Config
 from asyncrl.errors import CheckpointError, ConfigError, DataError
 from learner.checkpoint.store import CheckpointStore
 from learner.record.lives import Life
-from learner.record.shelf import FOLDER, Shelf
+from learner.record.shelf import FOLDER, Shelf, name_steps
 
 CHECKPOINTS = "checkpoints"
 
@@ -28,7 +28,7 @@ class Plan:
         began_at: Step of the checkpoint to begin with; 0 without one is the model of the start.
         first, end: The steps that were asked for; those from `began_at` on lead there.
         has_checkpoint: Whether `began_at` is a checkpoint.
-        stops: Whether to end at the first step that differs.
+        stops: Whether to end at the first step from `first` on that differs.
         sets_rate: Whether the configured learning rate holds, not the one that the checkpoint has.
         settings: Digest of those under which the steps were trained; "" takes the run's last ones.
         taken_from: Where the life before has left its state, in place of a checkpoint; "" for none.
@@ -71,14 +71,13 @@ def make_plan(
         first = min((step for step in starts if _is_unbroken(steps, step)), default=steps[0])
     if first not in steps:
         raise DataError(
-            f"step {first} is not in the record of run '{folder.name}'",
-            hint=f"Steps {steps[0]} to {steps[-1]} are, and checkpoints of {sorted(starts)}",
+            f"step {first} is not in the record of run '{folder.name}'", hint=_describe(steps, starts)
         )
     start = max((step for step in starts if step <= first), default=None)
     if start is None:
         raise DataError(
             f"run '{folder.name}' has nothing to begin with at or before step {first}",
-            hint=f"There are checkpoints of steps {sorted(starts)}: checkpoint.keep says how many a run keeps"
+            hint=f"Its oldest checkpoint is of step {min(starts)}: checkpoint.keep says how many are kept"
             if starts
             else "Its checkpoints are gone, and the steps from 0 on are no longer recorded",
         )
@@ -86,10 +85,19 @@ def make_plan(
     missing = sorted(set(range(start, end)) - set(steps))
     if missing:
         raise DataError(
-            f"step {missing[0]} is not in the record of run '{folder.name}'",
-            hint=f"Steps {steps[0]} to {steps[-1]} are, and checkpoints of {sorted(starts)}",
+            f"step {missing[0]} is not in the record of run '{folder.name}'", hint=_describe(steps, starts)
         )
     return Plan(folder, start, first, end, starts[start])
+
+
+def _describe(steps: Sequence[int], starts: Mapping[int, bool]) -> str:
+    """Return in words what is recorded, and what a replay can begin with."""
+    checkpoints = sorted(step for step, has_checkpoint in starts.items() if has_checkpoint)
+    places = [] if starts.get(0, True) else ["the model of the start"]
+    if checkpoints:
+        places.append(f"the checkpoint{'s' if len(checkpoints) > 1 else ''} of {name_steps(checkpoints)}")
+    beginning = f"; a replay can begin with {' or '.join(places)}" if places else ""
+    return f"Recorded are {name_steps(steps)}{beginning}"
 
 
 def _is_unbroken(steps: Sequence[int], start: int) -> bool:

@@ -1,7 +1,8 @@
 """A replay in as many processes on this machine as the run's learner had ranks.
 
 Owns their start and end: one that fails ends all, and so does silence. Rank 0 says what it compared, a JSON
-line per step; a rank that fails for a reason that has a name says that as such a line.
+line per step as that is done; a rank that fails for a reason that has a name says that as such a line. Must
+never take another line for one of these: libraries print too, and a rank that is ended leaves half a line.
 Run by itself, `python -m learner.record.processes`, this is one of the ranks.
 """
 
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -35,12 +36,14 @@ TAIL_CHARS = 2000
 SILENCE_S = 1800.0
 """How long no rank may say anything: a collective would have given up before."""
 ERROR = "error"
+DIFFERENCES = "differences"
+"""Keys that a line of an error and a line of a step have."""
 
 
 def replay_on_ranks(
     plan: Plan, overrides: Sequence[str], num_ranks: int, say: Callable[[str], None]
 ) -> Comparison:
-    """Replay `plan` in `num_ranks` processes and return what rank 0 compared.
+    """Replay `plan` in `num_ranks` processes and return what rank 0 compared; `say` it as it comes.
 
     Raises:
         AsyncrlError: The one that a rank has ended with.
@@ -56,12 +59,45 @@ def replay_on_ranks(
         stack.callback(_end, ranks)
         for output, error in zip(outputs, errors, strict=True):
             ranks.append(_start(order, len(ranks), output, error))
-        _await(ranks, outputs, errors)
-        outputs[0].seek(0)
-        steps = [_step_of(json.loads(line)) for line in outputs[0] if line.startswith("{")]
-    for step in steps:
-        say(str(step))
+        steps: list[ComparedStep] = []
+        lines = _Lines(outputs[0])
+
+        def hear() -> None:
+            for step in _find_steps(lines):
+                steps.append(step)
+                say(str(step))
+
+        _await(ranks, outputs, errors, hear)
     return Comparison(plan.began_at, plan.first, steps)
+
+
+class _Lines:
+    """The JSON objects that a rank has said since they were last taken.
+
+    Must never move the place at which the rank writes: the file is open once, for both.
+    """
+
+    def __init__(self, output: IO[str]) -> None:
+        self._file = output.fileno()
+        self._num_taken_bytes = 0
+
+    def take(self) -> Iterator[dict[str, Any]]:
+        """Yield those of whole lines; what is not a JSON object is none of ours."""
+        size = os.fstat(self._file).st_size
+        said = os.pread(self._file, size - self._num_taken_bytes, self._num_taken_bytes)
+        whole = said[: said.rfind(b"\n") + 1]
+        self._num_taken_bytes += len(whole)
+        for line in whole.splitlines():
+            with suppress(ValueError):
+                fields = json.loads(line)
+                if isinstance(fields, dict):
+                    yield fields
+
+
+def _find_steps(lines: _Lines) -> Iterator[ComparedStep]:
+    for fields in lines.take():
+        if DIFFERENCES in fields:
+            yield _step_of(fields)
 
 
 def _start(order: dict[str, Any], rank: int, output: IO[str], errors: IO[str]) -> subprocess.Popen[str]:
@@ -74,17 +110,20 @@ def _await(
     ranks: Sequence[subprocess.Popen[str]],
     outputs: Sequence[IO[str]],
     errors: Sequence[IO[str]],
+    hear: Callable[[], None] = lambda: None,
     silence_s: float = SILENCE_S,
 ) -> None:
-    """Wait until all have ended; raise the error of a rank that has failed as soon as one has."""
+    """Wait until all have ended, and `hear` them; raise the error of a rank that fails as soon as one has."""
     num_bytes, heard = 0, time.monotonic()
     while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
         said = sum(os.fstat(file.fileno()).st_size for file in (*outputs, *errors))
         if said != num_bytes:
             num_bytes, heard = said, time.monotonic()
+            hear()
         if time.monotonic() - heard > silence_s:
             raise ServiceFailed(f"no rank of the replay has said anything for {silence_s:g} s")
         time.sleep(POLL_S)
+    hear()
     failed = [at for at, rank in enumerate(ranks) if rank.poll()]
     # Those that failed for a reason of their own come first: the others miss them.
     for error in filter(None, (_find_error(outputs[at]) for at in failed)):
@@ -96,13 +135,10 @@ def _await(
 
 def _find_error(output: IO[str]) -> AsyncrlError | None:
     """Return the error that a rank has put into words, if it has."""
-    output.seek(0)
-    for line in output:
-        fields = json.loads(line) if line.startswith("{") else {}
-        if ERROR in fields:
-            kind = getattr(named_errors, fields[ERROR])
-            found: AsyncrlError = kind(fields["message"], hint=fields["hint"])
-            return found
+    for fields in _Lines(output).take():
+        kind = getattr(named_errors, str(fields.get(ERROR)), None)
+        if isinstance(kind, type) and issubclass(kind, AsyncrlError) and {"message", "hint"} <= fields.keys():
+            return kind(fields["message"], hint=fields["hint"])
     return None
 
 
@@ -140,18 +176,18 @@ def main(given: str) -> None:
     fields = order["plan"]
     plan = Plan(**{**fields, "folder": Path(fields["folder"])})
     placement = Placement(**order["placement"])
+    tell = _print_step if placement.rank == 0 else lambda step: print(step, file=sys.stderr, flush=True)
     try:
         settings = Shelf(plan.folder / FOLDER).read_settings(plan.settings)
         config = configure(plan.folder, settings, order["overrides"])
-        comparison = replay(
-            plan, config, placement, say=lambda said: print(said, file=sys.stderr, flush=True)
-        )
+        replay(plan, config, placement, tell=tell)
     except AsyncrlError as error:
         print(json.dumps(_describe_error(error)), flush=True)
         raise
-    if placement.rank == 0:
-        for step in comparison.steps:
-            print(json.dumps(asdict(step)), flush=True)
+
+
+def _print_step(step: ComparedStep) -> None:
+    print(json.dumps(asdict(step)), flush=True)
 
 
 if __name__ == "__main__":

@@ -29,19 +29,16 @@ from learner.backend import LearnerBackend, Models, Placement
 from learner.checkpoint.store import CheckpointStore
 from learner.composition import open_models
 from learner.ranks import Ranks
-from learner.record.comparison import ComparedStep, Comparison, Difference, compare
-from learner.record.lives import describe_lives, find_lives, leave_state, take_up_state
+from learner.record.comparison import WEIGHTS, ComparedStep, Comparison, Difference, compare
+from learner.record.lives import Life, cut_lives, describe_lives, find_lives, leave_state, take_up_state
 from learner.record.plan import CHECKPOINTS, Plan, cut_plan, make_plan
 from learner.record.recorder import repeatable
 from learner.record.settings import configure
-from learner.record.shelf import FOLDER, RecordedStep, RecordedWeights, Shelf
+from learner.record.shelf import FOLDER, RecordedStep, RecordedWeights, Shelf, name_steps
 from learner.record.state import compare_state
 from learner.report import Stopwatch
 from learner.trainer import Trainer
 from weight_sync.memory.writer import Bytes, SegmentWriter, digest_of
-
-WEIGHTS = "weights"
-"""The name under which a digest of weights that differs is told."""
 
 OpenModels = Callable[[Config, Objective, Placement], Models]
 
@@ -80,14 +77,14 @@ def replay_run(
 ) -> Comparison:
     """Train steps `first` to `first + num_steps - 1` of a run again and compare them with its record.
 
-    Each step is trained under the settings that were recorded with it, changed by `overrides`.
+    Each is trained under the settings recorded with it; from `first` on `overrides` change them.
 
     Args:
         run: Name below `runs_dir`, or a path.
         first: Without it, the earliest from which all recorded steps can be reached.
         num_steps: Without it, all that follow in the record.
         overrides: As of `--set`: what is to be another way than in the run.
-        stops: Whether to end at the first step that differs.
+        stops: Whether to end at the first step from `first` on that differs.
         say: Is told of each step as it is done.
 
     Raises:
@@ -102,15 +99,32 @@ def replay_run(
     lives = find_lives(shelf, plan.began_at, plan.end)
     for sentence in describe_lives(shelf, lives):
         say(sentence)
+    if overrides and plan.began_at < plan.first:
+        lives = list(cut_lives(lives, plan.first))
+        say(f"{name_steps(range(plan.began_at, plan.first))} as in the run, then {', '.join(overrides)}")
+    _check_overrides(plan, lives, shelf, overrides)
     compared: list[ComparedStep] = []
     with tempfile.TemporaryDirectory(prefix="asyncrl-replay-") as between:
         for part in cut_plan(plan, lives, Path(between)):
-            compared += _replay_life(part, shelf, overrides, say).steps
-            if stops and any(step.differences for step in compared):
+            given = overrides if part.began_at >= plan.first else ()
+            compared += _replay_life(part, shelf, given, say).steps
+            if stops and any(_ends_at(plan, step) for step in compared):
                 break
             if part.taken_from:
                 shutil.rmtree(part.taken_from)
     return Comparison(plan.began_at, plan.first, compared)
+
+
+def _check_overrides(plan: Plan, lives: Sequence[Life], shelf: Shelf, overrides: Sequence[str]) -> None:
+    """Raise ConfigError if `overrides` do not fit a life: before the steps that lead there are trained."""
+    for life in lives:
+        if life.first >= plan.first:
+            configure(plan.folder, shelf.read_settings(life.settings), overrides)
+
+
+def _ends_at(plan: Plan, step: ComparedStep) -> bool:
+    """Tell whether a replay that stops does so here: what only leads to the first step is gone through."""
+    return step.step >= plan.first and bool(step.differences)
 
 
 def _replay_life(
@@ -124,7 +138,7 @@ def _replay_life(
         from learner.record.processes import replay_on_ranks
 
         return replay_on_ranks(plan, overrides, ranks, say)
-    return replay(plan, config, Placement(), say=say)
+    return replay(plan, config, Placement(), tell=lambda step: say(str(step)))
 
 
 def _has_other_rate(config: Config, base: Config) -> bool:
@@ -143,9 +157,13 @@ def replay(
     placement: Placement,
     *,
     make_models: OpenModels = open_models,
-    say: Callable[[str], None] = lambda sentence: None,
+    tell: Callable[[ComparedStep], None] = lambda step: None,
 ) -> Comparison:
-    """Train the steps of `plan` on this rank; the same comparison on every rank. Collective."""
+    """Train the steps of `plan` on this rank, and `tell` each as it is done. Collective.
+
+    Returns:
+        The same comparison on every rank.
+    """
     torch.set_num_threads(1 if not torch.cuda.is_available() else torch.get_num_threads())
     objective = make_objective(
         config.algorithm, max_lag=config.staleness.max_lag, max_response_tokens=config.rollout.max_tokens
@@ -158,8 +176,8 @@ def replay(
         compared = []
         for step in _train(plan, config, trainer, intake, models, objective, ranks):
             compared.append(step)
-            say(str(step))
-            if plan.stops and ranks.largest([len(step.differences)])[0]:
+            tell(step)
+            if plan.stops and ranks.largest([_ends_at(plan, step)])[0]:
                 break
         if plan.left_in:
             leave_state(Path(plan.left_in), models, objective, placement.rank)
@@ -200,13 +218,14 @@ def _train(
             trainer.adjust(recorded.adjustment)
         metrics = repeatable(trainer.train(recorded.order).metrics)
         weights = shelf.read_weights(step + 1)
-        differences = compare(recorded.metrics, metrics) + _compare_weights(weights, policy)
+        different = compare(recorded.metrics, metrics)
+        others = _compare_weights(weights, policy)
         token, state = recorded.order.token, None
         if store is not None:
             state = compare_state(store, step + 1, token, models, objective, ranks)
-        differences += state or ()
-        num_metrics, has_state = len(recorded.metrics), state is not None
-        yield ComparedStep(step, num_metrics, differences, weights is not None, has_state)
+        others += state or ()
+        num_metrics, found = len({*recorded.metrics, *metrics}), (weights is not None, state is not None)
+        yield ComparedStep(step, num_metrics, len(different), different + others, *found)
 
 
 def _check(recorded: RecordedStep, config: Config, policy: LearnerBackend) -> None:

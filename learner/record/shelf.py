@@ -251,8 +251,21 @@ class Shelf:
 
     def _missing(self, step: int) -> DataError:
         steps = self.steps()
-        hint = f"Steps {steps[0]} to {steps[-1]} are there" if steps else "The run must have run.record: true"
+        hint = f"It holds {name_steps(steps)}" if steps else "The run must have run.record: true"
         return DataError(f"step {step} is not in the record {self.folder}", hint=hint)
+
+
+def name_steps(steps: Iterable[int]) -> str:
+    """Return ascending `steps`, at least one, in words: "step 6", "steps 4 and 5", "steps 0 to 5 and 8"."""
+    rows = itertools.groupby(enumerate(steps), lambda place: place[1] - place[0])
+    words: list[str] = []
+    for _, row in rows:
+        numbers = [step for _, step in row]
+        words += [f"{numbers[0]} to {numbers[-1]}"] if len(numbers) > 2 else map(str, numbers)
+    *others, last = words
+    if not others:
+        return f"step {last}" if last.isdigit() else f"steps {last}"
+    return f"steps {', '.join(others)} and {last}"
 
 
 _HINT = "Nothing can be trained again from it: bring the file back, or begin at a later checkpoint"

@@ -144,7 +144,7 @@ def replay(
         int | None, typer.Option("--steps", metavar="N", min=1, help="How many; else all that are recorded.")
     ] = None,
     difference: Annotated[
-        bool, typer.Option("--diff", help="End at the first step that differs, and list what does.")
+        bool, typer.Option("--diff", help="End at the first step from K on that differs, and list what does.")
     ] = False,
     overrides: Overrides = None,
     runs_dir: RunsDir = "runs",
@@ -153,8 +153,8 @@ def replay(
     """Train what a run recorded again, and compare.
 
     Begins at the newest checkpoint at or before step K. Needs run.record; starts no rollouts. Each step is
-    trained under what was recorded with it, changed by --set. Exit code 1 if a metric, the weights or what a
-    later checkpoint holds differs.
+    trained under what was recorded with it, from step K on changed by --set. Exit code 1 if a metric, the
+    weights or what a later checkpoint holds differs.
     """
     from asyncrl.cli.reports.replay import print_replay
 

@@ -40,8 +40,10 @@ def _describe_state(found: Comparison) -> str:
     what = "optimizer, critic, generators and controllers"
     compared = [step.step + 1 for step in found.steps if step.has_state]
     if not compared:
-        return f"{what} were not compared: the run has no checkpoint after one of these steps"
-    return f"{what}: bit by bit those of the checkpoints of steps {', '.join(map(str, compared))}"
+        these = "this step" if len(found.steps) == 1 else "any of these steps"
+        return f"{what} were not compared: the run has no checkpoint after {these}"
+    checkpoints = "the checkpoint" if len(compared) == 1 else "the checkpoints"
+    return f"{what}: bit by bit those of {checkpoints} of {_name_steps(compared)}"
 
 
 def _without_nan(value: Any) -> Any:
@@ -54,16 +56,31 @@ def _without_nan(value: Any) -> Any:
 
 
 def _lines(found: Comparison, shows_difference: bool) -> list[str]:
-    last, num_weights = found.steps[-1].step, sum(step.has_weights for step in found.steps)
-    difference = found.first_difference()
-    if difference is None:
-        weights = f"the weights of {num_weights} of {len(found.steps)} steps"
-        return [
-            f"steps {found.began_at} to {last}: all metrics and {weights} are bit by bit those of the run",
-            _describe_state(found),
-        ]
-    step, metric = difference
-    lines = [f"first difference: step {step}, {metric}"]
-    if shows_difference:
-        lines += [f"  {other}" for compared in found.steps for other in compared.differences[1:]]
+    if found.is_exact:
+        return [_describe_equality(found), _describe_state(found)]
+    lines = []
+    for on_the_way in (True, False):
+        differing = found.first_to_differ(on_the_way=on_the_way)
+        if differing is not None:
+            where = f" on the way to step {found.first}" if on_the_way else ""
+            first, *others = differing.differences
+            lines.append(f"first difference{where}: step {differing.step}, {first}")
+            lines += [f"  {other}" for other in others] if shows_difference else []
     return lines
+
+
+def _describe_equality(found: Comparison) -> str:
+    steps = [step.step for step in found.steps]
+    with_weights = [step.step for step in found.steps if step.has_weights]
+    what = "all metrics"
+    if with_weights == steps:
+        what += " and the weights"
+    elif with_weights:
+        what += f", and the weights after {_name_steps(with_weights)},"
+    equal = f"{_name_steps(steps)}: {what} are bit by bit those of the run"
+    return equal if with_weights else f"{equal}; it recorded no weights there"
+
+
+def _name_steps(steps: Sequence[int]) -> str:
+    named: str = function("learner.record.shelf:name_steps")(steps)
+    return named

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import resource
 import shutil
 import threading
@@ -26,9 +27,10 @@ from learner.checkpoint.snapshot import tensor_file
 from learner.checkpoint.store import MANIFEST, Cut, digest_file
 from learner.megatron.value import MegatronValueBackend
 from learner.ranks import Ranks
+from learner.record.comparison import Difference
 from learner.record.recorder import Recorder
 from learner.record.replay import replay_run
-from learner.record.shelf import FOLDER, RecordedStep, RecordedWeights, Shelf
+from learner.record.shelf import FOLDER, RecordedStep, RecordedWeights, Shelf, name_steps
 from learner.record.state import compare_state
 from learner.trainer import CRITIC
 from tests.learner.guard.guarded_run import Faults, Run, make_config, running
@@ -105,10 +107,88 @@ def test_the_record_goes_as_far_back_as_the_oldest_checkpoint_that_is_kept(recor
 
 def test_a_changed_rate_is_named_with_the_first_step_and_metric_that_it_changes(recorded: Path):
     found = replayed(recorded, 4, 3, overrides=["learner.lr=2e-4"], stops=True)
-    step, difference = found.first_difference()
-    assert (step, difference.name) == (4, "actor/lr")
+    step = found.first_to_differ()
+    difference = step.differences[0]
+    assert (step.step, difference.name) == (4, "actor/lr")
     assert (difference.recorded, difference.replayed) == (1e-4, 2e-4)
     assert len(found.steps) == 1, "it went on after the first step that differs"
+
+
+def test_what_is_set_holds_from_the_first_step_that_is_asked_for_and_not_before(recorded: Path):
+    asked = ["replay", "recorded", "--from", "5", "--steps", "1", "--dir", str(recorded.parent)]
+    done = CliRunner().invoke(app, [*asked, "--set", "learner.lr=2e-6", "--diff"])
+    assert done.exit_code == 1, done.output
+    assert done.stdout.startswith("first difference: step 5, actor/lr: recorded 0.0001, replayed 2e-06\n")
+    assert done.stderr.splitlines()[0] == "step 4 as in the run, then learner.lr=2e-6"
+    assert re.search(r"^step 4: \d+ metrics equal", done.stderr, re.M)
+    # What is set to what it was changes nothing: the state goes over whole.
+    assert replayed(recorded, 5, 2, overrides=["learner.lr=1e-4"]).is_exact
+
+
+def test_a_step_on_the_way_that_differs_is_told_and_does_not_end_the_replay(folder: Path):
+    shelf = Shelf(folder / FOLDER)
+    step = shelf.read(4, 0)
+    shelf.write(replace(step, metrics={**step.metrics, "actor/lr": 0.5}))
+    asked = ["replay", "recorded", "--from", "5", "--steps", "1", "--diff", "--dir", str(folder.parent)]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 1
+    assert done.stdout == (
+        "first difference on the way to step 5: step 4, actor/lr: recorded 0.5, replayed 0.0001\n"
+    )
+    done = CliRunner().invoke(app, [*asked, "--set", "learner.lr=2e-6"])
+    assert "\nfirst difference: step 5, actor/lr: recorded 0.0001, replayed 2e-06\n" in done.stdout
+
+
+def test_the_weights_that_differ_are_not_counted_among_the_metrics(folder: Path):
+    shelf = Shelf(folder / FOLDER)
+    step = shelf.read(4, 0)
+    metrics = {**step.metrics, "actor/lr": 0.5, "of_an_older_asyncrl": 1.0}
+    shelf.write(replace(step, metrics=metrics))
+    shelf.write_weights(RecordedWeights(5, "0" * 32, 4096))
+    (compared,) = replayed(folder, 4, 1).steps
+    names = [difference.name for difference in compared.differences]
+    assert names == ["actor/lr", "of_an_older_asyncrl", "weights"]
+    assert str(compared) == f"step 4: 2 of {len(metrics)} metrics differ, weights different"
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([6], "step 6"),
+        ([4, 5], "steps 4 and 5"),
+        ([4, 5, 6], "steps 4 to 6"),
+        ([0, 1, 2, 3, 5, 8, 9], "steps 0 to 3, 5, 8 and 9"),
+        ([1, 7, 8, 9], "steps 1 and 7 to 9"),
+    ],
+)
+def test_steps_are_named_as_a_person_would(steps: list[int], words: str):
+    assert name_steps(steps) == words
+
+
+def test_one_step_that_is_equal_is_told_in_the_singular(folder: Path):
+    asked = ["replay", "recorded", "--from", "6", "--dir", str(folder.parent)]
+    state = "optimizer, critic, generators and controllers"
+    done = CliRunner().invoke(app, asked)
+    assert done.stdout.splitlines() == [
+        "step 6: all metrics and the weights are bit by bit those of the run",
+        f"{state}: bit by bit those of the checkpoint of step 7",
+    ]
+    Shelf(folder / FOLDER).weights_path(7).unlink()
+    shutil.rmtree(folder / "checkpoints" / "step-00000007")
+    done = CliRunner().invoke(app, asked)
+    assert done.stdout.splitlines() == [
+        "step 6: all metrics are bit by bit those of the run; it recorded no weights there",
+        f"{state} were not compared: the run has no checkpoint after this step",
+    ]
+
+
+def test_the_model_of_the_start_is_not_called_a_checkpoint(resumed: Path):
+    with pytest.raises(DataError) as caught:
+        replayed(resumed, 9)
+    assert caught.value.hint == (
+        "Recorded are steps 0 to 3; a replay can begin with the model of the start or the checkpoints of "
+        "steps 2 and 4"
+    )
 
 
 COURSE = {"lr_schedule": "cosine:0.1"}
@@ -152,9 +232,9 @@ def test_a_record_without_settings_is_trained_under_the_last_ones_and_that_is_sa
         shelf.write(replace(shelf.read(step, 0), settings=None))
     said: list[str] = []
     found = replayed(folder, 0, 4, stops=True, say=said.append)
-    assert said[0].startswith("steps 0 to 3 were recorded without the configuration")
-    step, difference = found.first_difference()
-    assert (step, difference.name, difference.recorded, difference.replayed) == (0, "actor/lr", 1e-4, 3e-4)
+    assert said[0].startswith("no configuration was recorded with steps 0 to 3, as by an older")
+    step = found.first_to_differ()
+    assert (step.step, step.differences[0]) == (0, Difference("actor/lr", 1e-4, 3e-4))
 
 
 def test_settings_that_are_altered_or_gone_are_not_taken_for_others(folder: Path):
@@ -174,6 +254,13 @@ def test_an_override_that_does_not_fit_the_recorded_settings_is_refused(folder: 
     shelf.write(replace(step, settings={**step.settings, "algorithm": {"loss": 3}}))
     with pytest.raises(ConfigError, match=r"recorded under cannot be used: algorithm\.loss"):
         replayed(folder, 4, 1)
+    shelf.write(step)
+    step = shelf.read(5, 0)
+    shelf.write(replace(step, settings={**step.settings, "algorithm": {"loss": 3}}))
+    said: list[str] = []
+    with pytest.raises(ConfigError, match=r"recorded under cannot be used: algorithm\.loss"):
+        replayed(folder, 5, 1, say=said.append)
+    assert not [sentence for sentence in said if sentence.startswith("step 4")], "step 4 was trained first"
 
 
 def test_a_moment_of_the_optimizer_that_is_not_the_checkpoint_s_is_named(folder: Path):
@@ -185,8 +272,10 @@ def test_a_moment_of_the_optimizer_that_is_not_the_checkpoint_s_is_named(folder:
     save_file(tensors, path)
     seal_again(path.parent)
     found = replayed(folder, 4, 3, stops=True)
-    step, difference = found.first_difference()
-    assert (step, difference.name) == (6, "optimizer")
+    step = found.first_to_differ()
+    difference = step.differences[0]
+    assert (step.step, difference.name) == (6, "optimizer")
+    assert re.fullmatch(r"step 6: \d+ metrics equal, weights .*, checkpoint different", str(step))
     assert str(difference.recorded).startswith("exp_avg_sq of ")
     assert str(difference.replayed).endswith("; 1 in all differ")
     path.write_bytes(path.read_bytes()[:100])
@@ -249,7 +338,7 @@ def test_a_step_that_is_not_recorded_is_named(folder: Path):
         with pytest.raises(DataError, match=f"step {max(given[0], 7)} is not in the record"):
             replayed(folder, *given)
     Shelf(folder / FOLDER).batch_path(5, 0).unlink()
-    with pytest.raises(DataError, match="step 5 is not in the record"):
+    with pytest.raises(DataError, match=r"step 5 is not in the record .* Recorded are steps 4 and 6;"):
         replayed(folder, 4, 3)
 
 
@@ -269,7 +358,7 @@ def test_the_command_says_what_differs_by_its_exit_code(recorded: Path):
     runs = ["--dir", str(recorded.parent)]
     done = CliRunner().invoke(app, ["replay", "recorded", "--from", "5", "--steps", "1", *runs])
     assert done.exit_code == 0, done.output
-    assert done.stdout.startswith("steps 4 to 5: all metrics and the weights of ")
+    assert done.stdout.startswith("steps 4 and 5: all metrics")
     changed = ["--set", "learner.grad_clip=1e-4", "--diff", *runs]
     done = CliRunner().invoke(app, ["replay", "recorded", *changed])
     assert done.exit_code == 1
