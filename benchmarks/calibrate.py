@@ -33,7 +33,7 @@ from asyncrl.config.tree import Config
 from asyncrl.control.record.recorder import load_rows, training_rows
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.service import ServiceContext
-from asyncrl.sim.calibration import base_rates, rates_of_run, steady_rows
+from asyncrl.sim.calibration import base_rates, rates_of_run, steady_rows, taken_with
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import Setting
 from benchmarks.options import end_on_sigterm, make_parser
@@ -145,6 +145,7 @@ def _values(rates: Rates, setting: Setting, config: Config) -> dict[str, Any]:
         "lengths": asdict(setting.lengths),
         "prompt_tokens": setting.prompt_tokens,
         "uniform_share": setting.uniform_share,
+        "taken_with": taken_with(config),
         "config": {"replicas": setting.replicas, "engine": config.rollout.engine},
     }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import NormalDist, fmean, median
 from typing import Any
 
@@ -66,6 +67,24 @@ def steady_rows(rows: Sequence[Row]) -> list[Row]:
             hint=f"Let the run train {MIN_ROWS} or more",
         )
     return steps
+
+
+def taken_with(config: Config) -> dict[str, Any]:
+    """Return what rates are taken with and hold for, by its key in a configuration."""
+    return {
+        "model.path": _name_of_model(Path(config.model.path)),
+        "rollout.engine": config.rollout.engine,
+        "rollout.group_size": config.rollout.group_size,
+    }
+
+
+def _name_of_model(path: Path) -> str:
+    """Return what a configuration calls a model that a run has found in a folder."""
+    if path.parent.name == "builtin":
+        return f"builtin:{path.name}"
+    if path.parent.name == "snapshots":  # of the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return str(path)
 
 
 def base_rates(config: Config) -> Rates:

@@ -7,6 +7,7 @@ faults say; `run_to_end` refuses one that stands still, which would never end.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from asyncrl.sim.actors.learner import LearnerActor
 from asyncrl.sim.actors.record import StepRecord
 from asyncrl.sim.actors.replica import ReplicaActor
 from asyncrl.sim.actors.supervisor import SupervisorActor
-from asyncrl.sim.outcome import Outcome, share_by_lag
+from asyncrl.sim.outcome import Outcome, noise_of_mean, noise_of_ratio, share_by_lag
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import Setting
 from asyncrl.sim.world import Args, Network, Reliable, World
@@ -27,11 +28,22 @@ STANDSTILL_S = 3600.0
 """A run that trains no step for so many virtual seconds will train none any more."""
 WARM_UP_SHARE = 0.25
 MAX_WARM_UP_STEPS = 20
+MAX_PERIOD = 100
+"""Steps: what comes less often is not simulated."""
 
 
 def count_warm_up(num_steps: int) -> int:
     """Return how many of the first steps do not count, at least one of two or more."""
     return min(MAX_WARM_UP_STEPS, max(1, int(WARM_UP_SHARE * num_steps)), num_steps - 1)
+
+
+def find_period(setting: Setting, rates: Rates) -> int:
+    """Return after how many steps checkpoints, if they take time, and evaluations come again.
+
+    It is the longest period up to `MAX_PERIOD`, 0 for none.
+    """
+    every = (setting.checkpoint_every if rates.checkpoint_s else 0, setting.eval_every)
+    return max((steps for steps in every if steps <= MAX_PERIOD), default=0)
 
 
 @dataclass
@@ -120,19 +132,31 @@ class Simulation:
         Raises:
             ConfigError: Nothing generates, or it has come to a standstill.
         """
+        self._run_on(lambda: self.watch.is_over)
+        return self.outcome()
+
+    def run_to_step(self, num_steps: int) -> Outcome:
+        """Let it run until so many steps are trained, or to its end, and return what it says of them.
+
+        Raises:
+            ConfigError: Nothing generates, or it has come to a standstill.
+        """
+        self._run_on(lambda: self.watch.is_over or len(self.watch.records) >= num_steps)
+        return self.outcome()
+
+    def _run_on(self, is_enough: Callable[[], bool]) -> None:
         if self.setting.replicas == 0:
             raise ConfigError("nothing generates: rollout.replicas is 0", hint="Set it to 1 or more")
         num_seen = -1
-        while not self.watch.is_over and num_seen < len(self.watch.records):
+        while not is_enough() and num_seen < len(self.watch.records):
             num_seen = len(self.watch.records)
-            self.run(self.world.now + STANDSTILL_S)
-        if len(self.watch.records) < 2 or not self.watch.is_over:
+            self.world.run(is_enough, self.world.now + STANDSTILL_S)
+        if len(self.watch.records) < 2 or not is_enough():
             raise ConfigError(
                 f"the simulated run stands still after {len(self.watch.records)} of {self.steps} steps"
                 f"{self.supervisor.given_up and ': ' + self.supervisor.given_up}",
                 hint="Simulate 2 steps or more; give rates at which a step takes less than an hour",
             )
-        return self.outcome()
 
     def _mark_step(self, now: float, what: str, figures: Args) -> None:
         if what == "step":
@@ -169,14 +193,21 @@ class Simulation:
             "num_steps": len(counted),
             "step_s": wall_s / len(counted),
             "step_times_s": tuple(one.step_s for one in counted),
+            "noise": self._noise(counted),
             "learner_idle": sum(one.wait_s for one in counted) / wall_s,
             "replica_idle": 1.0 - (end.busy_s - start.busy_s) / offered_s,
             "buffer_load": (end.buffer_busy_s - start.buffer_busy_s) / wall_s,
             "buffer_ops_per_s": (end.buffer_ops - start.buffer_ops) / wall_s,
-            "sync_s": self._sync_s(start.time),
+            "sync_s": self.rates.transfer_s + self.rates.swap_s,
+            "spread_s": self._spread_s(start.time),
             "num_events": self.world.num_events,
             "virtual_s": self.world.now,
         }
+
+    def _noise(self, counted: list[StepRecord]) -> float:
+        period, times_s = find_period(self.setting, self.rates), [one.step_s for one in counted]
+        trained = [float(one.lags.total()) for one in counted]
+        return max(noise_of_mean(times_s, period), noise_of_ratio(trained, times_s, period))
 
     def _interruptions(self, counted: list[StepRecord], start: Mark, end: Mark) -> dict[str, Any]:
         """Return what parts of batches, checkpoints and evaluations did."""
@@ -209,12 +240,13 @@ class Simulation:
             "masked_share": num_masked / max(1, num_masked + tokens.total()),
             "dropped_groups": sum(one.num_stale_groups for one in counted) / num_groups,
             "tokens_per_s": trained / wall_s,
+            "trained_per_s": tokens.total() / wall_s,
             "sampled_per_s": (end.sampled - start.sampled) / wall_s,
             "tokens_per_step": trained / len(counted),
             "residue": 0 if self.buffer is None else take_census(self.buffer.ledger.state).residue,
         }
 
-    def _sync_s(self, since: float) -> float:
+    def _spread_s(self, since: float) -> float:
         took = [
             max(times) - self.watch.published[number]
             for number, times in self.watch.served.items()

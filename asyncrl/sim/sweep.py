@@ -1,23 +1,29 @@
 """What else could be chosen: other bounds, other fleets, another split; and which one to take, in words.
 
-Every choice is simulated with the same rates. A split moves GPUs between learner and replicas: the learner's
-seconds per token are taken to fall as its share of them grows.
+Every choice is simulated with the same rates, until its speed is known to `GOOD_NOISE` or has cost enough;
+what differs by less than the noise is called equal. A split moves GPUs between learner and replicas: the
+learner's seconds per token are taken to fall as its share of them grows.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.sim.outcome import Outcome
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import Setting
-from asyncrl.sim.simulation import Simulation, count_warm_up
+from asyncrl.sim.simulation import MAX_PERIOD, Simulation, count_warm_up, find_period
 
 MAX_LAGS = (0, 1, 2, 4, 8)
-MAX_PERIOD = 100
-"""Steps: what comes less often is not simulated."""
+GOOD_NOISE = 0.015
+"""Relative standard error of step time and trained tokens/s at which a simulation may end."""
+MORE_STEPS = 40
+MAX_STEPS = 2000
+MAX_EVENTS = 50_000
+"""One to two seconds of a core, after which a simulation ends however noisy it is."""
 GOOD_ENOUGH = 0.95
 """Of the best throughput: the lowest bound, and the fewest replicas, that reach so much are recommended."""
 SAFE_LAG = 4
@@ -52,13 +58,28 @@ def predict(setting: Setting, rates: Rates, seed: int, steps: int) -> Outcome:
     return Simulation(setting, rates, seed, count_steps(setting, rates, steps)).run_to_end()
 
 
-def count_steps(setting: Setting, rates: Rates, least: int) -> int:
-    """Return how many steps to simulate: those that count hold whole periods of what seldom happens.
+def settle(setting: Setting, rates: Rates, seed: int, least: int) -> Outcome:
+    """Simulate one choice for `least` steps or more, until its speed is known or has cost enough.
 
-    That is the longest period up to `MAX_PERIOD` of checkpoints, if they take time, and evaluations.
+    Raises:
+        ConfigError: It would stand still.
     """
-    every = (setting.checkpoint_every if rates.checkpoint_s else 0, setting.eval_every)
-    period = max((steps for steps in every if steps <= MAX_PERIOD), default=0)
+    simulation, outcome, least_more = Simulation(setting, rates, seed, MAX_STEPS), None, least
+    while outcome is None or _is_worth_more(simulation, outcome, least_more):
+        outcome = simulation.run_to_step(count_steps(setting, rates, least_more))
+        least_more = len(simulation.watch.records) + MORE_STEPS
+    return outcome
+
+
+def _is_worth_more(simulation: Simulation, outcome: Outcome, num_steps: int) -> bool:
+    if simulation.watch.is_over or num_steps > MAX_STEPS - MAX_PERIOD:
+        return False
+    return outcome.noise > GOOD_NOISE and outcome.num_events < MAX_EVENTS
+
+
+def count_steps(setting: Setting, rates: Rates, least: int) -> int:
+    """Return how many steps to simulate: those that count hold whole periods of what seldom happens."""
+    period = find_period(setting, rates)
     if not period:
         return least
     return next(steps for steps in itertools.count(least) if (steps - count_warm_up(steps)) % period == 0)
@@ -68,7 +89,7 @@ def sweep(
     setting: Setting,
     rates: Rates,
     *,
-    learner_units: float,
+    learner_units: float | None,
     seed: int = 0,
     steps: int = 60,
     say: Callable[[str], None] = lambda line: None,
@@ -76,25 +97,36 @@ def sweep(
     """Simulate other bounds, other numbers of replicas, and other splits of the same hardware.
 
     Args:
-        learner_units: What the learner takes, in replicas' worth of hardware.
+        learner_units: What the learner takes, in replicas' worth of hardware; None where it cannot be split.
+        steps: To simulate at least.
     """
-    choices = []
+    choices: list[Choice] = []
+    known: dict[tuple[int, int, float], Outcome] = {}
     for axis, other, factor in _variants(setting, learner_units):
         say(f"simulating {axis}: max_lag {other.ledger.max_lag}, {other.replicas} replicas")
-        rates_of = replace(rates, step_s_per_token=rates.step_s_per_token / factor)
-        outcome = predict(other, rates_of, seed, steps)
-        choices.append(Choice(axis, other.ledger.max_lag, other.replicas, factor, outcome))
+        point = (other.ledger.max_lag, other.replicas, factor)
+        if point not in known:
+            rates_of = replace(rates, step_s_per_token=rates.step_s_per_token / factor)
+            known[point] = settle(other, rates_of, seed, steps)
+        choices.append(Choice(axis, *point, known[point]))
     return choices
 
 
-def _variants(setting: Setting, learner_units: float) -> Iterator[tuple[str, Setting, float]]:
+def find_present(choices: Sequence[Choice], setting: Setting) -> Outcome:
+    """Return what came of the configuration as it is, which every sweep holds."""
+    return next(one for one in choices if one.axis == "replicas" and one.replicas == setting.replicas).outcome
+
+
+def _variants(setting: Setting, learner_units: float | None) -> Iterator[tuple[str, Setting, float]]:
     for max_lag in sorted({*MAX_LAGS, setting.ledger.max_lag}):
         yield "max_lag", replace(setting, ledger=replace(setting.ledger, max_lag=max_lag)), 1.0
     now = setting.replicas
     for replicas in sorted({max(1, now // 2), now, now + max(1, now // 2), 2 * now}):
         yield "replicas", with_replicas(setting, replicas), 1.0
+    if learner_units is None:
+        return
     for replicas in sorted({max(1, now // 2), now - 1, now + 1, now + max(1, now // 2)} - {0, now}):
-        share = (learner_units + now - replicas) / learner_units if learner_units else 0.0
+        share = (learner_units + now - replicas) / learner_units
         if share >= 0.25:
             yield "split", with_replicas(setting, replicas), share
 
@@ -111,6 +143,9 @@ def recommend(base: Outcome, choices: Sequence[Choice], setting: Setting) -> lis
     lines += _on_replicas([one for one in choices if one.axis == "replicas"], setting.replicas)
     lines += _on_split([one for one in choices if one.axis == "split"], base)
     lines += _on_interruptions(base, setting)
+    noise = max((_noise(one.outcome, base) for one in choices), default=0.0)
+    if noise > 1 - GOOD_ENOUGH:
+        lines.append(f"Some of these are known to {noise:.0%} only: what differs by less is called equal.")
     if base.buffer_load > 0.5:
         lines.append(
             f"The buffer works {base.buffer_load:.0%} of its time: larger groups mean fewer requests."
@@ -132,8 +167,7 @@ def _bottleneck(base: Outcome) -> str:
 def _on_max_lag(choices: Sequence[Choice], now: int) -> list[str]:
     if not choices:
         return []
-    best = max(_useful(one) for one in choices)
-    chosen = next(one for one in choices if _useful(one) >= GOOD_ENOUGH * best)
+    chosen = _first_good(choices)
     sync = next((one for one in choices if one.max_lag == 0), None)
     speed_up = f", {_useful(chosen) / _useful(sync):.2f} x the synchronous run" if sync else ""
     lag = chosen.outcome
@@ -141,10 +175,9 @@ def _on_max_lag(choices: Sequence[Choice], now: int) -> list[str]:
     lines = [f"max_lag {chosen.max_lag}: {_useful(chosen):.4g} trained tokens/s{speed_up}, {cost}."]
     more = next((one for one in choices if one.max_lag > chosen.max_lag), None)
     if more is not None:
-        gain = _useful(more) / _useful(chosen) - 1
+        gain = _tell_change(more.outcome, chosen.outcome)
         lines.append(
-            f"  A bound of {more.max_lag} would give {gain:+.1%} tokens/s for a mean lag of "
-            f"{more.outcome.lag_mean:.2f}."
+            f"  A bound of {more.max_lag} would give {gain} for a mean lag of {more.outcome.lag_mean:.2f}."
         )
     if chosen.max_lag > SAFE_LAG:
         lines.append(f"  That is beyond what is known to be safe: {SAFE_LAG_SOURCE}.")
@@ -154,22 +187,21 @@ def _on_max_lag(choices: Sequence[Choice], now: int) -> list[str]:
 def _on_replicas(choices: Sequence[Choice], now: int) -> list[str]:
     if len(choices) < 2:
         return []
-    best = max(_useful(one) for one in choices)
-    chosen = next(one for one in choices if _useful(one) >= GOOD_ENOUGH * best)
+    chosen = _first_good(choices)
     base = next(one for one in choices if one.replicas == now)
-    if chosen.replicas == now:
+    is_noise = _useful(chosen) <= _useful(base) * (1 + _noise(chosen.outcome, base.outcome))
+    if chosen.replicas == now or (chosen.replicas > now and is_noise):
         return [f"Keep {now} replicas: more of them would not be 5 % faster."]
-    change = _useful(chosen) / _useful(base) - 1
-    result = f"would change the trained tokens/s by {change:+.1%} only" if chosen.replicas < now else ""
-    return [f"{chosen.replicas} replicas instead of {now} {result or f'would give {change:+.1%} tokens/s'}."]
+    change = _tell_change(chosen.outcome, base.outcome)
+    return [f"{chosen.replicas} replicas instead of {now} would give {change}."]
 
 
 def _on_split(choices: Sequence[Choice], base: Outcome) -> list[str]:
     if not choices:
         return []
     best = max(choices, key=_useful)
-    gain = _useful(best) / _useful_of(base) - 1
-    if gain < 1 - GOOD_ENOUGH:
+    gain = _useful(best) / base.trained_per_s - 1
+    if gain < max(1 - GOOD_ENOUGH, _noise(best.outcome, base)):
         return ["Keep the split: no other one of the same hardware is 5 % faster."]
     split = f"{best.replicas} replicas and a learner of {best.learner_share:.2g} times the GPUs"
     scales = "taking the learner to scale with its GPUs"
@@ -192,10 +224,29 @@ def _on_interruptions(base: Outcome, setting: Setting) -> list[str]:
     return lines
 
 
+def _first_good(choices: Sequence[Choice]) -> Choice:
+    """Return the first that is as fast as the best one, to within 5 % or the noise."""
+    best = max(choices, key=_useful)
+
+    def is_good(one: Choice) -> bool:
+        return _useful(one) >= _useful(best) * min(GOOD_ENOUGH, 1 - _noise(one.outcome, best.outcome))
+
+    return next(one for one in choices if is_good(one))
+
+
+def _tell_change(other: Outcome, base: Outcome) -> str:
+    """Return in words how many more tokens train, where that is more than noise."""
+    change = other.trained_per_s / base.trained_per_s - 1
+    if abs(change) <= (noise := _noise(other, base)):
+        return f"as many trained tokens/s (to within {noise:.1%})"
+    return f"{change:+.1%} trained tokens/s"
+
+
+def _noise(one: Outcome, other: Outcome) -> float:
+    """Return by what share two may differ by chance: two standard errors of their difference."""
+    return 2 * math.hypot(one.noise, other.noise)
+
+
 def _useful(choice: Choice) -> float:
-    return _useful_of(choice.outcome)
-
-
-def _useful_of(outcome: Outcome) -> float:
     """Return tokens/s that train: what is masked was sampled in vain."""
-    return outcome.tokens_per_s * (1 - outcome.masked_share)
+    return choice.outcome.trained_per_s

@@ -94,6 +94,7 @@ def plan(
 
         print_schema()
         return
+    _refuse_unused(bool(configs), simulate, rates, compare)
     if compare is not None:
         from asyncrl.cli.reports.prediction import Asked, print_comparison
 
@@ -111,6 +112,16 @@ def plan(
     from asyncrl.cli.reports.plan import print_plan
 
     print_plan(configs, overrides or [], run, runs_dir, as_json, elsewhere)
+
+
+def _refuse_unused(has_configs: bool, simulate: bool, rates: str | None, compare: str | None) -> None:
+    if has_configs and compare is not None:
+        raise typer.BadParameter(
+            "--compare RUN reads the run's own configuration: leave this out, or change values with --set",
+            param_hint="CONFIG",
+        )
+    if rates is not None and not simulate and compare is None:
+        raise typer.BadParameter("only --simulate and --compare take rates", param_hint="--rates")
 
 
 @app.command()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from asyncrl.cli import exits
 from asyncrl.cli.reports.table import align
 from asyncrl.cli.up import find_config
 from asyncrl.config.load import find_run_folder, load, load_config
@@ -15,7 +18,7 @@ from asyncrl.config.tree import Config
 from asyncrl.control.plan.checks import read_size
 from asyncrl.control.record.recorder import load_rows, training_rows
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.sim import calibration
 from asyncrl.sim.calibration import Measured
 from asyncrl.sim.caveats import find_caveats
@@ -23,13 +26,17 @@ from asyncrl.sim.hardware import GPUS, assume_rates
 from asyncrl.sim.outcome import Outcome
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import LengthsModel, Setting
-from asyncrl.sim.sweep import MAX_PERIOD, Choice, predict, recommend, sweep
+from asyncrl.sim.simulation import MAX_PERIOD
+from asyncrl.sim.sweep import Choice, find_present, recommend, settle, sweep
 
-STEPS = 80
-SWEPT_STEPS = 60
+STEPS = 60
 MAX_SWEPT_REPLICAS = 64
 LARGE_STEPS = 20
 DEFAULT_GPU = "H100"
+MEASURE = "asyncrl bench calibrate CONFIG --out rates.json"
+MAX_SIGMA, LEAST_MEDIAN = 10.0, 0.01
+MAX_UNIFORM = 0.99
+"""Of the groups: if more are dropped for equal rewards, a step takes hundreds of batches."""
 NO_SWEEP = f"(no sweep beyond {MAX_SWEPT_REPLICAS} replicas: give other values with --set)"
 
 
@@ -55,19 +62,25 @@ def print_prediction(asked: Asked) -> None:
         ConfigError: The configuration or the rates cannot be used.
     """
     config = load([find_config(name) for name in asked.configs], asked.overrides).config
-    rates, setting = read_rates(asked.rates, config)
+    rates, setting = read_rates(asked.rates, config, _tell_command(asked))
     is_large = setting.replicas > MAX_SWEPT_REPLICAS
-    base = predict(setting, rates, config.run.seed, LARGE_STEPS if is_large else STEPS)
-    choices: list[Choice] = []
+    seed, units, choices = config.run.seed, count_learner_units(config), list[Choice]()
     if not is_large:
-        units = max(1.0, config.learner.num_ranks / max(1, config.rollout.gpus))
-        choices = sweep(setting, rates, learner_units=units, steps=SWEPT_STEPS)
+        choices = sweep(setting, rates, learner_units=units, seed=seed, steps=STEPS)
+    base = find_present(choices, setting) if choices else settle(setting, rates, seed, LARGE_STEPS)
     words = recommend(base, choices, setting)
     caveats = list(find_caveats(config, setting, rates, MAX_PERIOD))
     if asked.as_json:
         print(json.dumps(_values(base, choices, words, rates) | {"not_modelled": caveats}, indent=2))
         return
     print("\n".join([*_lines(base, choices, words, rates, setting), *_tell_caveats(caveats)]))
+
+
+def count_learner_units(config: Config) -> float | None:
+    """Return what the learner takes in replicas' worth of GPUs, None where one of them has none to give."""
+    if not (config.learner.gpus and config.rollout.gpus):
+        return None
+    return config.learner.num_ranks * config.learner.gpus / config.rollout.gpus
 
 
 def print_comparison(asked: Asked, run: str) -> None:
@@ -89,7 +102,7 @@ def print_comparison(asked: Asked, run: str) -> None:
         setting = calibration.setting_of_rows(config, rows)
     measured, outcome = (
         calibration.measure(later, config.learner.groups_per_step),
-        predict(setting, rates, config.run.seed, STEPS),
+        settle(setting, rates, config.run.seed, STEPS),
     )
     if asked.as_json:
         print(json.dumps({"measured": asdict(measured), "predicted": outcome.as_values()}, indent=2))
@@ -120,42 +133,83 @@ FIGURES = (
 )
 
 
-def read_rates(name: str | None, config: Config) -> tuple[Rates, Setting]:
+def read_rates(name: str | None, config: Config, command: str = MEASURE) -> tuple[Rates, Setting]:
     """Return the rates of a file or of a kind of GPU, and the setting that goes with them.
+
+    Args:
+        command: That measures some.
 
     Raises:
         ConfigError: There is neither.
+        DataError: The file holds no rates.
     """
     if name is not None and name not in GPUS:
-        try:
-            values = json.loads(Path(name).read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--rates {name}: {error}", hint=f"A file of 'asyncrl bench calibrate', or {', '.join(GPUS)}"
-            ) from error
-        try:
-            return Rates.of_values(values["rates"]), _setting_of_file(config, values)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"--rates {name}: this is no file of rates: {type(error).__name__} {error}",
-                hint="'asyncrl bench calibrate --out FILE' writes some",
-            ) from error
+        return _read_file(name, config, command)
     size = read_size(config)
     if size is None:
         raise ConfigError(
             f"the size of '{config.model.path}' cannot be told, so no rates can be assumed",
-            hint="Measure some: 'asyncrl bench calibrate --out rates.json', and give --rates rates.json",
+            hint=f"Measure some: '{command}', and give --rates rates.json",
         )
     setting = Setting.of(config)
     mean_tokens = setting.prompt_tokens + setting.lengths.median_tokens / 2
     return assume_rates(config, size, name or DEFAULT_GPU, mean_tokens), setting
 
 
+def _tell_command(asked: Asked) -> str:
+    """Return the command that measures rates for what is asked about."""
+    changes = [f"--set {shlex.quote(one)}" for one in asked.overrides]
+    return " ".join(
+        ["asyncrl bench calibrate", *map(shlex.quote, asked.configs), *changes, "--out rates.json"]
+    )
+
+
+def _read_file(name: str, config: Config, command: str) -> tuple[Rates, Setting]:
+    try:
+        text = Path(name).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        hint = f"A file of 'asyncrl bench calibrate', or {', '.join(GPUS)}"
+        raise ConfigError(f"--rates {name}: {error}", hint=hint) from error
+    try:
+        values = json.loads(text)
+        rates, setting = Rates.of_values(values["rates"]), _setting_of_file(config, values)
+        differences = list(_find_differences(values, config))
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"--rates {name}: this is no file of rates: {type(error).__name__} {error}",
+            hint=f"'{command}' writes one",
+        ) from error
+    for line in differences:
+        exits.say(f"--rates {name}: {line}")
+    return rates, setting
+
+
+def _find_differences(values: dict[str, Any], config: Config) -> Iterator[str]:
+    """Yield what the rates were taken with and the configuration has not."""
+    taken, planned = values.get("taken_with", {}), calibration.taken_with(config)
+    for key, now in planned.items():
+        if taken.get(key, now) != now:
+            yield f"taken with {key} {taken[key]}, but {now} is planned; these rates may not hold for it"
+
+
 def _setting_of_file(config: Config, values: dict[str, Any]) -> Setting:
     found = values.get("lengths")
-    lengths = LengthsModel(found["sigma"], found["median_tokens"]) if found else None
-    setting = Setting.of(config, lengths, prompt_tokens=values.get("prompt_tokens"))
-    return replace(setting, uniform_share=float(values.get("uniform_share", 0.0)))
+    lengths = None
+    if found:
+        sigma = _number_of(found, "sigma", 0.0, MAX_SIGMA)
+        lengths = LengthsModel(sigma, _number_of(found, "median_tokens", LEAST_MEDIAN, math.inf))
+    prompt_tokens = _number_of({"prompt_tokens": 0.0} | values, "prompt_tokens", 0.0, math.inf)
+    share = _number_of({"uniform_share": 0.0} | values, "uniform_share", 0.0, MAX_UNIFORM)
+    return replace(Setting.of(config, lengths, prompt_tokens=prompt_tokens), uniform_share=share)
+
+
+def _number_of(values: dict[str, Any], name: str, least: float, most: float) -> float:
+    value = values[name]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not least <= value <= most:
+        bounds = f"from {least:g} to {most:g}" if most < math.inf else f"of {least:g} or more"
+        raise DataError(f"{name} must be a number {bounds}, not {value!r}")
+    return float(value)
 
 
 def _values(base: Outcome, choices: Sequence[Choice], words: Sequence[str], rates: Rates) -> dict[str, Any]:
@@ -178,11 +232,11 @@ def _lines(
     told = "assumed" if lengths.is_assumed else "told"
     lags = "  ".join(f"{lag}: {share:.0%}" for lag, share in sorted(base.lags.items()))
     rows = [
-        ["step", f"{base.step_s:.3g} s", f"{base.num_steps} steps simulated"],
+        ["step", f"{base.step_s:.3g} s", f"+-{base.noise:.1%}: {base.num_steps} steps simulated"],
         [
             "throughput",
-            f"{base.tokens_per_s:.4g} tokens/s trained, prompts included",
-            f"{base.sampled_per_s:.4g} sampled",
+            f"{base.trained_per_s:.4g} trained tokens/s, of answers",
+            f"{base.sampled_per_s:.4g} sampled; {base.tokens_per_s:.4g} computed on, with prompts",
         ],
         ["idle", f"learner {base.learner_idle:.0%}", f"replicas {base.replica_idle:.0%}"],
         ["lag", f"{base.lag_mean:.2f} on average", lags],
@@ -192,7 +246,7 @@ def _lines(
             f"{base.dropped_groups:.2%} of the groups dropped",
         ],
         ["buffer", f"{base.buffer_load:.1%} of one thread", f"{base.buffer_ops_per_s:.4g} requests/s"],
-        ["weight sync", f"{base.sync_s:.3g} s", "from a publish to its last replica"],
+        ["weight sync", f"{base.spread_s:.3g} s", "from a publish to its last replica"],
         *_rows_of_interruptions(base, setting),
     ]
     answers = f"median {lengths.median_tokens:.4g} tokens, sigma {lengths.sigma:.2f} ({told})"
@@ -224,10 +278,10 @@ def _tell_caveats(caveats: Sequence[str]) -> list[str]:
 
 
 def _table_of(choices: Sequence[Choice]) -> list[str]:
-    rows = [["choice", "step s", "tokens/s", "learner idle", "replicas idle", "mean lag", "masked"]]
+    rows = [["choice", "step s", "trained tokens/s", "learner idle", "replicas idle", "mean lag", "masked"]]
     for one in choices:
         found = one.outcome
         shares = (f"{found.learner_idle:.0%}", f"{found.replica_idle:.0%}")
-        figures = (f"{found.step_s:.3g}", f"{found.tokens_per_s:.4g}", *shares)
+        figures = (f"{found.step_s:.3g}", f"{found.trained_per_s:.4g}", *shares)
         rows.append([one.label, *figures, f"{found.lag_mean:.2f}", f"{found.masked_share:.1%}"])
     return align(rows)

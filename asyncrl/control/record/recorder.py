@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.control.record.sinks.outbox import Outbox
+from asyncrl.errors import DataError
 from asyncrl.metrics import unknown_names
 
 Row = dict[str, Any]
@@ -75,16 +76,35 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def load_rows(path: Path) -> list[Row]:
-    """Return the rows of `metrics.jsonl` with a step each, the newest of each step and kind, in order."""
+    """Return the rows of `metrics.jsonl` with a step each, the newest of each step and kind, in order.
+
+    Raises:
+        DataError: A whole line is no row.
+    """
     if not path.exists():
         return []
     rows: dict[tuple[int, bool], Row] = {}
-    for line in path.read_text().splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break  # the process died while it wrote
-        row = json.loads(line)
+    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
+        row = _read_row(line, f"{path}:{number}")  # not what a process that died left of the last line
         rows[(row["training/global_step"], is_evaluation(row))] = row
     return [rows[key] for key in sorted(rows)]
+
+
+def _read_row(line: str, place: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise _no_row(place, str(error)) from error
+    if not isinstance(row, dict) or not isinstance(row.get("training/global_step"), int | float):
+        raise _no_row(place, "it has no number 'training/global_step'")
+    return row
+
+
+def _no_row(place: str, why: str) -> DataError:
+    return DataError(
+        f"{place}: this line is no row of metrics: {why}",
+        hint="Move it to another file; the rows around it can be read then",
+    )
 
 
 def lost_rows(recorded: Iterable[Row], kept: Iterable[Row]) -> list[Row]:

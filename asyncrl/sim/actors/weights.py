@@ -270,10 +270,10 @@ class ReceiverActor(Actor):
             self.tell(replica, "who_serves")
 
     def _obey_commit(self, args: Args) -> None:
-        number = args["number"]
-        if self._is_pinned or number != self.staged or number <= self._number:
+        """Load the version that is committed, or the newer one that has replaced it since."""
+        if self._is_pinned or args["number"] > self.staged or self.staged <= self._number:
             return  # pinned: the coordinator takes it back, and commits anew after the unpin
-        self._number = number
+        self._number = self.staged
         self._to_swap = deque(name for name in self.replicas if name in self._attending)
         self._swap_more()
 
