@@ -95,9 +95,7 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
             buffer=ReplicaClient(
                 context.addresses["buffer.0"], context.name, CALL_DEADLINE_S, keys=context.client_keys
             ),
-            weights=ReceiverLink(
-                context.addresses[f"receiver.{context.index}"], context.client_keys, born
-            ),
+            weights=ReceiverLink(context.addresses[f"receiver.{context.index}"], context.client_keys, born),
             runner=gateway.desk if gateway else GroupRunner(environment, prompts, _group_settings(config)),
             evaluator=build_evaluator(config, engine, tokenizer, held_out, reward, episodes),
             prompts=prompts,
