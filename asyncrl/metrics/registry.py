@@ -29,6 +29,7 @@ PLACEHOLDERS = {
     "variable": r"[^/]+",
     "metric": r"[^/]+(?:/(?:mean|std))?(?:/(?:low|high))?",
     "number": r"[0-9]+",
+    "parameter": r"[a-z][a-z0-9_]*",
     "part": r"[^/]+",
     "sink": r"[a-z][a-z0-9_]*",
 }

@@ -133,6 +133,12 @@ _ROLLOUT = singles(
         "reward",
         "Mean of a part of the reward before weighting, of the answers scored in the last 2 s",
     ),
+    (
+        "gateway/overridden",
+        "count",
+        "Sampling parameters of agents' calls so far that the run's replaced, with `rollout.gateway`",
+    ),
+    ("gateway/overridden/<parameter>", "count", "Of them, by parameter: temperature, seed, top_p, n, ..."),
     ("weights/version", "1", "Policy version that all replicas serve: the oldest of theirs"),
     ("weights/published", "1", "Newest policy version that the publisher holds"),
     ("weights/bytes", "bytes", "Size of that version"),

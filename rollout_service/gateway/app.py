@@ -28,7 +28,7 @@ from fastapi.responses import JSONResponse
 from rollout_service.gateway.history import Asked, Step, asked_in_chat, asked_in_completion
 from rollout_service.gateway.keys import GatewayKey
 from rollout_service.gateway.refusal import EpisodeFailed, Refusal, error_body
-from rollout_service.gateway.rules import check_request
+from rollout_service.gateway.rules import admit
 from rollout_service.gateway.sessions import Call, Desk, Session
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,13 @@ MAX_WAIT_S = 60.0
 MAX_REASON_CHARS = 200
 RETRY_AFTER_S = 1
 SESSION = "/sessions/{key}"
+OVERRIDDEN = "x-asyncrl-overridden"
+"""The header that names the sampling parameters of a request that the run's values replaced."""
+ROUTES = "/v1/chat/completions, /v1/completions and /v1/models"
+RESPONSES_HINT = (
+    "Use chat completions; in OpenAI's Agents SDK: set_default_openai_api('chat_completions'), in LangChain: "
+    "use_responses_api=False"
+)
 
 Body = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Response]]
@@ -60,7 +67,9 @@ class Serving:
             "completion": (CompletionRequest, create_completion),
         }
 
-    async def answer(self, kind: str, body: Body, session: Session, raw_request: Request) -> Response | None:
+    async def answer(
+        self, kind: str, body: Mapping[str, Any], session: Session, raw_request: Request
+    ) -> Response | None:
         """Return vLLM's answer; None if the client has gone."""
         from vllm.entrypoints.serve import create_error_response
 
@@ -146,17 +155,21 @@ class Routes:
         self._session(request)
         body = await read_body(request)
         session = self._session(request)
-        check_request(body, self.desk.rules)
+        admitted = admit(body, self.desk.rules)
         call = session.begin(read(body))
+        self.desk.overridden.update(admitted.overridden)
         is_answered = False
         try:
             call.max_tokens = _max_tokens(body)
-            response = await self.serving.answer(kind, _with_marker(body, call), session, request)
+            asked = _with_marker(admitted.body, call)
+            response = await self.serving.answer(kind, asked, session, request) or Response(status_code=499)
             is_answered = True
         finally:
             if not is_answered:
                 call.end()
-        return Held(response or Response(status_code=499), call)
+        if admitted.overridden:
+            response.headers[OVERRIDDEN] = ", ".join(admitted.overridden)
+        return Held(response, call)
 
     async def _open_for(self, request: Request, wait_s: float) -> Session | None:
         """Return a new session; None, and nothing is held, if the client hung up while it waited."""
@@ -204,6 +217,7 @@ def build_app(routes: Routes) -> FastAPI:
         app.add_api_route(f"{prefix}/v1/chat/completions", routes.chat, methods=["POST"])
         app.add_api_route(f"{prefix}/v1/completions", routes.completion, methods=["POST"])
     app.add_exception_handler(Refusal, _refuse)
+    app.add_exception_handler(404, _no_route)
     return app
 
 
@@ -211,6 +225,15 @@ async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status == 503 else {}
     return JSONResponse(error_body(str(error), error.status, error.code), error.status, headers)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Answer a path that is none of the routes; the path is not repeated, it may hold a session key."""
+    is_responses = "/v1/responses" in request.url.path
+    what = "the Responses API is not served here" if is_responses else "there is no such route"
+    hint = f"{RESPONSES_HINT} " if is_responses else ""
+    refusal = Refusal(f"{what}: the gateway has {ROUTES}", hint=hint.strip(), status=404, code="not_found")
+    return await _refuse(request, refusal)
 
 
 async def _hang_up(request: Request) -> None:
@@ -249,7 +272,7 @@ async def read_body(request: Request) -> Body:
     return body
 
 
-def _with_marker(body: Body, call: Call) -> Body:
+def _with_marker(body: Mapping[str, Any], call: Call) -> Mapping[str, Any]:
     """Return the body with the call's marker in place of the answer that is recorded."""
     if call.step is not Step.NEXT or call.asked.kind != "chat":
         return body

@@ -229,6 +229,7 @@ def build_gateway(
         max_tokens=rollout.max_tokens,
         max_prompt_tokens=context.config.data.max_prompt_tokens,
         masks_cut=rollout.truncated == "mask",
+        is_strict=rollout.gateway.strict,
     )
     return Gateway(settings, rules, read_key(os.environ, host), prompts, engine, meter)
 

@@ -1,8 +1,9 @@
-"""What an agent may ask of the model, and what it gets whatever it asks for.
+"""Rules of the gateway: which fields of a request are taken, replaced by the run's, or refused.
 
 Training needs answers drawn with the run's temperature alone, with a seed and a log-prob for each token.
-Owns the list of what a request may say. Invariant: the parameters that reach the engine are made here,
-field by field; a parameter that nobody named here reaches it never.
+A parameter that only says how tokens are drawn is replaced; one that the agent's own code depends on (the
+form of the answer, or which tokens are possible) is refused. Invariant: the sampling parameters that reach
+the engine are made here, field by field.
 """
 
 from __future__ import annotations
@@ -37,12 +38,20 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "seed": (),
 }
 """Values that mean the same as leaving the field out. Of other fields those are nothing, 0 and False."""
+SAMPLING = frozenset(
+    {
+        "temperature", "seed", "top_p", "n", "best_of", "top_k", "min_p", "presence_penalty",
+        "frequency_penalty", "repetition_penalty",
+    }
+)  # fmt: skip
+"""Fields that only say how tokens are drawn, and how often: the run's values stand in for them."""
+FREE_TOOL_CHOICES = (None, "auto", "none")
 WHY = {
     "temperature": "every answer is sampled at the run's temperature, {temperature:g}",
     "seed": "seeds follow from the run, the ticket and the turn",
     "n": "a session is one trajectory: open another one for another answer",
     "best_of": "a session is one trajectory: open another one for another answer",
-    "tool_choice": "tool calls are not parsed here: send tool_choice 'none' and read them from the text",
+    "tool_choice": "tool calls are not parsed here: send 'auto' or 'none', and read the call from the text",
 }
 OTHERWISE = "answers are sampled with the run's temperature alone, or their log-probs could not be trained on"
 
@@ -55,6 +64,7 @@ class Rules:
         max_tokens: Most tokens of a trajectory after its prompt, all turns and observations together.
         max_prompt_tokens: Most tokens of a session's first prompt.
         masks_cut: A trajectory whose last answer was cut at the limit is not trained.
+        is_strict: A sampling parameter that differs from the run's is refused, not replaced.
     """
 
     run_seed: int
@@ -63,20 +73,48 @@ class Rules:
     max_tokens: int
     max_prompt_tokens: int
     masks_cut: bool = False
+    is_strict: bool = False
 
 
-def check_request(body: Mapping[str, Any], rules: Rules) -> None:
-    """Return if `body` asks for nothing that training cannot take.
+@dataclass(frozen=True)
+class Admitted:
+    """A request that passed the rules.
+
+    Attributes:
+        body: What vLLM gets: the request without the replaced parameters.
+        overridden: Names of the replaced parameters, sorted.
+    """
+
+    body: Mapping[str, Any]
+    overridden: tuple[str, ...] = ()
+
+
+def admit(body: Mapping[str, Any], rules: Rules) -> Admitted:
+    """Return the request as vLLM gets it, and which sampling parameters the run's values replace.
+
+    vLLM parses no tool calls for the gateway, so a free `tool_choice` becomes `none`, with which vLLM still
+    hands the tools to the chat template.
 
     Raises:
-        Refusal: With the first field that does, and why.
+        Refusal: Names the first field that cannot be taken, and why.
     """
+    overridden = set()
     for name, value in body.items():
-        if name not in FREE and not _says_nothing(name, value, rules):
+        if name in FREE or _says_nothing(name, value, rules):
+            continue
+        if name not in SAMPLING or rules.is_strict:
             why = WHY.get(name, OTHERWISE).format(temperature=rules.temperature)
             raise Refusal(f"'{name}' cannot be {value!r:.60}: {why}", code="not_trainable")
-    if body.get("tools") and body.get("tool_choice") != "none":
-        raise Refusal(f"'tool_choice' must be 'none': {WHY['tool_choice']}", code="not_trainable")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise Refusal(f"'{name}' must be a number, not {value!r:.60}")
+        overridden.add(name)
+    if body.get("tool_choice") not in FREE_TOOL_CHOICES:
+        what = f"'tool_choice' cannot be {body['tool_choice']!r:.60}: {WHY['tool_choice']}"
+        raise Refusal(what, code="not_trainable")
+    kept = {name: value for name, value in body.items() if name not in {*overridden, "tool_choice"}}
+    if kept.get("tools"):
+        kept["tool_choice"] = "none"
+    return Admitted(kept, tuple(sorted(overridden)))
 
 
 def _says_nothing(name: str, value: Any, rules: Rules) -> bool:

@@ -231,6 +231,7 @@ class Desk:
     ) -> None:
         self.rules = rules
         self.counters: Counter[str] = Counter()
+        self.overridden: Counter[str] = Counter()
         self.on_demand: Callable[[], None] = lambda: None
         self._prompts = prompts
         self._deadline_s = deadline_s
@@ -316,9 +317,9 @@ class Desk:
         return math.ceil(len(self._waiting) / self.rules.group_size)
 
     def status(self) -> dict[str, Any]:
-        """Return how many sessions are open, wait, and what became of earlier ones."""
+        """Return how many sessions are open or wait, the counters, and how often a parameter was replaced."""
         counts = {"sessions": len(self._sessions), "sessions_waiting": len(self._waiting)}
-        return {**counts, "sessions_counted": dict(self.counters)}
+        return {**counts, "sessions_counted": dict(self.counters), "overridden": dict(self.overridden)}
 
     async def run(self, grant: LeaseGrant, carried: Group | None = None) -> Group:
         """Let agents generate the grant's group, and return it. The same seam as `GroupRunner.run`.

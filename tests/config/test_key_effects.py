@@ -416,6 +416,10 @@ SHOWN_BY: Mapping[str, tuple[str, str]] = {
         "tests/rollout/test_gateway.py",
         "test_missing_siblings_end_a_group_at_its_deadline_with_an_error_in_the_stream",
     ),
+    "rollout.gateway.strict": (
+        "tests/rollout/test_gateway_requests.py",
+        "test_a_replicas_gateway_is_as_strict_as_its_configuration",
+    ),
     "weight_sync.bucket_bytes": (
         "tests/weight_sync/faults/test_many_syncs.py",
         "test_five_hundred_syncs_in_a_row_leave_every_process_as_it_was",

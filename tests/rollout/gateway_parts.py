@@ -28,7 +28,7 @@ from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
 from rollout_service.gateway.gateway import Gateway, build_gateway
 from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica import Replica
-from rollout_service.tasks.tiny_text.model import build_tokenizer, make_folder
+from rollout_service.tasks.tiny_text.model import CHAT_TEMPLATE, build_tokenizer, make_folder
 from tests.rollout.engine_parts import stage
 from tests.rollout.replica_parts import HandFedReceiver, running, wait_for
 
@@ -38,6 +38,11 @@ EOS = 2
 END_PROBABILITY, NO_END_PROBABILITY = 0.05, 1e-7
 QUESTION = "Wie geht es Dir?"
 CALL_S = 60.0
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools[0]['function']['name'] }}<|im_end|>\n{% endif %}"
+    + CHAT_TEMPLATE
+)
+"""That of the model, which shows the first tool's name as well."""
 
 
 def make_text_model(folder: Path, seed: int, ends: bool = True) -> Qwen3ForCausalLM:
@@ -150,6 +155,7 @@ def open_gateway_stage(folder: Path, deadline_s: float = 120.0) -> Iterator[Stag
     model_folder, data = make_folder(folder / "model"), folder / "train.jsonl"
     # What a model's maker recommends has no say: the log-probs would not be those of the policy.
     (model_folder / "generation_config.json").write_text('{"top_k": 3, "repetition_penalty": 1.3}')
+    (model_folder / "chat_template.jinja").write_text(TEMPLATE)
     prompt = [{"role": "user", "content": QUESTION}]
     rows = [{"prompt": prompt, "ground_truth": str(row), "extra_info": {"row": row}} for row in range(50)]
     data.write_text("\n".join(json.dumps(row) for row in rows))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,14 +195,49 @@ def test_a_swap_in_the_middle_of_a_stream_shows_in_its_spans(served: Stage):
     served.serve(1)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [{"temperature": 0.3}, {"top_p": 0.9}, {"n": 2}, {"seed": 4}, {"presence_penalty": 0.5}],
-)
-def test_a_client_that_asks_for_another_distribution_is_told_why(served: Stage, asked: dict[str, Any]):
+FRAMEWORK = {
+    "temperature": 0.3,
+    "top_p": 0.9,
+    "n": 2,
+    "seed": 4,
+    "response_format": {"type": "text"},
+    "tool_choice": "auto",
+}
+TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
+REPLACED = "n, seed, temperature, top_p"
+
+
+def test_sampling_parameters_of_a_framework_are_replaced_counted_and_named(served: Stage):
+    agents = [served.open(), served.open()]
+    before = Counter(served.gateway.status()["overridden"])
+
+    def ask(agent: Agent, model: str, **more: Any) -> Any:
+        ids = {"return_token_ids": True}
+        create = agent.client.chat.completions.with_raw_response.create
+        return create(model=model, messages=[USER], max_tokens=24, tools=TOOLS, extra_body=ids, **more)
+
+    whole, streamed = ask(agents[0], "a", **FRAMEWORK), ask(agents[1], "a", stream=True, **FRAMEWORK)
+    chunks = [chunk.choices[0] for chunk in streamed.parse() if chunk.choices]
+    plain = ask(agents[0], "another")
+    names = [reply.headers.get("x-asyncrl-overridden") for reply in (whole, streamed, plain)]
+    assert names == [REPLACED, REPLACED, None]
+    counted = Counter(served.gateway.status()["overridden"]) - before
+    assert counted == dict.fromkeys(REPLACED.split(", "), 2)
+    (choice,), (same,) = whole.parse().choices, plain.parse().choices
+    assert choice.token_ids == same.token_ids, "the run's own sampling is what both calls get"
+    group = rewarded(served, *agents)
+    assert "search" in build_tokenizer().decode(group.prompt_ids), "the template was not given the tools"
+    ids = [choice.token_ids, [token for chunk in chunks for token in streamed_ids(chunk)]]
+    assert [trajectory.response_ids.tolist() for trajectory in group.trajectories] == ids
+    for trajectory in group.trajectories:
+        check_logprobs(served, group, trajectory)
+
+
+def test_a_strict_gateway_tells_why_it_refuses(served: Stage, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(served.gateway.desk, "rules", replace(served.gateway.desk.rules, is_strict=True))
     agent = served.open()
-    with pytest.raises(openai.BadRequestError, match=f"'{next(iter(asked))}' cannot be"):
-        agent.chat(USER, **asked)
+    with pytest.raises(openai.BadRequestError, match="'temperature' cannot be"):
+        agent.chat(USER, temperature=0.3)
     assert agent.chat(USER, temperature=1.0, top_p=1).choices[0].token_ids
     agent.stage.post("/reward", {"error": "enough seen"}, agent.key)
 

@@ -1,4 +1,4 @@
-"""The gateway without an engine: what may be asked, what follows on what, what is recorded, who may come."""
+"""The gateway without an engine: what follows on what, what is recorded, who may come."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollout_service.gateway.gateway import Gateway, GatewaySettings
 from rollout_service.gateway.history import Asked, Step, asked_in_chat, asked_in_completion, follow
 from rollout_service.gateway.keys import VARIABLE, GatewayKey, read_key
 from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame, Refusal
-from rollout_service.gateway.rules import Rules, check_request
+from rollout_service.gateway.rules import Rules
 from rollout_service.gateway.sessions import Desk, Session
 from rollout_service.gateway.transcript import Transcript, Turn, common_prompt
 
@@ -45,56 +45,6 @@ def chat(*messages: dict[str, Any], **more: Any) -> Asked:
 
 def turn(prompt: tuple[int, ...], ids: tuple[int, ...], version: int = 1, end: str = "stop") -> Turn:
     return Turn(prompt, ids, (-0.5,) * len(ids), (Span(version, 0, len(ids)),), end, "text")
-
-
-# What may be asked
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"temperature": 0.2},
-        {"temperature": 0},
-        {"top_p": 0.9},
-        {"top_p": 0},
-        {"top_k": 5},
-        {"min_p": 0.1},
-        {"n": 2},
-        {"n": 0},
-        {"best_of": 2},
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": -0.1},
-        {"repetition_penalty": 1.1},
-        {"seed": 0},
-        {"logit_bias": {"5": 1}},
-        {"response_format": {"type": "json_object"}},
-        {"structured_outputs": {"regex": "a"}},
-        {"min_tokens": 3},
-        {"ignore_eos": True},
-        {"skip_special_tokens": False},
-        {"use_beam_search": True},
-        {"echo": True},
-        {"prompt_logprobs": 1},
-        {"continue_final_message": True},
-        {"add_generation_prompt": False},
-        {"kv_transfer_params": {"prompt_token_ids": [1]}},
-        {"vllm_xargs": {"a": 1}},
-        {"a_field_of_tomorrow": 1},
-        {"tools": [{"type": "function"}]},
-    ],
-)
-def test_what_training_cannot_take_is_refused_by_name(field: dict[str, Any]):
-    name = "tool_choice" if "tools" in field else next(iter(field))
-    with pytest.raises(Refusal, match=f"'{name}' ") as refused:
-        check_request({"messages": [HELLO], **field}, RULES)
-    assert (refused.value.status, refused.value.code) == (400, "not_trainable")
-
-
-def test_what_says_nothing_is_let_through():
-    neutral = {"temperature": 0.7, "top_p": 1.0, "top_k": -1, "n": 1, "presence_penalty": 0, "seed": None}
-    free = {"stop": ["."], "stream": True, "logprobs": True, "top_logprobs": 2, "max_tokens": 5, "user": "me"}
-    check_request({"messages": [HELLO], **neutral, **free, "logit_bias": {}, "echo": False}, RULES)
-    check_request({"messages": [HELLO], "tools": [{}], "tool_choice": "none"}, RULES)
 
 
 # What follows on what
@@ -580,6 +530,24 @@ def test_an_agent_that_hangs_up_while_it_waits_gets_no_session(has_group: bool):
             group.cancel()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/v1/responses", "chat_completions"),
+        ("/sessions/a-key/v1/responses", "Responses API is not served here"),
+        ("/v1/embeddings", "the gateway has /v1/chat/completions"),
+    ],
+)
+def test_a_path_that_is_not_served_is_answered_with_those_that_are(path: str, told: str):
+    async def script(desk: Desk, post: Any) -> None:
+        answer = await post(path, "{}")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (404, "not_found")
+        assert told in error["message"] and "a-key" not in error["message"]
+
+    visit(script)
 
 
 def test_an_engine_that_died_between_calls_is_noticed():

@@ -20,6 +20,8 @@ class GatewaySection(Section):
     """[port] Of replica 0; the n-th listens on port + n. 0 takes free ones."""
     session_deadline_s: Seconds = 600.0
     """[s] After its lease, a group whose rewards are not all there is given up."""
+    strict: bool = False
+    """Whether a sampling parameter that differs from the run's is refused; else the run's replaces it."""
 
 
 def as_environment(value: object) -> object:

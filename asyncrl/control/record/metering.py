@@ -27,6 +27,7 @@ LEDGER_KEYS = (
 WINDOW_S = 2.0
 _PART_COUNT, _PART_SUM, _REWARD_ERRORS = "part count/", "part sum/", "reward errors/"
 _IDLE = "idle/"
+_OVERRIDDEN = "overridden/"
 
 
 class Meter:
@@ -57,6 +58,7 @@ class Meter:
         return (
             _overlong_metrics(gain)
             | _reward_metrics(gain, totals)
+            | _gateway_metrics(totals)
             | weights_metrics(statuses)
             | _idle_metrics(gain)
             | {
@@ -113,6 +115,15 @@ def _reward_metrics(gain: Mapping[str, float], totals: Mapping[str, float]) -> d
     return found | {f"rollout/reward_errors/{kind}": count for kind, count in _named(totals, _REWARD_ERRORS)}
 
 
+def _gateway_metrics(totals: Mapping[str, float]) -> dict[str, float]:
+    """Return how many sampling parameters of agents were replaced so far; nothing without a gateway."""
+    if not totals["gateways"]:
+        return {}
+    counts = dict(_named(totals, _OVERRIDDEN))
+    by_parameter = {f"gateway/overridden/{name}": count for name, count in counts.items()}
+    return {"gateway/overridden": sum(counts.values()), **by_parameter}
+
+
 def _named(values: Mapping[str, float], prefix: str) -> list[tuple[str, float]]:
     return [(key.removeprefix(prefix), value) for key, value in values.items() if key.startswith(prefix)]
 
@@ -131,6 +142,7 @@ def rollout_totals(replicas: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Return generated tokens, busy and idle seconds, and what rewards and shaping did, over all replicas."""
     keys = ("tokens", "busy_s", "idle_s", "scored", "overlong", "taken_off")
     totals = {key: float(sum(status.get(key, 0) for status in replicas.values())) for key in keys}
+    totals["gateways"] = float(sum("overridden" in status for status in replicas.values()))
     return totals | _named_totals(replicas.values())
 
 
@@ -144,6 +156,8 @@ def _named_totals(statuses: Iterable[Mapping[str, Any]]) -> dict[str, float]:
             totals[_PART_SUM + name] += total
         for kind, count in status.get("reward_errors", {}).items():
             totals[_REWARD_ERRORS + kind] += count
+        for name, count in status.get("overridden", {}).items():
+            totals[_OVERRIDDEN + name] += count
     return {key: float(total) for key, total in totals.items()}
 
 

@@ -83,6 +83,7 @@ def watched_names() -> set[str]:
     status = {"tokens": 1, "busy_s": 1.0, "idle_s": 1.0, "scored": 1, "version": 2, "last_swap_s": 0.1}
     status |= {"idle_by_cause": {"lease": 1.0}}
     status |= {"reward_parts": {"gsm8k": [1, 1.0]}, "reward_errors": {"raised": 1}}
+    status |= {"overridden": {"temperature": 1}}
     syncing = {
         "weight_sync.0": {
             "counters": {"rounds_failed/digest": 1},
