@@ -94,7 +94,7 @@ def check_features(needed: Iterable[Feature] = NEEDED) -> None:
         importlib.import_module("vllm")
     except ImportError as error:
         raise EngineError(
-            f"vllm cannot be imported: {error}", hint="Install asyncrl[cpu] or asyncrl[gpu]"
+            f"vllm cannot be imported: {error}", hint="`asyncrl doctor` prints the command that installs it"
         ) from error
     missing = [name for feature in needed for name in find_missing(feature)]
     if missing:

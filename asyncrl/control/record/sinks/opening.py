@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import secrets
 import string
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config.tree import Config
@@ -25,7 +27,7 @@ SERVICES: Mapping[str, Callable[[RunLabel, Mapping[str, Any]], Sink]] = {
     "trackio": TrackioSink,
     "swanlab": SwanLabSink,
 }
-"""Each is the name of its package too, and of the extra that brings it."""
+"""Sinks by the name of their package."""
 ID_FILE = "sinks.json"
 ID_CHARACTERS = 21
 """What SwanLab asks of an id."""
@@ -37,8 +39,8 @@ def check_sinks(config: Config) -> Iterator[str]:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         yield (
-            f"metrics.sinks: {', '.join(missing)} not installed here. Install it with: "
-            f"pip install 'asyncrl[{','.join(missing)}]', or leave it out"
+            f"metrics.sinks: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed here. "
+            f"Run {Path(sys.executable).parent / 'pip'} install {' '.join(missing)}, or remove the sink"
         )
     twice = {name for name in names if names.count(name) > 1}
     if twice:
