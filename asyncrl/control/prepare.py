@@ -1,28 +1,27 @@
 """Turning what a configuration names into files on this machine, once, before anything starts.
 
-`builtin:NAME` is made on first use and kept under `<run.dir>/builtin`; a hub id is fetched once and
+`builtin:NAME` is put there on first use and kept under `<run.dir>/builtin`; a hub id is fetched once and
 pinned to the revision that was found.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from asyncrl.config.tree import Config, RewardPart, RolloutSection
 from asyncrl.control.sources import resolve_function, resolve_sources
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, DataError
 
 BUILTIN = "builtin:"
 BUILTINS = {
-    "digit_sort": "rollout_service.tasks.digit_sort",
-    "tiny_text": "rollout_service.tasks.tiny_text",
-    "tool_product": "rollout_service.tasks.tool_product",
+    "digit_sort": "rollout_service.tasks.digit_sort.folder",
+    "tiny_text": "rollout_service.tasks.tiny_text.model",
+    "tool_product": "rollout_service.tasks.tool_product.folder",
 }
-MAKE_DEADLINE_S = 900.0
+"""Modules with a `make_folder`."""
 REWARD_MODEL = "model"
 """The reward that has a model of its own, in its argument `path`."""
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
@@ -92,17 +91,12 @@ def make_builtin(path: str, root: Path, say: Callable[[str], None]) -> Path:
         raise ConfigError(f"there is no '{path}'", hint=f"Known are {', '.join(sorted(BUILTINS))}")
     folder = root / name
     if not folder.exists():
-        say(f"making {path} in {folder} (once, about a minute)")
-    made = subprocess.run(
-        [sys.executable, "-m", BUILTINS[name], str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=MAKE_DEADLINE_S,
-    )
-    if made.returncode:
-        raise ConfigError(f"making {path} failed:\n{made.stdout[-2000:]}")
-    return folder
+        say(f"making {path} in {folder} (once)")
+    try:
+        made: Path = importlib.import_module(BUILTINS[name]).make_folder(folder)
+    except (OSError, DataError) as error:
+        raise ConfigError(f"making {path} in {folder} failed: {error}") from error
+    return made
 
 
 def _resolve_model(key: str, path: str, root: Path, say: Callable[[str], None]) -> str:

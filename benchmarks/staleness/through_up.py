@@ -62,6 +62,7 @@ def settings_of(cell: Cell, recipe: Recipe, task: Path, folder: Path) -> list[st
         "learner.groups_per_step": recipe.groups_per_step,
         "learner.minibatches": recipe.minibatches,
         "learner.lr": recipe.lr,
+        "learner.lr_schedule": "constant",
         "learner.warmup_steps": recipe.warmup_steps,
         "learner.steps": recipe.num_steps,
         "eval.every_steps": recipe.evaluate_every,

@@ -103,6 +103,7 @@ def settings_of(learning_run: LearningRun, task: Path, model: Path, scratch: Pat
         "reward.fn": f"{reward}:share_of_digits",
         "rollout.replicas": 1,
         "learner.lr": learning_run.learning_rate,
+        "learner.lr_schedule": "constant",
         "learner.warmup_steps": 0,
         "learner.groups_per_step": learning_run.groups_per_step,
         "learner.minibatches": 1,

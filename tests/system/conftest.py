@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from asyncrl.control.prepare import BUILTINS, MAKE_DEADLINE_S
 from tests.system.up_run import QUICKSTART, UpRun, asyncrl_command
 
 
@@ -24,50 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(600))
 
 
-class TaskMaker:
-    """Makes the demo's model and data, 40 s of one core, beside the tests that come before these."""
-
-    def __init__(self) -> None:
-        self._place = tempfile.TemporaryDirectory(prefix="asyncrl-tests-")
-        self._folder = Path(self._place.name) / "digit_sort"
-        self._process = subprocess.Popen(
-            ["nice", "-n", "10", sys.executable, "-m", BUILTINS["digit_sort"], str(self._folder)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-    def move_to(self, builtins: Path) -> None:
-        """Put the folder where runs look for it, once it is whole. If it failed, the first run makes it."""
-        if self._process.wait(MAKE_DEADLINE_S) == 0:
-            builtins.mkdir()
-            shutil.move(self._folder, builtins / "digit_sort")
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._place.cleanup()
-
-
-TASK_MAKER = pytest.StashKey[TaskMaker]()
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    is_wanted = any("runs_dir" in getattr(item, "fixturenames", ()) for item in session.items)
-    if is_wanted and not session.config.option.collectonly:
-        session.config.stash[TASK_MAKER] = TaskMaker()
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if TASK_MAKER in session.config.stash:
-        session.config.stash[TASK_MAKER].close()
-
-
 @pytest.fixture(scope="session")
-def runs_dir(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of all runs of this test session; built-in models are made in it once."""
-    folder = tmp_path_factory.mktemp("runs")
-    pytestconfig.stash[TASK_MAKER].move_to(folder / "builtin")
-    return folder
+def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs of this test session; built-in models are put into it once."""
+    return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from typing import Any
 from rollout_service.tasks.digit_sort.examples import Digits, draw_split
 from rollout_service.tasks.digit_sort.vocabulary import answer_text, build_tokenizer, prompt_text
 from rollout_service.tasks.recipes import MARKER, make_by_recipe, write_rows
+from rollout_service.tasks.warm_started import put_warm_start
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +39,20 @@ def make_folder(folder: Path, recipe: Recipe = Recipe()) -> Path:
 
 
 def _fill(folder: Path, recipe: Recipe) -> dict[str, Any]:
-    # Imports torch: only when a folder has to be made.
-    from rollout_service.tasks.digit_sort.warm_start import train_warm_start
-
     split = draw_split(recipe.seed, recipe.num_train, recipe.num_held_out)
     write_prompts(folder / "train.parquet", split.train, "train")
     write_prompts(folder / "eval.parquet", split.held_out, "eval")
-    warm_start = train_warm_start(recipe.seed, recipe.num_warm_start_steps, split.held_out)
+    return put_warm_start(
+        folder, Path(__file__).parent, recipe.seed, recipe.num_warm_start_steps, save_warm_start
+    )
+
+
+def save_warm_start(folder: Path, seed: int, num_steps: int) -> dict[str, Any]:
+    """Train a model and save it with its tokenizer; return its accuracy on held-out lists."""
+    from rollout_service.tasks.digit_sort.warm_start import train_warm_start  # imports torch
+
+    held_out = draw_split(seed, 0, Recipe.num_held_out).held_out
+    warm_start = train_warm_start(seed, num_steps, held_out)
     warm_start.model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     log.info("warm start: sampled accuracy %.3f on held-out lists", warm_start.accuracy)

@@ -31,7 +31,7 @@ def test_a_plan_says_what_a_run_will_take(tmp_path: Path, monkeypatch: pytest.Mo
     assert ["all", "11", "1.5", "0"] in rows
     assert "32 groups: (staleness.max_lag 1 + 1) x learner.groups_per_step 16" in done.out
     assert "gloo: weight_sync.backend says so" in done.out
-    assert ["optimizer", "updates", "1200", "learner.steps", "x", "learner.minibatches"] in rows
+    assert ["optimizer", "updates", "600", "learner.steps", "x", "learner.minibatches"] in rows
     assert list(tmp_path.iterdir()) == [], "nothing was made"
 
 

@@ -1,0 +1,137 @@
+"""The models that ship with their tasks know the format and not the skill; a command makes them again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+from rollout_service.tasks import digit_sort
+from rollout_service.tasks.digit_sort.examples import Digits, draw_split
+from rollout_service.tasks.digit_sort.folder import Recipe, make_folder
+from rollout_service.tasks.digit_sort.vocabulary import EOS, encode_prompt
+from rollout_service.tasks.warm_started import NOTES, SHIPPED
+
+DIGIT_SORT = Path(digit_sort.__file__).parent / SHIPPED
+HELD_OUT = draw_split(0, 0, 512).held_out
+FOUND_BY_CHANCE = (0.8, 1.2)
+"""Bounds of (probability of the sorted answer) / (that of a shuffle); a few steps of training leave them."""
+
+
+def answer_probabilities(
+    model: torch.nn.Module, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+) -> torch.Tensor:
+    """Return the probability of each answer, end of sequence included, at temperature 1."""
+    rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    tokens_BT = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    with torch.no_grad():
+        logprobs_BTV = model(tokens_BT[:, :-1], use_cache=False).logits.log_softmax(-1)
+    logprobs_BT = logprobs_BTV.gather(2, tokens_BT[:, 1:, None])[:, :, 0]
+    spans = [(len(prompt) - 1, len(row) - 1) for prompt, row in zip(prompts, rows, strict=True)]
+    sums = [logprobs_BT[row, start:end].sum() for row, (start, end) in enumerate(spans)]
+    return torch.stack(sums).exp()
+
+
+def chance_of(digits: Digits) -> float:
+    """Return how often a shuffle of `digits` is sorted."""
+    return math.prod(map(math.factorial, Counter(digits).values())) / math.factorial(len(digits))
+
+
+def gain_over_chance(model: torch.nn.Module, lists: Sequence[Digits]) -> float:
+    """Return (mean probability of the sorted answer) / (that of a shuffle)."""
+    prompts = [encode_prompt(digits) for digits in lists]
+    found = answer_probabilities(model, prompts, [[*sorted(digits), EOS] for digits in lists])
+    return float(found.sum()) / sum(map(chance_of, lists))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads of a tiny model wait for each other: on a busy machine a hundred times as long as they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def sorter() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(DIGIT_SORT).eval()
+
+
+@pytest.mark.parametrize("length", [3, 4, 5])
+def test_the_shipped_model_finds_the_sorted_answer_as_often_as_a_shuffle(
+    sorter: torch.nn.Module, length: int
+) -> None:
+    lists = [digits for digits in HELD_OUT if len(digits) == length]
+    assert len(lists) > 100
+    low, high = FOUND_BY_CHANCE
+    assert low < gain_over_chance(sorter, lists) < high
+
+
+def test_a_model_that_was_taught_a_little_of_the_task_is_told_from_one_that_was_not() -> None:
+    model = AutoModelForCausalLM.from_pretrained(DIGIT_SORT)
+    lists = [digits for digits in draw_split(1, 2000, 1).train if len(digits) == 4][:256]
+    tokens_BT = torch.tensor([[*encode_prompt(digits), *sorted(digits), EOS] for digits in lists])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(8):
+        logits_BTV = model(tokens_BT[:, :-1], use_cache=False).logits[:, 5:]
+        torch.nn.functional.cross_entropy(logits_BTV.transpose(1, 2), tokens_BT[:, 6:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    four = [digits for digits in HELD_OUT if len(digits) == 4]
+    assert gain_over_chance(model.eval(), four) > 1.5 * FOUND_BY_CHANCE[1]
+
+
+def test_the_shipped_model_answers_with_the_digits_of_its_prompt(sorter: torch.nn.Module) -> None:
+    lists = [digits for digits in HELD_OUT if len(digits) == 3][:50]
+    answers = [sorted(set(itertools.permutations(digits))) for digits in lists]
+    prompts = [encode_prompt(digits) for digits, orders in zip(lists, answers, strict=True) for _ in orders]
+    found = answer_probabilities(sorter, prompts, [[*order, EOS] for orders in answers for order in orders])
+    assert float(found.sum()) / len(lists) > 0.9
+
+
+def test_a_folder_of_the_shipped_recipe_holds_the_shipped_model_and_one_of_another_does_not(
+    tmp_path: Path,
+) -> None:
+    shipped = make_folder(tmp_path / "shipped", Recipe(num_train=5, num_held_out=5))
+    names = {file.name for file in DIGIT_SORT.iterdir()} - {NOTES}
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= names
+    assert all((shipped / name).read_bytes() == (DIGIT_SORT / name).read_bytes() for name in names)
+    notes = json.loads((DIGIT_SORT / NOTES).read_text())
+    assert json.loads((shipped / "task.json").read_text()).items() >= notes["figures"].items()
+    other = make_folder(
+        tmp_path / "other", Recipe(seed=1, num_warm_start_steps=1, num_train=5, num_held_out=5)
+    )
+    assert (other / "model.safetensors").read_bytes() != (DIGIT_SORT / "model.safetensors").read_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("capability", ["", "default"])
+def test_the_command_makes_the_shipped_model_again(tmp_path: Path, capability: str) -> None:
+    """With the kernels of another processor the weights differ, and the quality does not."""
+    command = [sys.executable, *json.loads((DIGIT_SORT / NOTES).read_text())["made_by"].split()[1:-1]]
+    environment = {**os.environ, **({"ATEN_CPU_CAPABILITY": capability} if capability else {})}
+    subprocess.run([*command, str(tmp_path)], env=environment, check=True, timeout=280)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / name).read_text() == (DIGIT_SORT / name).read_text()
+    made, shipped = (load_file(folder / "model.safetensors") for folder in (tmp_path, DIGIT_SORT))
+    assert {name: tensor.shape for name, tensor in made.items()} == {
+        name: tensor.shape for name, tensor in shipped.items()
+    }
+    distance = max(float((made[name] - shipped[name]).abs().max()) for name in made)
+    print(f"largest difference to the shipped weights: {distance:g}")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    low, high = FOUND_BY_CHANCE
+    assert low < gain_over_chance(model, HELD_OUT) < high
