@@ -35,6 +35,7 @@ class Feature:
 ENGINE = "vllm.v1.engine.async_llm"
 TRANSFER = "vllm.distributed.weight_transfer"
 RELOAD = "vllm.model_executor.model_loader.reload"
+LAYERS = "vllm.model_executor.layers"
 NEEDED = (
     Feature(ENGINE, "AsyncLLM.from_engine_args"),
     Feature(ENGINE, "AsyncLLM.generate", ("prompt", "sampling_params", "request_id")),
@@ -78,9 +79,14 @@ NEEDED = (
     Feature(f"{TRANSFER}.base", "WeightTransferEngine.finish_weight_update"),
     Feature(RELOAD, "initialize_layerwise_reload", ("model",)),
     Feature(RELOAD, "finalize_layerwise_reload"),
+    Feature(f"{RELOAD}.layerwise", "get_layerwise_info"),
+    Feature(f"{RELOAD}.types", "LayerReloadingInfo", ("loaded_weights",)),
+    Feature(f"{RELOAD}.types", "LayerReloadingInfo.can_load"),
+    Feature(f"{LAYERS}.linear", "UnquantizedLinearMethod"),
+    Feature(f"{LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod"),
     Feature("vllm.distributed.parallel_state", "get_world_group"),
     Feature("vllm.forward_context", "set_forward_context", ("attn_metadata", "vllm_config", "num_tokens")),
-    Feature("vllm.model_executor.layers.attention", "Attention"),
+    Feature(f"{LAYERS}.attention", "Attention"),
 )
 
 

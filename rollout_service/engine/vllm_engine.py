@@ -27,7 +27,7 @@ from asyncrl.versions import UNLOADED, PolicyVersion, Span
 from rollout_service.engine import core_nursery
 from rollout_service.engine.environment import prepare_environment
 from rollout_service.engine.features import check_features
-from rollout_service.engine.plugin import BACKEND, OTHER_WORKER, REPORT, WORKER_EXTENSION
+from rollout_service.engine.plugin import BACKEND, OTHER_WORKER, REFUSED, REPORT, WORKER_EXTENSION
 from rollout_service.engine.protocol import Completion, EngineDied, Interrupted, Sampling
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ class VllmEngine:
         """Start vLLM, label its weights as version 0, and warm it up.
 
         Raises:
-            EngineError: This vLLM lacks what the adapter needs, or it cannot load the model.
+            EngineError: This vLLM lacks what the adapter needs, it cannot load the model, or the model has
+                modules that a swap would leave with state of older weights.
         """
         prepare_environment(has_gpu=self._settings.num_gpus > 0)
         _check_plugin()
@@ -120,6 +121,7 @@ class VllmEngine:
         before = set(_children())
         self._llm = _start_async_llm(self._settings)
         self._child_pids = sorted(set(_children()) - before)
+        await self._check_modules()
         await self._control(self._llm.update_weight_version(str(UNLOADED)), "the first label")
         self._is_loaded = True
         await self._warm_up()
@@ -273,6 +275,16 @@ class VllmEngine:
             raise EngineError(f"vLLM refused {what}: {_describe(error)}") from error
         finally:
             answer.cancel()
+
+    async def _check_modules(self) -> None:
+        call = self._llm.collective_rpc(REFUSED)
+        by_worker: list[list[str]] = await self._control(call, "the look at the model's modules")
+        if refused := by_worker[0]:
+            more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
+            raise EngineError(
+                f"{self._settings.model} cannot be given new weights while it serves: {refused[0]}{more}",
+                hint="Choose a dense model that is not quantised",
+            )
 
     async def _warm_up(self) -> None:
         """Run a full batch, because vLLM's first calls take seconds."""

@@ -31,21 +31,18 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from asyncrl.errors import EngineError, SyncError
 from asyncrl.faults import is_wanted
 from rollout_service.engine.plugin import OTHER_WORKER
 from rollout_service.engine.probe import check_probe
+from rollout_service.engine.reload import find_refused, find_shared, reload
 from weight_sync.memory.manifest import Manifest, check_tensors
 from weight_sync.memory.staging import Staged, open_tensors
 
 log = logging.getLogger(__name__)
-# It warns at every load of the layers that no weights belong to; `_load` says what is really missing.
-logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
 
 Tensors = Sequence[tuple[str, torch.Tensor]]
-TIED_HEAD = "lm_head.weight"
 TORCH_DTYPES = {
     "BOOL": "bool",
     "F64": "float64",
@@ -140,12 +137,12 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
         """Do nothing: no resource outlives an update."""
 
     def _check(self, manifest: Manifest) -> None:
-        """Compare with the checkpoint; a tied head may be there or not, vLLM skips it."""
+        """Compare with the checkpoint. A parameter of several modules is sent once, by its first name."""
         expected = read_tensors(Path(self.model_config.model))
-        if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
-            expected.pop(TIED_HEAD, None)
-            tied = (entry for entry in manifest.tensors if entry.name == TIED_HEAD)
-            expected.update({entry.name: CheckpointTensor(entry.shape, entry.dtype) for entry in tied})
+        for first, *others in find_shared(self.model):
+            if first.full_name in expected:
+                for other in others:  # some checkpoints hold a copy
+                    expected.pop(other.full_name, None)
         served = str(self.model_config.dtype).removeprefix("torch.")
         check_tensors(
             manifest,
@@ -155,18 +152,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
 
     def _load(self, number: int, tensors: Tensors) -> None:
         """Overwrite the model. Layers refer to `tensors`, and so to the file, until they are finalized."""
-        try:
-            # Read before, for the reload takes tied parameters apart until it is finalized.
-            parameters = {name for name, _ in self.model.named_parameters()}
-            initialize_layerwise_reload(self.model)
-            loaded = self.model.load_weights(_with_faults(number, tensors))
-        finally:
-            finalize_layerwise_reload(self.model, self.model_config)
-        # Most models say what they have loaded. What is not among it has its old values back.
-        is_told = loaded is not None and self.model_config.quantization is None
-        missing = sorted(parameters - loaded) if is_told else []
-        if missing:
-            raise SyncError(f"version {number} brought nothing for the engine's parameters {missing[:5]}")
+        reload(self.model, self.model_config, _with_faults(number, tensors))
 
     @contextmanager
     def _together(self, stage: str) -> Iterator[None]:
@@ -198,6 +184,11 @@ class LoadReporter:
     def report_staged_load(self) -> str:
         """Return what went wrong in the last load of this worker; empty if nothing did."""
         return self.weight_transfer_engine.outcome
+
+    def report_refused_modules(self) -> list[str]:
+        """Return why loads into this worker's model would not be right, by module."""
+        engine = self.weight_transfer_engine
+        return list(find_refused(engine.model, engine.model_config))
 
 
 def _with_faults(number: int, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import xxhash
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from asyncrl.versions import PolicyVersion
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
@@ -46,10 +46,13 @@ def save_model(model: Qwen3ForCausalLM, folder: Path) -> Path:
 
 @contextmanager
 def stage(
-    model: Qwen3ForCausalLM, version: PolicyVersion, probe: Probe | None = None, change: Change = list
+    model: PreTrainedModel, version: PolicyVersion, probe: Probe | None = None, change: Change = list
 ) -> Iterator[Staged]:
-    """Write the model's weights as a receiver stages them; `change` may spoil them before."""
-    tensors = dict(change(model.state_dict().items()))
+    """Write the model's weights as a receiver stages them; `change` may spoil them before.
+
+    As a learner sends them: a tensor that two modules share comes once.
+    """
+    tensors = dict(change((name, parameter.detach()) for name, parameter in model.named_parameters()))
     specs = [
         TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()
@@ -70,7 +73,7 @@ def stage(
 
 @torch.no_grad()
 def logprobs_of(
-    model: Qwen3ForCausalLM, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
+    model: PreTrainedModel, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
 ) -> torch.Tensor:
     """Return Hugging Face's log-prob of each response token, float32 [T]."""
     ids = torch.tensor([[*prompt, *response]])
@@ -83,7 +86,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def probe_of(model: Qwen3ForCausalLM, temperature: float = 1.0) -> Probe:
+def probe_of(model: PreTrainedModel, temperature: float = 1.0) -> Probe:
     """Return what a learner that holds `model` would ship."""
     tokens = (11, 3, 1, 4, 13, 1, 3, 4, 12, 0, 7, 5)
     logprobs = logprobs_of(model, tokens[:1], tokens[1:], temperature)
@@ -91,7 +94,7 @@ def probe_of(model: Qwen3ForCausalLM, temperature: float = 1.0) -> Probe:
 
 
 @torch.no_grad()
-def greedy_of(model: Qwen3ForCausalLM, prompt: Sequence[int], num_tokens: int, eos: int) -> list[int]:
+def greedy_of(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, eos: int) -> list[int]:
     """Return the most probable continuation, up to the end of sequence."""
     ids = list(prompt)
     while len(ids) < len(prompt) + num_tokens:

@@ -9,15 +9,17 @@ import asyncio
 import itertools
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 from asyncrl.versions import PolicyVersion, Span
 from rollout_service.engine.protocol import Completion, Sampling
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings, read_output
+from tests.different import assert_all_differ
 from tests.rollout.engine_parts import greedy_of, logprobs_of, make_model, probe_of, stage
 
 TOLERANCE = 1e-4
@@ -42,15 +44,19 @@ class Flight:
 
     Attributes:
         models: Hugging Face's model of every version, by number.
+        make: Makes the model of a version from its number.
+        vocab_size: Prompts are of tokens below it.
         finished: Requests that ran to their end.
         aborted: Requests that were ended from outside, with what they had by then.
         greedy: One greedy answer per version, asked for after its sync.
     """
 
     engine: VllmEngine
-    models: dict[int, Qwen3ForCausalLM]
+    models: dict[int, PreTrainedModel]
     num_workers: int = 48
     max_tokens: int = 260
+    make: Callable[[int], PreTrainedModel] = make_model
+    vocab_size: int = NUM_DIGITS
     finished: list[Answer] = field(default_factory=list)
     aborted: list[Answer] = field(default_factory=list)
     greedy: dict[int, Answer] = field(default_factory=dict)
@@ -74,7 +80,7 @@ class Flight:
         cancelled = [workers.create_task(self._ask(self.max_tokens)) for _ in range(3)]
         await self._ask_greedily()  # so that all of them have tokens of the version before
         await self._until_under_way()
-        self.models[number] = make_model(number)
+        self.models[number] = self.make(number)
         with stage(
             self.models[number], PolicyVersion(number, number), probe_of(self.models[number])
         ) as staged:
@@ -104,7 +110,7 @@ class Flight:
             self.finished.append(await self._ask(self._source.randint(20, self.max_tokens)))
 
     async def _ask(self, num_tokens: int) -> Answer:
-        prompt = [self._source.randrange(NUM_DIGITS) for _ in range(self._source.randint(3, 20))]
+        prompt = [self._source.randrange(self.vocab_size) for _ in range(self._source.randint(3, 20))]
         serial = next(self._serial)
         sampling = Sampling(1.0, num_tokens, serial, ignores_eos=True)
         return Answer(prompt, await self.engine.generate(prompt, sampling, f"flight-{serial}"))
@@ -136,7 +142,8 @@ class Flight:
         return Counter(span.version for answer in answers for span in answer.completion.spans[1:])
 
     def check_spans(self) -> None:
-        """Spans cover each response without a gap, and no version was jumped over."""
+        """Spans cover each response without a gap, no version was jumped over, and no two are equal."""
+        assert_all_differ(self.models.values())
         for answer in [*self.finished, *self.aborted]:
             spans = answer.completion.spans
             ends = [0, *(span.end for span in spans)]

@@ -1,0 +1,174 @@
+"""Layer-wise reload of a model inside vLLM's workers, with all state that vLLM derives from weights.
+
+vLLM processes weights after a load; on CPU it packs each matrix for oneDNN and computes with the packed
+copy alone. Its reload processes again those modules that were given weights. A module that holds another's
+parameter, as a tied head does, has no tensor of its own in a checkpoint: it would compute with the
+packed copy of an older version. So a load into a shared parameter is repeated for every module that
+holds it. Modules whose processing is not known to be repeatable are refused when the engine starts.
+Invariant: when `reload` returns, every module with parameters was given all of them and processed again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from asyncrl.errors import SyncError
+
+# It warns at every load of the modules that have buffers only; `_find_missing` names what is really missing.
+logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
+
+REPEATABLE = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""Kinds of processing whose result after a reload is that of a start with the same weights.
+
+Known not to be: vLLM 0.32 packs experts on CPU at the first load only, and reads plain ones as packed
+after a reload (log-probs off by 1.8).
+"""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A module that holds a parameter: the module, its path in the model, the parameter's name in it."""
+
+    module: torch.nn.Module
+    path: str
+    name: str
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.path}.{self.name}".lstrip(".")
+
+    @property
+    def parameter(self) -> Any:
+        """The parameter as it is now: a reload replaces it for a while."""
+        return getattr(self.module, self.name)
+
+
+Calls = dict[Holder, list[tuple[tuple[Any, ...], dict[str, Any]]]]
+"""What each holder's weight loader was called with."""
+
+
+def find_shared(model: torch.nn.Module) -> list[list[Holder]]:
+    """Return the holders of each parameter that several modules hold, in the order of the modules.
+
+    During a reload nothing is shared: vLLM gives each module a parameter of its own until the end.
+    """
+    holders: defaultdict[int, list[Holder]] = defaultdict(list)
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            holders[id(parameter)].append(Holder(module, path, name))
+    return [group for group in holders.values() if len(group) > 1]
+
+
+def find_refused(model: torch.nn.Module, config: ModelConfig) -> Iterator[str]:
+    """Yield, by module, why loads into `model` would not be right."""
+    for path, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in REPEATABLE:
+            yield f"'{path}' ({type(module).__name__}) is processed by {type(method).__name__}"
+        elif method is None and _processes_itself(module):
+            yield f"'{path}' ({type(module).__name__}) processes its weights in a way of its own"
+    yield from _find_overlaps(model)
+    # Builds without this field tie whatever the checkpoint holds.
+    if getattr(config, "word_embeddings_untied_by_checkpoint", False) and not find_shared(model):
+        yield (
+            "config.json says tie_word_embeddings, but the checkpoint has an 'lm_head.weight' that is not "
+            "the embedding: the learner would train one tensor for both"
+        )
+
+
+def reload(model: Any, config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Overwrite the weights of `model` in place. Modules refer to `tensors` until this returns.
+
+    Raises:
+        SyncError: Parameters were given nothing. As after any other error, the model is neither old nor
+            new then, and a next reload starts clean.
+    """
+    shared = find_shared(model)
+    try:
+        initialize_layerwise_reload(model)
+        with _noted_calls(shared) as calls:
+            model.load_weights(tensors)
+            _repeat(shared, calls)
+        if missing := list(_find_missing(model)):
+            raise SyncError(f"the load brought nothing for the engine's parameters {missing[:5]}")
+    finally:
+        finalize_layerwise_reload(model, config)
+
+
+def _processes_itself(module: torch.nn.Module) -> bool:
+    # vLLM has attention process itself at the end of every reload.
+    return type(module) is not Attention and callable(getattr(module, "process_weights_after_loading", None))
+
+
+def _find_overlaps(model: torch.nn.Module) -> Iterator[str]:
+    """Yield pairs of tensors of two modules that have memory in common without being one parameter."""
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in (*parameters, *model.named_buffers(remove_duplicate=False)):
+        if not tensor.numel():
+            continue  # packed: the module keeps an empty tensor
+        other_name, other = first.setdefault(tensor.untyped_storage().data_ptr(), (name, tensor))
+        is_weight = isinstance(tensor, torch.nn.Parameter) or isinstance(other, torch.nn.Parameter)
+        if other is not tensor and is_weight and name.rpartition(".")[0] != other_name.rpartition(".")[0]:
+            yield f"'{name}' lies in the memory of '{other_name}'"
+
+
+@contextmanager
+def _noted_calls(shared: Sequence[Sequence[Holder]]) -> Iterator[Calls]:
+    """Note within the block what the weight loaders of shared parameters are called with."""
+    calls: Calls = {holder: [] for group in shared for holder in group}
+    loaders = [(holder.parameter, holder.parameter.weight_loader) for holder in calls]
+    for holder, (parameter, loader) in zip(calls, loaders, strict=True):
+        parameter.weight_loader = _noting(loader, calls[holder])
+    try:
+        yield calls
+    finally:
+        for parameter, loader in loaders:  # vLLM keeps these parameters for its next reload
+            parameter.weight_loader = loader
+
+
+def _noting(loader: Any, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
+    @functools.wraps(loader)  # with its name: vLLM wraps loaders of any other name once more
+    def note(param: torch.Tensor, *args: Any, **options: Any) -> Any:
+        calls.append((args, options))
+        return loader(param, *args, **options)
+
+    return note
+
+
+def _repeat(shared: Sequence[Sequence[Holder]], calls: Calls) -> None:
+    """Load what one holder of a parameter was given into the other ones that were given nothing."""
+    for group in shared:
+        source = next((holder for holder in group if calls[holder]), None)
+        if source is None:
+            continue  # `_find_missing` names it
+        for holder in [holder for holder in group if not calls[holder]]:
+            parameter = holder.parameter
+            for args, options in calls[source]:
+                parameter.weight_loader(parameter, *args, **options)
+
+
+def _find_missing(model: torch.nn.Module) -> Iterator[str]:
+    """Yield the names of the parameters that were given nothing."""
+    for path, module in model.named_modules():
+        info = get_layerwise_info(module)
+        if not info.can_load():
+            continue  # complete, and processed already
+        given = {name for name, _ in info.loaded_weights}
+        for name, _ in module.named_parameters(recurse=False):
+            if name not in given:
+                yield Holder(module, path, name).full_name

@@ -1,0 +1,35 @@
+"""The claim that versions of a model are different ones, for every test that makes several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import xxhash
+
+Weights = torch.nn.Module | Mapping[str, torch.Tensor]
+
+
+def digests_of(weights: Weights) -> dict[str, str]:
+    """Return a digest of the bytes of each tensor, by name; of a module's parameters a shared one once."""
+    tensors = dict(weights.named_parameters()) if isinstance(weights, torch.nn.Module) else weights
+    return {
+        name: xxhash.xxh3_128(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        ).hexdigest()
+        for name, tensor in tensors.items()
+    }
+
+
+def assert_all_differ(versions: Iterable[Weights], *, in_every_tensor: bool = False) -> None:
+    """Fail if two of `versions` hold the same weights, or with `in_every_tensor` one tensor in common.
+
+    A test of several versions shows nothing where they are equal: a helper that seeds torch once made
+    all of them so, and hid that an engine served older weights.
+    """
+    digests = [digests_of(version) for version in versions]
+    assert len(digests) > 1, "one version differs from nothing"
+    assert len({tuple(sorted(of_one.items())) for of_one in digests}) == len(digests), "equal versions"
+    if in_every_tensor:
+        for name in digests[0]:
+            assert len({of_one[name] for of_one in digests}) == len(digests), f"versions share '{name}'"

@@ -1,0 +1,122 @@
+"""The real vLLM under swaps, for tied and untied models of three families: nothing keeps an older weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from asyncrl.errors import EngineError
+from asyncrl.versions import PolicyVersion
+from rollout_service.engine.protocol import Sampling
+from rollout_service.engine.vllm_engine import VllmEngine
+from tests.different import assert_all_differ
+from tests.rollout.engine_parts import LoopThread, logprobs_of, probe_of, stage
+from tests.rollout.families import WIDTHS, Form, start_engine, swap
+from tests.rollout.flight_parts import TOLERANCE, Flight
+
+FORMS = (
+    Form("qwen3", is_tied=True, vocab_size=131),
+    Form("llama", is_tied=True, vocab_size=87, width=WIDTHS[3]),
+    Form("qwen2", is_tied=False, vocab_size=96, width=WIDTHS[2]),
+)
+NUM_SWAPS = 20
+NUM_TOKENS = 24
+SEEN = 100 * TOLERANCE
+PROMPT = [5, 60, 33, 86, 17, 2]
+
+
+@dataclass
+class Served:
+    form: Form
+    base: PreTrainedModel
+    engine: VllmEngine
+    loop: LoopThread
+
+    def difference(self, model: PreTrainedModel, others: PreTrainedModel) -> tuple[float, float]:
+        """Sample, and return how far the engine is from `model`, and how far `others` is from it."""
+        number = self.engine.serving.number
+        sampling = Sampling(1.0, NUM_TOKENS, number, ignores_eos=True)
+        found = self.loop.call(self.engine.generate(PROMPT, sampling, f"sample-{number}"))
+        ids = found.token_ids.tolist()
+        wanted, other = logprobs_of(model, PROMPT, ids), logprobs_of(others, PROMPT, ids)
+        engine = torch.tensor(found.logprobs)
+        return float((engine - wanted).abs().max()), float((wanted - other).abs().max())
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=str)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    form: Form = request.param
+    base, loop = form.build(0), LoopThread()
+    engine = start_engine(base, tmp_path_factory.mktemp("model"), loop)
+    try:
+        yield Served(form, base, engine, loop)
+    finally:
+        loop.call(engine.shutdown())
+        loop.close()
+
+
+def test_every_token_in_flight_through_twenty_versions_is_of_the_version_that_it_names(served: Served):
+    form = served.form
+    flight = Flight(
+        served.engine,
+        {0: served.base},
+        num_workers=6,
+        max_tokens=80,
+        make=form.build,
+        vocab_size=form.vocab_size,
+    )
+    served.loop.call(flight.through(NUM_SWAPS), 240.0)
+    assert len(flight.models) == NUM_SWAPS + 1
+    assert_all_differ(flight.models.values(), in_every_tensor=True)
+    assert min(flight.crossings[number] for number in range(1, NUM_SWAPS + 1)) >= 3, flight.crossings
+    flight.check_spans()
+    flight.check_logprobs()
+    flight.check_greedy()
+
+
+def test_a_change_of_each_tensor_alone_reaches_the_engine_s_log_probs(served: Served):
+    names = [name for name, _ in served.base.named_parameters()]
+    assert len(names) >= 20
+    versions: list[Any] = [served.base]
+    first = served.engine.serving.number + 1
+    for number, name in enumerate(names, first):
+        model = with_another(served.form, name, number)
+        versions.append(model)
+        swap(served.engine, served.loop, number, model)
+        from_model, from_base = served.difference(model, served.base)
+        assert from_base > SEEN, f"the learner's log-probs do not depend on '{name}': this shows nothing"
+        assert from_model < TOLERANCE, f"the engine did not follow '{name}'"
+    assert_all_differ(versions)
+
+
+def with_another(form: Form, name: str, seed: int) -> PreTrainedModel:
+    """Return the model of seed 0 with the tensor `name` drawn anew."""
+    model = form.build(0)
+    parameter = model.get_parameter(name)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(parameter.shape, generator=generator)
+    with torch.no_grad():
+        parameter.copy_((1.0 if "norm" in name else 0.0) + 0.5 * noise)
+    return model
+
+
+def test_a_tied_head_that_comes_beside_the_embedding_is_refused(served: Served):
+    """Two tensors for one parameter could differ."""
+    if not served.form.is_tied:
+        pytest.skip("its head is a tensor of its own")
+    model, number = served.form.build(900), served.engine.serving.number + 1
+    head = model.get_output_embeddings().weight.detach()
+    with (
+        stage(
+            model, PolicyVersion(number, number), change=lambda sent: [*sent, ("lm_head.weight", head)]
+        ) as staged,
+        pytest.raises(EngineError, match=r"unexpected \['lm_head.weight'\]"),
+    ):
+        served.loop.call(served.engine.swap(staged))
+    swap(served.engine, served.loop, number + 1, model, probe_of(model))
+    assert served.difference(model, served.base)[0] < TOLERANCE
