@@ -13,6 +13,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.cli.bulletin import obstacle_text
+
 Snapshot = Mapping[str, Any]
 
 DASH = "-"
@@ -68,6 +70,9 @@ def panel_of(snapshot: Snapshot) -> RenderableType:
     parts: list[RenderableType] = [_figures(snapshot)]
     if resumed := resumed_line_of(snapshot):
         parts.insert(0, Text(resumed, style="dim"))
+    for one in reversed(snapshot.get("obstacles") or []):
+        style = "bold red" if one.get("blocks") else "yellow"
+        parts.insert(0, Text(f"{one.get('service')}: {obstacle_text(one)}", style=style))
     if snapshot.get("services"):
         parts += [Text(), _services(snapshot["services"])]
     if snapshot.get("error"):

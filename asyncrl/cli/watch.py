@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from asyncrl.cli import exits
+from asyncrl.cli.bulletin import Bulletin
 from asyncrl.cli.exits import say
 from asyncrl.cli.live import Snapshot, line_of, panel_of, resumed_line_of, table_of
 from asyncrl.clock import Clock, SystemClock
@@ -61,11 +62,14 @@ class LineView:
         self._stream = stream
         self._shown: tuple[Any, ...] = ()
         self._resumed = ""
+        self._bulletin = Bulletin()
 
     def show(self, snapshot: Snapshot) -> None:
         if not self._resumed and (resumed := resumed_line_of(snapshot)):
             self._resumed = resumed
             print(resumed, file=self._stream, flush=True)
+        for line in self._bulletin.lines(snapshot):
+            print(line, file=self._stream, flush=True)
         has_metrics = bool(snapshot.get("metrics"))
         news = (snapshot.get("state"), snapshot.get("step"), has_metrics, snapshot.get("phase"))
         if news != self._shown:

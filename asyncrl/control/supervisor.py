@@ -17,6 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.config.tree import Config
+from asyncrl.control.diagnosis import obstacles
+from asyncrl.control.diagnosis.bottleneck import diagnose
+from asyncrl.control.diagnosis.watch import ObstacleWatch
 from asyncrl.control.fleet.autoscaler import Autoscaler
 from asyncrl.control.fleet.units import STARTING_STATES
 from asyncrl.control.fleet.watchdog import Watchdog
@@ -24,7 +27,6 @@ from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.operations import Operations
 from asyncrl.control.phases import phase_of
 from asyncrl.control.record import metering
-from asyncrl.control.record.bottleneck import diagnose
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.recorder import (
     FIRST_OF_LIFE,
@@ -43,6 +45,7 @@ from asyncrl.control.row_fetcher import RowFetcher
 from asyncrl.control.upkeep.keeper import Upkeep
 from asyncrl.errors import AsyncrlError, ConfigError, ServiceFailed
 from asyncrl.metrics.row_log import read_rows
+from asyncrl.obstacle import Cause
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,8 @@ EVENTS_TOLD = 50
 SAME_ROW = ("training/global_step", "timing_s/step")
 """No two rows have both alike, save one that was taken down twice."""
 OVER = {"ended", "failed", "gone"}
+TOLD_BY_OTHERS = (Cause.SERVICE_DOWN, Cause.STALL)
+"""Obstacles with events of their own: `exit`, `restart`, `ready` and `stall`."""
 TOLD_OF_SERVICES = ("state", "version", "pid", "address", "gateway", "node", "trajectories")
 
 
@@ -78,6 +83,8 @@ class Supervisor:
         self._fetcher = RowFetcher(launcher)
         self._operations = Operations(roster, self, self._events)
         self._watchdog = Watchdog(roster.config.learner.groups_per_step)
+        self._obstacles = ObstacleWatch()
+        self._stall = ""
         self._autoscaler = _autoscaler_of(roster.config)
         self._meter = metering.Meter()
         self._is_stop_asked = threading.Event()
@@ -131,7 +138,8 @@ class Supervisor:
             "paused": self._operations.is_paused,
             "metrics": self._row,
             "services": {name: self._describe(name, status) for name, status in statuses.items()},
-            "bottleneck": diagnose(self._row, statuses),
+            "bottleneck": diagnose(self._row, statuses, self._obstacles.present),
+            "obstacles": [one.as_values() for one in self._obstacles.present],
             "events": self._events.newest(EVENTS_TOLD),
             "error": self._error or None,
             "outcome": self._outcome,
@@ -144,7 +152,8 @@ class Supervisor:
         return {key: status.get(key) for key in TOLD_OF_SERVICES} | self._upkeep.describe(name)
 
     def _health(self) -> str:
-        is_ill = self._state == "failed" or self._upkeep.is_degraded or self._watchdog.is_stalled
+        is_held_up = self._watchdog.is_stalled or any(one.blocks for one in self._obstacles.present)
+        is_ill = self._state == "failed" or self._upkeep.is_degraded or is_held_up
         return "degraded" if is_ill else "ok"
 
     def weights(self) -> dict[str, Any]:
@@ -238,6 +247,7 @@ class Supervisor:
         self._statuses = self._upkeep.pulse()
         if (end := self._upkeep.given_up) is not None:
             raise ServiceFailed(end.reason)
+        self._look_for_obstacles()
         self._check_groups()
         if self._state == "starting" and self._statuses["learner.0"].get("state") == "training":
             self._state = "running"
@@ -255,11 +265,28 @@ class Supervisor:
             name = next((name for name in self._statuses if name.startswith("rollout.")), "rollout.0")
             raise ServiceFailed(f"{name} gave up the first {limit} prompts; see its log")
 
+    def _look_for_obstacles(self) -> None:
+        """Tell what keeps the run from its next step. Raises ServiceFailed if nobody can go on."""
+        found = obstacles.gather(self._statuses, self._stall if self._watchdog.is_stalled else "")
+        for news in self._obstacles.look(time.time(), found):
+            if news.obstacle.cause in TOLD_BY_OTHERS:
+                continue
+            service = news.obstacle.service
+            log.warning("%s: %s", service, news.text)
+            self._events.add("obstacle", service, news.text, cause=news.obstacle.cause, is_over=news.is_over)
+        if (end := obstacles.verdict(found, self._statuses)) is not None:
+            raise ServiceFailed(f"{end.service} can take no version, nor can another replica: {end.sentence}")
+
     def _watch_for_stalls(self) -> None:
         is_meant_to_train = self._state == "running" and not self._operations.is_paused
-        stall = self._watchdog.look(time.monotonic(), self._statuses, is_meant_to_train=is_meant_to_train)
+        known = next((one for one in self._obstacles.present if one.blocks), None)
+        known = None if known is None or known.cause is Cause.STALL else known
+        stall = self._watchdog.look(
+            time.monotonic(), self._statuses, is_meant_to_train=is_meant_to_train, known=known
+        )
         if stall is not None:
             log.warning("%s", stall.text)
+            self._stall = stall.text
             self._events.add("stall", stall.who, stall.text, waiting=list(stall.edges))
             self._upkeep.dump_stacks()
 

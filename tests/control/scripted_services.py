@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.metrics.row_log import append_row
+from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
 from asyncrl.service import ServiceContext
 
 ROW = {
@@ -203,6 +204,29 @@ class FailingReplica(Scripted):
 
     def run(self, stop: threading.Event) -> None:
         raise FileNotFoundError("no tokenizer in the model folder")
+
+
+class RefusingReplica(Scripted):
+    """Takes no version: its loads fail, one more each time that it is asked."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        super().__init__(context)
+        self._num_refused = 0
+
+    def status(self) -> dict[str, Any]:
+        self._num_refused += 1
+        reason = "vLLM refused the load of version 1: the probe does not match"
+        refused = Obstacle("", Cause.WEIGHTS_REFUSED, reason, self._num_refused)
+        return {"state": "SYNCING", "version": 0, OBSTACLES: [refused.as_values()]}
+
+
+class AwayBuffer(ScriptedBuffer):
+    """Its journal is away until the file `journal-back` is there."""
+
+    def status(self) -> dict[str, Any]:
+        away = Obstacle("", Cause.JOURNAL_AWAY, "Redis at localhost:1 is away: Connection refused")
+        is_back = (self.context.run_dir / "journal-back").exists()
+        return {**super().status(), OBSTACLES: [] if is_back else [away.as_values()]}
 
 
 REPLACE = {

@@ -32,7 +32,7 @@ def ends_at(changes: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
         ({"learner.0": {"state": "DEAD"}}, ("the run", "learner.0", "it is DEAD")),
         ({"buffer.0": {"state": "silent"}}, ("learner.0", "buffer.0", "it is silent")),
         (
-            {"buffer.0": {"pending": {"RESERVED": 4}}},
+            {"buffer.0": {"pending": {"reserved": 4}}},
             ("the run", "learner.0", "it has 4 groups to train on, and is not done"),
         ),
         ({"buffer.0": {"leases": {"rollout.0": 3}}}, ("buffer.0", "rollout.0", "it holds 3 groups")),

@@ -45,7 +45,7 @@ def _from_learner(statuses: Statuses, groups_per_step: int) -> Iterator[Edge]:
         yield Edge(LEARNER, BUFFER, f"it is {state}")
         return
     buffer = statuses[BUFFER]
-    num_reserved = buffer.get("pending", {}).get("RESERVED", 0)
+    num_reserved = buffer.get("pending", {}).get("reserved", 0)
     num_stored = buffer.get("stored_groups", 0)
     if num_reserved or num_stored >= groups_per_step:
         num_groups = num_reserved + num_stored

@@ -10,7 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from asyncrl.control.fleet.waits import Statuses, waiting_edges
+from asyncrl.control.fleet.waits import Edge, Statuses, waiting_edges
+from asyncrl.obstacle import Obstacle
 
 TIMES_USUAL = 10.0
 AT_LEAST_S = 60.0
@@ -49,8 +50,14 @@ class Watchdog:
         """Seconds without a step that are no stall yet."""
         return max(AT_LEAST_S, TIMES_USUAL * median(self._times_s)) if self._times_s else FIRST_STEP_S
 
-    def look(self, now: float, statuses: Statuses, *, is_meant_to_train: bool) -> Stall | None:
-        """Take in the statuses of time `now` (seconds, monotonic); return a stall that is worth telling."""
+    def look(
+        self, now: float, statuses: Statuses, *, is_meant_to_train: bool, known: Obstacle | None = None
+    ) -> Stall | None:
+        """Take in the statuses of time `now` (seconds, monotonic); return a stall that is worth telling.
+
+        Args:
+            known: What blocks the run in a service's own words: no guess is better.
+        """
         learner = statuses.get("learner.0", {})
         step = learner.get("step", self._step)
         if not is_meant_to_train or learner.get("state") in ("finishing", "ended"):
@@ -58,7 +65,7 @@ class Watchdog:
         elif self._since is None or step != self._step:
             self._note_step(now, step)
         else:
-            return self._judge(now - self._since, statuses)
+            return self._judge(now - self._since, statuses, known)
         self._step, self.is_stalled, self._next_s = step, False, 0.0
         return None
 
@@ -69,11 +76,13 @@ class Watchdog:
             self._times_s.append((now - self._since) / num_steps)
         self._since = now
 
-    def _judge(self, still_s: float, statuses: Statuses) -> Stall | None:
+    def _judge(self, still_s: float, statuses: Statuses, known: Obstacle | None) -> Stall | None:
         if still_s <= max(self.limit_s, self._next_s):
             return None
         self._next_s, self.is_stalled = 2 * still_s, True
         edges = waiting_edges(statuses, self._groups_per_step)
+        if known is not None:
+            edges = [Edge("the run", known.service, known.sentence)]
         usual = f", usually one takes {median(self._times_s):.1f} s" if self._times_s else ""
         chain = "; ".join(str(edge) for edge in edges)
         text = f"no step was finished for {still_s:.0f} s{usual}: {chain}"

@@ -46,12 +46,23 @@ function drawView(found) {
   $("accuracy-fact").hidden = found.accuracy === DASH;
   say("accuracy", found.accuracy);
   $("progress").style.width = percent(found.progress);
+  drawObstacles(found.obstacles);
   drawBottleneck(found.bottleneck);
   drawPipeline(found.nodes, found.edges, found.bottleneck.node);
   drawAccount(found.account);
   drawLag(found.lag);
   drawServices(found.services);
   drawEvents(found.events);
+}
+
+function clockOf(seconds) {
+  return new Date(1000 * seconds).toLocaleTimeString([], { hourCycle: "h23" });
+}
+
+function drawObstacles(obstacles) {
+  replace($("obstacles"), obstacles.map((one) => el("li", { class: "notice", tone: one.tone },
+    el("b", {}, one.service), ` ${one.text} `,
+    el("span", { class: "faint" }, [one.count, one.since ? `since ${clockOf(one.since)}` : ""].filter(Boolean).join(", ")))));
 }
 
 function drawBottleneck(bottleneck) {
@@ -130,7 +141,7 @@ function drawServices(services) {
 function drawEvents(events) {
   const rows = events.map((event) => {
     const when = new Date(1000 * event.time);
-    const time = el("time", { title: when.toLocaleString() }, when.toLocaleTimeString([], { hourCycle: "h23" }));
+    const time = el("time", { title: when.toLocaleString() }, clockOf(event.time));
     return el("li", {}, time, el("div", { class: "what" }, el("span", { class: "kind", tone: event.tone }, event.kind),
       el("span", { class: "who" }, event.service), event.text));
   });

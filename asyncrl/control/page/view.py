@@ -44,6 +44,7 @@ BAD_STATES = ("DEAD", "failed", "gone", "silent", "degraded")
 TONES = {
     "exit": "bad",
     "stall": "bad",
+    "obstacle": "bad",
     "guard": "warn",
     "pause": "warn",
     "restart": "warn",
@@ -81,6 +82,7 @@ def view_of(snapshot: Snapshot, settings: Settings, meter: FlowMeter, now: float
         "accuracy": share_of(snapshot.get("accuracy")),
         "time_left": _time_left(snapshot, rates),
         "bottleneck": _bottleneck(mapping_of(snapshot.get("bottleneck")), state),
+        "obstacles": _obstacles(snapshot, state),
         "nodes": nodes_of(snapshot, ledger, settings),
         "edges": edges_of(rates),
         "account": _account(ledger),
@@ -115,6 +117,22 @@ def _bottleneck(found: Mapping[str, Any], state: str) -> dict[str, str]:
     }
 
 
+def _obstacles(snapshot: Snapshot, state: str) -> list[dict[str, Any]]:
+    """Return what keeps a run from its next step, the gravest first; nothing once it is on its way out."""
+    found = [] if state in LEAVING else [mapping_of(one) for one in snapshot.get("obstacles") or []]
+    return [
+        {
+            "node": node_of(str(one.get("service") or "")),
+            "service": str(one.get("service") or ""),
+            "text": _sentence(str(one.get("reason") or "")),
+            "count": f"{one['count']} times in a row" if (one.get("count") or 1) > 1 else "",
+            "since": float(one.get("since") or 0.0),
+            "tone": "bad" if one.get("blocks") else "warn",
+        }
+        for one in found
+    ]
+
+
 def _spoken(who: Any) -> str:
     """Return a service or a role as one says it."""
     words = {"rollout": "the replicas", "weight_sync": "weight sync", "reward": "rewards"}
@@ -124,7 +142,8 @@ def _spoken(who: Any) -> str:
 def _sentence(text: str) -> str:
     if not text:
         return DASH
-    is_name = "." in text.split(" ")[0]  # of a service
+    first = text.split(" ")[0]
+    is_name = "." in first or first.lower() != first  # of a service or a library
     return f"{text[:1] if is_name else text[:1].upper()}{text[1:].rstrip('.')}."
 
 

@@ -28,6 +28,7 @@ Kind = Literal[
     "guard",
     "checkpoint",
     "stall",
+    "obstacle",
     "pause",
     "finish",
 ]

@@ -95,6 +95,7 @@ class Upkeep:
         self._bound: dict[str, Any] = {}
         self._is_bound_told = False
         self._facts: dict[str, dict[str, Any]] = {}
+        self._failures: dict[str, str] = {}  # why a service failed last, until its unit is up again
         self._is_degraded = False
         self.ending: dict[str, Any] | None = None
 
@@ -303,6 +304,7 @@ class Upkeep:
         losses, self._machine.losses = self._machine.losses, []
         for loss in losses:
             log.warning("%s %s", loss.name, loss.reason)
+            self._failures[loss.name] = loss.reason.removeprefix("failed: ")
             self._events.add("exit", loss.name, f"{loss.name} {loss.reason}")
 
     def _num_restarts(self, effect: Effect) -> int:
@@ -387,10 +389,15 @@ class Upkeep:
             if member.is_down
         }
         living = set(self._machine.names)
-        return {name: status for name, status in found.items() if name in living} | {
+        told = {name: status for name, status in found.items() if name in living} | {
             **{name: {"state": "starting"} for name in living - set(found)},
             **dead,
         }
+        up = {name for unit in units if unit.is_up for name in unit.members}
+        self._failures = {
+            name: why for name, why in self._failures.items() if name in told and name not in up
+        }
+        return {name: {**status, "failure": self._failures.get(name, "")} for name, status in told.items()}
 
     def _describe_begun(self, effects: list[Effect]) -> dict[str, list[str]]:
         started = [one.name for one in effects if isinstance(one, Start) and one.name.startswith("rollout.")]

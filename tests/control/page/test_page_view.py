@@ -170,3 +170,19 @@ def test_long_texts_lose_their_middle() -> None:
     shown = text_of(range(10_000), lambda ids: " ".join(map(str, ids)))
     assert shown.startswith("0 1 2 ") and shown.endswith(" 9999") and "[…]" in shown
     assert len(shown.split()) < HEAD_TOKENS + 200
+
+
+def test_obstacles_stand_with_reason_count_and_since_when() -> None:
+    refused = {"service": "rollout.0", "reason": "vLLM refused version 3", "count": 2, "since": 7.0}
+    snapshot = make_snapshot() | {"obstacles": [refused | {"blocks": True}]}
+    assert view(snapshot)["obstacles"] == [
+        {
+            "node": "replicas",
+            "service": "rollout.0",
+            "text": "vLLM refused version 3.",
+            "count": "2 times in a row",
+            "since": 7.0,
+            "tone": "bad",
+        }
+    ]
+    assert view(snapshot | {"state": "failed"})["obstacles"] == []

@@ -1,15 +1,17 @@
 """Who sets the pace of a run, and why the learner waits (pure).
 
-Judges by the newest row of metrics and the services' last statuses. What stops everything comes first: a
-service that is not there, a pause, a journal that is away. Only then are idle shares compared.
+Judges by the newest row of metrics and the services' last statuses. What stops everything comes first: an
+obstacle that a service reports, a service that is not there, a pause. Only then are idle shares compared.
 Invariant: never more than a guess from what was observed, and every guess says what it was made from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from asyncrl.obstacle import Obstacle
 
 Metrics = Mapping[str, Any]
 Statuses = Mapping[str, Mapping[str, Any]]
@@ -46,19 +48,22 @@ class Diagnosis:
     learner_waits_for: str = ""
 
 
-def diagnose(metrics: Metrics, statuses: Statuses) -> dict[str, str]:
+def diagnose(metrics: Metrics, statuses: Statuses, obstacles: Sequence[Obstacle] = ()) -> dict[str, str]:
     """Return `who`, `why` and `learner_waits_for`.
 
     Args:
         metrics: The newest row, empty before there is one.
         statuses: Of all services, by name, as they were last heard.
+        obstacles: Of the run, those that block it first.
     """
-    found = next(_stops(statuses), None) or _compare(metrics, statuses)
+    found = next(_stops(statuses, obstacles), None) or _compare(metrics, statuses)
     return asdict(found)
 
 
-def _stops(statuses: Statuses) -> Iterator[Diagnosis]:
+def _stops(statuses: Statuses, obstacles: Sequence[Obstacle]) -> Iterator[Diagnosis]:
     """Yield what lets nothing move, most telling first."""
+    blocking = [one for one in obstacles if one.blocks]
+    yield from (_of_obstacle(one) for one in blocking if not one.service.startswith("rollout."))
     buffer, learner = statuses.get("buffer.0", {}), statuses.get("learner.0", {})
     for name, status in statuses.items():
         if status.get("state") in LOST and not name.startswith(("rollout.", "receiver.")):
@@ -68,14 +73,17 @@ def _stops(statuses: Statuses) -> Iterator[Diagnosis]:
             yield Diagnosis(name, f"{name} is {statuses[name]['state']}", _waits_for(name))
     if buffer.get("paused") or learner.get("paused"):
         yield Diagnosis("operator", "the run is paused; 'asyncrl unpause' lets it go on", "operator")
-    if (buffer.get("journal") or {}).get("is_away"):
-        yield Diagnosis("buffer.0", "its journal is away, and what is not journalled is not done", "buffer.0")
+    yield from (_of_obstacle(one) for one in blocking)
     replicas = _replicas(statuses)
     if replicas and not any(status.get("state") == "READY" for status in replicas.values()):
         states = ", ".join(f"{name} {status.get('state')}" for name, status in sorted(replicas.items()))
         yield Diagnosis("rollout", f"no replica is READY: {states}", "rollout")
     if learner and not replicas:
         yield Diagnosis("rollout", "there are no rollout replicas; 'asyncrl scale rollout=N'", "rollout")
+
+
+def _of_obstacle(obstacle: Obstacle) -> Diagnosis:
+    return Diagnosis(obstacle.service, obstacle.sentence, _waits_for(obstacle.service))
 
 
 def _waits_for(name: str) -> str:
@@ -87,6 +95,8 @@ def _compare(metrics: Metrics, statuses: Statuses) -> Diagnosis:
     metrics = _without_spares(metrics)
     learner, rollout = metrics.get("perf/learner_idle_share"), metrics.get("perf/rollout_idle_share")
     if learner is None or rollout is None:
+        if _is_scoring(statuses):
+            return Diagnosis("reward", _scoring(statuses), "reward")
         if statuses.get("learner.0"):
             return Diagnosis("rollout", "the first batch is being generated", "rollout")
         return Diagnosis("", "nothing was measured yet")
@@ -128,8 +138,7 @@ def _between(learner: float, rollout: float, metrics: Metrics, statuses: Statuse
     """Return what lies between prompts and batches besides the engines, None if that is not the cause."""
     group = metrics.get(f"{ROLLOUT_IDLE}group", 0.0)
     if _is_scoring(statuses) or (group >= IDLE and group >= rollout / 2):
-        why = f"answers wait for their rewards, tools or environments: {_now(statuses)}"
-        return Diagnosis("reward", why, "reward")
+        return Diagnosis("reward", _scoring(statuses), "reward")
     weights = sum(metrics.get(f"{ROLLOUT_IDLE}{cause}", 0.0) for cause in ("weights", "swap", "fenced"))
     step = int(statuses.get("learner.0", {}).get("step") or 0)
     served = max((int(one.get("step") or 0) for one in _replicas(statuses).values()), default=step)
@@ -181,10 +190,11 @@ def _is_scoring(statuses: Statuses) -> bool:
     return held > 0 and not any(one["in_flight_requests"] for one in known)
 
 
-def _now(statuses: Statuses) -> str:
+def _scoring(statuses: Statuses) -> str:
     replicas = _replicas(statuses).values()
     held = sum(one.get("in_flight_groups", 0) for one in replicas)
-    return f"{held} groups are open, and no engine works on any"
+    what = f"{held} groups are open, and no engine works on any"
+    return f"answers wait for their rewards, tools or environments: {what}"
 
 
 def _lacking(statuses: Statuses) -> str:

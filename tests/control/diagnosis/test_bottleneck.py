@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from asyncrl.control.record.bottleneck import diagnose
+from asyncrl.control.diagnosis.bottleneck import diagnose
+from asyncrl.obstacle import Cause, Obstacle
 
 UP = {
     "buffer.0": {"state": "ready", "paused": False, "journal": {"kind": "file", "is_away": False}},
@@ -96,6 +98,7 @@ SCORING = {"in_flight_groups": 4, "in_flight_requests": 0}
         ),
         (idle(0.5, 0.5), up(rollout_0=NOT_BUSY, rollout_1=NOT_BUSY), "buffer.0", "rollout", "too few leases"),
         ({}, up(), "rollout", "rollout", "the first batch"),
+        ({}, up(rollout_0=SCORING, rollout_1=SCORING), "reward", "reward", "8 groups are open"),
         ({}, {}, "", "", "nothing was measured"),
     ],
 )
@@ -116,7 +119,6 @@ def test_idle_shares_and_what_is_in_flight_name_the_bottleneck(
         (up(learner_0={"state": "gone"}), "learner.0", "is gone"),
         (up(buffer_0={"paused": True}), "operator", "asyncrl unpause"),
         (up(learner_0={"paused": True}), "operator", "paused"),
-        (up(buffer_0={"journal": {"is_away": True}}), "buffer.0", "journal is away"),
         (
             up(rollout_0={"state": "gone"}, rollout_1={"state": "STARTING"}),
             "rollout",
@@ -143,3 +145,15 @@ def test_a_dead_service_is_named_before_a_pause_and_a_pause_before_replicas_that
 
 def test_one_replica_that_is_lost_stops_nothing() -> None:
     assert diagnose(idle(0.0, 0.6), up(rollout_0={"state": "gone"}))["who"] == "learner"
+
+
+def test_an_obstacle_is_told_in_the_words_of_its_service_before_any_guess() -> None:
+    away = Obstacle("buffer.0", Cause.JOURNAL_AWAY, "Redis at localhost:1 is away: Connection refused")
+    nobody = Obstacle("rollout.0", Cause.NO_AGENT, "no agent asks")
+    found = diagnose(idle(0.0, 0.9), up(), [away, nobody])
+    assert found == {"who": "buffer.0", "why": away.reason, "learner_waits_for": "buffer.0"}
+    paused = up(buffer_0={"paused": True})
+    assert diagnose({}, paused, [nobody])["who"] == "operator", "no replica is held up by more than the pause"
+    assert diagnose({}, paused, [away])["who"] == "buffer.0"
+    hindrance = replace(nobody, blocks=False)
+    assert diagnose(idle(0.0, 0.6), up(), [hindrance])["who"] == "learner"

@@ -1,0 +1,49 @@
+"""Lines that tell a terminal what keeps a run from its next step, each once, as it happens (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Snapshot = Mapping[str, Any]
+
+TOLD_KINDS = ("obstacle", "exit", "stall")
+"""Kinds of events that keep a run from its next step, or end that."""
+
+
+class Bulletin:
+    """Turns snapshots into lines.
+
+    >>> bulletin = Bulletin()
+    >>> found = {"service": "buffer.0", "reason": "no space left on device", "count": 1}
+    >>> bulletin.lines({"obstacles": [found], "events": []})
+    ['! buffer.0: no space left on device']
+    >>> bulletin.lines({"obstacles": [found], "events": []})
+    []
+    """
+
+    def __init__(self) -> None:
+        self._told_until: float | None = None
+
+    def lines(self, snapshot: Snapshot) -> list[str]:
+        """Return what is new since the last snapshot; at the first one, what holds."""
+        if "events" not in snapshot:
+            return []
+        events = [event for event in snapshot["events"] if event.get("kind") in TOLD_KINDS]
+        newest = max((float(event.get("time") or 0.0) for event in events), default=0.0)
+        if self._told_until is None:
+            self._told_until = newest
+            return [_line(one["service"], obstacle_text(one)) for one in snapshot.get("obstacles") or []]
+        new = [event for event in events if float(event.get("time") or 0.0) > (self._told_until or 0.0)]
+        self._told_until = max(self._told_until, newest)
+        return [_line(str(event.get("service")), str(event.get("text"))) for event in new]
+
+
+def obstacle_text(values: Mapping[str, Any]) -> str:
+    """Return the sentence of one obstacle of a snapshot."""
+    times = f" ({values['count']} times in a row)" if (values.get("count") or 1) > 1 else ""
+    return f"{values.get('reason')}{times}"
+
+
+def _line(service: str, text: str) -> str:
+    return f"! {text}" if text.startswith(service) else f"! {service}: {text}"

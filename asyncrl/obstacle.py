@@ -1,0 +1,90 @@
+"""Obstacles: what keeps a run from its next step, in the words of the service that met it (pure).
+
+A service reports its obstacles under `OBSTACLES` in its status, for as long as they hold. The supervisor
+gathers them (`asyncrl.control.diagnosis`). Nothing but the end of a run is decided by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+OBSTACLES = "obstacles"
+"""The key of a service's status."""
+MAX_REASON_CHARACTERS = 1000
+
+
+class Cause(StrEnum):
+    """The kinds of obstacles, the gravest first."""
+
+    SERVICE_DOWN = "service_down"
+    JOURNAL_AWAY = "journal_away"
+    DISK_FULL = "disk_full"
+    WEIGHTS_REFUSED = "weights_refused"
+    REWARDS_FAIL = "rewards_fail"
+    GROUPS_FAIL = "groups_fail"
+    NO_AGENT = "no_agent"
+    STALL = "stall"
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """What keeps a run from its next step.
+
+    Attributes:
+        service: Who met it.
+        reason: What that service, or the library that it called, said last.
+        count: How often in a row.
+        since: Wall-clock seconds of the first time; 0 where only the supervisor knows.
+        blocks: The run cannot go on while it holds; otherwise others do the work meanwhile.
+    """
+
+    service: str
+    cause: Cause
+    reason: str
+    count: int = 1
+    since: float = 0.0
+    blocks: bool = True
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What makes two reports the same obstacle."""
+        return self.service, self.cause.value
+
+    @property
+    def sentence(self) -> str:
+        """The obstacle as people read it."""
+        times = f" ({self.count} times in a row)" if self.count > 1 else ""
+        return f"{self.reason}{times}"
+
+    def as_values(self) -> dict[str, Any]:
+        """Return plain values for a status or a snapshot."""
+        return {
+            "service": self.service,
+            "cause": self.cause.value,
+            "reason": self.reason[:MAX_REASON_CHARACTERS],
+            "count": self.count,
+            "since": self.since,
+            "blocks": self.blocks,
+        }
+
+    def seen(self, *, since: float, blocks: bool) -> Obstacle:
+        """Return the obstacle with what only the supervisor knows."""
+        return replace(self, since=since, blocks=blocks)
+
+
+def parse_obstacles(service: str, status: Mapping[str, Any]) -> list[Obstacle]:
+    """Return the obstacles that a service's status reports; what has not their form is left out."""
+    reported = status.get(OBSTACLES)
+    found = [_parse(service, one) for one in reported] if isinstance(reported, list) else []
+    return [one for one in found if one is not None]
+
+
+def _parse(service: str, values: Any) -> Obstacle | None:
+    try:
+        cause, reason, count = Cause(values["cause"]), str(values["reason"]), int(values["count"])
+    except (TypeError, KeyError, ValueError):
+        return None
+    return Obstacle(service, cause, reason[:MAX_REASON_CHARACTERS], count)

@@ -1,0 +1,51 @@
+"""What keeps a run from its next step is on the terminal once, as it happens."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from asyncrl.cli.bulletin import Bulletin
+from asyncrl.cli.live import panel_of
+from asyncrl.cli.watch import LineView
+
+AWAY = {"service": "buffer.0", "reason": "Redis is away: Connection refused", "count": 1, "blocks": True}
+
+
+def event(time: float, kind: str, service: str, text: str) -> dict[str, Any]:
+    return {"time": time, "kind": kind, "service": service, "text": text}
+
+
+def test_a_line_view_prints_what_holds_and_then_what_happens_each_once() -> None:
+    stream = io.StringIO()
+    view = LineView(stream)
+    old = event(5.0, "obstacle", "rollout.0", "long over")
+    snapshot = {"run": "x", "state": "running", "obstacles": [AWAY], "events": [old]}
+    view.show(snapshot)
+    view.show(snapshot)
+    died = event(6.0, "exit", "rollout.1", "rollout.1 gone: signal 9")
+    scaled = event(7.0, "scale", "rollout", "3 replicas are wanted")
+    view.show(snapshot | {"events": [old, died, scaled]})
+    view.show(snapshot | {"events": [old, died, scaled]})
+    assert stream.getvalue().splitlines() == [
+        "! buffer.0: Redis is away: Connection refused",
+        "x: running",
+        "! rollout.1 gone: signal 9",
+    ]
+
+
+def test_a_snapshot_without_events_tells_nothing_and_spoils_nothing() -> None:
+    bulletin = Bulletin()
+    assert bulletin.lines({"state": "silent"}) == []
+    assert bulletin.lines({"obstacles": [AWAY | {"count": 4}], "events": []}) == [
+        "! buffer.0: Redis is away: Connection refused (4 times in a row)"
+    ]
+
+
+def test_the_panel_shows_obstacles_above_all_else() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(panel_of({"run": "x", "state": "running", "obstacles": [AWAY]}))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "buffer.0: Redis is away: Connection refused" in lines[1]

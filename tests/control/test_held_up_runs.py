@@ -1,0 +1,63 @@
+"""A run that is held up says so in events, snapshot and health, and ends where nobody can go on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from scripted_services import REPLACE
+from test_supervisor import make_supervisor, start, wait_for
+
+from asyncrl.control.diagnosis import watch
+from asyncrl.control.record.events import load_events
+from asyncrl.control.record.rundir import RunDir, read_json
+
+WAITING = {**REPLACE, "learner": "scripted_services:WaitingLearner"}
+
+
+def test_a_run_whose_replicas_refuse_every_version_ends_with_the_reason(tmp_path: Path) -> None:
+    replace = {**WAITING, "rollout": "scripted_services:RefusingReplica"}
+    supervisor, _ = make_supervisor(tmp_path, steps=10**6, replace=replace)
+    supervisor.run(threading.Event())
+    outcome = read_json(RunDir(tmp_path).outcome)
+    assert outcome is not None and (outcome["state"], outcome["service"]) == ("failed", "rollout.0")
+    assert "the probe does not match" in outcome["error"] and "times in a row" in outcome["error"]
+    found = [event for event in load_events(RunDir(tmp_path).events) if event["kind"] == "obstacle"]
+    assert {event["service"] for event in found} == {"rollout.0", "rollout.1"}
+    assert found[0]["cause"] == "weights_refused"
+    assert found[0]["text"] == "vLLM refused the load of version 1: the probe does not match"
+
+
+def test_an_obstacle_is_in_the_snapshot_while_it_holds_and_its_end_is_an_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "AWAY_S", 0.5)
+    replace = {**WAITING, "buffer": "scripted_services:AwayBuffer"}
+    supervisor, _ = make_supervisor(tmp_path, steps=10**6, replace=replace)
+    thread, stop = start(supervisor)
+    wait_for(lambda: bool(supervisor.status()["obstacles"]))
+    status = supervisor.status()
+    (found,) = status["obstacles"]
+    assert (found["service"], found["blocks"]) == ("buffer.0", True) and found["since"] > 0.0
+    assert (
+        status["bottleneck"]["why"] == found["reason"] == "Redis at localhost:1 is away: Connection refused"
+    )
+    assert status["health"] == "degraded"
+    (tmp_path / "journal-back").touch()
+    wait_for(lambda: len([e for e in load_events(RunDir(tmp_path).events) if e["kind"] == "obstacle"]) == 2)
+    assert supervisor.status()["obstacles"] == [] and supervisor.status()["health"] == "ok"
+    stop.set()
+    thread.join(10.0)
+    assert not thread.is_alive()
+
+
+def test_why_a_service_is_started_again_is_in_the_snapshot_until_it_is_up(tmp_path: Path) -> None:
+    replace = {**REPLACE, "rollout": "scripted_services:FailingReplica"}
+    supervisor, _ = make_supervisor(tmp_path, steps=10**6, replace=replace)
+    seen: list[str] = []
+    thread, _ = start(supervisor)
+    wait_for(lambda: bool(seen.extend(o["reason"] for o in supervisor.status()["obstacles"]) or seen))
+    thread.join(20.0)
+    assert not thread.is_alive()
+    assert "no tokenizer in the model folder" in seen[0]
