@@ -397,7 +397,8 @@ class Upkeep:
         self._failures = {
             name: why for name, why in self._failures.items() if name in told and name not in up
         }
-        return {name: {**status, "failure": self._failures.get(name, "")} for name, status in told.items()}
+        again = {name: why for name, why in self._failures.items() if told[name].get("state") != DEAD}
+        return told | {name: {**told[name], "failure": why} for name, why in again.items()}
 
     def _describe_begun(self, effects: list[Effect]) -> dict[str, list[str]]:
         started = [one.name for one in effects if isinstance(one, Start) and one.name.startswith("rollout.")]
