@@ -26,6 +26,7 @@ STATE_STYLES = {
     "training": "green",
     "failed": "bold red",
     "DEAD": "red",
+    "RETIRED": "red",
     "gone": "red",
     "stopping": "yellow",
     "starting": "yellow",

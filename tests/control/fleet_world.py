@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from asyncrl.control.fleet.machine import FleetMachine, FleetRules
 from asyncrl.control.fleet.messages import (
@@ -24,7 +24,11 @@ UP = {"rollout": "READY", "receiver": "READY", "learner": "training"}
 
 
 class World:
-    """`taken` lists the effects so far; `running` who has a process; `states` what each reports."""
+    """Names instead of services.
+
+    Attributes:
+        taken: The effects so far. running: Who has a process. states, done: What each reports.
+    """
 
     def __init__(self, rules: FleetRules, machine: FleetMachine | None = None, now: float = 0.0) -> None:
         self.now = now
@@ -32,6 +36,7 @@ class World:
         self.taken: list[Effect] = []
         self.running: set[str] = set(self.machine.names)
         self.states: dict[str, str] = {}
+        self.done: Counter[str] = Counter()
         self.silent: set[str] = set()
         self.halted: set[str] = set()
         self.starts: dict[str, list[float]] = defaultdict(list)
@@ -48,6 +53,8 @@ class World:
                 self.running.add(name)
                 self.starts[name].append(self.now)
                 self.states.setdefault(name, "starting")
+                if name.startswith("rollout."):
+                    self.done[name] = 0
             case Kill(name) | End(name):
                 assert name in self.running, f"{name} has no process to be ended"
                 self.running.discard(name)
@@ -64,7 +71,7 @@ class World:
             step_s = PULSE_S if seconds < 10 else 1.0
             self.now = min(end, self.now + step_s)
             for name in sorted(self.running - self.silent):
-                self.tell(Halted(name) if name in self.halted else Heard(name, self.states[name]))
+                self.tell(Halted(name) if name in self.halted else self._word_of(name))
             self.tell(Tick())
 
     def bring_up(self, *names: str) -> None:
@@ -72,7 +79,18 @@ class World:
         for name in names or tuple(sorted(self.running - self.silent)):
             if name in self.running:
                 self.states[name] = UP.get(name.split(".")[0], "RUNNING")
-                self.tell(Heard(name, self.states[name]))
+                self.tell(self._word_of(name))
+
+    def _word_of(self, name: str) -> Heard:
+        return Heard(name, self.states[name], self.done[name])
+
+    def work(self, *engines: str) -> None:
+        """Let these engines that are READY finish an answer, and a learner that trains a step."""
+        for name in (*engines, "learner.0"):
+            if self.states.get(name) in ("READY", "training") and name not in self.silent:
+                self.done[name] += 1
+        for name in sorted(self.running - self.silent - self.halted):
+            self.tell(self._word_of(name))
 
     def die(self, name: str, reason: str = "was killed", cause: Cause = Cause.DEATH) -> None:
         self.tell(Gone(name, reason, cause))

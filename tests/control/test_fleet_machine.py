@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asyncrl.control.fleet.budget import DELAYS_S, WINDOW_S, Budget
+from asyncrl.control.fleet.budget import BACK_OFFS_S, DELAYS_S, WINDOW_S, Budget
 from asyncrl.control.fleet.machine import FleetRules
 from asyncrl.control.fleet.messages import (
     Begin,
@@ -87,7 +87,9 @@ def test_restarts_come_ever_later_and_one_too_many_is_the_end_with_its_reason() 
     world.die("buffer.0", "failed: disk full")
     last = world.taken[-1]
     assert isinstance(last, GiveUp) and last.service == "buffer.0"
-    assert last.reason.startswith("buffer.0 failed: disk full; it was restarted 3 times already")
+    assert last.reason == (
+        "buffer.0 failed: disk full; it was restarted 3 times already, and no step was trained in between"
+    )
     world.die("learner.0")
     world.tell(Wanted(5))
     assert world.taken[-1] is last, "nothing is begun any more"
@@ -98,7 +100,7 @@ def test_a_unit_that_came_up_is_forgiven_its_old_restarts_and_one_that_never_doe
     assert budget.ask(0.0) == 0.0
     assert budget.ask(1.0) == 1.0
     assert budget.ask(2.0 + WINDOW_S) is None, "it has not come up since"
-    budget.note_up()
+    budget.note_up(7)
     assert budget.ask(3.0 + WINDOW_S) == 0.0
 
 
@@ -413,6 +415,15 @@ class Fleet(RuleBasedStateMachine):
             victims = data.draw(st.sampled_from([self.world.silent, self.world.halted]))
             victims.add(data.draw(st.sampled_from(sorted(self.world.running))))
 
+    @rule()
+    def work(self) -> None:
+        """The restarts of who is up, and was heard to be, are forgotten."""
+        self.world.work()
+        if self.world.states.get("learner.0") == "training":
+            for key, stage in self.world.machine.stages().items():
+                for name in self.world.machine.units[key].members if stage is Stage.READY else ():
+                    self.world.starts[name].clear()
+
     @rule(replicas=st.integers(0, 4), standby=st.integers(0, 2))
     def want(self, replicas: int, standby: int) -> None:
         self.world.tell(Wanted(replicas, standby))
@@ -457,11 +468,15 @@ class Fleet(RuleBasedStateMachine):
         world = self.world
         world.silent.clear()
         world.halted.clear()
+        end = world.now + BACK_OFFS_S[-1]
         for _ in range(12):
             world.bring_up()
             for unit in world.machine.leavers:
                 world.finish_drain(unit.index)
             world.wait(4.0)
+        while Stage.RETIRED in world.machine.stages().values() and world.now < end:
+            world.wait(10.0)
+            world.bring_up()
         machine = world.machine
         assert machine.given_up is None
         assert not machine.is_degraded and not machine.leavers

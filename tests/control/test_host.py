@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 from asyncrl.control.launch.host import kinds_of
+from asyncrl.control.launch.processes import remove_segments, shared_memory_of
 from asyncrl.errors import ConfigError, ServiceFailed
 
 CODE = """
@@ -47,6 +50,42 @@ def test_a_service_writes_the_stacks_of_all_threads_into_its_log_when_asked(tmp_
 
 def test_a_failed_service_tells_which_kinds_of_error_it_was(tmp_path: Path) -> None:
     assert "kinds ['FileNotFoundError']" in run_host(tmp_path, "build_broken")
+
+
+SEMAPHORES = """
+import multiprocessing, os, signal, sys
+from pathlib import Path
+from trivial_service import keep_semaphore
+from asyncrl.config.tree import Config
+from asyncrl.control.launch.host import ServiceHost
+from asyncrl.service import ServiceContext
+config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"})
+context = ServiceContext(config, "a.0", Path(sys.argv[1]), sys.argv[2])
+host = ServiceHost("trivial_service:build", context, sys.argv[1] + "/a.0.log")
+fork_server = multiprocessing.get_context("forkserver")
+lock = fork_server.Lock()
+ours, theirs = fork_server.Pipe()
+fork_server.Process(target=keep_semaphore, args=(theirs,), daemon=True).start()
+ours.recv()
+os.killpg(0, signal.SIGKILL)
+"""
+
+
+def test_semaphores_of_a_killed_service_and_its_children_are_found_by_name_and_removed(
+    tmp_path: Path,
+) -> None:
+    """As tqdm makes one in vLLM's engine core: Python's resource tracker, which removes them, dies too."""
+    run_id = f"sem{os.getpid()}"
+    command = [sys.executable, "-c", SEMAPHORES, str(tmp_path), run_id]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    killed = subprocess.run(command, env=environment, start_new_session=True, timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    left = shared_memory_of(run_id)
+    assert len(left) == 2 and all(path.name.startswith(f"sem.asyncrl-{run_id}-a.0-") for path in left)
+    remove_segments(run_id, "a.1")
+    assert shared_memory_of(run_id) == left, "they are another service's"
+    remove_segments(run_id, "a.0")
+    assert shared_memory_of(run_id) == []
 
 
 def test_the_kinds_of_an_error_are_those_of_its_causes_and_parts_too() -> None:

@@ -96,12 +96,14 @@ def test_what_a_dead_run_left_is_ended_by_its_mark_and_removed(
 ) -> None:
     segment = Path("/dev/shm") / f"asyncrl-{RUN_ID}-left"
     segment.write_bytes(b"x")
+    semaphore = Path("/dev/shm") / f"sem.asyncrl-{RUN_ID}-left"
+    semaphore.touch()
     sockets = tmp_path / "sockets"
     sockets.mkdir()
     assert end_leftovers(RUN_ID) == 1
     assert marked_process.wait(5) != 0
-    assert remove_leftovers(RUN_ID, sockets) == [segment.name]
-    assert not segment.exists() and not sockets.exists()
+    assert remove_leftovers(RUN_ID, sockets) == [segment.name, semaphore.name]
+    assert not segment.exists() and not semaphore.exists() and not sockets.exists()
 
 
 def test_a_run_that_has_done_its_steps_is_known_and_one_with_more_to_do_is_not(

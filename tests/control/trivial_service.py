@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
+import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 from asyncrl.service import ServiceContext
@@ -39,3 +42,11 @@ def build(context: ServiceContext) -> TrivialService:
 
 def build_broken(context: ServiceContext) -> TrivialService:
     raise FileNotFoundError("no model in models/nowhere")
+
+
+def keep_semaphore(ready: Connection) -> None:
+    """Make a named semaphore, say so, and keep it."""
+    lock = multiprocessing.get_context("spawn").Lock()
+    ready.send(True)
+    time.sleep(60)
+    del lock

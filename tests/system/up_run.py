@@ -89,10 +89,10 @@ class UpRun:
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Return what a run has left: processes, sockets, shared-memory segments."""
-    from asyncrl.control.launch.processes import pids_of_run
+    """Return what a run has left: processes, sockets, shared-memory segments and semaphores."""
+    from asyncrl.control.launch.processes import pids_of_run, shared_memory_of
 
     live = json.loads((folder / "run.json").read_text())
-    segments = list(Path("/dev/shm").glob(f"asyncrl-{live['run_id']}-*"))
+    segments = shared_memory_of(live["run_id"])
     sockets = [live["sockets"]] if Path(live["sockets"]).exists() else []
     return [*map(str, pids_of_run(live["run_id"])), *map(str, segments), *sockets]

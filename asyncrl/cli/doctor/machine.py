@@ -104,13 +104,13 @@ def check_redis() -> Iterator[Finding]:
 def check_leftovers(shm: Path = SHM) -> Iterator[Finding]:
     """Yield shared memory of runs that do not live any more."""
     of_run: dict[str, int] = {}
-    for path in shm.glob("asyncrl-*-*"):
+    for path in [*shm.glob("asyncrl-*-*"), *shm.glob("sem.asyncrl-*-*")]:
         run_id = path.name.split("-")[1]
         of_run[run_id] = of_run.get(run_id, 0) + path.stat().st_size
     dead = {run_id: size for run_id, size in of_run.items() if not pids_of_run(run_id)}
     found = f"{len(of_run) - len(dead)} live runs hold shared memory; dead ones: {len(dead)}"
     if dead:
-        found += f", {sum(dead.values()) / GB:.2f} GB in {shm}/asyncrl-{{{','.join(sorted(dead))}}}-*"
+        found += f", {sum(dead.values()) / GB:.2f} GB in {shm}/*asyncrl-{{{','.join(sorted(dead))}}}-*"
     yield judge(
         "left over", found, not dead, "'asyncrl up' of the same run removes them; else remove these files"
     )

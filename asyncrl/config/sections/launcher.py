@@ -65,8 +65,9 @@ class LauncherSection(Section):
     folder that only this user can open. With `curve` their connections are encrypted, and only holders
     of a key that was made for this start get in; `auto`: when the host is not loopback.
 
-    A service that dies is started again, at most `max_restarts` times in ten minutes; over that the run
-    ends with what went wrong. 0 ends it at the first death.
+    A service that dies is started again, at most `max_restarts` times in ten minutes without a step (of a
+    replica: an answer) in between. Over that a replica is left alone for minutes while another one works,
+    and for any other service the run ends with what went wrong. 0 ends it at the first death.
     """
 
     ray: Annotated[str, AfterValidator(check_ray)] = LOCAL
@@ -80,7 +81,7 @@ class LauncherSection(Section):
     start_deadline_s: Seconds = 300.0
     """[s] For all services to be ready."""
     max_restarts: NonNegative = 5
-    """[restarts] Of a service that dies, within ten minutes."""
+    """[restarts] Of a service that dies, within ten minutes without work in between."""
 
     @property
     def is_cluster(self) -> bool:

@@ -6,8 +6,10 @@ Owns the units of a run. It must never do what it decides: effects are carried o
 each before the next event is handed in. Time is lived time: a span in which nobody called, because the whole
 machine stood still, counts for at most `MAX_STEP_S`, so it is held against no service.
 Invariants: a service is started only while it is down, and killed before that if it ever ran; every `Gone` of
-a service that should be there leads to a `Start`, at once or when the back-off ends, or to `GiveUp`, or for a
-replica that never worked, where another has, to `Forgo`; after a `GiveUp` nothing is asked for any more.
+a service that should be there leads to a `Start`, at once or when the back-off ends, for a replica whose
+restarts are spent to `Retire` and minutes later a `Start`, for one that never worked, where another has, to
+`Forgo`, or to `GiveUp`; while a replica works no death of others does, unless none may be restarted at all;
+after a `GiveUp` nothing is asked for any more.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from asyncrl.control.fleet.budget import WINDOW_S
+from asyncrl.control.fleet.budget import Budget
 from asyncrl.control.fleet.messages import (
     Begin,
     Cause,
@@ -32,6 +34,7 @@ from asyncrl.control.fleet.messages import (
     Kill,
     Leave,
     Promote,
+    Retire,
     Start,
     Tick,
     Wanted,
@@ -55,6 +58,8 @@ from asyncrl.control.fleet.units import (
 MAX_STEP_S = 10.0
 MAX_ALIKE = 3
 """Failures of the learner with one error and no step further: its next life would take the same batch."""
+MAX_SPENT = 2
+"""Times in a row that the restarts of every replica are spent, without work in between: the run ends."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class FleetRules:
 
     Attributes:
         num_ranks: Of the learner.
-        max_restarts: Of a unit within `WINDOW_S`.
+        max_restarts: Of a unit that does no work in between; 0 ends the run at the first death.
         start_deadline_s: How long a service may be starting, syncing or draining.
         max_replicas: Leavers and those that stand by included.
         silence_s: How long a service whose process somebody has stopped may not answer; `long_silence_s` one
@@ -135,7 +140,10 @@ class FleetMachine:
     def is_degraded(self) -> bool:
         """Whether something that has worked before does not, or there are fewer replicas than wanted."""
         ill = (Stage.DEAD, Stage.SUSPECT, Stage.STARTING, Stage.SYNCING)
-        return any(self.units[key].has_been_up and stage in ill for key, stage in self.stages().items())
+        return any(
+            stage is Stage.RETIRED or (self.units[key].has_been_up and stage in ill)
+            for key, stage in self.stages().items()
+        )
 
     def silence_of(self, name: str) -> float | None:
         """Return for how many seconds `name` has not answered, None for one without a process."""
@@ -193,6 +201,10 @@ class FleetMachine:
         self.is_short = False
         self.wanted = self.wanted if event.replicas is None else event.replicas
         self.wanted_standby = self.wanted_standby if event.standby is None else event.standby
+        self._reconcile()  # it lets retired ones go first
+        for unit in [unit for unit in self._all_replicas() if unit.is_retired]:
+            unit.budget = Budget(self.rules.max_restarts)
+            self._start_members(unit)
 
     def _find(self, name: str) -> tuple[Unit, Member] | None:
         """Return a service that has a process, and its unit."""
@@ -208,14 +220,23 @@ class FleetMachine:
             self._lose(Gone(event.name, "ended unasked"))
             return
         member.hear(event.state, self.lived)
-        unit.step = max(unit.step, event.step)
+        if unit.key == LEARNER:
+            unit.step = max(unit.step, event.num_done)
+        elif event.name.startswith("rollout."):
+            unit.num_answers = event.num_done
         if event.state == WAITING or (event.state == SYNCING and not self._can_sync()):
             member.since = self.lived  # there is no room, or no weights to be had: not its fault
         if event.state == ENDED and unit.is_leaving and event.name.startswith("rollout."):
             self._remove(unit)
         elif unit.is_up:
             unit.has_been_up = True
-            unit.budget.note_up()
+            unit.budget.note_up(unit.num_answers if unit.is_replica else self._step)
+
+    @property
+    def _step(self) -> int:
+        """Return the furthest step that the run has trained."""
+        learner = self.units.get(LEARNER)
+        return 0 if learner is None else learner.step
 
     def _can_sync(self) -> bool:
         """Tell whether everybody is up whom weights come from."""
@@ -231,7 +252,7 @@ class FleetMachine:
         if unit.is_leaving and event.cause is not Cause.FINAL:
             self._remove(unit)
             return
-        why = self._why_not_again(unit, event)
+        why = self._why_never_again(unit, event)
         unit.last_reason, unit.failed_at = event.reason, self.lived
         if why is not None and self._can_forgo(unit):
             self._forgo(unit, event.name, f"{event.name} {event.reason}{why}")
@@ -239,13 +260,20 @@ class FleetMachine:
         if why is not None:
             self._give_up(event.name, f"{event.name} {event.reason}{why}")
             return
-        for name in unit.falls_with(event.name):
+        delay_s = unit.budget.ask(self.lived)
+        if delay_s is None and self._is_hopeless(unit):
+            self._give_up(event.name, f"{event.name} {event.reason}{self._spent(unit)}")
+            return
+        for name in unit.members if delay_s is None else unit.falls_with(event.name):
             self._kill_member(unit.members[name])
         self._promote_for(unit)
-        self._start_due(unit)
+        if delay_s is None:
+            self._retire(unit, f"{event.name} {event.reason}{self._spent(unit)}")
+            return
+        self._plan_restart(unit, delay_s)
 
-    def _why_not_again(self, unit: Unit, event: Gone) -> str | None:
-        """Set when it is to be started again; or return why it is not, in words that follow the reason."""
+    def _why_never_again(self, unit: Unit, event: Gone) -> str | None:
+        """Return why it is not to be started again, in words that follow the reason; None if it may be."""
         if event.cause is Cause.FINAL:
             return ""
         if unit.key in self.rules.never_again:
@@ -255,12 +283,12 @@ class FleetMachine:
             return "; it did so before, and it has never worked"
         if unit.key == LEARNER and self._count_alike(unit, is_same=is_same) >= MAX_ALIKE:
             return f"; it did so {MAX_ALIKE} times and came no further than step {unit.step}"
-        delay_s = unit.budget.ask(self.lived)
-        if delay_s is None:
-            return self._spent()
+        return None
+
+    def _plan_restart(self, unit: Unit, delay_s: float) -> None:
         unit.due = self.lived + delay_s
         unit.num_restarts += 1
-        return None
+        self._start_due(unit)
 
     def _count_alike(self, unit: Unit, *, is_same: bool) -> int:
         is_alike = is_same and unit.step <= unit.failed_step
@@ -283,11 +311,39 @@ class FleetMachine:
         rest = f"the run goes on with {self.wanted} replicas and {self.wanted_standby} that stand by"
         self._effects.append(Forgo(name, f"{reason}; {rest}"))
 
-    def _spent(self) -> str:
+    def _is_hopeless(self, unit: Unit) -> bool:
+        """Tell whether the run ends now that the restarts of `unit` are spent.
+
+        It ends for any unit but a replica. For a replica it goes on while another one works or may come to
+        work, and else as long as one of them, its restarts spent, has not had a back-off since it worked.
+        """
+        if not unit.is_replica or self.rules.max_restarts == 0:
+            return True
+        replicas = [other for other in self._all_replicas() if not other.is_leaving]
+        if any(not other.is_retired for other in replicas if other is not unit):
+            return False
+        if not any(other.has_been_up for other in replicas):
+            return True
+        return all(other.budget.num_spent + (other is unit) >= MAX_SPENT for other in replicas)
+
+    def _retire(self, unit: Unit, reason: str) -> None:
+        """Leave a replica alone for minutes."""
+        back_in_s = unit.budget.renew()
+        unit.is_retired = True
+        self._plan_restart(unit, back_in_s)
+        num_working = sum(other.is_up for other in self.replicas)
+        rest = f"the run goes on with {num_working} of {self.wanted} replicas"
+        if not num_working:
+            rest = "no replica works now"
+        how = f"it is started again in {back_in_s:g} s, or by 'asyncrl scale rollout={self.wanted}'"
+        self._effects.append(Retire(f"rollout.{unit.index}", f"{reason}; {how}; {rest}", back_in_s))
+
+    def _spent(self, unit: Unit) -> str:
         most = self.rules.max_restarts
         if most == 0:
             return ""
-        return f"; it was restarted {most} times already, the most that {WINDOW_S / 60:g} minutes allow"
+        work = "finished no answer" if unit.is_replica else "no step was trained"
+        return f"; it was restarted {most} times already, and {work} in between"
 
     def _give_up(self, name: str, reason: str) -> None:
         self.given_up = GiveUp(name, reason)
@@ -360,8 +416,8 @@ class FleetMachine:
             unit.is_standby = True
 
     def _least(self, units: Iterable[Unit]) -> Unit:
-        """Return whom to miss least: who does not work yet, else the newest."""
-        return max(units, key=lambda unit: (not unit.is_up, unit.index))
+        """Return whom to miss least: who is retired, else who does not work yet, else the newest."""
+        return max(units, key=lambda unit: (unit.is_retired, not unit.is_up, unit.index))
 
     def _let_go(self, index: int) -> None:
         unit = self.units.get(replica_key(index))
@@ -394,7 +450,7 @@ class FleetMachine:
             self._start_members(unit)
 
     def _start_members(self, unit: Unit) -> None:
-        unit.due = None
+        unit.due, unit.is_retired = None, False
         for member in unit.members.values():
             if member.is_down:
                 member.begin(self.lived)

@@ -28,11 +28,15 @@ class Begin:
 
 @dataclass(frozen=True)
 class Heard:
-    """A service answered with its state. `step`: of the learner, the last one that it has done."""
+    """A service answered with its state.
+
+    Attributes:
+        num_done: Of the learner: the last step that it has done. Of an engine: answers since it was started.
+    """
 
     name: str
     state: str
-    step: int = 0
+    num_done: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,15 @@ class Forgo:
 
 
 @dataclass(frozen=True)
+class Retire:
+    """Tell that a replica is left alone for `back_in_s`: `service` died once too often, for `reason`."""
+
+    service: str
+    reason: str
+    back_in_s: float
+
+
+@dataclass(frozen=True)
 class GiveUp:
     """End the run: `service` cannot be kept up, for `reason`."""
 
@@ -136,4 +149,4 @@ class GiveUp:
     reason: str
 
 
-Effect = Start | Kill | End | Drain | Promote | Forgo | GiveUp
+Effect = Start | Kill | End | Drain | Promote | Forgo | Retire | GiveUp

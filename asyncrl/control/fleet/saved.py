@@ -50,6 +50,8 @@ def _dump_unit(unit: Unit, now: float) -> dict[str, Any]:
         ],
         "restart_ages_s": [now - then for then in unit.budget.times],
         "was_up": unit.budget.was_up,
+        "num_spent": unit.budget.num_spent,
+        "is_retired": unit.is_retired,
         "due_in_s": None if unit.due is None else unit.due - now,
         "is_standby": unit.is_standby,
         "leaving_for_s": None if unit.leaving_since is None else now - unit.leaving_since,
@@ -69,7 +71,8 @@ def _restore_unit(found: dict[str, Any], rules: FleetRules) -> Unit:
     return Unit(
         key=found["key"],
         members={one["name"]: Member(**one) for one in found["members"]},
-        budget=Budget(rules.max_restarts, times, was_up=found["was_up"]),
+        budget=Budget(rules.max_restarts, times, was_up=found["was_up"], num_spent=found["num_spent"]),
+        is_retired=found["is_retired"],
         due=found["due_in_s"],
         is_standby=found["is_standby"],
         leaving_since=None if leaving_s is None else -leaving_s,

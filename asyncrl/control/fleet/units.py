@@ -21,7 +21,11 @@ LEARNER, REPLICA = "learner", "replica"
 
 
 class Stage(StrEnum):
-    """Where a unit stands. DEAD: it waits for its next start. A retired one is not listed any more."""
+    """Where a unit stands.
+
+    DEAD: it waits for its next start. RETIRED: the same, for minutes, as its restarts are spent.
+    A replica that was scaled away or has drained is not listed any more.
+    """
 
     STARTING = "STARTING"
     SYNCING = "SYNCING"
@@ -29,6 +33,7 @@ class Stage(StrEnum):
     SUSPECT = "SUSPECT"
     DRAINING = "DRAINING"
     DEAD = "DEAD"
+    RETIRED = "RETIRED"
     DONE = "DONE"
 
 
@@ -77,6 +82,7 @@ class Unit:
         key: "buffer", "learner", "replica.3".
         budget: Of its restarts.
         due: When its members that are down are to be started, in lived seconds.
+        is_retired: A replica whose restarts are spent; it is left alone until `due`.
         is_standby: A replica that takes no leases.
         leaving_since: When it was asked to drain.
         has_been_up: At any time of the run.
@@ -84,6 +90,7 @@ class Unit:
         num_restarts: Of the run.
         is_ending: It was asked to end.
         step: The furthest that the learner came; `failed_step`, when it failed last.
+        num_answers: That the engine of a replica has finished since it was started.
         num_alike: How often in a row it failed with the same error and came no further in between.
     """
 
@@ -91,6 +98,7 @@ class Unit:
     members: dict[str, Member]
     budget: Budget
     due: float | None = None
+    is_retired: bool = False
     is_standby: bool = False
     leaving_since: float | None = None
     has_been_up: bool = False
@@ -101,6 +109,7 @@ class Unit:
     step: int = 0
     failed_step: int = 0
     num_alike: int = 0
+    num_answers: int = 0
 
     @property
     def is_replica(self) -> bool:
@@ -136,6 +145,8 @@ class Unit:
             return Stage.DONE
         if self.is_leaving:
             return Stage.DRAINING
+        if self.is_retired:
+            return Stage.RETIRED
         if any(member.is_down for member in members):
             return Stage.DEAD
         if any(member.came_up and now - member.heard_at > suspect_s for member in members):

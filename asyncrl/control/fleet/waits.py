@@ -16,7 +16,7 @@ Statuses = Mapping[str, Mapping[str, Any]]
 
 LEARNER, BUFFER, SYNC, PUBLISHER = "learner.0", "buffer.0", "weight_sync.0", "publisher.0"
 WORKING = ("READY", "PINNED")
-ABSENT = ("silent", "DEAD", "gone", "failed", "starting", "STARTING", "waiting", "ended", "None")
+ABSENT = ("silent", "DEAD", "RETIRED", "gone", "failed", "starting", "STARTING", "waiting", "ended", "None")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import logging
+import multiprocessing
 import os
 import resource
 import signal
@@ -42,6 +43,7 @@ class ServiceHost:
 
     def __init__(self, factory: str, context: ServiceContext, log_path: str) -> None:
         _redirect_output(Path(log_path))
+        name_semaphores(context.shm_prefix + context.name)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         _raise_descriptor_limit()
         context = settle(context)
@@ -109,6 +111,16 @@ def kinds_of(error: BaseException) -> set[str]:
         if inner is not None:
             kinds |= kinds_of(inner)
     return kinds
+
+
+def name_semaphores(prefix: str) -> None:
+    """Let the named semaphores of this process, and of those that it starts, begin with `prefix`.
+
+    Libraries make them (tqdm in vLLM's engine core), and who is killed leaves them in /dev/shm: by their
+    name they can be told from those of other runs, and removed.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config["semprefix"] = f"/{prefix}"
 
 
 def _raise_descriptor_limit() -> None:

@@ -57,7 +57,7 @@ def keep(
             tell(f"{why}; it was started again")
             heard_at = clock.now()
         if status["state"] == "running":
-            budget.note_up()
+            budget.note_up(int(status.get("step", 0)))
         clock.sleep(POLL_S)
 
 
@@ -72,7 +72,7 @@ def _start_again(launcher: Launcher, spec: ServiceSpec, budget: Budget, clock: C
     delay_s = budget.ask(clock.now())
     if delay_s is None:
         raise ServiceFailed(
-            f"{spec.name} died once more than launcher.max_restarts allows: {why}",
+            f"{spec.name} died once more than launcher.max_restarts allows without a step in between: {why}",
             hint=f"See {spec.log_path}",
         )
     launcher.kill(spec.name)

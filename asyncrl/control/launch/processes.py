@@ -60,10 +60,19 @@ def end_service(
 
 
 def remove_segments(run_id: str, name: str) -> None:
-    """Remove the shared memory that a service was killed with. Who has mapped it may go on reading."""
+    """Remove the shared memory and the semaphores that a service was killed with.
+
+    Who has mapped a segment may go on reading.
+    """
     own = name.removesuffix(".0") if name.startswith("publisher.") else name
-    for segment in SHM.glob(f"asyncrl-{run_id}-{own}-*"):
-        segment.unlink(missing_ok=True)
+    for pattern in (f"asyncrl-{run_id}-{own}-*", f"sem.asyncrl-{run_id}-{name}-*"):
+        for path in SHM.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def shared_memory_of(run_id: str) -> list[Path]:
+    """Return the shared-memory segments and semaphores of a run."""
+    return sorted([*SHM.glob(f"asyncrl-{run_id}-*"), *SHM.glob(f"sem.asyncrl-{run_id}-*")])
 
 
 def stopped_services(run_id: str) -> set[str]:
@@ -93,8 +102,8 @@ def end_leftovers(run_id: str, keep: frozenset[int] = frozenset(), deadline_s: f
 
 
 def remove_leftovers(run_id: str, socket_dir: Path) -> list[str]:
-    """Remove a dead run's shared-memory segments and sockets; return what was still there."""
-    segments = sorted(SHM.glob(f"asyncrl-{run_id}-*"))
+    """Remove a dead run's shared memory, semaphores and sockets; return what of the first two was there."""
+    segments = shared_memory_of(run_id)
     for segment in segments:
         segment.unlink(missing_ok=True)
     shutil.rmtree(socket_dir, ignore_errors=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 Snapshot = Mapping[str, Any]
 
-DOUBTED_STAGES = ("SUSPECT", "DEAD")
+DOUBTED_STAGES = ("SUSPECT", "DEAD", "RETIRED")
 FINAL_STATES = ("finished", "failed", "stopped")
 """Of a run: nothing of it lives any more."""
-ENDS = ("ended", "failed", "gone", "DEAD")
+ENDS = ("ended", "failed", "gone", "DEAD", "RETIRED")
 """Of a service."""
 
 

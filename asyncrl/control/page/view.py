@@ -40,7 +40,7 @@ GOOD_STATES = (
     "ended",
     "stopped",
 )
-BAD_STATES = ("DEAD", "failed", "gone", "silent", "degraded")
+BAD_STATES = ("DEAD", "RETIRED", "failed", "gone", "silent", "degraded")
 TONES = {
     "exit": "bad",
     "stall": "bad",

@@ -23,6 +23,7 @@ Kind = Literal[
     "exit",
     "restart",
     "ready",
+    "retire",
     "scale",
     "autoscale",
     "guard",

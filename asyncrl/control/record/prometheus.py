@@ -19,7 +19,7 @@ Snapshot = Mapping[str, Any]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "asyncrl_"
 OK, UNAVAILABLE = 200, 503
-NOT_UP = ("failed", "gone", "silent", "DEAD")
+NOT_UP = ("failed", "gone", "silent", "DEAD", "RETIRED")
 
 
 class _Sample(NamedTuple):

@@ -23,6 +23,7 @@ from asyncrl.control.fleet.messages import (
     Gone,
     Kill,
     Promote,
+    Retire,
     Start,
 )
 from asyncrl.control.launch.host import DUMP_STACKS
@@ -75,6 +76,9 @@ class Hands:
             case Forgo(service, reason):
                 log.error("%s", reason)
                 self._events.add("scale", service, reason)
+            case Retire(service, reason, back_in_s):
+                log.error("%s", reason)
+                self._events.add("retire", service, reason, back_in_s=back_in_s)
             case GiveUp(service, reason):
                 log.error("giving up: %s", reason)
                 self._events.add("exit", service, f"the run is given up: {reason}")

@@ -43,8 +43,17 @@ log = logging.getLogger(__name__)
 
 STATUS_DEADLINE_S = 1.0
 LAST_STATUS_DEADLINE_S = 10.0
-DEAD = "DEAD"
-"""The state that a service is shown in between two lives."""
+DEAD, RETIRED = "DEAD", "RETIRED"
+"""The states that a service is shown in between two lives; the second for minutes."""
+UNKNOWN: dict[str, Any] = {
+    "heartbeat_age_s": None,
+    "restarts": 0,
+    "stage": "",
+    "standby": False,
+    "reason": "",
+    "back_in_s": None,
+}
+"""Of a service that no pulse has found yet."""
 
 Statuses = dict[str, dict[str, Any]]
 
@@ -158,9 +167,10 @@ class Upkeep:
         """Return what the last pulse found of a service beyond its own word.
 
         Returns:
-            `heartbeat_age_s`, `restarts`, `stage`, `standby`.
+            `heartbeat_age_s`, `restarts`, `stage`, `standby`; of one without a process why (`reason`), and in
+            how many seconds it is started again (`back_in_s`).
         """
-        return self._facts.get(name, {"heartbeat_age_s": None, "restarts": 0, "stage": "", "standby": False})
+        return self._facts.get(name, UNKNOWN)
 
     # --- what may be asked ----------------------------------------------------------------
 
@@ -372,18 +382,22 @@ class Upkeep:
 
     def _describe(self, name: str) -> dict[str, Any]:
         silence_s, unit = self._machine.silence_of(name), self._machine.units[key_of(name)]
+        is_down = unit.members[name].is_down
+        back_in_s = unit.due - self._machine.lived if is_down and unit.due is not None else None
         return {
             "heartbeat_age_s": None if silence_s is None else round(silence_s, 1),
             "restarts": unit.num_restarts,
             "stage": str(self._stages.get(unit.key, "")),
             "standby": unit.is_standby,
+            "reason": unit.last_reason if is_down else "",
+            "back_in_s": None if back_in_s is None else round(max(0.0, back_in_s), 1),
         }
 
     def _told(self, found: Statuses) -> Statuses:
         """Return the statuses with those that are between two lives, without those that have left."""
         units = self._machine.units.values()
         dead = {
-            member.name: {"state": DEAD, "error": unit.last_reason}
+            member.name: {"state": RETIRED if unit.is_retired else DEAD, "error": unit.last_reason}
             for unit in units
             for member in unit.members.values()
             if member.is_down

@@ -60,7 +60,8 @@ def event_of(name: str, status: Mapping[str, Any], *, is_halted: bool = False) -
         return _gone(name, state, status)
     if is_halted or any(is_stopped(pid) for pid in status.get("child_pids", ())):
         return Halted(name)
-    return None if state == SILENT else Heard(name, state, int(status.get("step", 0)))
+    done = "trajectories" if name.startswith("rollout.") else "step"
+    return None if state == SILENT else Heard(name, state, int(status.get(done, 0)))
 
 
 def _gone(name: str, state: str, status: Mapping[str, Any]) -> Gone:

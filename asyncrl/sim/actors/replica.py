@@ -75,7 +75,7 @@ class ReplicaActor(Actor):
         self._evaluation: PinnedWork | None = None
         self._has_order = False
         self._put_off: tuple[str, int] | None = None
-        self.num_evaluated = 0
+        self.num_evaluated = self.num_done = 0
         self._dice = random.Random(0)
 
     def begin(self) -> None:
@@ -276,6 +276,7 @@ class ReplicaActor(Actor):
     def _end_sample(self, key: tuple[int, int], sample: int, spans: Counter[int]) -> None:
         work = self._work[key]
         work.num_left -= 1
+        self.num_done += 1
         self._num_unfinished -= 1
         if sample < self._setting.trained_samples:
             work.spans.update(spans)

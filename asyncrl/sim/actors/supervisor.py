@@ -21,6 +21,7 @@ from asyncrl.control.fleet.messages import (
     Heard,
     Kill,
     Promote,
+    Retire,
     Start,
     Tick,
     Wanted,
@@ -98,12 +99,16 @@ class SupervisorActor(Actor):
         self.hear(Tick())
 
     def _listen(self, actor: Actor) -> None:
-        """Hand on what an actor says; where silence is no news, only what differs from its last word."""
+        """Hand on what an actor says; where silence is no news, only what differs from its last word.
+
+        There is little to be heard of a fleet of thousands, and nobody in it dies but by the user's will.
+        """
         said = actor.life, str(getattr(actor, "state", "READY"))
         if self._setting.pace.fleet_silence_s == NEVER and self._heard.get(actor.name) == said:
             return
         self._heard[actor.name] = said
-        self.hear(Heard(actor.name, said[1], int(getattr(actor, "step", 0))))
+        done = actor.num_done if isinstance(actor, ReplicaActor) else int(getattr(actor, "step", 0))
+        self.hear(Heard(actor.name, said[1], done))
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -122,6 +127,8 @@ class SupervisorActor(Actor):
                 self.world.note("given_up", reason=effect.reason)
             case Forgo():
                 self.world.note("forgo", reason=effect.reason)
+            case Retire():
+                self.world.note("retire", reason=effect.reason)
 
     def _replica(self, index: int, do: Callable[[ReplicaActor], None]) -> None:
         actor = self.world.actors.get(f"rollout.{index}")

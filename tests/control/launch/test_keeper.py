@@ -26,7 +26,10 @@ RUN_ID = f"kept{os.getpid()}"
 
 
 class ScriptedLauncher:
-    """Gives one status after the other of the one service there is, and notes what is done to it."""
+    """Gives one status after the other of the one service there is, and notes what is done to it.
+
+    A number after the state is the step of it.
+    """
 
     def __init__(self, *states: str) -> None:
         self.states = list(states)
@@ -37,7 +40,8 @@ class ScriptedLauncher:
 
     def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
-        return {name: {"state": state, "error": f"{state} it is"} for name in names}
+        state, _, step = state.partition(" ")
+        return {name: {"state": state, "error": f"{state} it is", "step": int(step or 0)} for name in names}
 
     def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         raise AssertionError("nobody is commanded")
@@ -108,6 +112,22 @@ def test_a_supervisor_that_dies_over_and_over_ends_the_run_with_what_it_died_of(
     with pytest.raises(ServiceFailed, match=r"max_restarts.*gone it is.*supervisor\.log"):
         run(tmp_path, launcher, max_restarts=2)
     assert launcher.done.count("start") == 3
+
+
+@pytest.mark.parametrize(("step", "ends_well"), [(1, True), (0, False)])
+def test_a_supervisor_may_die_as_often_as_it_likes_while_steps_are_trained_in_between(
+    tmp_path: Path, step: int, ends_well: bool
+) -> None:
+    lives = [word for life in range(9) for word in (f"running {life}", f"running {life + step}", "gone")]
+    launcher = (
+        ScriptedLauncher(*lives, "ended") if step else ScriptedLauncher(*["running", "running", "gone"] * 9)
+    )
+    if ends_well:
+        assert run(tmp_path, launcher, max_restarts=2)[0]["state"] == "ended"
+        assert launcher.done.count("start") == 10
+    else:
+        with pytest.raises(ServiceFailed, match="without a step in between"):
+            run(tmp_path, launcher, max_restarts=2)
 
 
 def named_process(folder: Path, name: str) -> subprocess.Popen[bytes]:

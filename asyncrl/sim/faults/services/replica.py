@@ -56,7 +56,11 @@ class ReplicaPlan:
 
 
 class ReplicaProcess(Process):
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        num_done: Answers that it has finished.
+    """
 
     def __init__(self, board: Switchboard, index: int, plan: ReplicaPlan, observer: Observer) -> None:
         super().__init__(board, f"rollout.{index}")
@@ -69,7 +73,7 @@ class ReplicaProcess(Process):
         self._leases: dict[Ready, Task] = {}
         self._bell = Bell()
         self._is_fenced = self._is_draining = self._may_miss_grants = False
-        self._num_asking = self._num_loads = self._num_told = 0
+        self.num_done = self._num_asking = self._num_loads = self._num_told = 0
         asked = (plan.run_seed, plan.held_out)
         self._evaluations = Evaluations(
             self, self.who, self._engine, asked, self._link, self._call, self._repeat, self._move, observer
@@ -181,6 +185,7 @@ class ReplicaProcess(Process):
                 return
             if not self._engine.is_paused:
                 writing.grow(TOKENS_PER_QUANTUM, self._engine.label, self._engine.node)
+        self.num_done += self._plan.group_size
         await self._push(key, writing)
         self._writing.pop(key, None)
         self._bell.ring()

@@ -29,12 +29,11 @@ from asyncrl.control.fleet.messages import (
 )
 from asyncrl.control.fleet.saved import dump, restore
 from asyncrl.sim.faults.kernel.process import Process
+from asyncrl.sim.faults.services.replica import ReplicaProcess
 from asyncrl.sim.world import World
 
 PULSE_S = 0.5
-RULES = FleetRules(
-    max_restarts=40, start_deadline_s=60.0, max_replicas=8, silence_s=4.0, long_silence_s=6.0, suspect_s=1.0
-)
+RULES = FleetRules(start_deadline_s=60.0, max_replicas=8, silence_s=4.0, long_silence_s=6.0, suspect_s=1.0)
 
 
 class Crew(Protocol):
@@ -125,7 +124,8 @@ class Supervisor:
             return Gone(name, "gone: was killed")
         if process.is_stopped:
             return Halted(name)
-        return Heard(name, process.state, getattr(process, "step", 0))
+        done = process.num_done if isinstance(process, ReplicaProcess) else getattr(process, "step", 0)
+        return Heard(name, process.state, done)
 
     def _apply_all(self, events: Iterable[Event]) -> None:
         """Apply what was seen at one moment; what a service did that was renewed since, says nothing."""

@@ -1,0 +1,42 @@
+"""A replica whose restarts are spent, as users see it: statuses, events, and the way back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from test_repair import Run
+
+from asyncrl.control.fleet.messages import Heard
+from asyncrl.control.upkeep.reading import event_of
+
+
+def test_a_replica_that_dies_once_too_often_is_retired_and_shown_so_until_it_is_scaled_back(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path)
+    run.begin()
+    for _ in range(6):
+        run.launcher.gone.add("receiver.1")
+        statuses = run.pulse()
+        run.pulse(9.0)
+        run.pulse()
+    assert run.upkeep.given_up is None and run.upkeep.is_degraded and run.upkeep.num_ready == 1
+    assert statuses["rollout.1"] == {"state": "RETIRED", "error": "gone: it was killed"}
+    facts = run.upkeep.describe("rollout.1")
+    assert (facts["stage"], facts["reason"]) == ("RETIRED", "gone: it was killed")
+    assert 100.0 < facts["back_in_s"] <= 120.0
+    (event,) = [event for event in run.events.newest(99) if event["kind"] == "retire"]
+    assert (event["service"], event["back_in_s"]) == ("rollout.1", 120.0)
+    assert event["text"].startswith("receiver.1 gone: it was killed; it was restarted 5 times already")
+    run.launcher.started.clear()
+    assert run.upkeep.scale(2)["started"] == ["rollout.1"]
+    run.pulse()
+    assert run.launcher.started == ["rollout.1", "receiver.1"]
+    assert run.upkeep.describe("rollout.1")["reason"] == "" and not run.upkeep.is_degraded
+    run.upkeep.stop(5.0, {})
+
+
+def test_what_an_engine_has_done_is_its_answers_and_what_others_have_done_their_step() -> None:
+    status = {"state": "READY", "step": 7, "trajectories": 90}
+    assert event_of("rollout.0", status) == Heard("rollout.0", "READY", 90)
+    assert event_of("learner.0", status) == Heard("learner.0", "READY", 7)
