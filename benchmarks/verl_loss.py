@@ -27,7 +27,7 @@ import torch
 
 from learner.algorithms.advantage import ADVANTAGES, AdvantageInput
 from learner.algorithms.aggregation import aggregate
-from learner.algorithms.correction.weights import Correction, importance_weights
+from learner.algorithms.correction import Correction, importance_weights
 from learner.algorithms.diagnostics.divergence import importance_metrics
 from learner.algorithms.losses import POLICY_LOSSES, Clip, LossInput
 from learner.algorithms.rows import Rows, masked, padded_rows

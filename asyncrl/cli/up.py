@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from asyncrl.cli import exits
 from asyncrl.cli.exits import say
-from asyncrl.cli.services import function
 from asyncrl.clock import SystemClock
 from asyncrl.config.problems import ConfigProblems, Problem, suggest
+from asyncrl.control.services import function
 from asyncrl.errors import AsyncrlError, ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from asyncrl.control.record.rundir import RunDir
 
 AUTO, NEVER = "auto", "never"
+KEY = re.compile(r"[a-z_]+(\.\w+)+|[a-z_]+(?=:)")
+"""A key, or a section before a colon, at the beginning of a line."""
 ENDING = ("stopping", "stopped", "finished", "failed")
 """States of a run whose head still cleans up."""
 
@@ -172,15 +175,15 @@ def find_config(name: str) -> Path:
 
 
 def placed(error: ConfigError, loaded: Loaded) -> AsyncrlError:
-    """Return `error` with file:line:col on each line that begins with a key (`model.path: ...`)."""
+    """Return `error` with the place of its key on each line that begins with one (`model.path: ...`)."""
     if isinstance(error, ConfigProblems):
         return error.placed(loaded.places)
     problems = []
     for line in error.message.splitlines():
-        key, colon, _ = line.partition(":")
-        path = tuple(key.split("."))
-        is_key = bool(colon) and path[0] in type(loaded.config).model_fields
-        problems.append(Problem(line, where=loaded.places.of_value(path) if is_key else ""))
+        found = KEY.match(line)
+        path = tuple(found[0].split(".")) if found else ("",)
+        is_key = path[0] in type(loaded.config).model_fields
+        problems.append(Problem(line, where=loaded.places.of_written(path) if is_key else ""))
     if error.hint:
         problems.append(Problem(error.hint))
     return ConfigProblems(problems)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.rules.streaming import find_stream_conflicts
 from asyncrl.config.secrets import find_secrets
+from learner.algorithms.variants import GREEDY, VALUES, needing
 
 if TYPE_CHECKING:
     from asyncrl.config.tree import BufferSection, Config, LearnerSection
 
-WITH_VALUES = ("gae", "vtrace")
+WITH_VALUES = needing(VALUES)
 """Advantages that need a critic."""
-WITH_GREEDY = ("remax",)
+WITH_GREEDY = needing(GREEDY)
 """Advantages that need the reward of a greedy answer per group."""
 CONFLICT = "conflict"
 """The type of the validation error that carries `Conflict`s in its context."""
@@ -100,27 +101,34 @@ def _find_gpu_conflicts(config: Config) -> Iterator[Conflict]:
     """Yield what is set and needs GPUs on both sides, where one side has none."""
     if config.rollout.gpus and config.learner.gpus:
         return
-    for key, value, needing, instead in (
+    for key, value, refused, instead in (
         ("weight_sync.backend", config.weight_sync.backend, "nccl", "gloo"),
         ("model.dtype", config.model.dtype, "float16", "bfloat16"),
     ):
-        if value == needing:
-            what = f"{key}: {needing} needs GPUs on both sides"
+        if value == refused:
+            what = f"{key}: {refused} needs GPUs on both sides"
             hint = f"Set rollout.gpus and learner.gpus, or {key}: {instead}"
             yield Conflict((key, "rollout.gpus", "learner.gpus"), what, hint)
 
 
 def _find_critic_conflicts(config: Config) -> list[Conflict]:
+    is_default = config.critic == type(config.critic)()
+    return [unused_critic(config)] if not is_default and has_no_critic(config) else []
+
+
+def has_no_critic(config: Config) -> bool:
+    """Tell whether the advantage is known to need no values."""
     advantage = config.algorithm.advantage
-    if config.critic == type(config.critic)() or advantage in WITH_VALUES or ":" in advantage:
-        return []
-    return [
-        Conflict(
-            ("critic", "algorithm.advantage"),
-            f"critic is set, but algorithm.advantage: {advantage} asks for no values",
-            f"Choose {' or '.join(WITH_VALUES)}, or leave critic out",
-        )
-    ]
+    return advantage not in WITH_VALUES and ":" not in advantage
+
+
+def unused_critic(config: Config) -> Conflict:
+    """Return the conflict of a section `critic` where there is no critic."""
+    return Conflict(
+        ("critic", "algorithm.advantage"),
+        f"critic is set, but algorithm.advantage: {config.algorithm.advantage} asks for no values",
+        f"Choose {' or '.join(WITH_VALUES)}, or leave critic out",
+    )
 
 
 def _find_environment_conflicts(config: Config) -> Iterator[Conflict]:

@@ -12,11 +12,13 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, StreamMark, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from asyncrl.config.problems import ORIGIN, KeyPath, Places, Problem
 
 MAX_DEPTH = 8
+TOO_DEEP = f"values are nested deeper than {MAX_DEPTH} levels"
 TAG = "tag:yaml.org,2002:"
 PLAIN_TAGS = {TAG + name for name in ("str", "timestamp", "merge", "value")}
 
@@ -45,7 +47,20 @@ def read_document(text: str, origin: str, is_file: bool = True) -> Document:
             reader.document.values = reader.read(node, ())
     except YAMLError as error:
         reader.document.problems.append(_syntax_problem(error, reader))
+    except RecursionError:  # `compose` calls itself for each level
+        reader.complain(_find_too_deep(text), TOO_DEEP)
     return reader.document
+
+
+def _find_too_deep(text: str) -> StreamMark:
+    """Return where the first value begins that is nested too deep."""
+    depth = 0
+    for event in YAML(typ="safe", pure=True).parse(text):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > MAX_DEPTH + 1:  # the document's own map has no path
+            break
+    mark: StreamMark = event.start_mark
+    return mark
 
 
 def overlay(below: Document, above: Document) -> None:
@@ -106,7 +121,7 @@ class _Reader:
     def read(self, node: Node, path: KeyPath) -> Any:
         self.document.places.values[path] = self.place(node.start_mark)
         if len(path) > MAX_DEPTH:
-            self.complain(node.start_mark, f"values are nested deeper than {MAX_DEPTH} levels")
+            self.complain(node.start_mark, TOO_DEEP)
             return None
         if isinstance(node, MappingNode):
             return self.read_mapping(node, path)

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from asyncrl.config.problems import KeyPath, Places, Problem, suggest
 from asyncrl.config.rules.refusals import BREAKS_LOGPROBS, FOREIGN_DISTRIBUTION, MOVED, NO_ADAPTER, NOT_THERE
+from asyncrl.config.rules.verl import hint_for
 from asyncrl.config.secrets import hide_passwords, hide_secrets
 from asyncrl.config.tree import Config
 
@@ -45,7 +46,7 @@ def explain(error: ErrorDetails, places: Places) -> Problem:
     path: KeyPath = tuple(str(part) for part in error["loc"])
     key, kind = ".".join(path), error["type"]
     if kind == "extra_forbidden":
-        return _unknown_key(path, places)
+        return _unknown_key(path, error["input"], places)
     if kind == "missing" and path[-1].isdigit():
         return Problem(
             f"{'.'.join(path[:-1])} has too few items", "It takes two", key=key, where=places.of_value(path)
@@ -96,7 +97,7 @@ def show(value: Any) -> str:
     return f"'{text}'" if isinstance(value, str) else text
 
 
-def _unknown_key(path: KeyPath, places: Places) -> Problem:
+def _unknown_key(path: KeyPath, value: object, places: Places) -> Problem:
     section, key = path[:-1], path[-1]
     where = places.of_key(path)
     if key in NOT_THERE:
@@ -106,7 +107,7 @@ def _unknown_key(path: KeyPath, places: Places) -> Problem:
     homes = [other for other in Config.model_fields if key in keys_of((other,))]
     hint = f"It belongs to the section '{homes[0]}'" if homes else suggest(key, known)
     hint = BREAKS_LOGPROBS if key in FOREIGN_DISTRIBUTION else hint or f"Known here: {', '.join(known)}"
-    hint = MOVED.get(".".join(path), hint)
+    hint = MOVED.get(".".join(path)) or hint_for(".".join(path), value) or hint
     what = f"unknown key '{key}' in '{'.'.join(section)}'" if section else f"unknown section '{key}'"
     return Problem(what, hint=hint, key=".".join(path), where=where)
 

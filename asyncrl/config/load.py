@@ -19,13 +19,13 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 
-from asyncrl.config.conflicts import CONFLICT, Conflict
+from asyncrl.config.conflicts import CONFLICT, Conflict, has_no_critic, unused_critic
 from asyncrl.config.document import Document, forget_below, overlay, read_document
 from asyncrl.config.explain import explain
 from asyncrl.config.problems import ORIGIN, ConfigProblems, Places, Problem
 from asyncrl.config.rules.format import FORMAT, OLDEST, bring_up_to_date
 from asyncrl.config.secrets import hide_in_option
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import Config, CriticSection
 from asyncrl.errors import ConfigError
 
 REPAIR_ROUNDS = 4
@@ -100,11 +100,21 @@ def load(
     for text in overrides:
         _override(document, values, text)
     config, problems = _check(values, document.places) if is_tree else (None, [])
-    if document.problems or config is None:
+    if config is not None:
+        problems = _find_unused(config, values, document.places)
+    if document.problems or problems or config is None:
         found = [*document.problems, *problems]
         origins = [str(one) for one in paths]
         raise ConfigProblems(sorted(found, key=lambda problem: _position(problem, origins)))
     return Loaded(config, document.places)
+
+
+def _find_unused(config: Config, values: dict[str, Any], places: Places) -> list[Problem]:
+    """Return what a person wrote and does nothing, though it is the default; a dump has every key."""
+    written = set(values.get("critic") or ())
+    if not written or written == set(CriticSection.model_fields) or not has_no_critic(config):
+        return []
+    return _conflict_problems([unused_critic(config)], places, set())
 
 
 def _read_files(paths: Sequence[str | Path], assumed_format: int) -> Document:
@@ -167,7 +177,7 @@ def _override(document: Document, values: dict[str, Any], text: str) -> None:
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
         document.problems.append(
-            Problem("this is no 'key=value'", f"For example: {OPTION}learner.steps=10", where=where)
+            Problem("an option has the form key=value", f"For example: {OPTION}learner.steps=10", where=where)
         )
         return
     given = read_document(value_text, where, is_file=False)

@@ -57,6 +57,11 @@ class Places:
         """Return where the value was written, or the nearest value above it."""
         return self._nearest(self.values, path)
 
+    def of_written(self, path: KeyPath) -> str:
+        """Return where the value, or the nearest one above it, was written; else the file alone."""
+        is_written = any(path[:length] in self.values for length in range(1, len(path) + 1))
+        return self.of_value(path) if is_written else self.origin
+
     def knows(self, path: KeyPath) -> bool:
         return path in self.values
 
@@ -80,7 +85,7 @@ class ConfigProblems(ConfigError):
     def placed(self, places: Places) -> ConfigProblems:
         """Return the same problems, each with the place of its key where it had none."""
         return ConfigProblems(
-            replace(problem, where=places.of_value(tuple(problem.key.split("."))))
+            replace(problem, where=places.of_written(tuple(problem.key.split("."))))
             if problem.key and not problem.where
             else problem
             for problem in self.problems

@@ -1,36 +1,36 @@
 """What a configuration says of its data: checked before anything starts, and resolved to paths here.
 
-Owns the look at files and folders from outside; the rows themselves are read by the replicas.
+Owns the look at files of functions, which are parsed and never run. Rows are read by the rollout service's
+code.
 """
 
 from __future__ import annotations
 
 import ast
-import json
+import importlib.util
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.tree import DataSection, SourceSection
-
-DATASET_MARK = "state.json"
-"""What `save_to_disk` of the `datasets` library writes into the folder of a split."""
-SPLITS_MARK = "dataset_dict.json"
-"""What it writes into a folder of several splits."""
+from asyncrl.control.services import function
 
 
-def check_sources(data: DataSection, is_made: Callable[[str], bool]) -> Iterator[str]:
+def check_sources(data: DataSection, model: Path, is_made: Callable[[str], bool]) -> Iterator[str]:
     """Yield what is wrong with the data and the functions that are to read it.
 
     Args:
+        model: Folder of the policy, whose tokenizer counts prompts.
         is_made: Tells whether a path is one that is made before the start.
     """
+    find_problem = function("rollout_service.data.inspection:find_problem")
     for key, source in _sources(data):
-        if not is_made(source.path) and (problem := _unreadable(Path(source.path))):
-            yield f"{key}: {problem}"
         for name in source.filter:
             if problem := missing_function(name):
                 yield f"{key}: {problem}"
+        if not is_made(source.path) and (problem := find_problem(source, data.max_prompt_tokens, model)):
+            yield f"{key}: {problem}"
     if data.curriculum is not None and (problem := missing_function(data.curriculum)):
         yield f"data.order: {problem}"
 
@@ -61,19 +61,53 @@ def resolve_function(name: str) -> str:
     return f"{Path(file).absolute()}:{function}" if file.endswith(".py") else name
 
 
+def is_file_function(name: str) -> bool:
+    """Tell whether `name` reads as `file.py:function`."""
+    return name.rpartition(":")[0].endswith(".py") and "://" not in name
+
+
 def missing_function(name: str) -> str:
     """Say what is wrong with `file.py:function`; nothing is wrong with any other name."""
-    file, _, function = name.rpartition(":")
-    if not file.endswith(".py"):
+    if not is_file_function(name):
         return ""
+    file, _, attribute = name.rpartition(":")
     if not Path(file).is_file():
         return f"there is no file '{file}'"
+    return _missing_in(Path(file), attribute)
+
+
+def missing_import(name: str) -> str:
+    """Say what is wrong with `module:attribute`, which is looked for and not imported."""
+    module, _, attribute = name.partition(":")
+    found = _find_module(module)
+    if found is None:
+        return f"there is no module '{module}'; put its folder on PYTHONPATH"
+    is_source = found.origin is not None and found.origin.endswith(".py")
+    return _missing_in(Path(found.origin or ""), attribute.partition(".")[0]) if is_source else ""
+
+
+def _find_module(module: str) -> ModuleSpec | None:
+    """Return where `module` is, as the services find it: their path begins with the current directory."""
+    first, *rest = module.split(".")
+    try:
+        found = PathFinder.find_spec(first, [str(Path.cwd())]) or importlib.util.find_spec(first)
+    except (ImportError, ValueError):
+        return None
+    for number, _ in enumerate(rest, 2):
+        if found is None or found.submodule_search_locations is None:
+            return None
+        name = ".".join(module.split(".")[:number])
+        found = PathFinder.find_spec(name, list(found.submodule_search_locations))
+    return found
+
+
+def _missing_in(file: Path, attribute: str) -> str:
     try:
         # Parsed and not run: what it imports may need packages that only the service's process loads.
-        module = ast.parse(Path(file).read_bytes(), filename=file)
+        module = ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
         return f"'{file}' is no Python file: {error}"
-    return "" if function in set(names_of(module)) else f"'{file}' defines no function '{function}'"
+    return "" if attribute in set(names_of(module)) else f"'{file}' defines no function '{attribute}'"
 
 
 def names_of(module: ast.Module) -> Iterator[str]:
@@ -91,42 +125,3 @@ def _sources(data: DataSection) -> Iterator[tuple[str, SourceSection]]:
     for name, sources in (("train", data.train), ("eval", data.eval or ())):
         for number, source in enumerate(sources):
             yield (f"data.{name}" if len(sources) == 1 else f"data.{name}.{number}"), source
-
-
-def _unreadable(path: Path) -> str:
-    if path.is_dir():
-        return _unreadable_folder(path)
-    if not path.is_file():
-        return f"there is no file '{path}'"
-    if path.suffix == ".parquet":
-        return _unreadable_parquet(path)
-    if path.suffix in (".jsonl", ".json"):
-        with path.open(encoding="utf-8") as file:
-            try:
-                row = json.loads(file.readline())
-            except ValueError as error:
-                return f"'{path}' line 1 is not JSON: {error}"
-        return "" if isinstance(row, dict) and "prompt" in row else f"'{path}' line 1 has no 'prompt'"
-    return f"'{path}' is neither .parquet nor .jsonl"
-
-
-def _unreadable_folder(path: Path) -> str:
-    if (path / DATASET_MARK).is_file():
-        return ""
-    splits = sorted(found.parent.name for found in path.glob(f"*/{DATASET_MARK}"))
-    if splits or (path / SPLITS_MARK).is_file():
-        return (
-            f"'{path}' holds the splits {', '.join(splits)}: name one, as {path / (splits or ['train'])[0]}"
-        )
-    return f"'{path}' is no folder of the datasets library (no {DATASET_MARK})"
-
-
-def _unreadable_parquet(path: Path) -> str:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        names = pyarrow.parquet.ParquetFile(path).schema_arrow.names
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        return f"'{path}' is not a readable Parquet file: {error}"
-    return "" if "prompt" in names else f"'{path}' has no column 'prompt', only {', '.join(names)}"

@@ -18,7 +18,7 @@ import torch
 
 from asyncrl.config.tree import AlgorithmSection, KlSection
 from asyncrl.errors import ConfigError, DataError
-from learner.algorithms.advantage import ADVANTAGES, NEEDS, AdvantageFn, AdvantageInput, is_constant
+from learner.algorithms.advantage import ADVANTAGES, AdvantageFn, AdvantageInput, is_constant
 from learner.algorithms.advantage.terms import on_one_rank
 from learner.algorithms.aggregation import aggregate, aggregate_rows
 from learner.algorithms.correction import (
@@ -26,8 +26,6 @@ from learner.algorithms.correction import (
     importance_weights,
     interpolate_prox,
     is_policy_gradient,
-    make_corrections,
-    parse_rejections,
     reject,
     rejection_metrics,
     veto_rows,
@@ -35,9 +33,11 @@ from learner.algorithms.correction import (
 from learner.algorithms.diagnostics import divergence
 from learner.algorithms.kl import AdaptiveKl, FixedKl, KlController, kl_penalty, measure_penalty
 from learner.algorithms.losses import POLICY_LOSSES, Clip, LossInput, PolicyLossFn, TokenLoss
+from learner.algorithms.presets import find_correction
 from learner.algorithms.registry import resolve
 from learner.algorithms.rows import Rows, Sum, masked, masked_mean
 from learner.algorithms.value import value_loss
+from learner.algorithms.variants import needing
 from learner.algorithms.wording import check_section, describe_section
 from learner.batching.batch import PackedBatch
 
@@ -98,7 +98,7 @@ class Objective:
         return self._needs("greedy")
 
     def _needs(self, what: str) -> bool:
-        return what in NEEDS.get(self.section.advantage, frozenset())
+        return self.section.advantage in needing(what)
 
     def prepare(
         self,
@@ -370,31 +370,6 @@ def make_objective(section: AlgorithmSection, *, max_lag: int, max_response_toke
 def describe(section: AlgorithmSection) -> str:
     """Return in words which correction is active and what is minimised. Raises ConfigError."""
     return describe_section(section, find_correction(section))
-
-
-def find_correction(section: AlgorithmSection) -> Correction:
-    """Return the preset with the section's own rejection and normalization. Raises ConfigError."""
-    correction = resolve(section.correction, make_corrections(section.is_threshold), "algorithm.correction")
-    if not isinstance(correction, Correction):
-        raise ConfigError(f"algorithm.correction: '{section.correction}' is no Correction")
-    if section.normalize_weights:
-        correction = dataclasses.replace(correction, is_batch_normalized=True)
-    if not section.rejection:
-        return correction
-    if correction.rejection:
-        raise ConfigError(
-            f"algorithm.rejection: {section.correction} rejects already, both would count twice",
-            hint="Choose the correction without _rs, or leave rejection out",
-        )
-    try:
-        rejections = parse_rejections(
-            ",".join(section.rejection), ",".join(map(str, section.rejection.values()))
-        )
-    except ValueError as error:
-        raise ConfigError(
-            f"algorithm.rejection: {error}", hint='For example {seq_mean_k1: "0.8_1.25"}'
-        ) from error
-    return dataclasses.replace(correction, rejection=rejections)
 
 
 def constant_tickets(batch: PackedBatch) -> tuple[int, ...]:

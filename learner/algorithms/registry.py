@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
 
+from asyncrl.config.problems import suggest
 from asyncrl.errors import ConfigError
 
 F = TypeVar("F")
+
+
+def check_name(name: str, known: Collection[str], what: str) -> None:
+    """Return if `name` is one of `known`, or has the form of a function of the user's.
+
+    Args:
+        what: The key of the configuration, for the message.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    module, colon, attribute = name.partition(":")
+    if name in known:
+        return
+    if not colon:
+        hint = suggest(name, known) or f"Known: {', '.join(known)}; or module:function"
+        raise ConfigError(f"{what}: '{name}' is not known", hint=hint)
+    if module.endswith(".py"):
+        stem = module.removesuffix(".py").replace("/", ".").lstrip(".")
+        raise ConfigError(
+            f"{what}: '{name}' names a file, and a module is imported here",
+            hint=f"Write {stem}:{attribute}, with its folder on PYTHONPATH",
+        )
 
 
 def resolve(name: str, built_in: Mapping[str, F], what: str) -> F:
@@ -22,17 +46,19 @@ def resolve(name: str, built_in: Mapping[str, F], what: str) -> F:
     Raises:
         ConfigError: The name is not known, or cannot be imported.
     """
+    check_name(name, built_in, what)
     if name in built_in:
         return built_in[name]
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        raise ConfigError(
-            f"{what}: '{name}' is not known", hint=f"Known: {', '.join(built_in)}; or module:function"
-        )
     try:
-        found: F = getattr(importlib.import_module(module_name), attribute)
+        found: F = import_attribute(name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"{what}: '{name}' cannot be imported: {error}", hint="Is it on PYTHONPATH?"
         ) from error
     return found
+
+
+def import_attribute(name: str) -> Any:
+    """Return what `module:attribute` names. Raises ImportError or AttributeError."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)

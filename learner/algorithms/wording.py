@@ -10,14 +10,12 @@ from collections.abc import Iterator
 
 from asyncrl.config.tree import AlgorithmSection
 from asyncrl.errors import ConfigError
-from learner.algorithms.correction import Correction, is_policy_gradient
-from learner.algorithms.losses import POLICY_LOSSES
+from learner.algorithms.presets import Correction, find_correction, is_policy_gradient
+from learner.algorithms.registry import check_name
+from learner.algorithms.variants import ADVANTAGES, LOSSES, PROX, VALUES, needing
 
-DISCOUNTED = ("gae", "vtrace", "reinforce_plus_plus")
-TRACED = ("gae", "vtrace")
-OF_THE_PASS = ("vtrace", "optimal_token_baseline", "tir_optimal_token_baseline")
-"""Advantages that read what the pass over the batch at the start of a step gives."""
-ONE_AGGREGATION = {"sapo": "seq-mean-token-mean", "geo_mean": "the mean over rows"}
+DISCOUNTED = tuple(name for name, one in ADVANTAGES.items() if one.is_discounted)
+ONE_AGGREGATION = {name: one.aggregation for name, one in LOSSES.items() if one.aggregation}
 _LEVELS = {"token": "per token", "sequence": "per sequence", "geometric": "per sequence, geometric mean"}
 _DEFAULTS = AlgorithmSection()
 
@@ -25,18 +23,43 @@ Problem = tuple[str, str]
 """What is wrong, and what to do."""
 
 
+def find_problems(section: AlgorithmSection) -> Iterator[str]:
+    """Yield a line, which begins with a key, for each unknown name and each value that does nothing.
+
+    A correction of the user's is not imported: what goes with it is checked by the learner.
+    """
+    for key, name, known in (
+        ("advantage", section.advantage, ADVANTAGES),
+        ("loss", section.loss, LOSSES),
+    ):
+        try:
+            check_name(name, known, f"algorithm.{key}")
+        except ConfigError as error:
+            yield str(error)
+    try:
+        correction = find_correction(section) if ":" not in section.correction else None
+    except ConfigError as error:
+        yield str(error)
+        return
+    for what, hint in _find_meaningless(section, correction) if correction is not None else ():
+        yield f"{what}. {hint}" if what.startswith("algorithm.") else f"algorithm: {what}. {hint}"
+
+
 def check_section(section: AlgorithmSection, correction: Correction) -> None:
     """Raise ConfigError, with all problems at once, if something counts twice or does nothing."""
-    problems = [
-        *_check_advantage(section),
-        *_check_loss(section, correction),
-        *_check_correction(section, correction),
-        *_check_prox(section, correction),
-        *_check_kl(section),
-    ]
+    problems = list(_find_meaningless(section, correction))
     if problems:
         what, hints = zip(*problems, strict=True)
         raise ConfigError("; ".join(what), hint="; ".join(dict.fromkeys(hints)))
+
+
+def _find_meaningless(section: AlgorithmSection, correction: Correction) -> Iterator[Problem]:
+    """Yield what counts twice or does nothing."""
+    yield from _check_advantage(section)
+    yield from _check_loss(section, correction)
+    yield from _check_correction(section, correction)
+    yield from _check_prox(section, correction)
+    yield from _check_kl(section)
 
 
 def describe_section(section: AlgorithmSection, correction: Correction) -> str:
@@ -104,9 +127,9 @@ def _check_advantage(section: AlgorithmSection) -> Iterator[Problem]:
         return
     if section.gamma != _DEFAULTS.gamma and name not in DISCOUNTED:
         yield f"algorithm.gamma does nothing with {name}", f"It belongs to {', '.join(DISCOUNTED)}"
-    if section.lam != _DEFAULTS.lam and name not in TRACED:
-        yield f"algorithm.lam does nothing with {name}", f"It belongs to {', '.join(TRACED)}"
-    if section.value_clip != _DEFAULTS.value_clip and name not in TRACED:
+    if section.lam != _DEFAULTS.lam and name not in needing(VALUES):
+        yield f"algorithm.lam does nothing with {name}", f"It belongs to {', '.join(needing(VALUES))}"
+    if section.value_clip != _DEFAULTS.value_clip and name not in needing(VALUES):
         yield f"algorithm.value_clip does nothing with {name}", "It belongs to a critic"
 
 
@@ -123,7 +146,7 @@ def _check_loss(section: AlgorithmSection, correction: Correction) -> Iterator[P
             f"algorithm.aggregation does nothing with {loss}, which takes {ONE_AGGREGATION[loss]}",
             "Leave it out",
         )
-    is_without_dual = loss in POLICY_LOSSES and loss not in ("vanilla", "dppo_tv", "dppo_kl")
+    is_without_dual = loss in LOSSES and not LOSSES[loss].has_dual_clip
     if is_without_dual and section.dual_clip != _DEFAULTS.dual_clip:
         yield f"algorithm.dual_clip does nothing with {loss}", "It belongs to vanilla and dppo"
     is_behaviour = correction.is_bypass or section.prox == "behaviour"
@@ -170,7 +193,7 @@ def _check_prox(section: AlgorithmSection, correction: Correction) -> Iterator[P
             "Choose a decoupled correction",
         )
     name = section.advantage
-    if name in OF_THE_PASS and (section.prox != "recompute" or correction.is_bypass):
+    if name in needing(PROX) and (section.prox != "recompute" or correction.is_bypass):
         corrected = "correction: disabled" if name == "vtrace" else "a decoupled correction"
         yield f"{name} needs recomputed prox log-probs", f"Use prox: recompute and {corrected}"
 

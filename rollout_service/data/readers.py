@@ -16,6 +16,8 @@ from asyncrl.errors import DataError
 
 STATE = "state.json"
 BLOCK_BYTES = 1 << 20
+BATCH_ROWS = 1024
+"""Of a Parquet file that are made Python values at once: who wants a few rows waits for no more."""
 
 
 def read_rows(path: Path) -> Iterator[Any]:
@@ -90,7 +92,7 @@ def _read_parquet(path: Path) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     try:
-        for batch in pq.ParquetFile(path).iter_batches():
+        for batch in pq.ParquetFile(path).iter_batches(BATCH_ROWS):
             yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is no readable Parquet file: {error}") from error

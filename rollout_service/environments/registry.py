@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.problems import suggest
 from asyncrl.config.tree import EnvironmentSection
 from asyncrl.errors import ConfigError
 from rollout_service.environments.adapters.gymnasium_text import GymnasiumText
@@ -55,7 +56,8 @@ def load_environment(environment: EnvironmentSection, folder: Path = Path()) -> 
     """
     name, arguments = environment.name, environment.arguments
     if name in BUILT_IN:
-        make: EnvironmentFactory = _call(name, BUILT_IN[name], arguments)
+        _bind(name, arguments)
+        make: EnvironmentFactory = BUILT_IN[name](**arguments)
         named: Any = make
     else:
         named = _find_class(name, folder)
@@ -70,23 +72,39 @@ def load_environment(environment: EnvironmentSection, folder: Path = Path()) -> 
     )
 
 
-def _call(
-    name: str, factory: Callable[..., EnvironmentFactory], arguments: dict[str, Any]
-) -> EnvironmentFactory:
+def check_registered(environment: EnvironmentSection) -> None:
+    """Return if `environment` names a registered one that takes its arguments, and tools that there are.
+
+    Libraries are not imported for it, and no environment is made.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    name, arguments = environment.name, environment.arguments
+    if name not in BUILT_IN:
+        raise _unknown(name)
+    _bind(name, arguments)
+    if BUILT_IN[name] is ToolUse:
+        ToolUse(**arguments)
+
+
+def _unknown(name: str) -> ConfigError:
+    hint = suggest(name, BUILT_IN) or f"Use one of {', '.join(sorted(BUILT_IN))}, or file.py:Class"
+    return ConfigError(f"there is no environment '{name}'", hint=hint)
+
+
+def _bind(name: str, arguments: Mapping[str, Any]) -> None:
     try:
-        inspect.signature(factory).bind(**arguments)
+        inspect.signature(BUILT_IN[name]).bind(**arguments)
     except TypeError as error:
-        known = ", ".join(inspect.signature(factory).parameters)
+        known = ", ".join(inspect.signature(BUILT_IN[name]).parameters)
         raise ConfigError(f"rollout.environment '{name}': {error}", hint=f"It takes {known}") from error
-    return factory(**arguments)
 
 
 def _find_class(name: str, folder: Path) -> Any:
     file, separator, class_name = name.rpartition(":")
     if not separator or not file.endswith(".py"):
-        raise ConfigError(
-            f"there is no environment '{name}'", hint=f"Use one of {sorted(BUILT_IN)} or file.py:Class"
-        )
+        raise _unknown(name)
     cls = getattr(import_file(folder / file, "the environment's file"), class_name, None)
     if not callable(cls):
         raise ConfigError(f"{folder / file} has no class '{class_name}'")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from asyncrl.config.problems import suggest
 from asyncrl.config.tree import RewardPart, RewardSection
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.experience import MAX_REWARD_PARTS, check_reward
@@ -84,7 +85,9 @@ def build_part(entry: RewardPart, folder: Path) -> Part:
     file, separator, function = fn.rpartition(":")
     if not separator or not file.endswith(".py"):
         known = sorted([*BUILT_IN, *SERVED])
-        hint = f"Use one of {known}, file.py:function, or a URL"
+        hint = suggest(fn, known) or f"Use one of {', '.join(known)}; or file.py:function, or a URL"
+        if fn.endswith(".py"):
+            hint = f"Name the function too: {fn}:FUNCTION"
         raise ConfigError(f"there is no reward '{fn}'", hint=hint)
     if not (folder / file).is_file():
         raise ConfigError(f"the reward file {folder / file} does not exist")
@@ -158,5 +161,5 @@ def _check_expression(pattern: Any) -> None:
     except (re.error, TypeError) as error:
         hint = f"Use {' or '.join(FORMS)}, or a regular expression"
         raise ConfigError(
-            f"the pattern {pattern!r} of the reward 'format' is none: {error}", hint=hint
+            f"the pattern {pattern!r} of the reward 'format' is no regular expression: {error}", hint=hint
         ) from error

@@ -291,8 +291,11 @@ def test_an_override_replaces_a_value_and_mends_a_wrong_one(write):
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("learner.lr", "--set learner.lr: this is no 'key=value'. For example: --set learner.steps=10"),
-        (".lr=3", "--set .lr=3: this is no 'key=value'"),
+        (
+            "learner.lr",
+            "--set learner.lr: an option has the form key=value. For example: --set learner.steps=10",
+        ),
+        (".lr=3", "--set .lr=3: an option has the form key=value"),
         ("learner.lrr=3", "--set learner.lrr=3: unknown key 'lrr' in 'learner'. Did you mean 'lr'?"),
         ("learner.lr=x", "--set learner.lr=x: learner.lr is 'x', but must be a number"),
         ("learner.lr=[1", "--set learner.lr=[1: this is not YAML"),

@@ -105,6 +105,7 @@ def test_the_schema_describes_every_key_with_unit_default_and_examples(schema):
     assert parts["LearnerSection"]["properties"]["lr"] == {
         "default": 1e-06,
         "exclusiveMinimum": 0,
+        "maximum": 1,
         "type": "number",
         "description": "[1] Highest learning rate of the policy.",
         "x-unit": "1",

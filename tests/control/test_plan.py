@@ -16,15 +16,15 @@ from asyncrl.config.tree import Config
 from asyncrl.control import plan, prepare, shared_memory
 from asyncrl.control.plan import checks
 from asyncrl.errors import ConfigError
+from tests.control.model_folder import write_model_folder
 from weight_sync.composition import build_publisher
 
 
 @pytest.fixture
 def good(tmp_path: Path) -> dict[str, Any]:
     """A configuration whose files exist."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    model = write_model_folder(tmp_path / "model")
+    save_file({}, model / "model.safetensors")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')
     return {
         "model": {"path": str(model)},
@@ -59,7 +59,9 @@ def test_the_shared_memory_of_versions_on_their_way_is_counted(
     good["model"]["dtype"], good["weight_sync"] = dtype, {"encoding": encoding}
     good["rollout"] |= {"replicas": replicas, "cpus": 0}
     folder = Path(good["model"]["path"])
-    save_file({"a": np.zeros((1000, 1000), np.float16)}, folder / "model-1.safetensors")
+    files = {"a": "model.safetensors", "b": "model-2.safetensors", "c": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    save_file({"a": np.zeros((1000, 1000), np.float16)}, folder / "model.safetensors")
     save_file({"b": np.zeros(500_000, np.float16), "c": np.zeros((0, 4))}, folder / "model-2.safetensors")
     need = plan.check(Config(**good)).shared_memory
     assert need is not None and need.num_bytes == num_bytes
@@ -115,7 +117,9 @@ def test_a_model_whose_size_cannot_be_told_counts_for_nothing(good: dict[str, An
     zeros = 7 * b"\0"
     for data in (b"", b"1234567", b"\xff" * 20, b"\x02" + zeros + b"[]", b"\x08" + zeros + b'{"a": 1}'):
         file.write_bytes(data)
-        assert plan.check(Config(**good)).shared_memory is None
+        assert shared_memory.count(Config(**good), 1) is None
+        (line,) = problems_of(good)
+        assert line.startswith(f"model.path: '{file}' is no safetensors file, or cut short at {len(data)} ")
     assert shared_memory.free_bytes() > 0
 
 
@@ -189,9 +193,7 @@ def test_what_the_learner_would_refuse_of_a_model_is_refused_before_anything_sta
 @pytest.fixture
 def with_critic(good: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """A configuration of PPO whose critic is a model of its own."""
-    critic = tmp_path / "critic"
-    critic.mkdir()
-    (critic / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 100}))
+    critic = write_model_folder(tmp_path / "critic", vocab_size=100)
     return good | {"critic": {"path": str(critic)}, "algorithm": {"advantage": "gae"}}
 
 
@@ -201,7 +203,7 @@ def with_critic(good: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
         (None, "holds no Hugging Face model"),
         ("{not json", "cannot be read"),
         ('{"model_type": "mixtral"}', "'mixtral' is not supported"),
-        ('{"model_type": "qwen3", "vocab_size": 50}', "knows 50 tokens, and the policy's tokenizer"),
+        ('{"model_type": "qwen3", "vocab_size": 50}', "knows 50 tokens (vocab_size), and the policy's"),
     ],
 )
 def test_the_critics_model_is_checked_as_the_policys_is(
@@ -296,10 +298,12 @@ def test_a_damaged_model_folder_is_told_and_is_no_traceback(good: dict[str, Any]
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.jsonl", "not json\n", "line 1 is not JSON"),
-        ("a.jsonl", '{"text": 1}\n', "line 1 has no 'prompt'"),
-        ("a.parquet", "not parquet", "not a readable Parquet file"),
-        ("a.csv", "prompt\n1\n", "neither .parquet nor .jsonl"),
+        ("a.jsonl", "not json\n", "row 0: not JSON"),
+        ("a.jsonl", '{"text": 1}\n', "row 0: no 'prompt' among ['text']"),
+        ("a.jsonl", '{"prompt": "1"}\n', "row 0: no 'reward_model.ground_truth' and no 'ground_truth'"),
+        ("a.jsonl", "", "holds no prompt: the file is empty"),
+        ("a.parquet", "not parquet", "is no readable Parquet file"),
+        ("a.csv", "prompt\n1\n", "cannot read '.csv' files. Use .parquet, .jsonl"),
     ],
 )
 def test_unreadable_data_is_told_with_its_reason(
@@ -410,14 +414,14 @@ def test_each_of_several_rewards_is_checked_and_resolved(good: dict[str, Any], t
         "gsm8k",
         {"fn": mine, "weight": 0.5, "tone": "calm"},
         judge,
-        {"fn": "model", "path": "m"},
+        {"fn": "model", "path": good["model"]["path"]},
     ]
     config = Config(**good)
     assert plan.check(config).num_gpus == 0
     fns = prepare.prepare(config, print).reward.fn
     assert [part.fn for part in fns] == ["gsm8k", mine, judge, "model"]
     assert (fns[1].weight, fns[1].arguments) == (0.5, {"tone": "calm"})
-    assert fns[3].arguments == {"path": str(Path("m").absolute())}
+    assert fns[3].arguments == {"path": good["model"]["path"]}
     good["reward"]["fn"] = ["gsm8k", {"fn": f"{tmp_path}/mine.py:judge"}]
     (line,) = problems_of(good)
     assert line.startswith("reward.fn:") and "defines no function 'judge'" in line

@@ -17,6 +17,7 @@ from asyncrl.control.plan.capacity import Capacity
 from asyncrl.control.plan.memory import HOST, LEARNER_GPU, SHM, Part, count_parts
 from asyncrl.control.shared_memory import NUM_AT_PUBLISHER
 from asyncrl.errors import ConfigError
+from tests.control.model_folder import SIZES, write_model_folder
 
 GB = 10**9
 QWEN3_8B = ModelSize(36, 4096, 32, 8, 128, 12288, 151936)
@@ -69,7 +70,7 @@ def test_cutting_and_offloading_make_the_share_of_a_gpu_smaller(learner: dict[st
 def test_what_is_offloaded_is_counted_on_the_host() -> None:
     config = make_config(learner={"gpus": 1, "offload": True}, rollout={"gpus": 1})
     (line,) = lacks(config, host=64 * GB, gpu=80 * GB)
-    assert line.startswith("buffer.memory_bytes: the run takes 10") and "optimizer of the policy 98.3" in line
+    assert line.startswith("model.path: the run takes 10") and "optimizer of the policy 98.3" in line
 
 
 def test_an_engine_that_does_not_fit_names_its_own_gpus() -> None:
@@ -84,7 +85,9 @@ def test_shared_memory_is_main_memory_too() -> None:
     parts = [Part(HOST, "buffer", 6 * GB, "r"), Part(SHM, "versions", 5 * GB, "3 x 2")]
     assert list(sizes.find_lacks(parts, Capacity(host=11 * GB, shm=5 * GB))) == []
     (host,) = sizes.find_lacks(parts, Capacity(host=11 * GB - 1, shm=5 * GB))
-    assert "takes 11 GB of host, which has 11: buffer 6 (r) + versions 5 (3 x 2); lower buffer.memory" in host
+    assert (
+        "takes 11 GB of host, which has 11: buffer 6 (r) + versions 5 (3 x 2); lower rollout.replicas" in host
+    )
     (shm,) = sizes.find_lacks(parts, Capacity(host=11 * GB, shm=5 * GB - 1))
     assert shm.startswith("rollout.replicas: the run takes 5 GB of /dev/shm") and "remount" in shm
 
@@ -158,18 +161,14 @@ def test_what_this_machine_has_is_read() -> None:
 
 def test_plan_counts_all_of_it_and_refuses_what_is_too_large(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1", "ground_truth": "1"}\n')
-    sizes_of_model = {
-        "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
-        "vocab_size": 256,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"} | sizes_of_model))
+    write_model_folder(tmp_path, **SIZES)
     sections: dict[str, Any] = {
         "model": {"path": str(tmp_path)}, "data": {"train": str(tmp_path / "train.jsonl")},
         "reward": {"fn": "gsm8k"},
     }  # fmt: skip
     parts = plan.check(Config(**sections)).memory
     assert [part.what for part in parts if part.what == sizes.ACTIVATIONS]
-    with pytest.raises(ConfigError, match=r"^buffer.memory_bytes: the run takes 1e\+06 GB of host"):
+    with pytest.raises(ConfigError, match=r"^rollout.replicas: the run takes 1e\+06 GB of host"):
         plan.check(Config(**sections, rollout={"kv_cache_bytes": 10**15}))
     assert plan.check(Config(**sections, buffer={"memory_bytes": 10**15})), "a ceiling is not taken"
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 
 from asyncrl.config.load import dump_resolved, load_config
@@ -22,15 +23,15 @@ def good(tmp_path: Path) -> str:
 
 
 def problems_of(**data: Any) -> list[str]:
-    return list(check_sources(DataSection(**data), is_builtin))
+    return list(check_sources(DataSection(**data), Path("nowhere"), is_builtin))
 
 
 def test_each_source_is_checked_and_named_by_its_number(good: str):
     assert problems_of(train=[good, {"path": good, "filter": "unique"}], eval=["builtin:digit_sort"]) == []
     found = problems_of(train=[good, {"path": "gone.parquet"}], eval="gone.jsonl")
     assert found == [
-        "data.train.1: there is no file 'gone.parquet'",
-        "data.eval: there is no file 'gone.jsonl'",
+        "data.train.1: gone.parquet does not exist",
+        "data.eval: gone.jsonl does not exist",
     ]
 
 
@@ -52,10 +53,13 @@ def test_a_folder_must_be_one_split_of_the_datasets_library(tmp_path: Path):
     (tmp_path / "saved" / "train").mkdir(parents=True)
     (line,) = problems_of(train=str(tmp_path / "saved"))
     assert "is no folder of the datasets library" in line
-    (tmp_path / "saved" / "train" / "state.json").write_text("{}")
+    rows = pyarrow.table({"prompt": ["1"], "ground_truth": ["1"]})
+    with pyarrow.ipc.new_stream(str(tmp_path / "saved" / "train" / "data.arrow"), rows.schema) as stream:
+        stream.write_table(rows)
+    (tmp_path / "saved" / "train" / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
     assert problems_of(train=str(tmp_path / "saved" / "train")) == []
     (line,) = problems_of(train=str(tmp_path / "saved"))
-    assert f"name one, as {tmp_path / 'saved' / 'train'}" in line
+    assert f"Name one of them, as {tmp_path / 'saved' / 'train'}" in line
 
 
 def test_paths_become_absolute_and_names_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

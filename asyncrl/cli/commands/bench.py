@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from asyncrl.cli.options import PLAIN
-from asyncrl.cli.services import function
+from asyncrl.control.services import function
 
 app = typer.Typer(help="Measure.", **PLAIN)
 

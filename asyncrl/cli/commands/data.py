@@ -9,7 +9,7 @@ import typer
 
 from asyncrl.cli import exits
 from asyncrl.cli.options import PLAIN
-from asyncrl.cli.services import function
+from asyncrl.control.services import function
 
 app = typer.Typer(help="Make prompt files.", **PLAIN)
 

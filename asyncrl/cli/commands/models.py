@@ -9,7 +9,7 @@ import typer
 
 from asyncrl.cli import exits
 from asyncrl.cli.options import PLAIN, AsJson, Run, RunsDir, Step, complete_run, name_run
-from asyncrl.cli.services import function
+from asyncrl.control.services import function
 
 app = typer.Typer(**PLAIN)
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from asyncrl.cli.exits import say
 from asyncrl.cli.reports.table import align
-from asyncrl.cli.services import function
 from asyncrl.config.load import find_run_folder, load_config, load_resolved
 from asyncrl.config.tree import Config
 from asyncrl.control.plan import count_gpus
 from asyncrl.control.prepare import is_builtin, make_builtin, prepare
+from asyncrl.control.services import function
 from asyncrl.control.sources import check_sources
 from asyncrl.errors import ConfigError
 from asyncrl.metrics.tallies import HIGH, LOW
@@ -100,7 +100,9 @@ def read_target(target: str, runs_dir: str, step: str, wishes: Wishes, scratch: 
         config = _read_model(target, runs_dir, wishes, scratch)
     else:
         config = _read_run(target, runs_dir, step, wishes, scratch)
-    problems = list(check_sources(config.data.model_copy(update={"train": ()}), is_builtin))
+    problems = list(
+        check_sources(config.data.model_copy(update={"train": ()}), Path(config.model.path), is_builtin)
+    )
     if problems:
         raise ConfigError("\n".join(problems))
     gpus = min(max(1, config.rollout.gpus), count_gpus())

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.cli import exits
-from asyncrl.cli.services import function
+from asyncrl.control.services import function
 
 if TYPE_CHECKING:
     from learner.record.comparison import Comparison

@@ -16,7 +16,7 @@ from asyncrl.buffer.audit.rollouts import Fate, FateBook, Rollout, order_rollout
 from asyncrl.cli.exits import say
 from asyncrl.cli.rollouts.pieces import Decode, pieces_of, printable
 from asyncrl.cli.rollouts.sheet import Entry, Sheet
-from asyncrl.cli.services import function
+from asyncrl.control.services import function
 from asyncrl.errors import WireError
 from asyncrl.experience import decode_group
 

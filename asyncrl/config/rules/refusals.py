@@ -110,6 +110,7 @@ MOVED = {
     "guard.min_entropy": _limit("min_share", "actor/entropy"),
     "guard.min_ess": _limit("min", "rollout_corr/rollout_is_eff_sample_size"),
     "guard.min_throughput": _limit("min_share", "perf/throughput"),
+    "algorithm.kl_coef": "Write kl: {coef: ...} under 'algorithm'",
     "algorithm.kl.controller": _ADAPTIVE,
     "algorithm.kl.target": _ADAPTIVE,
     "algorithm.kl.horizon": _ADAPTIVE,

@@ -10,24 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from learner.algorithms.variants import ADVANTAGES, LOSSES
+
 if TYPE_CHECKING:
     from asyncrl.config.sections.algorithm import AlgorithmSection
     from asyncrl.config.tree import Config
 
-_WHITENS = "whitens them over the whole batch"
-_HAS_CRITIC = "has a critic, which is trained on the whole batch before the policy"
-BATCH_WIDE = {
-    "gdpo": _WHITENS,
-    "gpg": "scales them by the share of the whole batch's answers that scored",
-    "reinforce_plus_plus": _WHITENS,
-    "reinforce_plus_plus_baseline": _WHITENS,
-    "gae": f"{_WHITENS} and {_HAS_CRITIC}",
-    "vtrace": _HAS_CRITIC,
-}
+BATCH_WIDE = {name: one.batch_wide for name, one in ADVANTAGES.items() if one.batch_wide}
 """Advantages that are not those of a group alone, and why."""
-PICKS_TOKENS = ("clip_cov", "kl_cov", "m2po")
+PICKS_TOKENS = tuple(name for name, one in LOSSES.items() if one.picks_tokens)
 """Losses that single out tokens of the microbatch at hand, which streaming cuts otherwise."""
-BY_ROWS = ("sapo", "geo_mean")
+BY_ROWS = tuple(name for name, one in LOSSES.items() if one.aggregation)
 """Losses that are a mean over rows, whatever `aggregation` says of the others."""
 MEANS_OF_ROWS = ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 

@@ -57,7 +57,7 @@ class AlgorithmSection(Section):
     """
 
     advantage: str = "grpo"
-    """How rewards become advantages. For example: grpo, gae, "mine.py:advantage", rloo"""
+    """How rewards become advantages. For example: grpo, gae, "mine:advantage", rloo"""
     gamma: Share = 1.0
     """[1] Discount of later rewards."""
     lam: Share = 1.0

@@ -35,7 +35,7 @@ class CriticSection(Section):
 
     path: Text | None = None
     """Where the critic starts; null takes the policy's model. For example: Qwen/Qwen3-0.6B"""
-    lr: Annotated[float, Field(gt=0)] = 1e-5
+    lr: Annotated[float, Field(gt=0, le=1)] = 1e-5
     """[1] Learning rate of the critic, reached after `learner.warmup_steps`."""
 
 
@@ -120,7 +120,7 @@ class LearnerSection(Section):
     """[tokens] That a rank computes at once; memory and speed, never the result."""
     stream: bool = False
     """Whether a step computes on groups as they finish, and not on the whole batch."""
-    lr: Annotated[float, Field(gt=0)] = 1e-6
+    lr: Annotated[float, Field(gt=0, le=1)] = 1e-6
     """[1] Highest learning rate of the policy."""
     lr_schedule: Annotated[str, AfterValidator(check_schedule)] = "constant"
     """Course of the learning rate after the warm-up. For example: constant, "cosine:0.1", cosine"""

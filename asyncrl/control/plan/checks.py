@@ -12,11 +12,12 @@ from asyncrl.buffer.composition import ledger_settings, max_group_bytes
 from asyncrl.config.architectures import ModelSize
 from asyncrl.config.tree import Config
 from asyncrl.control import shared_memory
-from asyncrl.control.plan import capacity, derived, machine, memory, sizes
+from asyncrl.control.plan import capacity, derived, machine, memory, names, sizes
 from asyncrl.control.plan.capacity import Capacity
-from asyncrl.control.plan.memory import SHM, Part
+from asyncrl.control.plan.memory import SHM, VERSIONS, Part
 from asyncrl.control.plan.models import read_table
 from asyncrl.control.prepare import is_builtin
+from asyncrl.control.services import function
 from asyncrl.errors import ConfigError
 
 NOT_CHECKED_ELSEWHERE = (
@@ -53,7 +54,7 @@ def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:
     if size is not None:
         parts.append(sizes.estimate_activations(config, size))
     if shared is not None:
-        parts.append(Part(SHM, "versions on their way", shared.num_bytes, shared.rule))
+        parts.append(Part(SHM, VERSIONS, shared.num_bytes, shared.rule))
     return parts
 
 
@@ -70,7 +71,7 @@ def count_nodes(config: Config) -> list[Part]:
     parts = count_all(config, 0, 0) + memory.count_replica_elsewhere(config, num_weights)
     if at_receiver is not None:
         where = memory.PER_REPLICA[SHM]
-        parts.append(Part(where, "versions on their way", at_receiver.num_bytes, at_receiver.rule))
+        parts.append(Part(where, VERSIONS, at_receiver.num_bytes, at_receiver.rule))
     return parts
 
 
@@ -97,6 +98,16 @@ def check_cut_of_engine(config: Config) -> Iterator[str]:
         yield from sizes.find_uneven_engine(config, size)
 
 
+def check_heads(config: Config) -> Iterator[str]:
+    """Say if the engine has no attention for the model's heads on the device that it is to run on."""
+    size = read_size(config)
+    if size is None or config.rollout.engine != "vllm":
+        return
+    find_unsupported = function("rollout_service.engine.limits:find_unsupported_head")
+    if problem := find_unsupported(size.head_size, config.rollout.gpus):
+        yield f"model.path: {problem}; choose another model, or rollout.gpus: 1"
+
+
 def check_memory(config: Config, there: Capacity | None = None) -> Iterator[str]:
     """Say what this machine, or one of which `there` is told, has too little memory for.
 
@@ -106,7 +117,14 @@ def check_memory(config: Config, there: Capacity | None = None) -> Iterator[str]
     yield from sizes.find_lacks(count_all(config, here, here), there or capacity.measure())
 
 
-PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (check_buffer, check_cut_of_engine)
+PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    check_buffer,
+    check_cut_of_engine,
+    check_heads,
+    names.check_algorithm,
+    names.check_rewards,
+    names.check_environment,
+)
 """What holds on any machine."""
 SIZE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (*PORTABLE_CHECKS, check_memory)
 """Each yields a line per problem, which begins with the key that it is about."""

@@ -12,7 +12,7 @@ from asyncrl.buffer.composition import max_group_bytes
 from asyncrl.config.tree import Config
 from asyncrl.control import shared_memory
 from asyncrl.control.launch.ports import PORTS
-from asyncrl.control.plan import derived, inputs, machine, models
+from asyncrl.control.plan import derived, folders, inputs, machine, models, names
 from asyncrl.control.plan.checks import (
     NOT_CHECKED_ELSEWHERE,
     PORTABLE_CHECKS,
@@ -28,10 +28,14 @@ from asyncrl.control.shared_memory import SharedMemory
 from asyncrl.errors import ConfigError
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    folders.check_run_folder,
     models.check_models,
+    models.check_reward_models,
     inputs.check_lengths,
     inputs.check_data,
-    inputs.check_reward,
+    names.check_imports,
+    names.check_reward_files,
+    names.check_environment_file,
     lambda config: machine.check_resources(config, machine.count_replicas(config)),
     machine.check_host,
     check_sinks,
@@ -113,11 +117,11 @@ def check(config: Config) -> Plan:
     Raises:
         ConfigError: With every problem found, a line each.
     """
-    return _check(config, (*CHECKS, machine.check_port))
+    return _check(config, (*CHECKS, machine.check_port, machine.check_gateway_ports))
 
 
 def check_beside(config: Config) -> Plan:
-    """As `check`, for a run that is live already and holds its port."""
+    """As `check`, for a run that is live already and holds its ports."""
     return _check(config, CHECKS)
 
 

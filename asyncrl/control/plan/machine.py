@@ -5,6 +5,7 @@ Owns how many of each a configuration asks for.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -46,12 +47,12 @@ def check_resources(config: Config, replicas: int) -> Iterator[str]:
     cpus, gpus = count_cpus(config, replicas), count_gpus_wanted(config, replicas)
     if cpus > num_cpus:
         yield (
-            f"learner.cpus and rollout.cpus ask for {cpus:g} CPUs, this machine has {num_cpus}; "
+            f"rollout.cpus and learner.cpus ask for {cpus:g} CPUs, this machine has {num_cpus}; "
             "lower them or rollout.replicas"
         )
     if gpus > num_gpus:
         yield (
-            f"learner.gpus and rollout.gpus ask for {gpus} GPUs, this machine has {num_gpus}; "
+            f"rollout.gpus and learner.gpus ask for {gpus} GPUs, this machine has {num_gpus}; "
             "set both to 0 to run on CPU"
         )
 
@@ -80,11 +81,31 @@ def check_host(config: Config) -> Iterator[str]:
 def check_port(config: Config) -> Iterator[str]:
     """Say if `launcher.api_port` is taken."""
     port = config.launcher.api_port
-    if port == 0:
+    if port and not _is_free("127.0.0.1", port):
+        yield f"launcher.api_port: port {port} is in use; choose another, or 0 for any free one"
+
+
+def check_gateway_ports(config: Config) -> Iterator[str]:
+    """Say which port of a replica's gateway on this machine is taken."""
+    gateway, host = config.rollout.gateway, config.launcher.host or "127.0.0.1"
+    if gateway is None or not gateway.port:
         return
+    ports = [gateway.port + index for index in range(count_replicas_here(config))]
+    taken = [port for port in ports if not _is_free(host, port)]
+    if taken:
+        which = f"port {taken[0]}" if len(taken) == 1 else f"ports {', '.join(map(str, taken))}"
+        yield (
+            f"rollout.gateway: {which} of {host}, one for each replica from {gateway.port} on, in use; "
+            "choose another rollout.gateway.port, or 0 for any free ones"
+        )
+
+
+def _is_free(host: str, port: int) -> bool:
+    """Tell whether a service could listen there; an address that is not of this machine is told elsewhere."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            yield f"launcher.api_port: port {port} is in use; choose another, or 0 for any free one"
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno == errno.EADDRNOTAVAIL
+    return True

@@ -15,6 +15,13 @@ from asyncrl.config.tree import Config
 HOST, SHM = "host", "/dev/shm"
 PER_REPLICA = {HOST: "host, for each replica", SHM: "/dev/shm, for each replica"}
 """On a cluster, where replicas are on other nodes: how many of them a node gets is known as they start."""
+BUFFER, FRONT_ENDS, ENGINE_CORES, VERSIONS = (
+    "buffer",
+    "replicas' front ends",
+    "engine cores",
+    "versions on their way",
+)
+"""Users of main memory whose size a key of the configuration sets."""
 LEARNER_GPU, ROLLOUT_GPU = "each GPU of the learner", "each GPU of a replica"
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 GRADIENT_BYTES, MOMENT_BYTES, MAIN_BYTES = 4, 8, 4
@@ -74,8 +81,8 @@ def count_replica_elsewhere(config: Config, num_weights: int | None) -> list[Par
 
 def _buffer_part(ceiling: int, needed: int | None) -> Part:
     if needed is not None and needed < ceiling:
-        return Part(HOST, "buffer", needed, "the largest groups, as many as may be in flight")
-    return Part(HOST, "buffer", ceiling, "buffer.memory_bytes, for groups that are stored")
+        return Part(HOST, BUFFER, needed, "the largest groups, as many as may be in flight")
+    return Part(HOST, BUFFER, ceiling, "buffer.memory_bytes, for groups that are stored")
 
 
 def _learner_parts(config: Config, num_weights: int | None, critic_weights: int | None) -> Iterator[Part]:
@@ -140,9 +147,7 @@ def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> It
     if not replicas:
         return
     each = f" x {replicas} replicas" if replicas > 1 else ""
-    yield Part(
-        HOST, "replicas' front ends", FRONT_END_BYTES * replicas, f"{FRONT_END_BYTES / GB:.2g} GB{each}"
-    )
+    yield Part(HOST, FRONT_ENDS, FRONT_END_BYTES * replicas, f"{FRONT_END_BYTES / GB:.2g} GB{each}")
     item = ITEM_BYTES[config.model.dtype]
     if rollout.gpus:
         if num_weights is not None:
@@ -151,4 +156,4 @@ def _rollout_parts(config: Config, num_weights: int | None, replicas: int) -> It
         return
     core = CORE_BYTES + rollout.kv_cache_bytes + (num_weights or 0) * item
     rule = f"({CORE_BYTES / GB:.2g} GB + rollout.kv_cache_bytes + weight {item} bytes){each}"
-    yield Part(HOST, "engine cores", core * replicas, rule)
+    yield Part(HOST, ENGINE_CORES, core * replicas, rule)

@@ -6,14 +6,15 @@ Owns what the model folders on this machine say. Nothing is loaded: a `config.js
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.architectures import find_unsupported
 from asyncrl.config.cuts import find_uneven_cuts
 from asyncrl.config.tree import Config, LearnerSection
-from asyncrl.control.prepare import is_builtin, is_hub_id
+from asyncrl.control.plan.folders import find_bad_weights, find_missing_tokenizer
+from asyncrl.control.prepare import REWARD_MODEL, is_builtin, is_hub_id
 
 
 def check_models(config: Config) -> Iterator[str]:
@@ -22,14 +23,36 @@ def check_models(config: Config) -> Iterator[str]:
     paths = {key: path for key, path in named.items() if path is not None}
     for key, path in paths.items():
         yield from _check_model(key, path, config)
-    # The policy's tokenizer makes the rows that both read; the sizes of two configs differ by padding alone.
-    num_tokens = _count_token_ids(config.model.path) or _vocabulary(config.model.path) or 0
+    yield from _check_tokenizer(paths)
+
+
+def check_reward_models(config: Config) -> Iterator[str]:
+    """Say which folder of a reward model holds none."""
+    for part in config.reward.fn:
+        path = part.arguments.get("path")
+        if part.fn != REWARD_MODEL or not isinstance(path, str) or is_builtin(path) or is_hub_id(path):
+            continue
+        if not Path(path, "config.json").exists():
+            yield f"reward.fn: '{path}' holds no Hugging Face model (no config.json)"
+
+
+def _check_tokenizer(paths: Mapping[str, str]) -> Iterator[str]:
+    """Say whether the policy's tokenizer is missing, or has ids that a model does not know.
+
+    It makes the rows that policy and critic read. A model may know more ids: vocabularies are padded.
+    """
+    policy = paths["model.path"]
+    if Path(policy, "config.json").exists() and (problem := find_missing_tokenizer(Path(policy))):
+        yield f"model.path: {problem}"
+        return
+    num_tokens = _count_token_ids(policy) or _vocabulary(policy) or 0
     for key, path in paths.items():
         size = _vocabulary(path)
         if size is not None and size < num_tokens:
+            whose = "its" if path == policy else f"the policy's ('{policy}')"
             yield (
-                f"{key}: '{path}' knows {size} tokens, and the policy's tokenizer in '{config.model.path}' "
-                f"has ids up to {num_tokens - 1}; choose a model of the tokenizer's family"
+                f"{key}: '{path}' knows {size} tokens (vocab_size), and {whose} tokenizer has ids up to "
+                f"{num_tokens - 1}; choose a model and a tokenizer of one family"
             )
 
 
@@ -45,6 +68,8 @@ def _check_model(key: str, path: str, config: Config) -> Iterator[str]:
     except (OSError, ValueError, TypeError) as error:
         yield f"{key}: '{config_file}' cannot be read: {error}"
         return
+    if problem := find_bad_weights(Path(path)):
+        yield f"{key}: {problem}"
     if config.learner.backend != "megatron":
         return
     for problem, hint in find_unsupported(table):

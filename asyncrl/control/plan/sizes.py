@@ -11,7 +11,19 @@ from typing import TYPE_CHECKING
 
 from asyncrl.config.architectures import ModelSize
 from asyncrl.config.tree import Config
-from asyncrl.control.plan.memory import GB, HOST, ITEM_BYTES, LEARNER_GPU, ROLLOUT_GPU, SHM, Part
+from asyncrl.control.plan.memory import (
+    BUFFER,
+    ENGINE_CORES,
+    FRONT_ENDS,
+    GB,
+    HOST,
+    ITEM_BYTES,
+    LEARNER_GPU,
+    ROLLOUT_GPU,
+    SHM,
+    VERSIONS,
+    Part,
+)
 
 if TYPE_CHECKING:
     from asyncrl.control.plan.capacity import Capacity
@@ -21,18 +33,20 @@ FROM_HIDDEN, FROM_MLP, FROM_HEADS = 6, 4, 4
 """Kept numbers per token and layer, per channel. Counted with saved-tensor hooks on a Qwen3 layer (torch
 2.13, scaled dot-product attention): 4884, where 6 x 256 + 4 x 512 + 4 x (8 + 2) x 32 are 4864."""
 REMEDIES = {
-    HOST: "lower buffer.memory_bytes, rollout.replicas or rollout.kv_cache_bytes, or take a smaller model",
+    HOST: "lower rollout.replicas, rollout.kv_cache_bytes or buffer.memory_bytes, or take a smaller model",
     SHM: "enlarge it (mount -o remount,size=..., or --shm-size of a container), or lower rollout.replicas",
     LEARNER_GPU: "raise learner.tp, learner.pp or learner.dp, or set learner.offload: true",
     ROLLOUT_GPU: "raise rollout.gpus",
 }
-KEYS = {
-    HOST: "buffer.memory_bytes",
-    SHM: "rollout.replicas",
-    LEARNER_GPU: "learner.gpus",
-    ROLLOUT_GPU: "rollout.gpus",
-}
+KEYS = {SHM: "rollout.replicas", LEARNER_GPU: "learner.gpus", ROLLOUT_GPU: "rollout.gpus"}
 """The key that a line begins with."""
+KEYS_OF_HOST = {
+    BUFFER: "buffer.memory_bytes",
+    FRONT_ENDS: "rollout.replicas",
+    ENGINE_CORES: "rollout.replicas",
+    VERSIONS: "rollout.replicas",
+}
+"""The same for main memory, by its largest part; any other part is of the model."""
 
 
 def find_lacks(parts: Sequence[Part], capacity: Capacity) -> Iterator[str]:
@@ -46,8 +60,10 @@ def find_lacks(parts: Sequence[Part], capacity: Capacity) -> Iterator[str]:
         total = sum(part.num_bytes for part in taking)
         if size is not None and total > size:
             sums = " + ".join(f"{part.what} {part.num_bytes / GB:.3g} ({part.rule})" for part in taking)
+            largest = max(taking, key=lambda part: part.num_bytes).what
+            key = KEYS_OF_HOST.get(largest, "model.path") if where == HOST else KEYS[where]
             yield (
-                f"{KEYS[where]}: the run takes {total / GB:.3g} GB of {where}, which has {size / GB:.3g}: "
+                f"{key}: the run takes {total / GB:.3g} GB of {where}, which has {size / GB:.3g}: "
                 f"{sums}; {REMEDIES[where]}"
             )
 

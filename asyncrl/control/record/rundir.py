@@ -122,6 +122,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """
     try:
         found = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return found if isinstance(found, dict) else None

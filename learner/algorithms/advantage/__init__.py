@@ -1,99 +1,18 @@
 """Advantage estimators by name.
 
 An estimator takes an `AdvantageInput` and returns an `Advantage`. Estimators that compare the rows of
-a group give all tokens of a row one number; the others go by token.
+a group give all tokens of a row one number; the others go by token. Which there are, `variants` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-
-from learner.algorithms.advantage import groups
-from learner.algorithms.advantage.baselines import optimal_token_baseline, tir_optimal_token_baseline
+from learner.algorithms import variants
 from learner.algorithms.advantage.groups import is_constant
-from learner.algorithms.advantage.returns import gae, reinforce_plus_plus, remax, vtrace
 from learner.algorithms.advantage.terms import Advantage, AdvantageFn, AdvantageInput
-from learner.algorithms.rows import masked, whiten
+from learner.algorithms.registry import import_attribute
 
-__all__ = ["ADVANTAGES", "NEEDS", "Advantage", "AdvantageFn", "AdvantageInput", "is_constant"]
-
-
-def per_group(estimate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> AdvantageFn:
-    """Return the estimator whose rows get `estimate(scores_R, group_R)`."""
-
-    def run(x: AdvantageInput) -> Advantage:
-        return _broadcast(x, estimate(x.scores_R, x.group_R))
-
-    run.__doc__ = estimate.__doc__
-    return run
-
-
-def rloo(x: AdvantageInput) -> Advantage:
-    """Leave-one-out; arXiv 2402.14740. A group of one gets 0; its raw score under `verl_compat`."""
-    return _broadcast(x, groups.rloo(x.scores_R, x.group_R, keep_single=x.verl_compat))
-
-
-def opo(x: AdvantageInput) -> Advantage:
-    """Score less the length-weighted mean of the group; arXiv 2505.23585."""
-    return _broadcast(x, groups.opo(x.scores_R, x.group_R, x.rows.count(x.mask_N)))
-
-
-def gpg(x: AdvantageInput) -> Advantage:
-    """Score less group mean, scaled up by the share of rows that scored; arXiv 2504.02546."""
-    counts = torch.stack([torch.tensor(float(x.rows.num_rows)), (x.scores_R != 0).float().sum()])
-    num_rows, num_scored = x.over_ranks(counts).tolist()
-    return _broadcast(x, groups.gpg(x.scores_R, x.group_R, num_rows, num_scored))
-
-
-def gdpo(x: AdvantageInput) -> Advantage:
-    """Each component of the reward by its own group statistics, then whitened; arXiv 2601.05242."""
-    components_RK = x.scores_R[:, None] if x.components_RK is None else x.components_RK
-    advantages_R = groups.gdpo(components_RK, x.group_R, x.component_weights)
-    return _whitened(x, advantages_R)
-
-
-def reinforce_plus_plus_baseline(x: AdvantageInput) -> Advantage:
-    """Score less group mean, whitened over the batch; arXiv 2501.03262."""
-    return _whitened(x, groups.dr_grpo(x.scores_R, x.group_R))
-
+__all__ = ["ADVANTAGES", "Advantage", "AdvantageFn", "AdvantageInput", "is_constant"]
 
 ADVANTAGES: dict[str, AdvantageFn] = {
-    "grpo": per_group(groups.grpo),
-    "grpo_vectorized": per_group(groups.grpo),
-    "dr_grpo": per_group(groups.dr_grpo),
-    "grpo_passk": per_group(groups.grpo_passk),
-    "gdpo": gdpo,
-    "rloo": rloo,
-    "rloo_vectorized": per_group(groups.rloo),
-    "opo": opo,
-    "gpg": gpg,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "gae": gae,
-    "vtrace": vtrace,
-    "optimal_token_baseline": optimal_token_baseline,
-    "tir_optimal_token_baseline": tir_optimal_token_baseline,
+    name: import_attribute(one.function) for name, one in variants.ADVANTAGES.items()
 }
-
-NEEDS: dict[str, frozenset[str]] = {
-    "gae": frozenset({"values"}),
-    "vtrace": frozenset({"values", "prox"}),
-    "remax": frozenset({"greedy"}),
-    "optimal_token_baseline": frozenset({"prox", "sum_pi_squared"}),
-    "tir_optimal_token_baseline": frozenset({"prox", "sum_pi_squared"}),
-}
-"""What an estimator reads besides rewards and groups."""
-
-
-def _broadcast(x: AdvantageInput, advantages_R: torch.Tensor) -> Advantage:
-    advantages_N = masked(x.rows.spread(advantages_R), x.mask_N)
-    return Advantage(advantages_N, advantages_N)
-
-
-def _whitened(x: AdvantageInput, advantages_R: torch.Tensor) -> Advantage:
-    spread_N = masked(x.rows.spread(advantages_R), x.mask_N)
-    whitened_N = masked(whiten(spread_N, x.mask_N, over_ranks=x.over_ranks), x.mask_N)
-    return Advantage(whitened_N, whitened_N)

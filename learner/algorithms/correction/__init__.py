@@ -1,11 +1,17 @@
-"""Off-policy correction: weights, rejection, veto, prox, and the presets."""
+"""Off-policy correction: weights, rejection, veto, prox, and the presets of `presets`."""
 
 from __future__ import annotations
 
-from learner.algorithms.correction.presets import is_policy_gradient, make_corrections
 from learner.algorithms.correction.prox import interpolate_prox
-from learner.algorithms.correction.rejection import Rejection, parse_rejections, reject, rejection_metrics
-from learner.algorithms.correction.weights import Correction, importance_weights, raw_weights, veto_rows
+from learner.algorithms.correction.rejection import reject, rejection_metrics
+from learner.algorithms.correction.weights import importance_weights, raw_weights, veto_rows
+from learner.algorithms.presets import (
+    Correction,
+    Rejection,
+    is_policy_gradient,
+    make_corrections,
+    parse_rejections,
+)
 
 __all__ = [
     "Correction",

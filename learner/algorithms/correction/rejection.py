@@ -11,53 +11,11 @@ Shapes: N packed positions, R rows.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
+from learner.algorithms.presets import Rejection
 from learner.algorithms.rows import Rows, clamp_log_ratio, masked, masked_max, masked_mean, masked_min
-
-OPTIONS = (
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
-)
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """One option; what lies within the bounds of its estimator is kept. k2 and k3 have no lower one."""
-
-    option: str
-    lower: float
-    upper: float
-
-
-def parse_rejections(options: str, thresholds: str | float) -> tuple[Rejection, ...]:
-    """Return the options of two comma lists in verl's form, for example `token_k1,seq_mean_k3`.
-
-    Args:
-        options: Names out of `OPTIONS`; empty for none.
-        thresholds: As many, or one for all. k1 takes `lo_hi`, or one u for `1/u_u`; k2 and k3 take one.
-
-    Raises:
-        ValueError: An unknown option, a threshold that does not fit, or another number of them.
-    """
-    names = [name.strip() for name in options.split(",") if name.strip()]
-    given = [text.strip() for text in str(thresholds).split(",")]
-    if len(given) == 1:
-        given *= len(names)
-    if len(given) != len(names):
-        raise ValueError(f"{len(names)} options and {len(given)} thresholds")
-    return tuple(_parse_rejection(name, text) for name, text in zip(names, given, strict=True))
 
 
 def keep_tokens(
@@ -95,25 +53,6 @@ def rejection_metrics(
     metrics["rollout_rs_masked_fraction"] = masked_mean(lost_N, mask_N)
     metrics["rollout_rs_seq_masked_fraction"] = (rows.sum(lost_N, mask_N) > 0).float().mean()
     return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
-
-
-def _parse_rejection(option: str, text: str) -> Rejection:
-    if option not in OPTIONS:
-        raise ValueError(f"'{option}' is not known; known: {', '.join(OPTIONS)}")
-    try:
-        bounds = [float(part) for part in text.split("_")]
-    except ValueError:
-        raise ValueError(f"'{text}' is no threshold of {option}") from None
-    if not all(math.isfinite(bound) and bound > 0 for bound in bounds) or len(bounds) > 2:
-        raise ValueError(f"'{text}' is no threshold of {option}: one or two numbers above 0")
-    if not option.endswith("k1"):
-        if len(bounds) != 1:
-            raise ValueError(f"{option} has one upper threshold, not '{text}'")
-        return Rejection(option, -math.inf, bounds[0])
-    lower, upper = bounds if len(bounds) == 2 else (1 / bounds[0], bounds[0])
-    if lower > upper:
-        raise ValueError(f"'{text}': the lower threshold of {option} is above the upper one")
-    return Rejection(option, math.log(lower), math.log(upper))
 
 
 def _estimate(delta_N: torch.Tensor, option: str) -> torch.Tensor:

@@ -9,37 +9,12 @@ Shapes: N packed positions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 
-from learner.algorithms.correction.rejection import Rejection
+from learner.algorithms.presets import Correction
 from learner.algorithms.rows import EPSILON, Rows, Sum, clamp_log_ratio, masked
 
 VETO_OFF = 0.0
-Level = Literal["token", "sequence", "geometric"]
-
-
-@dataclass(frozen=True)
-class Correction:
-    """One way to correct.
-
-    Attributes:
-        is_bypass: The behaviour policy takes the place of the proximal one.
-        level: Weight per token, per sequence (product), per sequence (geometric mean), or none.
-        upper: Weights above are cut to it, or set to 0 if there is a lower bound (IcePop, MIS).
-        lower: Weights below are set to 0; None truncates only (TIS).
-        is_batch_normalized: Divide the weights by their mean.
-        rejection: Which tokens or rows are left out; a token stays if every option keeps it.
-    """
-
-    is_bypass: bool = False
-    level: Level | None = None
-    upper: float = 2.0
-    lower: float | None = None
-    is_batch_normalized: bool = False
-    rejection: tuple[Rejection, ...] = ()
 
 
 def raw_weights(delta_N: torch.Tensor, mask_N: torch.Tensor, rows: Rows, level: str) -> torch.Tensor:

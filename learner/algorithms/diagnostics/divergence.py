@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from learner.algorithms.correction.weights import (
-    Correction,
-    batch_norm_factor,
-    bound_weights,
-    raw_weights,
-)
+from learner.algorithms.correction.weights import batch_norm_factor, bound_weights, raw_weights
 from learner.algorithms.diagnostics.moments import probability_moments, probability_spread
+from learner.algorithms.presets import Correction
 from learner.algorithms.rows import (
     EPSILON,
     Rows,

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.config.problems import suggest
 from asyncrl.errors import ConfigError
 from rollout_service.environments.protocol import Environment, Step
 from rollout_service.environments.tools.calculator import Calculator
@@ -115,7 +116,8 @@ class ToolEpisode(Environment):
 
 def _build_tool(name: str, arguments: Mapping[str, Any]) -> Tool:
     if name not in TOOLS:
-        raise ConfigError(f"there is no tool '{name}'", hint=f"Known are {', '.join(TOOLS)}")
+        hint = suggest(name, TOOLS) or f"There are {', '.join(TOOLS)}"
+        raise ConfigError(f"there is no tool '{name}'", hint=hint)
     try:
         tool: Tool = TOOLS[name](**arguments)
     except TypeError as error:

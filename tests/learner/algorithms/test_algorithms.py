@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.config.tree import AlgorithmSection
 from asyncrl.errors import ConfigError
 from learner.algorithms import advantage
-from learner.algorithms.advantage import groups
+from learner.algorithms.advantage import by_group, groups
 from learner.algorithms.aggregation import MODES, aggregate
 from learner.algorithms.correction import Correction, importance_weights, make_corrections, veto_rows
 from learner.algorithms.diagnostics import divergence as diagnostics
@@ -159,7 +159,7 @@ def test_equal_policies_have_no_divergence_and_full_sample_size():
 
 def test_names_resolve_to_built_ins_or_imports_and_nothing_else():
     assert resolve("grpo", advantage.ADVANTAGES, "algorithm.advantage") is advantage.ADVANTAGES["grpo"]
-    assert resolve("learner.algorithms.advantage:rloo", {}, "algorithm.advantage") is advantage.rloo
+    assert resolve("learner.algorithms.advantage.by_group:rloo", {}, "algorithm.advantage") is by_group.rloo
     for name in ("gpro", "no_such_module:f", "math:no_such_function"):
         with pytest.raises(ConfigError, match=r"algorithm\.advantage"):
             resolve(name, advantage.ADVANTAGES, "algorithm.advantage")

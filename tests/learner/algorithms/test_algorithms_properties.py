@@ -19,11 +19,11 @@ from learner.algorithms.correction import (
     reject,
     rejection_metrics,
 )
-from learner.algorithms.correction.rejection import OPTIONS
 from learner.algorithms.diagnostics.divergence import importance_metrics, off_policy_metrics
 from learner.algorithms.kl import KINDS, AdaptiveKl, FixedKl, kl_penalty, measure_penalty
 from learner.algorithms.losses import POLICY_LOSSES, LossInput
 from learner.algorithms.losses.clipped import keep_second_moment
+from learner.algorithms.presets import OPTIONS
 from learner.algorithms.rows import Rows, padded_rows, whiten
 from learner.algorithms.value import value_loss
 

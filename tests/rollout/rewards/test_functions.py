@@ -180,7 +180,7 @@ def test_a_format_score_is_given_for_a_marked_answer_that_is_wrong():
         ("mine.txt:score", "there is no reward"),
         ({"fn": "gsm8k", "formatscore": 1.0}, "no argument 'formatscore'. It takes format_score"),
         ({"fn": "gsm8k", "response": "x"}, "no argument 'response'"),
-        ({"fn": "format", "pattern": "("}, "is none"),
+        ({"fn": "format", "pattern": "("}, "is no regular expression"),
         ({"fn": "math_verify", "workers": 0}, "above 0"),
         ({"fn": "math_verify", "deadline_s": True}, "above 0"),
         ({"fn": "model"}, "needs 'path'"),

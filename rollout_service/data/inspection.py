@@ -1,0 +1,115 @@
+"""A look at a source of prompts before anything starts: can it be read, and does a prompt of it fit?
+
+Reads rows as the replicas do, until one fits, and counts tokens with the `tokenizers` library alone.
+Invariant: a source is refused only if the replicas would refuse it. So functions of the user's are not run,
+special tokens and chat templates count for nothing, and what is too much to look at in a second passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl.config.tree import SourceSection
+from asyncrl.errors import ConfigError, DataError
+from rollout_service.data.filters import Filters, parse_filters
+from rollout_service.data.prompts import Prompt, parse_row
+from rollout_service.data.readers import read_rows
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BLOCK_ROWS = 1000
+"""Are read at once; a block with a prompt that fits ends the look."""
+MAX_ROWS = 50_000
+MAX_BYTES = 4 << 20
+"""Of prompts that are tokenised in search of one that fits: about a second."""
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+
+
+def find_problem(source: SourceSection, max_prompt_tokens: int, model: Path) -> str:
+    """Say why the replicas could not use `source`; nothing if they can, as far as can be told.
+
+    Args:
+        max_prompt_tokens: A longer prompt is left out.
+        model: Folder of the policy; without a tokenizer there, lengths are not checked.
+    """
+    try:
+        filters = parse_filters([name for name in source.filter if ".py:" not in name], max_prompt_tokens)
+        return _look(Path(source.path), filters, model)
+    except (ConfigError, DataError) as error:
+        return str(error)
+    except OSError as error:
+        return f"'{source.path}' cannot be read: {error.strerror}"
+
+
+def _look(path: Path, filters: Filters, model: Path) -> str:
+    """Return the problem of `path`, read block by block until a prompt fits. Raises DataError."""
+    rows, search = enumerate(read_rows(path)), Search(model / "tokenizer.json", filters.max_tokens)
+    has_no_template, num_rows = _has_no_template(model), 0
+    while block := [(row, fields) for row, fields in itertools.islice(rows, BLOCK_ROWS)]:
+        num_rows += len(block)
+        prompts = [parse_row(path, row, fields) for row, fields in block]
+        kept = [one for one, (_, fields) in zip(prompts, block, strict=True) if filters.keeps_row(fields)]
+        chat = next((one for one in kept if not isinstance(one.content, str)), None)
+        if chat is not None and has_no_template:
+            what = f"{path}, row {chat.row}: it is a chat, and the model's tokenizer has no chat template"
+            return f"{what}. Give prompts as plain strings, or use an instruction-tuned model"
+        if search.finds_fitting(kept) or num_rows >= MAX_ROWS:
+            return ""
+    if not num_rows:
+        return f"{path} holds no prompt: the file is empty"
+    return (
+        f"{path}: none of its {num_rows} prompts fits into {filters.max_tokens} tokens. "
+        "Raise data.max_prompt_tokens, or change the source's filter"
+    )
+
+
+class Search:
+    """Looks for a prompt of at most `max_tokens`, the shortest of each block first."""
+
+    def __init__(self, tokenizer_file: Path, max_tokens: int) -> None:
+        self._tokenizer = _load(tokenizer_file)
+        self._max_tokens = max_tokens
+        self._bytes_left = MAX_BYTES
+
+    def finds_fitting(self, prompts: Iterable[Prompt]) -> bool:
+        """Tell whether one of the prompts fits, or that cannot be told any more."""
+        for text in sorted(map(_text_of, prompts), key=len):
+            self._bytes_left -= len(text)
+            if self._tokenizer is None or self._bytes_left < 0:
+                return True
+            if len(self._tokenizer.encode(text, add_special_tokens=False).ids) <= self._max_tokens:
+                return True
+        return False
+
+
+def _has_no_template(model: Path) -> bool:
+    """Tell whether the tokenizer in the folder `model` is known to have no chat template."""
+    try:
+        table = json.loads((model / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return not table.get("chat_template") and not any((model / name).exists() for name in TEMPLATES)
+
+
+def _load(tokenizer_file: Path) -> Tokenizer | None:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    except (
+        Exception
+    ):  # the library raises nothing narrower; `plan` reads the file itself and says what is wrong
+        return None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _text_of(prompt: Prompt) -> str:
+    """Return a text that is no longer than the prompt: of a chat its last message, without a template."""
+    return prompt.content if isinstance(prompt.content, str) else prompt.content[-1]["content"].strip()
