@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from asyncrl.versions import Span
 from rollout_service.gateway.app import MAX_BODY_BYTES
 from rollout_service.gateway.keys import GatewayKey
 from rollout_service.tasks.tiny_text.model import build_tokenizer
+from tests.docs.pages import YOUR_OWN, write_files
 from tests.rollout.engine_parts import logprobs_of
 from tests.rollout.gateway_parts import EOS, QUESTION, Agent, Stage, open_gateway_stage
 from tests.rollout.replica_parts import wait_for
@@ -357,6 +359,13 @@ def test_the_example_of_the_page_makes_a_group(served: Stage):
     for _ in range(2):
         example["run_episode"]()
     assert [trajectory.num_turns for trajectory in served.take_group().trajectories] == [2, 2]
+
+
+def test_the_agent_of_the_page_makes_a_group(served: Stage, tmp_path: Path):
+    write_files(YOUR_OWN / "agent.md", tmp_path)
+    run_episode = runpy.run_path(str(tmp_path / "agent.py"))["run_episode"]
+    rewards = [run_episode(served.url) for _ in range(2)]
+    assert served.take_group().rewards == rewards
 
 
 def test_a_draining_replica_tells_its_agents(served: Stage):

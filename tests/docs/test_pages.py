@@ -1,0 +1,122 @@
+"""README and docs: their examples run, their links lead somewhere, what is generated is current."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from asyncrl.cli.app import app
+from asyncrl.config.load import load_config
+from rollout_service.data.sources import load_prompts
+from rollout_service.tasks.tiny_text.model import build_tokenizer
+from tests.docs.pages import ROOT, YOUR_OWN, commands_of, run, write_files
+
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def run_page(name: str, folder: Path) -> list[str]:
+    """Write the files of a page, run its commands in order, and return what they printed."""
+    page = YOUR_OWN / f"{name}.md"
+    write_files(page, folder)
+    commands = commands_of(page)
+    assert commands
+    return [run(command, folder) for command in commands]
+
+
+def test_the_data_files_of_the_page_are_read_as_it_says(tmp_path: Path):
+    run_page("data", tmp_path)
+    tokenizer = build_tokenizer()
+    names = ("text.jsonl", "chat.jsonl", "answers.jsonl", "sums.parquet")
+    text, chat, answers, sums = (load_prompts(tmp_path / name, tokenizer, 512).prompts for name in names)
+    assert tokenizer.decode(text[0].token_ids) == "12 + 30 ="
+    assert "<|im_start|>assistant" in tokenizer.decode(chat[0].token_ids)
+    assert answers[0].prompt.ground_truth == ["2", "3", "5", "7"]
+    assert (answers[1].prompt.data_source, answers[1].prompt.extra_info) == ("even", {"level": 2})
+    assert len(sums) == 100 and sums[-1].prompt.ground_truth == "18"
+
+
+def test_the_reward_of_the_page_gives_the_scores_that_it_names(tmp_path: Path):
+    run_page("reward", tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    assert [line["score"] for line in lines] == [1.1, 1.0, 0.1]
+    assert "here 1.1, 1.0 and 0.1" in (YOUR_OWN / "reward.md").read_text()
+
+
+def test_the_model_of_the_page_is_one_that_a_plan_accepts(tmp_path: Path):
+    *_, plan = run_page("model", tmp_path)
+    size = (tmp_path / "small_model" / "model.safetensors").stat().st_size
+    assert "weights" in plan and size > 100_000
+
+
+def test_the_agent_of_the_page_is_a_module_and_its_configuration_a_run(tmp_path: Path):
+    """`tests/rollout/test_gateway.py` has it speak with a real model."""
+    run_page("agent", tmp_path)
+    agent = runpy.run_path(str(tmp_path / "agent.py"))
+    assert agent["use_tool"]('{"name": "add", "arguments": {"a": 12, "b": 30}}') == "42"
+    assert "error" in agent["use_tool"]("no JSON")
+
+
+def test_the_readme_is_short_and_its_example_is_a_configuration_with_a_reward(tmp_path: Path):
+    assert len(README.read_text().splitlines()) <= 70
+    write_files(README, tmp_path)
+    lines = (tmp_path / "cluster.yaml").read_text().splitlines()
+    config = load_config(tmp_path / "cluster.yaml")
+    assert (len(lines), config.staleness.max_lag) == (9, 4)
+    score = runpy.run_path(str(tmp_path / "my_reward.py"))["score"]
+    assert (score("It is 42", "42"), score("It is 41", "42")) == (1.0, 0.0)
+
+
+def test_the_number_of_the_readme_is_that_of_the_stored_rows():
+    (claim,) = re.findall(r"\*\*([\d.]+) times the trained tokens", README.read_text())
+    rows = json.loads((ROOT / "benchmarks/results/pipeline-2026-11-22.json").read_text())["rows"]
+    wanted = {"engine": "real", "sigma": 1.0, "way": "max_lag 4", "stream": 0}
+    (row,) = [row for row in rows if row["case"].items() >= wanted.items()]
+    assert claim == f"{row['values']['trained_speed_up_over_disaggregated']:.1f}"
+
+
+def test_the_picture_of_the_architecture_is_current():
+    drawn = runpy.run_path(str(ROOT / "tools" / "draw_architecture.py"))["draw"]()
+    told = "run: python tools/draw_architecture.py > docs/architecture.svg"
+    assert (ROOT / "docs" / "architecture.svg").read_text() == drawn, told
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_somewhere(page: Path):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+def test_every_command_that_a_page_names_exists():
+    commands = typer.main.get_command(app).commands
+    for page in PAGES:
+        blocks = re.findall(r"^```.*?^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+        for verb in re.findall(r"^(?:\.venv/bin/)?asyncrl ([a-z]+)\b", "\n".join(blocks), re.MULTILINE):
+            assert verb in commands, f"{page}: asyncrl {verb}"
+
+
+def test_no_page_and_no_message_installs_asyncrl_from_an_index():
+    pattern = re.compile(r"(pip|uv)3? (add|install)[^\n`]*(?<![\w./-])asyncrl(?![\w/])")
+    code = [
+        path
+        for package in ("asyncrl", "learner", "rollout_service", "weight_sync")
+        for path in (ROOT / package).rglob("*.py")
+    ]
+    assert [str(path) for path in [*PAGES, *code] if pattern.search(path.read_text())] == []
