@@ -28,13 +28,16 @@ CALL_DEADLINE_S = 120.0
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:
-    """Return the digit model with weights so large that its distributions are far from even."""
+    """Return the digit model with weights so large that its distributions are far from even.
+
+    Every tensor is another one for another seed, norms too.
+    """
     model = build_model(seed).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+            middle = 1.0 if parameter.ndim == 1 else 0.0
+            parameter.copy_(middle + 0.15 * torch.randn(parameter.shape, generator=generator))
     return model
 
 

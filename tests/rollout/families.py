@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 
 from asyncrl.versions import PolicyVersion
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
+from rollout_service.tasks.digit_sort.vocabulary import BOS, EOS, PAD
 from tests.rollout.engine_parts import LoopThread, stage
 from weight_sync.memory.manifest import Probe
 
@@ -37,8 +38,9 @@ class Width:
 
 
 PLAIN = Width(64, 192, 2, 1, 32)
-WIDTHS = (PLAIN, Width(160, 136, 2, 2, 80), Width(128, 44, 4, 2, 32), Width(50, 70, 4, 2, 32))
-"""Qwen2's heads share out its hidden size: it has no form of the last one."""
+WIDTHS = (PLAIN, Width(160, 136, 2, 2, 80), Width(128, 44, 4, 2, 32), Width(72, 70, 2, 2, 32))
+"""Qwen2's heads share out its hidden size: it has no form of the last one.
+The norms of vLLM 0.32 on CPU take hidden sizes that eight divides, and no others."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,9 @@ class Form:
             **({} if self.family == "qwen2" else {"head_dim": width.head_size}),
             max_position_embeddings=1024,
             tie_word_embeddings=self.is_tied,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=2,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
             dtype="float32",
         )
         model = AutoModelForCausalLM.from_config(config).eval()

@@ -51,8 +51,8 @@ def make_text_model(folder: Path, seed: int, ends: bool = True) -> Qwen3ForCausa
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+            middle = 1.0 if parameter.ndim == 1 else 0.0
+            parameter.copy_(middle + 0.15 * torch.randn(parameter.shape, generator=generator))
         direction = torch.sign(torch.randn(model.config.hidden_size, generator=generator))
         model.model.embed_tokens.weight += direction  # all hidden states have a part along it
         hidden_TD = model.model(torch.tensor([build_tokenizer()(QUESTION)["input_ids"]])).last_hidden_state[0]

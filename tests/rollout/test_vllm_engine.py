@@ -25,6 +25,7 @@ from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
 from rollout_service.episode import SingleTurn
 from rollout_service.rewards.score import Answer, Score
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer, encode_prompt
+from tests.different import assert_all_differ
 from tests.rollout.engine_parts import (
     Change,
     LoopThread,
@@ -63,9 +64,10 @@ class Running:
         return self.engine.generate(PROMPT, sampling, f"r{seed}.{max_tokens}.{temperature}")
 
     def swap(self, seed: int, has_probe: bool = False) -> int:
-        """Load a new model and return its version number."""
+        """Load the model of `seed`, which must be another than the version before, and return its number."""
         number = max(self.models) + 1
         self.models[number] = make_model(seed)
+        assert_all_differ([self.models[number - 1], self.models[number]], in_every_tensor=True)
         probe = probe_of(self.models[number], 0.7) if has_probe else None
         with stage(self.models[number], PolicyVersion(number, number - 1), probe) as staged:
             self.loop.call(self.engine.swap(staged))
@@ -297,7 +299,7 @@ def test_an_engine_that_did_not_resume_counts_as_not_loaded(
     with monkeypatch.context() as vllm:
         vllm.setattr(running.engine._llm, "resume_generation", refuse)
         with pytest.raises(EngineError, match="vLLM refused the resumption: RuntimeError: not now"):
-            running.swap(8)
+            running.swap(9)
     assert running.engine.serving.number == number and not running.engine.is_loaded
     running.check_logprobs(_generate_at(running, running.swap(6)))
     assert running.engine.is_loaded

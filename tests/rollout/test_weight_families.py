@@ -72,7 +72,6 @@ def test_every_token_in_flight_through_twenty_versions_is_of_the_version_that_it
     )
     served.loop.call(flight.through(NUM_SWAPS), 240.0)
     assert len(flight.models) == NUM_SWAPS + 1
-    assert_all_differ(flight.models.values(), in_every_tensor=True)
     assert min(flight.crossings[number] for number in range(1, NUM_SWAPS + 1)) >= 3, flight.crossings
     flight.check_spans()
     flight.check_logprobs()

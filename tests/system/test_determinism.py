@@ -1,34 +1,65 @@
-"""At `max_lag: 0` a run is a function of its seed, whatever the replicas do."""
+"""At `max_lag: 0` a run is a function of its seed, and the engine samples from the learner's weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.different import assert_all_differ
+from tests.rollout.families import WIDTHS, Form
+from tests.system.own_task import write_task
 from tests.system.up_run import UpRun
 
-SETTINGS = ("staleness.max_lag=0", "learner.steps=5", "eval.every_steps=0")
+NUM_STEPS = 12
+SETTINGS = ("staleness.max_lag=0", f"learner.steps={NUM_STEPS}")
+MAX_GAP_NATS = 1e-5
+TIED = Form("qwen3", is_tied=True, vocab_size=131)
+ROWS = (
+    (Form("llama", is_tied=True, vocab_size=87, width=WIDTHS[3]), "fsdp2"),
+    (Form("llama", is_tied=False, vocab_size=131), "megatron"),
+    (Form("qwen2", is_tied=True, vocab_size=96, width=WIDTHS[1]), "megatron"),
+    (Form("qwen2", is_tied=False, vocab_size=87), "fsdp2"),
+    (Form("qwen3", is_tied=True, vocab_size=151_936), "fsdp2"),
+    (Form("qwen3", is_tied=False, vocab_size=128, width=WIDTHS[2]), "megatron"),
+)
+
+
+def finish(run: UpRun, task: Path) -> dict[str, torch.Tensor]:
+    """Wait for the end; return the weights. Every tensor has moved, with engine and learner as one."""
+    code, output = run.finish()
+    assert code == 0, output
+    weights = load_file(run.folder / "weights" / "model.safetensors")
+    assert_all_differ([load_file(task / "model.safetensors"), weights], in_every_tensor=True)
+    rows = run.rows()
+    assert len(rows) == NUM_STEPS
+    for row in rows:
+        assert row["staleness/lag_max_trained"] == 0
+        # Probabilities of the same tokens, recomputed by the learner and recorded by the engine.
+        assert row["training/rollout_probs_diff_max"] <= 1e-4
+        assert row["rollout_corr/log_ppl_abs_diff"] < MAX_GAP_NATS, f"step {row['training/global_step']}"
+    return weights
 
 
 def test_two_runs_of_one_seed_end_with_identical_weights_and_learner_and_engine_agree(
-    up: Callable[..., UpRun],
+    up: Callable[..., UpRun], tmp_path: Path
 ) -> None:
     """One run has two replicas and the other has one, so that nothing depends on who does what."""
-    first = up("deterministic_1", "rollout.replicas=2", *SETTINGS)
-    code, output = first.finish()
-    assert code == 0, output
-    second = up("deterministic_2", "rollout.replicas=1", *SETTINGS)
-    code, output = second.finish()
-    assert code == 0, output
-    weights, others = (load_file(run.folder / "weights" / "model.safetensors") for run in (first, second))
+    settings = (*write_task(tmp_path, TIED), *SETTINGS)
+    weights = finish(up("deterministic_1", "rollout.replicas=2", *settings), tmp_path)
+    others = finish(up("deterministic_2", "rollout.replicas=1", *settings), tmp_path)
     assert weights.keys() == others.keys()
     for name, tensor in weights.items():
         assert torch.equal(tensor, others[name]), name
-    for run in (first, second):
-        for row in run.rows():
-            assert row["staleness/lag_max_trained"] == 0
-            # Probabilities of the same tokens, recomputed by the learner and recorded by the engine.
-            assert row["training/rollout_probs_diff_max"] <= 1e-4
-            assert row["rollout_corr/log_ppl_abs_diff"] <= 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("form", "backend"), ROWS, ids=str)
+def test_learner_and_engine_agree_at_every_step(
+    form: Form, backend: str, up: Callable[..., UpRun], tmp_path: Path
+) -> None:
+    settings = (*write_task(tmp_path, form), *SETTINGS, f"learner.backend={backend}", "rollout.replicas=1")
+    finish(up(f"agree_{form}_{backend}".replace("-", "_"), *settings), tmp_path)

@@ -76,6 +76,7 @@ def test_a_pid_that_belongs_to_another_process_is_not_taken_for_the_server(tmp_p
     record = tmp_path / "server.json"
     text = record.read_text().replace(f'"pid": {server.pid}', f'"pid": {os.getpid()}')
     server.stop()
+    assert f'"pid": {os.getpid()}' in text and text != record.read_text(), "the record names no other process"
     record.write_text(text)
     later = RedisServer(tmp_path)
     assert later.pid is None

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from learner.batching.batch import PackedBatch, build_batch
 from learner.checkpoint.pieces import matrix_shape
+from tests.different import assert_all_differ
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import train
 
@@ -105,8 +106,10 @@ def assert_resume_is_bit_exact(opener: Opener, model: Path, folder: Path, dtype:
     torch.rand(5)  # the generator is no longer where its seed put it
     backend.save_state(folder)
     drawn = torch.rand(3)
-    straight, straight_on = train(backend, range(2, 4)), weights_of(backend)
+    saved, straight, straight_on = weights_of(backend), train(backend, range(2, 4)), weights_of(backend)
     backend.close()
+    start = load_file(model / "model.safetensors")
+    assert_all_differ([start, saved, straight_on], in_every_tensor=dtype == "float32")
     resumed = opener(model, dtype=dtype, seed=9)
     resumed.logprobs(build_batch(make_groups(), 0, {1: 0}))  # gathers weights that then go out of date
     resumed.load_state(folder)

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from asyncrl.config.rules.streaming import BATCH_WIDE, BY_ROWS, PICKS_TOKENS, find_stream_conflicts
 from asyncrl.config.tree import Config, KlSection
@@ -22,6 +23,7 @@ from learner.orders import Train, decode_order, encode_order, join_parts, split_
 from learner.report import Stopwatch, reduce_over_ranks
 from learner.step import train_step
 from learner.stream import UNDIVIDED, StreamedStep
+from tests.different import assert_all_differ
 from tests.learner.parts.contract import is_bit_equal, weights_of
 from tests.learner.parts.launching import run_ranks
 from tests.learner.parts.samples import make_groups
@@ -100,6 +102,7 @@ def test_parts_give_the_gradient_and_the_metrics_of_the_whole_batch(model, opene
 
 def test_the_same_parts_in_the_same_order_give_the_same_bits(model, opener):
     one, other = (run(model, opener, train_streamed, {}) for _ in range(2))
+    assert_all_differ([load_file(model / "model.safetensors"), one[2]], in_every_tensor=True)
     assert is_bit_equal(one[2], other[2])
     assert {**one[0], "stream/overlapped_s": 0.0} == {**other[0], "stream/overlapped_s": 0.0}
 

@@ -17,6 +17,7 @@ from rollout_service.environments import Environment, Step
 from rollout_service.environments.registry import Episodes
 from rollout_service.environments.runner import MultiTurn
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
+from tests.different import assert_all_differ
 from tests.rollout.engine_parts import LoopThread, logprobs_of, make_model, save_model, stage
 from tests.rollout.environments.parts import ExactMatch, make_prompt
 
@@ -95,12 +96,14 @@ def test_every_turn_is_sampled_from_the_whole_conversation(loop: LoopThread, eng
 
 def test_the_same_seeds_give_the_same_episodes(loop: LoopThread, engine: VllmEngine):
     first, again = (loop.call(run_all(engine, swaps=0)) for _ in range(2))
+    assert len({tuple(one.response_ids.tolist()) for one in first}) > NUM_EPISODES / 2, "no seed matters"
     for one, other in zip(first, again, strict=True):
         assert one.response_ids.tolist() == other.response_ids.tolist()
         assert np.abs(one.logprobs - other.logprobs).max() < TOLERANCE
 
 
 def test_swaps_under_way_leave_exact_spans_over_turns(loop: LoopThread, engine: VllmEngine):
+    assert_all_differ([make_model(number) for number in range(4)], in_every_tensor=True)
     trajectories = loop.call(run_all(engine, swaps=3))
     for trajectory in trajectories:
         check(trajectory)

@@ -17,9 +17,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from asyncrl.buffer.audit.report import verify_run
 from asyncrl.config.load import load_config
 from asyncrl.config.tree import Config
+from tests.different import assert_all_differ
 from tests.system.harness import Harness
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -144,6 +147,8 @@ def play(
     assert status["residue"] == 0 and status["steps_trained"] == config.learner.steps
     found = verify_run(str(run_dir), "")
     assert found["findings"] == [], found["findings"]
+    ends = (Path(config.model.path), run_dir / "weights")  # where no weight moves, equal ends show nothing
+    assert_all_differ([load_file(folder / "model.safetensors") for folder in ends], in_every_tensor=True)
     outcome.digest = hashlib.sha256((run_dir / "weights" / "model.safetensors").read_bytes()).hexdigest()
     return outcome
 
