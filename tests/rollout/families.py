@@ -40,7 +40,9 @@ class Width:
 PLAIN = Width(64, 192, 2, 1, 32)
 WIDTHS = (PLAIN, Width(160, 136, 2, 2, 80), Width(128, 44, 4, 2, 32), Width(72, 70, 2, 2, 32))
 """Qwen2's heads share out its hidden size: it has no form of the last one.
-The norms of vLLM 0.32 on CPU take hidden sizes that eight divides, and no others."""
+
+The norms of vLLM 0.32 on CPU take only hidden sizes that are multiples of eight.
+"""
 
 
 @dataclass(frozen=True)
