@@ -75,6 +75,41 @@ class Obstacle:
         return replace(self, since=since, blocks=blocks)
 
 
+class FailureStreak:
+    """Failures of one kind of work since it last succeeded. One thread writes, any may report.
+
+    >>> streak = FailureStreak(Cause.GROUPS_FAIL)
+    >>> streak.fail("out of memory")
+    >>> [(one["reason"], one["count"]) for one in streak.report()]
+    [('out of memory', 1)]
+    >>> streak.succeed()
+    >>> streak.report()
+    []
+    """
+
+    def __init__(self, cause: Cause) -> None:
+        self._cause = cause
+        self._last: Obstacle | None = None
+
+    @property
+    def count(self) -> int:
+        """Failures since the last success."""
+        return self._last.count if self._last is not None else 0
+
+    def fail(self, reason: str) -> None:
+        """Count a failure; the last reason is told."""
+        self._last = Obstacle("", self._cause, reason, self.count + 1)
+
+    def succeed(self) -> None:
+        """Forget the failures: it works."""
+        self._last = None
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return what the status tells under `OBSTACLES`."""
+        last = self._last
+        return [] if last is None else [last.as_values()]
+
+
 def parse_obstacles(service: str, status: Mapping[str, Any]) -> list[Obstacle]:
     """Return the obstacles that a service's status reports; what has not their form is left out."""
     reported = status.get(OBSTACLES)

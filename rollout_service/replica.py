@@ -28,6 +28,7 @@ from asyncrl.buffer.client import EvaluationOrder, LeaseGrant
 from asyncrl.errors import AsyncrlError, DataError, DeadlineExceeded, EngineError, ServiceFailed
 from asyncrl.experience import Group
 from asyncrl.faults import fault_point
+from asyncrl.obstacle import OBSTACLES, Cause, FailureStreak
 from asyncrl.versions import UNLOADED
 from rollout_service.engine.metered import BUSY
 from rollout_service.engine.protocol import EngineDied, Interrupted
@@ -35,7 +36,7 @@ from rollout_service.evaluation.evaluator import Evaluator
 from rollout_service.gateway.refusal import NobodyCame
 from rollout_service.groups import GroupRunner
 from rollout_service.parts import ReplicaParts, ReplicaSettings
-from rollout_service.rewards.score import RewardsFailed
+from rollout_service.rewards.score import RewardError, RewardsFailed
 from rollout_service.states import State, idle_cause
 from weight_sync.memory.staging import Staged
 
@@ -77,6 +78,8 @@ class Replica:
         self._leases: set[asyncio.Task[None]] = set()
         self._tasks = asyncio.TaskGroup()
         self._counters: Counter[str] = Counter()
+        self._load_failures = FailureStreak(Cause.WEIGHTS_REFUSED)
+        self._group_failures = FailureStreak(Cause.GROUPS_FAIL)
         self._changed = asyncio.Event()
         self._weights_lock = asyncio.Lock()
         self._num_asking = 0
@@ -92,6 +95,7 @@ class Replica:
         status: dict[str, Any] = {"state": self._state.value, "in_flight_groups": len(self._groups)}
         status["counters"] = dict(self._counters)
         status["standby"] = self._is_standby
+        status[OBSTACLES] = self._obstacles()
         if self._parts is None:
             return {**status, "version": 0, "step": 0, "child_pids": []}
         engine = self._parts.engine
@@ -114,6 +118,14 @@ class Replica:
             **({} if self._parts.overlong is None else self._parts.overlong.counts()),
             **({} if self._parts.gateway is None else self._parts.gateway.status()),
         }
+
+    def _obstacles(self) -> list[dict[str, Any]]:
+        found = self._load_failures.report() + self._group_failures.report()
+        if self._parts is not None and self._parts.reward is not None:
+            found += self._parts.reward.obstacles()
+        if self._parts is not None and self._parts.gateway is not None and self._state is State.READY:
+            found += self._parts.gateway.obstacles()
+        return found
 
     def _child_pids_of_rewards(self) -> list[int]:
         reward = None if self._parts is None else self._parts.reward
@@ -292,7 +304,10 @@ class Replica:
             fault_point("rollout.push", parts.engine.serving.step, grant.ticket)
             result = await self._repeat(lambda: parts.buffer.push(group))
             self._counters[f"push/{result}"] += 1
+            self._group_failures.succeed()
         except AsyncrlError as error:
+            if not isinstance(error, DeadlineExceeded):  # the buffer is there, and refuses it
+                self._group_failures.fail(str(error))
             await self._note("push_errors", error)
         self._groups.pop(grant.key, None)  # done: a drain must not release it
 
@@ -322,6 +337,8 @@ class Replica:
     async def _fail_group(self, parts: ReplicaParts, grant: LeaseGrant, error: AsyncrlError) -> None:
         is_unopened = isinstance(error, NobodyCame)  # no attempt at the prompt
         self._counters["groups_unopened" if is_unopened else "groups_failed"] += 1
+        if not (is_unopened or isinstance(error, RewardError)):  # the reward counts its own
+            self._group_failures.fail(str(error))
         log.warning("group %d, attempt %d ended: %s", grant.ticket, grant.attempt, error)
         try:
             if is_unopened:
@@ -416,6 +433,7 @@ class Replica:
             await parts.engine.swap(staged)
         except EngineError as error:
             self._move(State.SYNCING)
+            self._load_failures.fail(str(error))
             await parts.weights.report_loaded(number, ok=False, error=str(error))
             raise
         log.info(
@@ -424,6 +442,7 @@ class Replica:
             staged.version.step,
             parts.engine.last_swap_s,
         )
+        self._load_failures.succeed()
         self._move(State.READY)
         fault_point("rollout.swapped", staged.version.step)
         await parts.weights.report_loaded(number, ok=True)

@@ -28,7 +28,7 @@ from weight_sync.coordination.picture import picture_members, picture_rounds
 from weight_sync.memory.manifest import Manifest
 from weight_sync.protocol.members import Card, PublisherSeat
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
-from weight_sync.protocol.records import BlameRecord, Record, RoundRecord
+from weight_sync.protocol.records import BlameRecord, LoadFailureRecord, Record, RoundRecord
 
 log = logging.getLogger(__name__)
 
@@ -311,6 +311,8 @@ class CoordinatorService:
     def _keep(self, record: Record) -> None:
         if isinstance(record, BlameRecord):
             log.warning("blamed: %s: %s", record.culprit, record.cause)
+        elif isinstance(record, LoadFailureRecord):
+            log.warning("%s did not load version %d: %s", record.member, record.number, record.error)
         elif record.cause:
             log.warning(
                 "version %d did not reach all: %s, %s", record.number, record.cause, record.causes or "-"

@@ -29,6 +29,7 @@ from asyncrl.clock import Clock
 from asyncrl.errors import AsyncrlError, LedgerError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
+from asyncrl.obstacle import OBSTACLES
 from asyncrl.rpc import Handler, Limits, Request, Server
 from asyncrl.wire import Frame
 
@@ -324,6 +325,7 @@ class BufferService:
     def status(self) -> dict[str, Any]:
         """Return the last recount, at most half a second old while the service runs."""
         told = {"state": self._state, "address": self.address, "paused": self._desk.is_paused}
+        told[OBSTACLES] = [one.as_values() for one in self._store.journal.obstacles()]
         return {**self._desk.last_status, **told}
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:

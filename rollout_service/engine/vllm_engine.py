@@ -25,6 +25,7 @@ import numpy as np
 from asyncrl.errors import EngineError
 from asyncrl.versions import UNLOADED, PolicyVersion, Span
 from rollout_service.engine import core_nursery
+from rollout_service.engine.core_log import CoreLog
 from rollout_service.engine.environment import prepare_environment
 from rollout_service.engine.features import check_features
 from rollout_service.engine.plugin import BACKEND, OTHER_WORKER, REFUSED, REPORT, WORKER_EXTENSION
@@ -83,6 +84,7 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
         self._llm: Any = None
+        self._log = CoreLog()
         self._serving = PolicyVersion(UNLOADED, 0)
         self._is_loaded = False
         self._swap_lock = asyncio.Lock()
@@ -116,10 +118,15 @@ class VllmEngine:
         """
         prepare_environment(has_gpu=self._settings.num_gpus > 0)
         _check_plugin()
+        check_features()
         if not self._settings.num_gpus:
             core_nursery.open_nursery()
         before = set(_children())
-        self._llm = _start_async_llm(self._settings)
+        try:
+            self._llm = _start_async_llm(self._settings)
+        except (ValueError, RuntimeError, OSError) as error:
+            what = f"vLLM cannot start with {self._settings.model}: {self._why(error)}"
+            raise EngineError(what) from error
         self._child_pids = sorted(set(_children()) - before)
         await self._check_modules()
         await self._control(self._llm.update_weight_version(str(UNLOADED)), "the first label")
@@ -246,7 +253,7 @@ class VllmEngine:
                 if output.finished:
                     return output
         except EngineDeadError as error:
-            raise EngineDied(f"vLLM died: {_describe(error)}") from error
+            raise EngineDied(f"vLLM died: {self._why(error)}") from error
         except (EngineGenerateError, VLLMValidationError) as error:
             raise EngineError(f"vLLM failed request {request_id}: {_describe(error)}") from error
         raise EngineError(f"vLLM ended request {request_id} without a final output")
@@ -263,14 +270,14 @@ class VllmEngine:
             async with asyncio.timeout(CONTROL_DEADLINE_S):
                 while not (await asyncio.wait([answer], timeout=DEATH_WATCH_S))[0]:
                     if self._llm.errored:
-                        raise EngineDied(f"vLLM died at {what}")
+                        raise self.death(f" at {what}")
             return answer.result()
         except EngineDied:
             raise
         except TimeoutError as error:
             raise EngineError(f"vLLM did not finish {what} within {CONTROL_DEADLINE_S:g} s") from error
         except EngineDeadError as error:
-            raise EngineDied(f"vLLM died at {what}: {_describe(error)}") from error
+            raise EngineDied(f"vLLM died at {what}: {self._why(error)}") from error
         except Exception as error:  # vLLM passes a worker's exception on as a bare Exception
             raise EngineError(f"vLLM refused {what}: {_describe(error)}") from error
         finally:
@@ -286,6 +293,15 @@ class VllmEngine:
                 hint="Choose a dense model that is not quantised",
             )
 
+    def death(self, where: str = "") -> EngineDied:
+        """Return the error of an engine whose core is gone, with what the core died of."""
+        why = self._log.last_exception()
+        return EngineDied(f"vLLM died{where}{f': {why}' if why else ''}")
+
+    def _why(self, error: BaseException) -> str:
+        """Return what the engine core died of; `error` only says where to look for it."""
+        return self._log.last_exception() or _describe(error)
+
     async def _warm_up(self) -> None:
         """Run a full batch, because vLLM's first calls take seconds."""
         sampling = Sampling(temperature=1.0, max_tokens=2, seed=0)
@@ -297,16 +313,12 @@ class VllmEngine:
 
 
 def _start_async_llm(settings: VllmSettings) -> Any:
-    check_features()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     start_core = contextlib.nullcontext() if settings.num_gpus else core_nursery.forked_cores()
-    try:
-        with start_core:
-            return AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(settings)))
-    except (ValueError, RuntimeError, OSError) as error:
-        raise EngineError(f"vLLM cannot start with {settings.model}: {_describe(error)}") from error
+    with start_core:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(settings)))
 
 
 def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:

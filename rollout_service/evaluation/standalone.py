@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from asyncrl.buffer.client import EvaluationOrder
 from asyncrl.config.tree import Config
@@ -11,7 +10,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.metrics.tallies import conclude
 from rollout_service.composition import build_engine
 from rollout_service.environments.registry import load_environment
-from rollout_service.evaluation.wiring import build_evaluator, load_held_out
+from rollout_service.evaluation.wiring import build_evaluator, load_held_out, load_tokenizer
 from rollout_service.rewards.registry import load_reward
 
 WHOLE = EvaluationOrder(id=0, step=0)
@@ -28,11 +27,9 @@ def evaluate_model(config: Config) -> dict[str, float]:
 
 
 async def _evaluate(config: Config) -> dict[str, float]:
-    from transformers import AutoTokenizer
-
     named = config.rollout.environment
     episodes = None if named is None else load_environment(named)
-    tokenizer: Any = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = load_tokenizer(config.model.path)
     held_out = load_held_out(config, tokenizer, episodes)
     reward = load_reward(config.reward)
     engine = build_engine(config, tokenizer)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncrl.config.tree import Config
+from asyncrl.errors import ConfigError
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.data.sources import load_sources
 from rollout_service.engine.protocol import Engine
@@ -32,12 +33,30 @@ def load_data(
     Raises:
         ConfigError, DataError: See `load_sources`.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = load_tokenizer(config.model.path)
     data, limit = config.data, config.data.max_prompt_tokens
     prompts = load_sources(data.train, tokenizer, limit, data.curriculum, _tools(episodes))
     return tokenizer, open_chats(prompts, tokenizer, episodes), load_held_out(config, tokenizer, episodes)
+
+
+def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a model's folder.
+
+    Raises:
+        ConfigError: There is none, or it cannot be read. Without its files transformers makes an empty one
+            for some models, of which every prompt is empty.
+    """
+    from transformers import AutoTokenizer
+
+    hint = "Put the tokenizer.json and tokenizer_config.json of the model there"
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        what = f"model.path: the tokenizer in {folder} cannot be loaded: {error}"
+        raise ConfigError(what, hint=hint) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ConfigError(f"model.path: {folder} holds no tokenizer (tokenizer.json)", hint=hint)
+    return tokenizer
 
 
 def load_held_out(

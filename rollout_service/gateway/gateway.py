@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError, ServiceFailed
+from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.service import ServiceContext
 from rollout_service.engine.features import ENGINE, Feature, check_features
 from rollout_service.engine.protocol import Engine, EngineDied
@@ -62,6 +63,8 @@ KEEP_ALIVE_S = 30
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 2.0
 WATCH_S = 0.5
+IDLE_S = 5.0
+"""From when on it is told that no agent asks: one that got no group asks again after its own pause."""
 
 
 class Llm(Protocol):
@@ -71,6 +74,8 @@ class Llm(Protocol):
     def client(self) -> Any: ...
 
     def cache_salt(self) -> str | None: ...
+
+    def death(self) -> EngineDied: ...
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ class Gateway:
         """
         while True:
             if self._engine.client.errored:
-                raise EngineDied("vLLM died")
+                raise self._engine.death()
             self._check_serving()
             await asyncio.sleep(WATCH_S)
 
@@ -181,6 +186,13 @@ class Gateway:
     def status(self) -> dict[str, Any]:
         """Return where agents reach the gateway, and its sessions, for the replica's status."""
         return {"gateway": self.url, **self.desk.status()}
+
+    def obstacles(self) -> list[dict[str, Any]]:
+        """Return, for the replica's status, that no agent asks for a session, while that is so."""
+        if self.desk.idle_s < IDLE_S:
+            return []
+        what = f"no agent asks for a session at {self.url} (POST /sessions)"
+        return [Obstacle("", Cause.NO_AGENT, what).as_values()]
 
     def drain(self) -> None:
         """Give no more sessions out; groups that agents can still complete go on."""

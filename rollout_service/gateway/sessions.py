@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -242,6 +243,13 @@ class Desk:
         self._ended: OrderedDict[bytes, str] = OrderedDict()
         self._waiting: deque[asyncio.Future[Session]] = deque()
         self._closed_for = ""
+        self._idle_since = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """How long no agent has had a session or waited for one."""
+        is_idle = not (self._sessions or self._waiting)
+        return time.monotonic() - self._idle_since if is_idle else 0.0
 
     # Agents
 
@@ -272,6 +280,7 @@ class Desk:
             hint = "The learner has enough for now, or this replica is full; ask again"
             raise Refusal(what, hint=hint, status=503, code="no_session") from None
         finally:
+            self._idle_since = time.monotonic()
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
 
@@ -410,6 +419,7 @@ class Desk:
             self._ended[lookup] = ending
             if session.call is not None and session.call.request_id:
                 in_flight.append(session.call.request_id)
+        self._idle_since = time.monotonic()
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
         if in_flight:

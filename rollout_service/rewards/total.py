@@ -7,6 +7,7 @@ limit, every further call raises `RewardsFailed`, so that the replica ends and t
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +15,15 @@ from typing import Any
 
 from asyncrl.errors import WireError
 from asyncrl.experience import MAX_REWARD_PARTS, check_reward
+from asyncrl.obstacle import Cause, FailureStreak
 from rollout_service.rewards.score import Answer, Part, RewardError, RewardsFailed, Score
 
 WINDOW_ANSWERS = 256
 """The share of failed answers is taken over so many of the last ones."""
 MIN_ANSWERS = 20
 """Nothing is said of fewer answers."""
+FIRST_ANSWERS = 8
+"""Unless so many failed and none was ever scored: calls that hang take their deadline each."""
 LAST_REASONS = 3
 
 
@@ -42,21 +46,27 @@ class ErrorRate:
         self._max_error_rate = max_error_rate
         self._failed: deque[bool] = deque(maxlen=WINDOW_ANSWERS)
         self._reasons: deque[str] = deque(maxlen=LAST_REASONS)
+        self._has_scored = False
         self.kinds: Counter[str] = Counter()
+        self.streak = FailureStreak(Cause.REWARDS_FAIL)
         self.verdict: RewardsFailed | None = None
 
     def add_scored(self) -> None:
         """Count an answer that was scored."""
         self._failed.append(False)
+        self._has_scored = True
+        self.streak.succeed()
 
     def add_failed(self, error: RewardError) -> None:
         """Count one that was not; sets `verdict` when there were too many."""
         self._failed.append(True)
         self.kinds[error.kind] += 1
-        if error.message not in self._reasons:
+        self.streak.fail(error.message)
+        if _without_numbers(error.message) not in map(_without_numbers, self._reasons):
             self._reasons.append(error.message)
         num_failed, num_answers = sum(self._failed), len(self._failed)
-        if num_answers < MIN_ANSWERS or num_failed <= self._max_error_rate * num_answers:
+        at_least = MIN_ANSWERS if self._has_scored else FIRST_ANSWERS
+        if num_answers < at_least or num_failed <= self._max_error_rate * num_answers:
             return
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
         self.verdict = RewardsFailed(
@@ -66,6 +76,11 @@ class ErrorRate:
             hint="Mend the reward, or raise reward.max_error_rate",
             kind=error.kind,
         )
+
+
+def _without_numbers(reason: str) -> str:
+    """Return a reason without the row that it was met at: the same one at other rows says nothing new."""
+    return re.sub(r"\d+", "#", reason)
 
 
 class TotalReward:
@@ -159,6 +174,10 @@ class TotalReward:
             "reward_parts": {name: list(pair) for name, pair in sums},
             "reward_errors": errors,
         }
+
+    def obstacles(self) -> list[dict[str, Any]]:
+        """Return the failures since the last answer that was scored, as a status tells them."""
+        return [] if self._rate is None else self._rate.streak.report()
 
     def child_pids(self) -> list[int]:
         """Return the processes that the parts started and that live."""

@@ -21,7 +21,16 @@ from asyncrl.errors import ConfigError
 from asyncrl.metrics import unknown_names
 from asyncrl.versions import PolicyVersion
 from tests.cli.test_audit import make_config
-from tests.weight_sync.cluster import Cluster, Fault, load, model, running_cluster, wait_until
+from tests.weight_sync.cluster import (
+    Cluster,
+    Fault,
+    load,
+    model,
+    report_loaded,
+    running_cluster,
+    take,
+    wait_until,
+)
 
 
 def ask(runs_dir: Path, *words: str) -> Result:
@@ -103,6 +112,31 @@ def test_a_living_run_is_told_by_its_coordinator_and_an_ended_one_by_the_journal
     assert living["digest"] == ended["digest"]
     text = ask(folder.parent, "told").stdout
     assert "version     2 (step 1)" in text and "digest" in text and "receiver.0 FAILED" in text
+
+
+def test_a_version_that_an_engine_refused_counts_as_failed_though_its_bytes_arrived(folder: Path):
+    with running_cluster(socket_dir=folder) as cluster:
+        receiver = cluster.start("receiver.0")
+        cluster.wait_for_members("receiver.0")
+        cluster.handoff().publish(PolicyVersion(1, 0), model(1))
+        staged = take(receiver, 0)
+        assert staged is not None
+        for _ in range(2):
+            report_loaded(receiver, 1, ok=False, error="the probe does not match")
+            assert take(receiver, 0) is not None, "it loads again from staging"
+        wait_until(lambda: cluster.coordinator.status()["counters"].get("failed_loads") == 2, "two refusals")
+        with reachable(cluster, folder):
+            living = json.loads(ask(folder.parent, "told", "--json").stdout)
+        for name in ("receiver.0", "publisher.0", "weight_sync.0"):
+            cluster.children[name].end()
+    ended = json.loads(ask(folder.parent, "--json").stdout)
+    for report in (living, ended):
+        assert (report["counters"]["rounds_failed"], report["counters"]["failed_loads"]) == (1, 2)
+        (round_,) = report["rounds"]
+        assert round_["parts"] == {"receiver.0": "REFUSED"}
+        assert round_["cause"] == "load refused: the probe does not match"
+    text = ask(folder.parent, "told").stdout
+    assert "rounds_failed 1" in text and "receiver.0 REFUSED" in text
 
 
 def test_a_run_without_weight_sync_and_a_folder_without_runs_are_said(folder: Path, tmp_path: Path):

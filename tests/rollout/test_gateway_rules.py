@@ -196,6 +196,21 @@ def make_desk(deadline_s: float = 20.0) -> tuple[Desk, list[str]]:
     return Desk(PromptSet((prompt,), "digest"), RULES, deadline_s, abort), aborted
 
 
+def test_a_desk_is_idle_from_when_its_last_agent_has_gone():
+    async def come_and_go() -> None:
+        desk, _ = make_desk()
+        await asyncio.sleep(0.05)
+        assert desk.idle_s >= 0.05, "nobody has ever come"
+        waiting = asyncio.create_task(desk.open(0.05))
+        await asyncio.sleep(0.02)
+        assert desk.idle_s == 0.0, "an agent waits"
+        with pytest.raises(Refusal, match="no group was admitted"):
+            await waiting
+        assert desk.idle_s < 0.05, "it has just gone"
+
+    asyncio.run(come_and_go())
+
+
 GRANT = LeaseGrant(ticket=5, attempt=1, source=0, pass_number=0, index=0, seed=0, lease_s=10.0)
 
 
@@ -551,7 +566,8 @@ def test_a_path_that_is_not_served_is_answered_with_those_that_are(path: str, to
 
 
 def test_an_engine_that_died_between_calls_is_noticed():
-    engine: Any = SimpleNamespace(client=SimpleNamespace(errored=False))
+    died = EngineDied("vLLM died: RuntimeError: head_dim=16")
+    engine: Any = SimpleNamespace(client=SimpleNamespace(errored=False), death=lambda: died)
 
     async def run() -> None:
         desk, _ = make_desk()

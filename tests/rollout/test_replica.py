@@ -13,6 +13,7 @@ import pytest
 from asyncrl.buffer.client import LeaseReply, ReplicaClient
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.errors import ConnectionLost, EngineError, ServiceFailed
+from asyncrl.obstacle import OBSTACLES, Cause, parse_obstacles
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.scripted_engine import scripted_logprob
 from rollout_service.gateway.refusal import NobodyCame
@@ -91,9 +92,25 @@ def test_a_load_that_fails_puts_the_replica_back_to_syncing_until_one_works(stag
     stage.receiver.offer(second, 1)
     wait_for(lambda: (second, False) in stage.receiver.reports, "the report of the failure")
     wait_for(lambda: stage.state() == "SYNCING", "SYNCING")
+    (refused,) = parse_obstacles("rollout.0", stage.replica.status())
+    assert refused.cause is Cause.WEIGHTS_REFUSED and f"version {second}" in refused.reason
     wait_for(lambda: (second, True) in stage.receiver.reports, "the load that works")
     wait_for(lambda: stage.state() == "READY", "READY")
     assert stage.replica.status()["version"] == second
+    assert parse_obstacles("rollout.0", stage.replica.status()) == []
+
+
+def test_a_group_that_fails_is_told_until_one_is_pushed(stage: Stage, monkeypatch: pytest.MonkeyPatch):
+    async def refuse(*_: Any) -> Any:
+        raise EngineError("the decoder prompt cannot be empty")
+
+    with monkeypatch.context() as engine:
+        engine.setattr(stage.engine, "generate", refuse)
+        stage.serve_first_version()
+        wait_for(lambda: stage.replica.status()[OBSTACLES], "the failure")
+        (failing,) = parse_obstacles("rollout.0", stage.replica.status())
+        assert (failing.cause, failing.reason) == (Cause.GROUPS_FAIL, "the decoder prompt cannot be empty")
+    wait_for(lambda: not stage.replica.status()[OBSTACLES], "a group that works")
 
 
 def test_a_fenced_replica_takes_no_leases(stage: Stage):

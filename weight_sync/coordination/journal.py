@@ -1,8 +1,8 @@
 """The coordinator's files in the run's folder: its fencing token and the journal of its rounds.
 
 `weight_sync.token` holds the token of the newest coordinator. `weight_sync.jsonl` holds one JSON object
-a line: `start`, `round`, `blame`, `members`; `asyncrl inspect weights` reads it. `fences` is for the next
-coordinator: who takes no leases before which version.
+a line: `start`, `round`, `blame`, `load_failure`, `members`; `asyncrl inspect weights` reads it. `fences` is
+for the next coordinator: who takes no leases before which version.
 Invariants: a token is never given twice, also if the clock was set back; the journal stays under
 `MAX_BYTES`, its oldest half goes first, the fences never; who is no longer the newest coordinator writes
 nothing.
@@ -20,12 +20,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from weight_sync.protocol.records import Record, RoundRecord
+from weight_sync.protocol.records import BlameRecord, LoadFailureRecord, Record, RoundRecord
 
 log = logging.getLogger(__name__)
 
 TOKEN_FILE, JOURNAL_FILE = "weight_sync.token", "weight_sync.jsonl"
 MAX_BYTES = 1 << 20
+KINDS = {RoundRecord: "round", BlameRecord: "blame", LoadFailureRecord: "load_failure"}
 
 
 def take_token(folder: Path) -> int:
@@ -100,8 +101,7 @@ class Journal:
 
     def note(self, record: Record, **fields: Any) -> None:
         """Write down a record of the protocol."""
-        kind = "round" if isinstance(record, RoundRecord) else "blame"
-        self.write({"kind": kind, **asdict(record), **fields})
+        self.write({"kind": KINDS[type(record)], **asdict(record), **fields})
 
     def note_fences(self, fences: dict[str, int]) -> None:
         """Write down which members are fenced, and until which version number, if that has changed."""

@@ -10,8 +10,11 @@ from __future__ import annotations
 from asyncrl.versions import UNLOADED
 from weight_sync.protocol.floor import Floor
 from weight_sync.protocol.members import Member, MemberState
+from weight_sync.protocol.records import LoadFailureRecord
 
 MAX_LOAD_FAILURES = 3
+LOAD = "load"
+"""Why a round failed whose bytes all arrived: an engine did not load its version."""
 
 
 class Permits:
@@ -20,6 +23,7 @@ class Permits:
     def __init__(self, floor: Floor) -> None:
         self._floor = floor
         self._queue: dict[str, None] = {}  # an ordered set
+        self._refused_number = UNLOADED
 
     def ask(self, member: Member, number: int) -> None:
         """The member holds the verified version `number`."""
@@ -50,6 +54,11 @@ class Permits:
     def note_failed_load(self, member: Member, number: int, error: str, now: float) -> None:
         """The engine could not load `number` and holds nothing usable; it loads again from staging."""
         self._floor.counters["failed_loads"] += 1
+        if number != self._refused_number:
+            self._refused_number = number
+            self._floor.counters["rounds_failed"] += 1
+            self._floor.counters[f"rounds_failed/{LOAD}"] += 1
+        self._floor.note(LoadFailureRecord(member.name, number, error))
         member.swapping, member.serving, member.last_error = None, UNLOADED, error
         member.is_unheard = False
         member.num_load_failures += 1

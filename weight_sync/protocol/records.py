@@ -41,4 +41,13 @@ class BlameRecord:
     number: int
 
 
-Record = RoundRecord | BlameRecord
+@dataclass(frozen=True)
+class LoadFailureRecord:
+    """An engine did not load version `number`, whose bytes had been verified beside it."""
+
+    member: str
+    number: int
+    error: str
+
+
+Record = RoundRecord | BlameRecord | LoadFailureRecord

@@ -5,14 +5,19 @@ spare a restart the way through them. Invariant: what was committed survives the
 under every `fsync`; a power cut costs nothing under `always`, and under `everysec` what was committed
 since the last sync but one began, see `unsynced_s`. Payloads are deleted once the commits that made them
 needless are as safe as that `fsync` makes them.
+
+A full disk is waited for, as a Redis that is away is: what could not be written is kept in memory and written
+again, and nobody is answered before it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
+import shutil
 import sqlite3
 import threading
 import time
@@ -36,6 +41,7 @@ from asyncrl.buffer.journals.segments import SEGMENT_BYTES, SegmentFolder
 from asyncrl.buffer.ledger.events import Event
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.faults import fault_point
+from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.wire import Frame
 
 log = logging.getLogger(__name__)
@@ -49,6 +55,9 @@ CREATE TABLE IF NOT EXISTS snapshots (turn INTEGER PRIMARY KEY, digest TEXT, dat
 FORMAT = 2
 """Of the database, as its `user_version`. 1, which had no number, may lack the time of a turn."""
 SYNC_EVERY_S = 1.0
+LITTLE_BYTES = 1 << 20
+RETRY_S = 1.0
+"""Between two tries to write to a disk that is full."""
 EVENTS = "events.sqlite"
 
 
@@ -82,6 +91,11 @@ class FileJournal:
         self._deletable: list[int] = []
         self.counters = self._segments.counters
         self._disk = DiskSync(folder / f"{EVENTS}-wal", sync, self.counters)
+        self._folder = folder
+        self._unwritten: dict[tuple[int, int], list[bytes]] = {}
+        self._backlog: list[tuple[str, bytes, float, int]] = []
+        self._full_reason = ""
+        self._next_try = 0.0
 
     @property
     def need(self) -> Need:
@@ -125,39 +139,91 @@ class FileJournal:
         return 0, None
 
     def append(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
-        self._segments.append(ticket, attempt, frames)
-        self._has_new_payload = True
+        if self._full_reason:  # in order: what came first is written first
+            self._keep(ticket, attempt, frames)
+            return
+        try:
+            self._segments.append(ticket, attempt, frames)
+            self._has_new_payload = True
+        except OSError as error:
+            self._note_full(error)
+            self._keep(ticket, attempt, frames)
+
+    def _keep(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
+        self._unwritten[ticket, attempt] = [bytes(frame) for frame in frames]
 
     def holds(self, ticket: int, attempt: int) -> bool:
-        return self._segments.holds(ticket, attempt)
+        return (ticket, attempt) in self._unwritten or self._segments.holds(ticket, attempt)
 
     def read(self, ticket: int, attempt: int) -> list[bytes] | None:
-        return self._segments.read(ticket, attempt)
+        return self._unwritten.get((ticket, attempt)) or self._segments.read(ticket, attempt)
 
     def release(self, ticket: int) -> None:
+        for key in [key for key in self._unwritten if key[0] == ticket]:
+            del self._unwritten[key]
         self._segments.release(ticket)
 
     def is_recent(self, ticket: int) -> bool:
         return self._segments.is_recent(ticket)
 
     def keep_only(self, tickets: Collection[int]) -> None:
+        self._unwritten = {key: frames for key, frames in self._unwritten.items() if key[0] in tickets}
         self._segments.keep_only(tickets)
 
     def commit(self, events: Sequence[Event], now: float) -> bool:
-        if not events:
+        if events:
+            data, digest = pack_turn(events)
+            self._backlog.append((digest, data, time.time(), len(events)))
+        if not (self._backlog or self._unwritten):
             return True
+        if self._full_reason and time.monotonic() < self._next_try:
+            return False
+        try:
+            self._write()
+        except (OSError, sqlite3.OperationalError) as error:
+            self._note_full(error)
+            return False
+        if self._full_reason:
+            log.warning("the disk of %s has room again", self._folder)
+            self._full_reason = ""
+        return True
+
+    def _write(self) -> None:
+        """Write what is kept, payloads first; each is kept until it is written."""
+        for ticket, attempt in list(self._unwritten):
+            self._segments.append(ticket, attempt, self._unwritten[ticket, attempt])
+            del self._unwritten[ticket, attempt]
+            self._has_new_payload = True
         if self._fsync == "always" and self._has_new_payload:
             self._segments.sync()
         self._has_new_payload = False
-        data, digest = pack_turn(events)
-        row = (digest, data, time.time())
-        self._database.execute("INSERT INTO turns (digest, data, time_s) VALUES (?, ?, ?)", row)
-        self._num_new_events += len(events)
+        while self._backlog:
+            *row, num_events = self._backlog[0]
+            self._database.execute("INSERT INTO turns (digest, data, time_s) VALUES (?, ?, ?)", row)
+            del self._backlog[0]
+            self._num_new_events += num_events
         if self._fsync == "everysec":
             self._disk.note_commit()
-        return True
+
+    def _note_full(self, error: OSError | sqlite3.OperationalError) -> None:
+        """Wait for room; raise `error` again if it is not about that."""
+        if not is_about_room(error, self._folder):
+            raise error
+        if not self._full_reason:
+            self.counters["disk_full"] += 1
+            log.error("the disk of %s is full (%s): the buffer waits for room", self._folder, error)
+        self._full_reason = f"{error}"
+        self._next_try = time.monotonic() + RETRY_S
 
     def write_snapshot(self, values: Mapping[str, Any]) -> None:
+        try:
+            self._write_snapshot(values)
+        except sqlite3.OperationalError as error:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            self._note_full(error)  # the events are there: it only spares a restart the way through them
+
+    def _write_snapshot(self, values: Mapping[str, Any]) -> None:
         data, digest = pack_snapshot(values)
         self._database.execute("BEGIN IMMEDIATE")
         (turn,) = self._database.execute("SELECT COALESCE(MAX(id), 0) FROM turns").fetchone()
@@ -188,16 +254,37 @@ class FileJournal:
     def status(self) -> dict[str, Any]:
         """`unsynced_s`: how long ago the oldest commit was that a power cut could cost."""
         unsynced_s = self._disk.unsynced_s
-        return {"kind": "file", "is_away": False, "fsync": self._fsync, "unsynced_s": unsynced_s}
+        is_away = bool(self._full_reason)
+        return {"kind": "file", "is_away": is_away, "fsync": self._fsync, "unsynced_s": unsynced_s}
+
+    def obstacles(self) -> list[Obstacle]:
+        if not self._full_reason:
+            return []
+        free = shutil.disk_usage(self._folder).free
+        what = f"the disk of {self._folder} is full ({free:,} bytes free), and nothing can be journalled"
+        return [Obstacle("", Cause.DISK_FULL, f"{what}: {self._full_reason}")]
 
     def close(self) -> None:
         self._disk.close()
         if self._fsync != "never":
             self._segments.sync()
-            self._database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            with contextlib.suppress(sqlite3.OperationalError):  # without room the log stays as long as it is
+                self._database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         self._segments.close()
         self._database.close()
         os.close(self._lock)
+
+
+def is_about_room(error: OSError | sqlite3.OperationalError, folder: Path) -> bool:
+    """Tell whether an error says that the disk of `folder`, or a quota on it, takes no more.
+
+    SQLite calls it an I/O error where its index of the log, a mapped file, cannot grow.
+    """
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    code = error.sqlite_errorcode & 0xFF
+    is_full = code == sqlite3.SQLITE_IOERR and shutil.disk_usage(folder).free < LITTLE_BYTES
+    return code == sqlite3.SQLITE_FULL or is_full
 
 
 class DiskSync:

@@ -19,6 +19,7 @@ import xxhash
 
 from asyncrl.buffer.ledger.events import Event, pack, unpack
 from asyncrl.errors import CheckpointError, WireError
+from asyncrl.obstacle import Obstacle
 from asyncrl.wire import Frame
 
 Fsync = Literal["everysec", "always", "never"]
@@ -110,6 +111,9 @@ class Journal(Protocol):
     def status(self) -> dict[str, Any]:
         """Return plain values: `kind`, `is_away` and what else there is to know."""
 
+    def obstacles(self) -> list[Obstacle]:
+        """Return why it is away, while it is. Any thread may ask."""
+
     def close(self) -> None:
         """Make all durable and let go of files and connections."""
 
@@ -160,6 +164,9 @@ class MemoryJournal:
 
     def status(self) -> dict[str, Any]:
         return {"kind": "none", "is_away": False}
+
+    def obstacles(self) -> list[Obstacle]:
+        return []
 
     def close(self) -> None:
         pass

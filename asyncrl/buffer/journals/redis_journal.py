@@ -36,6 +36,7 @@ from asyncrl.buffer.ledger.events import Event
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.errors import ConfigError, DeadlineExceeded, FencedError
 from asyncrl.faults import fault_point, is_wanted
+from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.wire import Frame
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class RedisJournal:
         self._deletions: list[str] = []
         self._index = PayloadIndex()
         self._away_since: float | None = None
+        self._away_reason = ""
         self._backoff_s = BACKOFF_S[0]
         self._next_try = 0.0
         self._next_look = 0.0
@@ -352,19 +354,25 @@ class RedisJournal:
             _Refused: Redis did none of them.
         """
         seen: list[Any] = []
+        refusals: list[Refusal] = []
+
+        def note_refusal(reply: Any) -> None:
+            if isinstance(reply, Refusal):
+                refusals.append(reply)
+
         inner = [("SET", self._keys["turn"], str(turn)), *commands]
         everything = [("MULTI",), *inner, ("EXEC",), ("WATCH", *self._watched), self._look]
         if is_wanted("redis.half_sent", turn):
             self._link.send_half(everything)
             fault_point("redis.half_sent", turn)
         self._sent_turn = turn
-        handlers = [*[None] * (len(inner) + 1), seen.append, None, seen.append]
+        handlers = [*[note_refusal] * (len(inner) + 1), seen.append, None, seen.append]
         self._link.send_all(everything, handlers)
         fault_point("redis.sent", turn)
         self._link.receive()
         results, state = seen
         if isinstance(results, Refusal):
-            raise _Refused(str(results))
+            raise _Refused(str(refusals[0] if refusals else results))  # why, before that it did nothing
         if results is None:
             self._judge(state)
             raise _Lost
@@ -419,10 +427,14 @@ class RedisJournal:
 
     def _note_away(self, error: Exception) -> None:
         now = self._clock.now()
+        explained = explain_refusal(self._link.label, error)
+        self._away_reason = explained.message if explained else str(error) or type(error).__name__
         if self._away_since is None:
             self._away_since = now
             self.counters["redis_away"] += 1
-            log.warning("Redis at %s is away (%s): the buffer waits for it", self._link.label, error)
+            log.warning(
+                "Redis at %s is away (%s): the buffer waits for it", self._link.label, self._away_reason
+            )
         self._next_try = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
 
@@ -442,6 +454,12 @@ class RedisJournal:
             "backlog": len(self._backlog),
             "wiped": self.counters["redis_wiped"],
         }
+
+    def obstacles(self) -> list[Obstacle]:
+        if self._away_since is None:
+            return []
+        what = f"Redis at {self._link.label} is away, and what is not journalled is not done"
+        return [Obstacle("", Cause.JOURNAL_AWAY, f"{what}: {self._away_reason}")]
 
     def close(self) -> None:
         self._link.close()

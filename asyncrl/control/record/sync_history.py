@@ -14,6 +14,8 @@ from asyncrl.errors import ConfigError
 
 JOURNAL_FILE = "weight_sync.jsonl"
 MAX_ROUNDS, MAX_FAILURES = 10, 20
+REFUSED = "REFUSED"
+"""What became of a round's version at a member whose engine did not load it."""
 
 
 def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
@@ -48,7 +50,8 @@ def report_weights(folder: Path, living: Mapping[str, Any] | None) -> dict[str, 
         raise ConfigError(
             f"run '{folder.name}' has no {JOURNAL_FILE}", hint="Its weight sync has never started"
         )
-    rounds = [line for line in lines if line["kind"] == "round"]
+    refused = {(one["member"], one["number"]): one["error"] for one in lines if one["kind"] == "load_failure"}
+    rounds = [_with_loads(line, refused) for line in lines if line["kind"] == "round"]
     report = _from_journal(lines, rounds) | (_from_coordinator(living) if living else {})
     return {
         "run": folder.name,
@@ -57,6 +60,16 @@ def report_weights(folder: Path, living: Mapping[str, Any] | None) -> dict[str, 
         "rounds": rounds[-MAX_ROUNDS:],
         "failures": [line for line in lines if line["kind"] == "blame"][-MAX_FAILURES:],
     }
+
+
+def _with_loads(line: dict[str, Any], refused: Mapping[tuple[str, int], str]) -> dict[str, Any]:
+    """Return a round with how its version's loads ended: bytes that arrived are not served yet."""
+    members = [name for name in line["parts"] if (name, line["number"]) in refused]
+    if not members:
+        return line
+    parts = line["parts"] | dict.fromkeys(members, REFUSED)
+    why = f"load refused: {refused[members[0], line['number']]}"
+    return line | {"parts": parts, "cause": line["cause"] or why}
 
 
 def _from_journal(lines: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -73,7 +86,13 @@ def _from_journal(lines: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> 
         "num_bytes": known.get("version_bytes", 0),
         "under_way": [],
         "replicas": last.get("members", {}),
-        "counters": {"rounds": len(rounds), "rounds_failed": len(failed)} if rounds else {},
+        "counters": {
+            "rounds": len(rounds),
+            "rounds_failed": len(failed),
+            "failed_loads": sum(line["kind"] == "load_failure" for line in lines),
+        }
+        if rounds
+        else {},
     }
 
 

@@ -23,6 +23,7 @@ from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import SystemClock
 from asyncrl.errors import CheckpointError, ConfigError, DeadlineExceeded, FencedError
 from asyncrl.experience import encode_group
+from asyncrl.obstacle import Cause
 from asyncrl.rpc import Client
 from tests.buffer.journals.journal_parts import Place, begin, kill, push, raw_link, settle, wipe
 from tests.buffer.journals.redis_parts import Wire, administer, plain_redis
@@ -191,8 +192,11 @@ def test_while_redis_is_full_nothing_is_settled_and_afterwards_nothing_is_lost(t
         push(store)
         assert not store.settle(0.0)
         assert not store.settle(0.0)
+        (found,) = store.journal.obstacles()
+        assert found.cause is Cause.JOURNAL_AWAY and "'maxmemory'" in found.reason, "Redis' own words"
         administer(url, ("CONFIG", "SET", "maxmemory", "0"))
         settle(store)
+        assert store.journal.obstacles() == []
         assert store.journal.counters["redis_wiped"] == 0
         again = open_store(RedisJournal(lambda: url, "run"))
         assert again.ledger.state.counts[State.STORED] == 1

@@ -15,7 +15,14 @@ from asyncrl.errors import AsyncrlError, ServiceFailed
 from asyncrl.experience import MAX_REWARD_PARTS
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.score import Answer, RewardError, RewardsFailed, Score
-from rollout_service.rewards.total import MIN_ANSWERS, WINDOW_ANSWERS, ErrorRate, TotalReward, Weighed
+from rollout_service.rewards.total import (
+    FIRST_ANSWERS,
+    MIN_ANSWERS,
+    WINDOW_ANSWERS,
+    ErrorRate,
+    TotalReward,
+    Weighed,
+)
 from tests.rollout.replica_parts import GROUP_SIZE, open_stage, wait_for
 from tests.rollout.rewards.judging import answer, judge, reward_of
 
@@ -90,10 +97,29 @@ def test_a_sum_that_is_not_finite_is_an_error():
 
 
 def test_nothing_is_said_of_a_few_answers_however_many_fail():
-    assert all(
-        type(told) is RewardError
-        for told in ask(total_of(score_or_refuse, 0.0), *["bad"] * (MIN_ANSWERS - 1))
-    )
+    told = ask(total_of(score_or_refuse, 0.0), "good", *["bad"] * (MIN_ANSWERS - 2))
+    assert all(type(one) is RewardError for one in told[1:])
+
+
+def test_where_none_was_ever_scored_fewer_answers_are_enough():
+    reward = total_of(score_or_refuse, 0.2)
+    told = ask(reward, *["bad"] * FIRST_ANSWERS)
+    assert {type(one) for one in told[:-1]} == {RewardError} and type(told[-1]) is RewardsFailed
+    (failing,) = reward.obstacles()
+    assert (failing["cause"], failing["count"]) == ("rewards_fail", FIRST_ANSWERS)
+    assert failing["reason"] == "the reward 'mine' raised KeyError: 'bad' (row 7)"
+
+
+def test_failures_are_told_until_an_answer_is_scored_and_a_reason_once():
+    reward = total_of(score_or_refuse)
+    ask(reward, "good", "bad", "bad")
+    assert [one["count"] for one in reward.obstacles()] == [2]
+    ask(reward, "good")
+    assert reward.obstacles() == []
+    rate = ErrorRate(0.2)
+    for row in range(FIRST_ANSWERS):
+        rate.add_failed(RewardError(f"took longer than 30 s (row {row})"))
+    assert rate.verdict is not None and rate.verdict.message.count("took longer") == 1
 
 
 def test_above_the_rate_the_run_is_ended_with_the_kinds_and_the_last_reasons():
@@ -138,7 +164,7 @@ def test_a_replica_whose_reward_fails_too_often_ends_with_the_reasons(tmp_path: 
         wait_for(lambda: stage.failures, "the end of the replica")
         (failure,) = stage.failures
         assert isinstance(failure, ServiceFailed)
-        assert failure.message.startswith(f"rollout.0 cannot go on: {MIN_ANSWERS} of the last")
+        assert failure.message.startswith(f"rollout.0 cannot go on: {FIRST_ANSWERS} of the last")
         assert "KeyError: 'no such judge'" in failure.message
         assert stage.census()["trained"] == 0
 

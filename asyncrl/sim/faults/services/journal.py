@@ -23,6 +23,7 @@ from asyncrl.buffer.journals.journal import (
     unpack_turn,
 )
 from asyncrl.buffer.ledger.events import Event
+from asyncrl.obstacle import Obstacle
 from asyncrl.wire import Frame
 
 SYNC_EVERY_S = 1.0
@@ -151,6 +152,9 @@ class SimulatedJournal:
         data, digest = pack_snapshot(values)
         self._disk.snapshots = [*self._disk.snapshots[-1:], (len(self._disk.turns), data, digest)]
         self._num_new = 0
+
+    def obstacles(self) -> list[Obstacle]:
+        return []
 
     def survey(self) -> bool:
         return True
