@@ -41,7 +41,7 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
     return model
 
 
-def save_model(model: Qwen3ForCausalLM, folder: Path) -> Path:
+def save_model(model: PreTrainedModel, folder: Path) -> Path:
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwe
 from asyncrl.versions import PolicyVersion
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
 from rollout_service.tasks.digit_sort.vocabulary import BOS, EOS, PAD
-from tests.rollout.engine_parts import LoopThread, stage
+from tests.rollout.engine_parts import LoopThread, save_model, stage
 from weight_sync.memory.manifest import Probe
 
 CONFIGS: dict[str, Callable[..., LlamaConfig | Qwen2Config | Qwen3Config]] = {
@@ -86,8 +86,8 @@ class Form:
 
 
 def start_engine(model: PreTrainedModel, folder: Path, loop: LoopThread, workers: int = 1) -> VllmEngine:
-    """Return an engine that was started with `model`."""
-    model.save_pretrained(folder)
+    """Return an engine that was started with `model`. Without a tokenizer vLLM loads no Llama."""
+    save_model(model, folder)
     engine = VllmEngine(VllmSettings(str(folder), "float32", 1024, 16, 64 << 20, cpu_workers=workers))
     try:
         loop.call(engine.start(), 280.0)
