@@ -20,6 +20,7 @@ from asyncrl.control.launch import run
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.errors import ConfigError
+from tests.control.model_folder import write_model_folder
 
 RUN_ID = f"upon{os.getpid()}"
 CONFIG = """\
@@ -35,8 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """The folder of a run that `a.yaml` names, and that has begun."""
     monkeypatch.chdir(tmp_path)
     Path("a.yaml").write_text(CONFIG)
-    Path("model").mkdir()
-    Path("model/config.json").write_text('{"model_type": "qwen3"}')
+    write_model_folder(Path("model"))
     Path("train.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')
     folder = RunDir(tmp_path / "runs" / "again")
     folder.path.mkdir(parents=True)

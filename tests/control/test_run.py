@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.load import dump_resolved, load_resolved
+from asyncrl.config.load import dump_resolved, load_config, load_resolved
 from asyncrl.config.problems import ConfigProblems
 from asyncrl.config.tree import Config
 from asyncrl.control.api.client import NotRunning, find_live_folder
@@ -22,17 +21,17 @@ from asyncrl.control.launch import lineage, run
 from asyncrl.control.launch.handle import attach
 from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
 from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.control.plan.difference import compare_with_run
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.errors import ConfigError
+from tests.control.model_folder import write_model_folder
 
 RUN_ID = f"past{os.getpid()}"
 
 
 @pytest.fixture
 def values(tmp_path: Path) -> dict[str, Any]:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    model = write_model_folder(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')
     return {
         "run": {"name": "again", "dir": str(tmp_path)},
@@ -282,3 +281,44 @@ def test_nothing_of_how_the_last_life_ended_or_what_it_owed_is_left_to_the_next(
         path.write_text("{}")
     run._write_down(folder, config, config)
     assert sorted(os.listdir(folder.path)) == ["asked.yaml", "resolved.yaml"]
+
+
+def test_a_project_that_was_moved_goes_on_with_its_own_files_and_with_no_others(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    """The run, its model and its data lie in one folder, which is called another name now."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    before = Config(
+        **values
+        | {
+            "run": {"name": "again", "dir": f"{old}/runs"},
+            "model": {"path": f"{old}/model"},
+            "data": {"train": f"{old}/runs/builtin/digit_sort/train.parquet"},
+        }
+    )
+    text = dump_resolved(before).replace(str(old), str(new))
+    folder = RunDir(new / "runs" / "again")
+    folder.path.mkdir(parents=True)
+    folder.resolved.write_text(dump_resolved(before))
+    (tmp_path / "now.yaml").write_text(text)
+    now = load_config(tmp_path / "now.yaml")
+    assert now.run.dir != before.run.dir
+    lineage.refuse_other_lineage(folder, now)
+    assert compare_with_run(folder, now) == [], "plan says the same"
+    for key, path in (("model.path", f"{new}/other"), ("data.train", f"{new}/other.jsonl")):
+        other = load_config(tmp_path / "now.yaml", [f"{key}={path}"])
+        with pytest.raises(ConfigError, match=key):
+            lineage.refuse_other_lineage(folder, other)
+        (change,) = compare_with_run(folder, other)
+        assert change.key == key and not change.at_resume
+
+
+def test_runs_that_were_moved_alone_go_on_with_the_model_that_stayed(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    before = Config(**values | {"run": {"name": "again", "dir": f"{tmp_path}/runs"}})
+    folder = RunDir(tmp_path / "elsewhere" / "runs" / "again")
+    folder.path.mkdir(parents=True)
+    folder.resolved.write_text(dump_resolved(before))
+    here = {"name": "again", "dir": str(folder.path.parent)}
+    lineage.refuse_other_lineage(folder, Config(**values | {"run": here}))

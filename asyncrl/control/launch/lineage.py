@@ -31,12 +31,38 @@ def refuse_other_lineage(folder: RunDir, config: Config) -> None:
     if not folder.resolved.exists():
         return
     before = load_resolved(folder.path)
-    changed = [sentence for _, sentence in find_breaks(before, config)]
+    moved = dict(find_breaks(relocate(before, folder.path.parent), config))
+    changed = [sentence for key, sentence in find_breaks(before, config) if key in moved]
     if changed:
         raise ConfigError(
             f"the run in {folder.path} cannot go on with other values:\n" + "\n".join(changed),
             hint="Choose another run.name, or remove that folder",
         )
+
+
+def relocate(before: Config, runs_dir: Path) -> Config:
+    """Return the configuration of a run as it would be if its `run.dir` had always been `runs_dir`.
+
+    A project that was moved, or copied, takes its run, model and data along: paths below what was moved are
+    those below where it is now.
+
+    >>> # run.dir /old/project/runs, found in /new/project/runs: /old/project/m becomes /new/project/m
+    """
+    old, new = Path(before.run.dir), runs_dir.absolute()
+    if old == new:
+        return before
+    while old.name == new.name and old != old.parent:
+        old, new = old.parent, new.parent
+
+    def move(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: move(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [move(part) for part in value]
+        is_below = isinstance(value, str) and (value == str(old) or value.startswith(f"{old}/"))
+        return f"{new}{value[len(str(old)) :]}" if is_below else value
+
+    return type(before).model_validate(move(before.model_dump(mode="json")))
 
 
 def keep_revisions(config: Config) -> Config:

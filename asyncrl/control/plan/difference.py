@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import load_config, load_resolved
 from asyncrl.config.rules.resume import find_breaks
 from asyncrl.config.tree import Config
+from asyncrl.control.launch.lineage import relocate
 from asyncrl.control.record.rundir import RunDir
 
 OTHER_RUN = ("run.name", "run.dir")
@@ -42,7 +44,8 @@ def compare_with_run(folder: RunDir, config: Config) -> list[Change]:
         ConfigError: The run is of another asyncrl, or has no configuration.
     """
     before = load_config(folder.asked) if folder.asked.exists() else load_resolved(folder.path)
-    return find_changes(before, config)
+    run = config.run.model_copy(update={"dir": str(Path(config.run.dir).absolute())})
+    return find_changes(relocate(before, folder.path.parent), config.model_copy(update={"run": run}))
 
 
 def find_changes(before: Config, after: Config) -> list[Change]:
