@@ -183,7 +183,19 @@ def placed(error: ConfigError, loaded: Loaded) -> AsyncrlError:
         found = KEY.match(line)
         path = tuple(found[0].split(".")) if found else ("",)
         is_key = path[0] in type(loaded.config).model_fields
-        problems.append(Problem(line, where=loaded.places.of_written(path) if is_key else ""))
+        where = loaded.places.of_written(path) if is_key else ""
+        problems.append(Problem(line, hint=_recipe_for(line, loaded), where=where))
     if error.hint:
         problems.append(Problem(error.hint))
     return ConfigProblems(problems)
+
+
+def _recipe_for(line: str, loaded: Loaded) -> str:
+    """Return what the configuration says of a data file that `line` misses, in its first lines."""
+    data = loaded.config.data
+    missing = [one.path for one in (*data.train, *(data.eval or ())) if f"{one.path} does not exist" in line]
+    if not missing:
+        return ""
+    from configs import find_recipe
+
+    return find_recipe(Path(loaded.places.origin).read_text(encoding="utf-8"), missing[0])

@@ -32,8 +32,11 @@ def init(
     """
     from asyncrl.cli.reports.starter import write_starter
 
-    for path in write_starter(folder, preset):
+    written, recipes = write_starter(folder, preset)
+    for path in written:
         print(path)
+    for recipe in recipes:
+        exits.say(f"needed, and not here: {recipe}")
     exits.say(f"next: cd {folder}; asyncrl plan cluster.yaml; asyncrl up cluster.yaml")
 
 

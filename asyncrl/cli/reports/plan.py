@@ -112,6 +112,9 @@ def _lines(found: plan.Plan) -> Iterator[str]:
     yield f"  {found.weight_sync.backend}: {found.weight_sync.why}"
     yield "derived"
     yield from _indent(align([(one.name, _show(one.value), one.rule) for one in found.derived]))
+    if found.notes:
+        yield "note"
+        yield from _indent(found.notes)
     if found.not_checked:
         yield "not checked"
         yield from _indent(found.not_checked)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from asyncrl.cli.up import find_config
+from asyncrl.config.load import load_config
 from asyncrl.errors import ConfigError
+from configs import find_recipe
 
 CONFIG, REWARD = "cluster.yaml", "my_reward.py"
 HEAD = """\
@@ -15,7 +18,9 @@ HEAD = """\
 #   asyncrl up cluster.yaml         start it and watch it      asyncrl status   asyncrl down
 # Paths are read from the directory in which asyncrl is called. Made from the preset '{preset}'.
 """
-REWARD_LINE = f"reward: {{fn: {REWARD}:score}} # yours; `asyncrl score` tries it on a file of answers"
+YOURS = f"reward: {{fn: {REWARD}:score}} # yours; `asyncrl score` tries it on a file of answers"
+SAME_AS_THE_EXAMPLE = ("digit_sort", "exact_match")
+"""Rewards that the example computes too: it takes their place. Any other preset keeps its own."""
 REWARD_TEXT = '''\
 """The reward: what an answer is worth. Called in processes of its own, so it may be slow or crash."""
 
@@ -31,31 +36,41 @@ def score(response, ground_truth, extra_info):
 '''
 
 
-def write_starter(folder: Path, preset: str) -> list[Path]:
-    """Write `cluster.yaml` and a reward beside it; return what was written.
+def write_starter(folder: Path, preset: str) -> tuple[list[Path], list[str]]:
+    """Write `cluster.yaml` and a reward beside it.
+
+    Returns:
+        What was written, and a line for each data file that is not in `folder`: where it comes from.
 
     Raises:
         ConfigError: One of them is there already, or there is no such preset. Nothing was written.
     """
-    text = _configuration(find_config(preset).read_text(encoding="utf-8"), preset)
-    files = {folder / CONFIG: text, folder / REWARD: REWARD_TEXT}
+    config = find_config(preset)
+    text, data = config.read_text(encoding="utf-8"), load_config(config).data
+    paths = dict.fromkeys(source.path for source in (*data.train, *(data.eval or ())))
+    recipes = {path: recipe for path in paths if (recipe := find_recipe(text, path))}
+    files = {folder / CONFIG: _configuration(text, preset, recipes.values()), folder / REWARD: REWARD_TEXT}
     there = [str(path) for path in files if path.exists()]
     if there:
+        verb = "is" if len(there) == 1 else "are"
+        it = "it" if len(there) == 1 else "them"
         raise ConfigError(
-            f"{' and '.join(there)} is there already", hint="Choose another folder, or remove it"
+            f"{' and '.join(there)} {verb} there already", hint=f"Choose another folder, or remove {it}"
         )
     folder.mkdir(parents=True, exist_ok=True)
     for path, content in files.items():
         with path.open("x", encoding="utf-8") as file:
             file.write(content)
-    return list(files)
+    return list(files), [recipe for path, recipe in recipes.items() if not (folder / path).exists()]
 
 
-def _configuration(text: str, preset: str) -> str:
-    """Return the preset with a head of its own and the example's reward; its own is kept as a comment."""
+def _configuration(text: str, preset: str, recipes: Iterable[str]) -> str:
+    """Return the preset with a head of its own, and the example's reward where that is the same."""
+    head = HEAD.format(preset=preset) + "".join(f"# {recipe}\n" for recipe in recipes)
     body = re.sub(r"\A(#.*\n)+", "", text)
-    if re.search(r"^reward: \{.*$", body, re.MULTILINE) is None:
-        return HEAD.format(preset=preset) + body  # its reward is several lines: left as it is
-    return HEAD.format(preset=preset) + re.sub(
-        r"^(reward: \{.*)$", rf"{REWARD_LINE}\n# \1", body, count=1, flags=re.MULTILINE
-    )
+    found = re.search(r"^reward: \{fn: (\w+)\}.*$", body, re.MULTILINE)
+    if found is None:
+        return head + body  # its reward is several lines: left as it is
+    is_same = found[1] in SAME_AS_THE_EXAMPLE
+    lines = (YOURS, f"# {found[0]}") if is_same else (found[0], f"# {YOURS}")
+    return head + body.replace(found[0], "\n".join(lines), 1)

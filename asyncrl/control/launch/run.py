@@ -66,9 +66,11 @@ def start(
     plan.check(config)
     config = keep_revisions(config)
     config = prepare.prepare(config, say)
-    need = plan.check(config).shared_memory
-    if need is not None:
-        say(need.describe(shared_memory.free_bytes()))
+    found = plan.check(config)
+    for note in found.notes:
+        say(note)
+    if found.shared_memory is not None:
+        say(found.shared_memory.describe(shared_memory.free_bytes()))
     folder = RunDir(Path(config.run.dir) / config.run.name)
     refuse_second_start(folder)
     refuse_other_lineage(folder, config)

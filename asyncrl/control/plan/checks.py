@@ -38,6 +38,16 @@ def find_unchecked(config: Config) -> Iterator[str]:
         yield f"{key}: '{path}' is {when} at `up`; its architecture, its cuts and its memory are checked then"
 
 
+def find_notes(config: Config) -> Iterator[str]:
+    """Yield what a run can do and its user may not have meant."""
+    rollout = config.rollout
+    if not rollout.replicas.max and not rollout.standby:
+        yield (
+            "rollout.replicas is 0: the run waits, and trains nothing, until 'asyncrl scale rollout=1' or a "
+            "generator of another maker brings groups"
+        )
+
+
 def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:
     """Return what a run takes, part by part; a model whose size cannot be told counts for nothing.
 

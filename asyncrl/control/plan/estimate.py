@@ -18,6 +18,7 @@ from asyncrl.control.plan.checks import (
     PORTABLE_CHECKS,
     SIZE_CHECKS,
     count_nodes,
+    find_notes,
     find_unchecked,
 )
 from asyncrl.control.plan.derived import Derived, InFlight
@@ -79,6 +80,7 @@ class Plan:
         derived: What else follows from the configuration.
         shared_memory: What versions on their way take here at most, if the model's size can be told.
         not_checked: What could not be checked, or was not to be.
+        notes: What is right, and easily meant otherwise.
     """
 
     placement: tuple[Placement, ...]
@@ -89,6 +91,7 @@ class Plan:
     derived: tuple[Derived, ...]
     shared_memory: SharedMemory | None
     not_checked: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def num_processes(self) -> int:
@@ -145,6 +148,7 @@ def _check(config: Config, checks: Sequence[Callable[[Config], Iterator[str]]]) 
         derived=tuple(derived.derive(config)),
         shared_memory=shared_memory.count(config, receivers),
         not_checked=tuple(find_unchecked(config)),
+        notes=tuple(find_notes(config)),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ import pytest
 import asyncrl as asyncrl_package
 from asyncrl.cli.doctor import examination, machine, packages
 from asyncrl.cli.doctor.finding import Finding
+from asyncrl.cli.reports.starter import SAME_AS_THE_EXAMPLE
 from asyncrl.config.load import dump_resolved, load_config
 from asyncrl.control import plan
 from asyncrl.control.plan.difference import find_changes
 from asyncrl.control.plan.memory import HOST, count_parts
+from configs import shipped
+from rollout_service.rewards.registry import BUILT_IN
 from tests.cli.commands.calling import asyncrl, head_of, make_config, make_folder
 
 NUM_WEIGHTS = 1_000_000
@@ -201,19 +205,74 @@ def test_init_writes_what_plan_accepts_and_overwrites_nothing(
     assert text.startswith("# A run of asyncrl.") and "\n# reward: {fn: digit_sort}" in text
     assert load_config("cluster.yaml").reward.fn[0].fn == "my_reward.py:score"
     assert asyncrl("plan", "cluster.yaml").code == 0
+    both = asyncrl("init")
+    assert both.code == 2 and "cluster.yaml and my_reward.py are there already" in both.err
     Path("cluster.yaml").unlink()
     again = asyncrl("init")
-    assert again.code == 2 and "my_reward.py is there already" in again.err
+    assert (
+        again.code == 2 and "my_reward.py is there already. Choose" in again.err and "remove it" in again.err
+    )
     assert not Path("cluster.yaml").exists(), "all or nothing"
     assert asyncrl("init", "--preset", "nope").code == 2
 
 
-def test_every_shipped_configuration_can_be_a_preset(tmp_path: Path) -> None:
-    from configs import shipped
+@pytest.mark.parametrize("name", shipped())
+def test_what_init_writes_of_a_preset_passes_the_plan_and_lacks_only_files_that_it_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = asyncrl("init", tmp_path / name, "--preset", name)
+    monkeypatch.chdir(tmp_path / name)
+    options = ["cluster.yaml", "--set", "rollout.cpus=0", "--set", "learner.cpus=0"]
+    assert asyncrl("plan", *options, "--elsewhere").code == 0
+    config = load_config("cluster.yaml")
+    needed = [line for line in done.err.splitlines() if line.startswith("needed, and not here: ")]
+    absent = [one.path for one in config.data.train if not one.path.startswith("builtin:")]
+    assert [line.split(": ")[1] for line in needed] == absent
+    if config.rollout.gpus:
+        return  # the rest is of a machine with GPUs
+    here = asyncrl("plan", *options)
+    assert here.code == (2 if absent else 0)
+    for path in absent:
+        (line,) = here.err.splitlines()
+        assert line.startswith("cluster.yaml:") and f"{path} does not exist. {path}: 'asyncrl data " in line
+        write_gsm8k(Path(path))
+        assert asyncrl("plan", *options).code == 0, "with its data it starts"
 
+
+def write_gsm8k(path: Path) -> None:
+    Path("train.jsonl").write_text(json.dumps({"question": "1+1?", "answer": "2, so #### 2"}) + "\n")
+    assert asyncrl("data", "gsm8k", "train.jsonl", path).code == 0
+
+
+def test_a_preset_keeps_its_reward_unless_the_example_computes_the_same(tmp_path: Path) -> None:
+    """A model's words around the answer make the example's plain comparison 0 for ever."""
+    example = runpy_score(tmp_path / "quickstart", "quickstart")
+    for right, said in (("0039", "0039"), ("0039", "0093"), ("1", "")):
+        ended = {"finish_reason": "stop", "num_tokens": len(said) + 1}
+        for name in SAME_AS_THE_EXAMPLE:
+            assert BUILT_IN[name](said, right, **ended) == example(said, right, {}), name
+    rewards = {}
     for name in shipped():
-        assert asyncrl("init", tmp_path / name, "--preset", name).code == 0
-        load_config(tmp_path / name / "cluster.yaml")
+        if not (tmp_path / name).exists():
+            asyncrl("init", tmp_path / name, "--preset", name)
+        rewards[name] = load_config(tmp_path / name / "cluster.yaml").reward.fn[0].fn
+    assert rewards["quickstart"] == rewards["tool_product"] == "my_reward.py:score"
+    assert (rewards["grpo_gsm8k"], rewards["dapo"], rewards["ppo"]) == (
+        "gsm8k",
+        "math_dapo",
+        "gsm8k_flexible",
+    )
+
+
+def runpy_score(folder: Path, preset: str) -> Any:
+    asyncrl("init", folder, "--preset", preset)
+    return runpy.run_path(str(folder / "my_reward.py"))["score"]
+
+
+def test_a_run_without_replicas_is_told_what_it_waits_for(tmp_path: Path) -> None:
+    done = asyncrl("plan", "quickstart", "--set", "rollout.replicas=0", "--set", f"run.dir={tmp_path}")
+    assert done.code == 0 and "until 'asyncrl scale rollout=1'" in done.out
+    assert "asyncrl scale" not in asyncrl("plan", "quickstart", "--set", f"run.dir={tmp_path}").out
 
 
 # --- doctor --------------------------------------------------------------------------------
