@@ -131,6 +131,7 @@ def test_scaling_brings_a_retired_replica_back_at_once_and_lets_it_go_first() ->
     assert started(world) == ["rollout.0", "receiver.0"]
     world.bring_up()
     assert spend(world, "rollout.0").back_in_s == BACK_OFFS_S[0], "it began anew"
+    world.die("rollout.2")  # it is the newest, and does not work either
     world.taken.clear()
     world.tell(Wanted(2))
     assert world.taken == []
@@ -164,6 +165,19 @@ def test_when_all_are_retired_the_run_waits_one_back_off_and_then_ends_with_the_
     world.die(names[-1], "failed: out of memory")
     why = "failed: out of memory; it was restarted 5 times already, and finished no answer in between"
     assert world.taken[-1] == GiveUp(names[-1], f"{names[-1]} {why}")
+
+
+def test_while_another_replica_is_up_and_has_not_had_its_chance_the_run_goes_on() -> None:
+    world = make_world()
+    for back_off_s in BACK_OFFS_S[:2]:
+        spend(world, "rollout.0")
+        world.wait(back_off_s + 1.0)
+        world.bring_up()
+    spend(world, "rollout.1")
+    world.wait(BACK_OFFS_S[0] + 1.0)
+    world.bring_up()
+    assert spend(world, "rollout.1").back_in_s == BACK_OFFS_S[1]
+    assert world.machine.given_up is None
 
 
 def test_replicas_that_never_came_up_end_the_run_without_a_back_off() -> None:

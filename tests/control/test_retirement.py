@@ -6,6 +6,7 @@ from pathlib import Path
 
 from test_repair import Run
 
+from asyncrl.control.diagnosis.obstacles import gather
 from asyncrl.control.fleet.messages import Heard
 from asyncrl.control.upkeep.reading import event_of
 
@@ -21,7 +22,18 @@ def test_a_replica_that_dies_once_too_often_is_retired_and_shown_so_until_it_is_
         run.pulse(9.0)
         run.pulse()
     assert run.upkeep.given_up is None and run.upkeep.is_degraded and run.upkeep.num_ready == 1
-    assert statuses["rollout.1"] == {"state": "RETIRED", "error": "gone: it was killed"}
+    shown = statuses["rollout.1"]
+    assert (shown["state"], shown["error"]) == ("RETIRED", "gone: it was killed")
+    assert [one.service for one in gather(statuses)] == ["receiver.1", "rollout.1"]
+    assert not any(one.blocks for one in gather(statuses)), "the other one works"
+    (told,) = [one for one in gather(statuses) if one.service == "rollout.1"]
+    assert told.reason == (
+        "gone: it was killed; it is retired, its restarts being spent, and started again in 120 s, "
+        "or by 'asyncrl scale rollout=2'"
+    )
+    run.launcher.gone.add("rollout.0")
+    assert all(one.blocks for one in gather(run.pulse())), "no replica works"
+    run.pulse()
     facts = run.upkeep.describe("rollout.1")
     assert (facts["stage"], facts["reason"]) == ("RETIRED", "gone: it was killed")
     assert 100.0 < facts["back_in_s"] <= 120.0

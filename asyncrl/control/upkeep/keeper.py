@@ -30,7 +30,7 @@ from asyncrl.control.fleet.messages import (
     Wanted,
 )
 from asyncrl.control.fleet.saved import dump, restore
-from asyncrl.control.fleet.units import LEARNER, Stage, key_of
+from asyncrl.control.fleet.units import LEARNER, Stage, Unit, key_of
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.record.events import EventLog, Kind
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
@@ -397,7 +397,7 @@ class Upkeep:
         """Return the statuses with those that are between two lives, without those that have left."""
         units = self._machine.units.values()
         dead = {
-            member.name: {"state": RETIRED if unit.is_retired else DEAD, "error": unit.last_reason}
+            member.name: self._describe_down(unit)
             for unit in units
             for member in unit.members.values()
             if member.is_down
@@ -411,8 +411,17 @@ class Upkeep:
         self._failures = {
             name: why for name, why in self._failures.items() if name in told and name not in up
         }
-        again = {name: why for name, why in self._failures.items() if told[name].get("state") != DEAD}
+        again = {name: why for name, why in self._failures.items() if name not in dead}
         return told | {name: {**told[name], "failure": why} for name, why in again.items()}
+
+    def _describe_down(self, unit: Unit) -> dict[str, Any]:
+        """Return the status of a service without a process; that one is retired is an obstacle, `failure`."""
+        if not unit.is_retired:
+            return {"state": DEAD, "error": unit.last_reason}
+        back_in_s = max(0.0, (unit.due or 0.0) - self._machine.lived)
+        why = f"{unit.last_reason}; it is retired, its restarts being spent, and started again in "
+        why += f"{back_in_s:.0f} s, or by 'asyncrl scale rollout={self._machine.wanted}'"
+        return {"state": RETIRED, "error": unit.last_reason, "failure": why}
 
     def _describe_begun(self, effects: list[Effect]) -> dict[str, list[str]]:
         started = [one.name for one in effects if isinstance(one, Start) and one.name.startswith("rollout.")]
