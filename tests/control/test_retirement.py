@@ -52,3 +52,20 @@ def test_what_an_engine_has_done_is_its_answers_and_what_others_have_done_their_
     status = {"state": "READY", "step": 7, "trajectories": 90}
     assert event_of("rollout.0", status) == Heard("rollout.0", "READY", 90)
     assert event_of("learner.0", status) == Heard("learner.0", "READY", 7)
+
+
+def test_a_back_off_goes_on_under_the_next_supervisor_where_it_was(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    first.begin()
+    for _ in range(6):
+        first.launcher.gone.add("receiver.1")
+        first.pulse()
+        first.pulse(9.0)
+        first.pulse()
+    for _ in range(10):
+        first.pulse(5.0)
+    second = Run(tmp_path, first.launcher)
+    second.upkeep.begin(2, 0)
+    second.pulse()
+    assert 50.0 < second.upkeep.describe("rollout.1")["back_in_s"] < 75.0
+    second.upkeep.stop(5.0, {})

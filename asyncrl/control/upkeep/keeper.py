@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 STATUS_DEADLINE_S = 1.0
 LAST_STATUS_DEADLINE_S = 10.0
+SAVED_EVERY_S = 10.0
+"""While a unit waits for its start."""
 DEAD, RETIRED = "DEAD", "RETIRED"
 """The states that a service is shown in between two lives; the second for minutes."""
 UNKNOWN: dict[str, Any] = {
@@ -441,4 +443,6 @@ def _without_ages(state: dict[str, Any]) -> dict[str, Any]:
 
 def _settled(unit: dict[str, Any]) -> dict[str, Any]:
     ages = {key: value is not None for key, value in unit.items() if key.endswith("_s")}
+    if unit["due_in_s"] is not None:  # the next supervisor is not to wait for it all over again
+        ages["due_in_s"] = unit["due_in_s"] // SAVED_EVERY_S
     return {**unit, **ages, "restarts": len(unit["restart_ages_s"])}

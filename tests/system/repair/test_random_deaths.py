@@ -31,17 +31,18 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 BETWEEN_S = (8.0, 25.0)
 SUPERVISOR, SHM = "supervisor.0", Path("/dev/shm")
-SETS = ("learner.steps=1000000", "checkpoint.every_steps=20")
+SETS = ("learner.steps=1000000", "checkpoint.every_steps=20", "launcher.start_deadline_s=900")
+"""On two cores under much other work vLLM took over 300 s to start."""
+START_S = 1200.0
 FURTHER_STEPS = 5
 """That the run must train after the last death, within"""
 FURTHER_S = 600.0
 """seconds: on a busy machine both replicas may have to load vLLM anew, or one of them is retired."""
 
 
-def processes_of(run: UpRun) -> dict[str, list[int]]:
-    """Return the processes of each service that `asyncrl status` names, and of the supervisor."""
+def processes_of(run: UpRun, named: dict[str, int | None]) -> dict[str, list[int]]:
+    """Return the living processes, children too, of the supervisor and of the services that are `named`."""
     run_id = json.loads((run.folder / "run.json").read_text())["run_id"]
-    named = {name: service.get("pid") for name, service in run.status().get("services", {}).items()}
     found = {SUPERVISOR: pids_of_service(run_id, SUPERVISOR)}
     for name, pid in named.items():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -52,18 +53,6 @@ def processes_of(run: UpRun) -> dict[str, list[int]]:
 
 def _children(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-
-
-def kill_one(run: UpRun, source: random.Random) -> str:
-    """Kill a process of a service, each service as likely as another; return whose it was, empty for none."""
-    services = processes_of(run)
-    if not services:
-        return ""
-    name = source.choice(sorted(services))
-    pid = source.choice(services[name])
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    return name if pid == services[name][0] else f"{name} (child)"
 
 
 def semaphores_of(run: UpRun) -> set[str]:
@@ -89,6 +78,7 @@ class Trial:
     def __init__(self, run: UpRun, seed: int) -> None:
         self._run, self._source = run, random.Random(seed)
         self._newest, self._moved_at, self._longest_s = 0, time.monotonic(), 0.0
+        self._named: dict[str, int | None] = {}
         self.victims: Counter[str] = Counter()
         self.marks: set[str] = set()
 
@@ -99,8 +89,24 @@ class Trial:
             self._watch_until(now + self._source.uniform(*BETWEEN_S))
             assert self._run.process.poll() is None, f"the run ended:\n{self._run.finish()[1]}"
             self.marks |= semaphores_of(self._run)
-            self.victims[name := kill_one(self._run, self._source)] += 1
+            self.victims[name := self._kill_one()] += 1
             print(f"{time.monotonic() - began:6.1f} s  step {self._newest:5}  kill {name}", flush=True)
+
+    def _kill_one(self) -> str:
+        """Kill a process of a service, each service as likely as another, and return whose it was.
+
+        While no supervisor answers the services are those that the last one named: it is no likelier victim.
+        """
+        services = self._run.status().get("services", {})
+        self._named = {name: one.get("pid") for name, one in services.items()} or self._named
+        living = processes_of(self._run, self._named)
+        if not living:
+            return "nobody"
+        name = self._source.choice(sorted(living))
+        pid = self._source.choice(living[name])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        return name if pid == living[name][0] else f"{name} (child)"
 
     def _watch_until(self, end: float) -> None:
         while (now := time.monotonic()) < end:
@@ -126,7 +132,7 @@ def load() -> str:
 
 def outlive(run: UpRun, seed: int, minutes: float) -> None:
     """Let processes of the run die for so long, then see it train on, and end with nothing left."""
-    run.wait_for(lambda status: is_at_work(status) and status["step"] >= 10, 400.0)
+    run.wait_for(lambda status: is_at_work(status) and status["step"] >= 10, START_S)
     print(f"\nseed {seed}, {minutes:g} minutes, {load()}", flush=True)
     trial = Trial(run, seed)
     trial.strike_for(minutes * 60)
