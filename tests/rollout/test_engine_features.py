@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.errors import EngineError
 from rollout_service.engine.features import NEEDED, Feature, check_features, find_missing
+from rollout_service.engine.limits import CPU_HEAD_SIZES, find_unsupported_head
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +73,11 @@ def test_all_that_is_missing_is_named_at_once(engine_class: Any, monkeypatch: py
 def test_every_needed_feature_says_where_it_is():
     assert all(feature.module.startswith("vllm.") for feature in NEEDED)
     assert len({dataclasses.astuple(feature)[:2] for feature in NEEDED}) == len(NEEDED)
+
+
+def test_the_head_sizes_that_plan_knows_are_those_of_vllms_attention_on_cpu():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
+    assert 16 not in CPU_HEAD_SIZES and "heads of 16" in find_unsupported_head(16, gpus=0)
+    assert find_unsupported_head(16, gpus=1) == "", "GPUs have a backend for any"
