@@ -37,6 +37,10 @@ class ConfigError(AsyncrlError, ValueError):
     """The configuration, or what it names, cannot be used. The CLI exits with code 2."""
 
 
+class UnknownRun(ConfigError, LookupError):
+    """There is no run of that name, living or ended. The CLI exits with code 4."""
+
+
 class DataError(AsyncrlError, ValueError):
     """A data file or one of its rows cannot be used."""
 

@@ -3,7 +3,8 @@
 `ASYNCRL_FAULT=learner.updated@3` kills the process with SIGKILL when it passes the point
 `learner.updated` at step 3; without `@3`, when it first passes the point. `receiver.bucket@2.1` is
 bucket 1 of version 2. `stop:` before the name sends SIGSTOP instead; who planned that sends SIGCONT.
-`kill:receiver.bucket@2.1:812,813` strikes those processes, when this one passes the point.
+`kill:receiver.bucket@2.1:812,813` strikes those processes, when this one passes the point. `interrupt:` sends
+SIGINT, as Ctrl-C does: `interrupt:head.ray:812` to the `asyncrl up` of pid 812 when its head starts Ray.
 Invariant: a fault strikes once.
 """
 
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 
 VARIABLE = "ASYNCRL_FAULT"
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
 _STRUCK = "TtZX"  # stopped, traced, zombie, dead: see proc(5)
 _STRIKE_S = 1.0
 
@@ -42,7 +43,7 @@ def fault_point(name: str, *place: int | None) -> None:
     others = [pid for pid in pids if pid != os.getpid()]
     for pid in others:
         os.kill(pid, number)
-    for pid in others:
+    for pid in others if number != signal.SIGINT else ():
         _wait_until_struck(pid)
     if len(others) == len(pids) != 0:
         return

@@ -60,6 +60,7 @@ class Leader:
         self._connect = connect
         self._handoff: Handoff | None = None
         self._store = store
+        self.torn: list[str] = []
         self.keeper = CheckpointKeeper(
             store,
             self._commit,
@@ -140,8 +141,12 @@ class Leader:
         self._token = opened.token
         self._handoff = self._connect(opened.token)
         self._commits = [Commit(found.token, found.step, found.digest) for found in opened.checkpoints]
-        commit = self._store.newest_valid(self._commits, log.warning)
+        refused: list[str] = []
+        commit = self._store.newest_valid(self._commits, refused.append)
         step = commit.step if commit else 0
+        self.torn = [f"{why}; going on from step {step}" for why in refused]
+        for sentence in self.torn:
+            log.warning("%s", sentence)
         kept = self._store.cut(step).controllers.get("guard", {}) if commit else {}
         self._watch.restore(kept, opened.note)
         if opened.steps_trained or commit:

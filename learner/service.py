@@ -18,6 +18,7 @@ from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.metrics.row_log import append_row
+from asyncrl.states import ServiceState
 from asyncrl.versions import PolicyVersion
 from learner.algorithms.diagnostics.summary import throughput_metrics
 from learner.algorithms.objective import Objective
@@ -84,7 +85,7 @@ class LearnerService:
         )
         self._rows: list[dict[str, Any]] = []
         self._step = self._resumed_step = 0
-        self._state = "starting"
+        self._state = ServiceState.STARTING
         self._step_began = self._clock.now()
 
     def run(self, stop: threading.Event) -> None:
@@ -105,6 +106,7 @@ class LearnerService:
             "resumed_step": self._resumed_step,
             "last_evaluation": self._leader.last_evaluation if self._leader else 0,
             "paused": self._leader is not None and self._leader.is_paused,
+            "torn": self._leader.torn if self._leader else [],
             "checkpointed_step": self._leader.checkpointed_step if self._leader else 0,
         }
 
@@ -167,8 +169,8 @@ class LearnerService:
         if self._recorder is not None:
             self._recorder.restart_at(order.step)
         self._step, self._resumed_step = order.step, order.step
-        if self._state == "starting":  # a rollback's time belongs to the step that comes after it
-            self._state = "training"
+        if self._state == ServiceState.STARTING:  # a rollback's time belongs to the step that comes after it
+            self._state = ServiceState.READY
             self._begin_account()
 
     def _begin_account(self) -> None:
@@ -261,7 +263,7 @@ class LearnerService:
             self._recorder.note_weights(order.step, handoff.digest, self._config.weight_sync.bucket_bytes)
 
     def _finish(self, order: Finish) -> None:
-        self._state = "finishing"
+        self._state = ServiceState.FINISHING
         if self._recorder is not None and self._leader is not None:
             oldest = self._leader.oldest_kept_step
             if oldest < self._step:  # the last checkpoint alone is kept: nothing would be left

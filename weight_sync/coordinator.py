@@ -20,6 +20,7 @@ from asyncrl.errors import FencedError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
 from asyncrl.rpc import Request, Server
+from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED, PolicyVersion
 from asyncrl.wire import field
 from weight_sync.coordination.journal import Journal
@@ -68,7 +69,7 @@ class CoordinatorService:
         self._picture_at = 0.0
         self._described_until = 0.0
         self._newer_token = 0
-        self._snapshot: dict[str, Any] = {**self._describe(), "state": "STARTING"}
+        self._snapshot: dict[str, Any] = {**self._describe(), "state": ServiceState.STARTING}
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop`."""
@@ -349,7 +350,7 @@ class CoordinatorService:
         for name, member in coordination.members.items():
             members[name]["silent_s"] = round(now - member.last_seen, 3)
         return {
-            "state": "FENCED" if self._newer_token else "RUNNING",
+            "state": ServiceState.FENCED if self._newer_token else ServiceState.READY,
             "address": self._server.address,
             "token": coordination.token,
             "version": self._version(),

@@ -24,6 +24,7 @@ from asyncrl.errors import SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys
 from asyncrl.rpc import Request, Server
+from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
 from asyncrl.wire import field
 from weight_sync.backends.contract import Transport
@@ -111,7 +112,7 @@ class PublisherService:
         self._current: Manifest | None = pool.current.manifest if pool.current else None
         self._is_full = False
         self.counters: Counter[str] = Counter()
-        self._snapshot: dict[str, Any] = {"state": "STARTING", "address": self._server.address}
+        self._snapshot: dict[str, Any] = {"state": ServiceState.STARTING, "address": self._server.address}
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop`, then unlink the segments."""
@@ -158,7 +159,7 @@ class PublisherService:
         self._make_room()
         current = self._current.version if self._current else None
         self._snapshot = {
-            "state": "RUNNING",
+            "state": ServiceState.READY,
             "address": self._server.address,
             "version": [current.number, current.step] if current else None,
             "segments": self._pool.describe(),

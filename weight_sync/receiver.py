@@ -27,6 +27,7 @@ from asyncrl.errors import AsyncrlError, SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys
 from asyncrl.rpc import Request, Server
+from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
 from asyncrl.wire import field
 from weight_sync.backends.contract import Transport
@@ -117,7 +118,7 @@ class ReceiverService:
         self._parked: _Parked | None = None
         self._heard = ReportLog()
         self.counters: Counter[str] = Counter()
-        self._snapshot: dict[str, Any] = {"state": "STARTING", "address": self._server.address}
+        self._snapshot: dict[str, Any] = {"state": ServiceState.STARTING, "address": self._server.address}
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop`, then unlink the staging segments."""

@@ -31,6 +31,7 @@ from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
 from asyncrl.obstacle import OBSTACLES
 from asyncrl.rpc import Handler, Limits, Request, Server
+from asyncrl.states import ServiceState
 from asyncrl.wire import Frame
 
 log = logging.getLogger(__name__)
@@ -302,7 +303,7 @@ class BufferService:
         self._desk.is_paused = is_paused
         self._desk.wire_counters = self._server.counters
         self._store = store
-        self._state = "starting"
+        self._state = ServiceState.STARTING
 
     @property
     def address(self) -> str:
@@ -310,14 +311,14 @@ class BufferService:
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set."""
-        self._state = "ready"
+        self._state = ServiceState.READY
         log.info("the buffer listens on %s", self.address)
         try:
             self._server.serve(self._desk, stop, end_turn=self._desk.end_turn)
             self._desk.refresh_status()
-            self._state = "stopped"
+            self._state = ServiceState.ENDED
         except BaseException:  # process boundary, SystemExit too: whoever asks must see how it ended
-            self._state = "failed"
+            self._state = ServiceState.FAILED
             raise
         finally:
             self._store.journal.close()

@@ -4,11 +4,12 @@ Imports at the top stay light: `asyncrl --help` answers in well under half a sec
 data, stderr is talk.
 
 Exit codes: 0 done, 1 the run or a command failed, 2 usage or configuration, 3 a run is degraded,
-4 no such live run, 130 interrupted.
+4 no such run, or no live one, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -17,7 +18,7 @@ import typer
 from asyncrl import __version__
 from asyncrl.cli import exits
 from asyncrl.cli.commands import bench, data, models, operating, preparing, reading, running
-from asyncrl.cli.options import PLAIN
+from asyncrl.cli.options import PLAIN, show_help
 from asyncrl.errors import AsyncrlError
 
 app = typer.Typer(help="Asynchronous reinforcement learning for language models.", **PLAIN)
@@ -32,18 +33,29 @@ app.add_typer(bench.app, name="bench")
 
 @app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """Answer `--version`."""
+    """Answer `--version`, and show the help where nothing is asked for."""
     if version:
         print(__version__)
         raise typer.Exit(exits.OK)
+    show_help(context)
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one message and an exit code, never a traceback."""
+    """Run the command line; whatever goes wrong is one message and an exit code, never a traceback."""
     try:
         app(prog_name="asyncrl")
     except AsyncrlError as error:
         exits.say(exits.message_of(error))
         sys.exit(exits.code_of(error))
+    except BrokenPipeError:  # `asyncrl ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(exits.OK)
+    except OSError as error:
+        exits.say(f"asyncrl: {error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        sys.exit(exits.FAILED)
+    except Exception as error:  # process boundary: a defect of ours; nobody reads a traceback on a terminal
+        exits.say(exits.message_of_defect(error))
+        sys.exit(exits.FAILED)

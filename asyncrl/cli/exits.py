@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+import traceback
 
 from asyncrl.config.problems import ConfigProblems
 from asyncrl.errors import AsyncrlError, ConfigError, DataError
@@ -20,14 +23,23 @@ def code_of(error: AsyncrlError) -> int:
 
     A lookup that found nothing is a run that is not there.
     """
-    if isinstance(error, ConfigError | DataError):
-        return USAGE
-    return NOT_RUNNING if isinstance(error, LookupError) else FAILED
+    if isinstance(error, LookupError):
+        return NOT_RUNNING
+    return USAGE if isinstance(error, ConfigError | DataError) else FAILED
 
 
 def message_of(error: AsyncrlError) -> str:
     """Return what to print: problems of a file begin with their place, all else with our name."""
     return str(error) if isinstance(error, ConfigProblems) else f"asyncrl: {error}"
+
+
+def message_of_defect(error: Exception) -> str:
+    """Return what to print of an error that nobody foresaw; its traceback goes into a file."""
+    descriptor, path = tempfile.mkstemp(prefix="asyncrl-", suffix=".traceback", text=True)
+    with os.fdopen(descriptor, "w") as file:
+        traceback.print_exception(error, file=file)
+    what = f"{type(error).__name__}: {error}".rstrip(": ")
+    return f"asyncrl: a defect of asyncrl: {what}\nPlease report it with {path}"
 
 
 def say(sentence: str) -> None:

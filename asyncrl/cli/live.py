@@ -1,109 +1,58 @@
-"""The live view: a snapshot of a run as one line of text or as a panel (pure).
+"""A run's snapshot as one line, as a row of a table, as text or as a panel (pure).
 
-Nothing here asks, waits or prints. A value that the snapshot lacks is shown as a dash.
+Nothing here asks, waits or prints. Words and figures are those of the page (`control.page.view`); one that
+the snapshot lacks is a dash.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.cli.bulletin import obstacle_text
+from asyncrl.cli.reports.table import align
+from asyncrl.control.page.figures import DASH
+from asyncrl.control.page.view import view_of
+from asyncrl.control.record.metering import FIRST_OF_LIFE
 
 Snapshot = Mapping[str, Any]
 
-DASH = "-"
-CLEARLY_MORE = 0.1
-STATE_STYLES = {
-    "running": "green",
-    "finished": "green",
-    "READY": "green",
-    "training": "green",
-    "failed": "bold red",
-    "DEAD": "red",
-    "RETIRED": "red",
-    "gone": "red",
-    "stopping": "yellow",
-    "starting": "yellow",
-}
+TONE_STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "busy": "yellow"}
+PANEL_WIDTH = 100
+NUM_EVENTS = 8
+LEGEND = "lag: mean/largest, in steps; tokens/s and idle: replicas/learner; s: the newest step"
 
 
-def line_of(snapshot: Snapshot) -> str:
-    """Return the snapshot as one line, without a step while there is none."""
-    state = snapshot.get("state", DASH)
-    phase = f" ({snapshot['phase']})" if snapshot.get("phase") else ""
-    if not snapshot.get("metrics"):
-        return f"{snapshot.get('run', 'run')}: {state}{phase}"
-    fields = [
-        f"step {_steps(snapshot)}",
-        f"reward {_number(snapshot, 'critic/rewards/mean', '.3f')}",
-        f"lag {_lag(snapshot)}",
-        f"tokens/s {_rates(snapshot)}",
-        f"idle {_idle(snapshot)}",
-        f"{_number(snapshot, 'timing_s/step', '.2f')} s",
-        waiting(snapshot),
-    ]
-    if snapshot.get("accuracy") is not None:
-        fields.append(f"accuracy {snapshot['accuracy']:.3f}")
-    if state != "running" or phase:
-        fields.append(f"{state}{phase}")
-    return "  ".join(filter(None, fields))
+# --- a line -----------------------------------------------------------------------------------
 
 
-def resumed_line_of(snapshot: Snapshot) -> str:
-    """Return where a resumed run goes on, empty while that and the ledger's account are not known."""
-    residue = (snapshot.get("ledger") or {}).get("residue")
-    if not snapshot.get("resumed_step") or residue is None:
-        return ""
-    return f"resumed at step {snapshot['resumed_step']}, residue {_plain(residue)}"
-
-
-def panel_of(snapshot: Snapshot) -> RenderableType:
-    """Return the snapshot as a panel: progress, rates, who waits for whom, services, ledger."""
-    state = str(snapshot.get("state", DASH))
-    style = STATE_STYLES.get(state, "") if state_of(snapshot) == state else "yellow"
-    title = Text.assemble(str(snapshot.get("run", "run")), "  ", (state_of(snapshot), style))
-    parts: list[RenderableType] = [_figures(snapshot)]
-    if resumed := resumed_line_of(snapshot):
-        parts.insert(0, Text(resumed, style="dim"))
-    for one in reversed(snapshot.get("obstacles") or []):
-        style = "bold red" if one.get("blocks") else "yellow"
-        parts.insert(0, Text(f"{one.get('service')}: {obstacle_text(one)}", style=style))
-    if snapshot.get("services"):
-        parts += [Text(), _services(snapshot["services"])]
-    if snapshot.get("error"):
-        parts += [Text(), Text(str(snapshot["error"]), style="bold red")]
-    return Panel(Group(*parts), title=title, title_align="left", expand=False)
-
-
-def bottleneck(snapshot: Snapshot) -> str:
-    """Return who sets the pace and why, in a sentence; empty if the snapshot does not say."""
-    found = snapshot.get("bottleneck") or {}
-    who, why, waits_for = (str(found.get(key) or "") for key in ("who", "why", "learner_waits_for"))
-    sentence = f"{who}: {why}" if who else why
-    return f"{sentence}; the learner waits for {waits_for}" if waits_for not in ("", who) else sentence
-
-
-def row_of(snapshot: Snapshot) -> dict[str, str]:
-    """Return the snapshot as a row of a table of several runs."""
-    held = (snapshot.get("bottleneck") or {}).get("who")
-    accuracy = snapshot.get("accuracy")
-    return {
-        "run": str(snapshot.get("run", DASH)),
-        "state": state_of(snapshot),
-        "step": _steps(snapshot),
-        "reward": _number(snapshot, "critic/rewards/mean", ".3f"),
-        "accuracy": DASH if accuracy is None else f"{accuracy:.3f}",
-        "lag": _lag(snapshot),
-        "tokens/s": _rates(snapshot),
-        "idle": _idle(snapshot),
-        "bottleneck": held or DASH,
+def fields_of(snapshot: Snapshot) -> dict[str, str]:
+    """Return what a line says, by the name of each field; `step` alone stays while nothing changes."""
+    view = view_of(snapshot)
+    fields = {
+        "step": f"step {_steps(snapshot)}",
+        "reward": f"reward {_number(snapshot, 'critic/rewards/mean', '.3f')}",
+        "lag": f"lag {_lag(snapshot)}",
+        "rates": f"tokens/s {_rates(snapshot)}",
+        "idle": f"idle {_idle(snapshot)}",
+        "seconds": f"{_number(snapshot, 'timing_s/step', '.2f')} s",
+        "accuracy": f"accuracy {snapshot['accuracy']:.3f}" if snapshot.get("accuracy") is not None else "",
+        "left": f"{view['time_left']} left" if view["time_left"] else "",
+        "bottleneck": view["bottleneck"]["title"].removesuffix(".") if view["bottleneck"]["node"] else "",
     }
+    return {name: text for name, text in fields.items() if text}
+
+
+def state_line_of(snapshot: Snapshot) -> str:
+    """Return the run's name, its state and what it is busy with."""
+    phase = f" ({snapshot['phase']})" if snapshot.get("phase") else ""
+    return f"{snapshot.get('run', 'run')}: {state_of(snapshot)}{phase}"
 
 
 def state_of(snapshot: Snapshot) -> str:
@@ -113,22 +62,27 @@ def state_of(snapshot: Snapshot) -> str:
         unusual.append("paused")
     if snapshot.get("health", "ok") != "ok":
         unusual.append(str(snapshot["health"]))
-    return ", ".join([str(snapshot.get("state", DASH)), *unusual])
+    return ", ".join([str(snapshot.get("state") or DASH), *unusual])
 
 
-def waiting(snapshot: Snapshot) -> str:
-    """Return who waits for whom, in a sentence; empty while it is not known."""
-    learner, replicas = (
-        _metric(snapshot, "perf/learner_idle_share"),
-        _metric(snapshot, "perf/rollout_idle_share"),
-    )
-    if learner is None or replicas is None:
-        return ""
-    if learner > replicas + CLEARLY_MORE:
-        return "the learner waits for the replicas"
-    if replicas > learner + CLEARLY_MORE:
-        return "the replicas wait for the learner"
-    return "neither side waits much longer than the other"
+# --- several runs -----------------------------------------------------------------------------
+
+
+def row_of(snapshot: Snapshot) -> dict[str, str]:
+    """Return the snapshot as a row of a table of several runs."""
+    accuracy = snapshot.get("accuracy")
+    return {
+        "run": str(snapshot.get("run", DASH)),
+        "state": state_of(snapshot),
+        "step": _steps(snapshot),
+        "left": view_of(snapshot)["time_left"] or DASH,
+        "reward": _number(snapshot, "critic/rewards/mean", ".3f"),
+        "accuracy": DASH if accuracy is None else f"{accuracy:.3f}",
+        "lag": _lag(snapshot),
+        "tokens/s": _rates(snapshot),
+        "idle": _idle(snapshot),
+        "bottleneck": (snapshot.get("bottleneck") or {}).get("who") or DASH,
+    }
 
 
 def table_of(values: Mapping[str, Any]) -> str:
@@ -137,44 +91,157 @@ def table_of(values: Mapping[str, Any]) -> str:
     return "\n".join(f"{name:<{width}}  {_plain(value)}" for name, value in values.items())
 
 
-def _figures(snapshot: Snapshot) -> Table:
+# --- one run as text --------------------------------------------------------------------------
+
+
+def text_of(snapshot: Snapshot) -> list[str]:
+    """Return all that the page shows but curves and rollouts, as lines without colours or boxes."""
+    view = view_of(snapshot)
+    sections = [
+        _head(snapshot, view),
+        _pipeline(view["nodes"]),
+        _account(view["account"]),
+        _lag_lines(view["lag"]),
+        _services(view["services"]),
+        _events(view["events"]),
+    ]
+    lines: list[str] = []
+    for section in filter(None, sections):
+        lines += ["", *section] if lines else section
+    return lines
+
+
+def _head(snapshot: Snapshot, view: Mapping[str, Any]) -> list[str]:
+    left = f"about {view['time_left']} left" if view["time_left"] else ""
+    accuracy = f"held-out accuracy {view['accuracy']}" if view["accuracy"] != DASH else ""
+    facts = ", ".join(filter(None, (f"step {view['step']} of {view['steps']}", left, accuracy)))
+    found = view["bottleneck"]
+    return list(
+        filter(
+            None,
+            (
+                f"{state_line_of(snapshot)}, {facts}",
+                *(f"! {obstacle_line(one)}" for one in view["obstacles"]),
+                view["place"],
+                view["resumed"],
+                view["error"],
+                " ".join(filter(None, (found["title"], found["why"].strip(DASH), found["wait"]))),
+            ),
+        )
+    )
+
+
+def obstacle_line(one: Mapping[str, Any]) -> str:
+    """Return what keeps the run from its next step, of a view."""
+    count = f" ({one['count']})" if one["count"] else ""
+    return f"{one['service']}: {one['text']}{count}"
+
+
+def _pipeline(nodes: list[dict[str, Any]]) -> list[str]:
+    rows = []
+    for node in nodes:
+        figures = ", ".join(f"{name} {value}" for name, value in node["figures"])
+        rows.append([node["title"], f"{node['value']} {node['unit']}", figures])
+    return align(rows)
+
+
+def _account(account: Mapping[str, Any]) -> list[str]:
+    lines = [f"Account: residue {account['residue']}"]
+    for law in account["laws"]:
+        parts = " + ".join(f"{part['name']} {part['count']}" for part in law["parts"])
+        lines.append(f"  {law['name']} {law['total']} = {parts}")
+    return lines
+
+
+def _lag_lines(lag: Mapping[str, Any]) -> list[str]:
+    head = (
+        f"Lag of trained tokens, in steps: mean {lag['mean']}, largest {lag['max']}, bound {lag['max_lag']}, "
+        f"masked {lag['masked']}"
+    )
+    bars = [f"{bar['lag']}: {bar['text']}" for bar in lag["bars"] if bar["share"] > 0]
+    return [head, f"  {'   '.join(bars)}"] if bars else [head]
+
+
+def _services(services: list[dict[str, Any]]) -> list[str]:
+    if not services:
+        return []
+    columns = ["service", "state", "version", "behind", "heartbeat", "restarts", "gateway"]
+    rows = [
+        [str(one.get("name" if name == "service" else name) or "") for name in columns] for one in services
+    ]
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return align([columns, *rows])
+
+
+def _events(events: list[dict[str, Any]]) -> list[str]:
+    if not events:
+        return []
+    rows = [
+        [_clock_time(one["time"]), one["kind"], one["service"], one["text"]] for one in events[:NUM_EVENTS]
+    ]
+    return ["Events, the newest first", *align(rows)]
+
+
+# --- one run as a panel -----------------------------------------------------------------------
+
+
+def panel_of(snapshot: Snapshot, width: int = PANEL_WIDTH) -> RenderableType:
+    """Return the snapshot as a panel of a fixed width: progress, rates, who waits for whom, services."""
+    view = view_of(snapshot)
+    title = Text.assemble(view["run"], "  ", (state_of(snapshot), TONE_STYLES.get(view["tone"], "")))
+    parts: list[RenderableType] = [
+        Text(obstacle_line(one), TONE_STYLES.get(one["tone"], "")) for one in view["obstacles"]
+    ]
+    parts += [Text(view["resumed"], "dim")] if view["resumed"] else []
+    if view["phase"]:
+        parts.append(Text(view["phase"], "yellow"))
+    parts += [_progress(snapshot, view, width), _figures(snapshot, view), *_states(view["services"])]
+    if view["error"]:
+        parts += [Text(), Text(view["error"], style="bold red")]
+    return Panel(Group(*parts), title=title, title_align="left", width=width)
+
+
+def _progress(snapshot: Snapshot, view: Mapping[str, Any], width: int) -> RenderableType:
+    left = f"about {view['time_left']} left" if view["time_left"] else ""
+    grid = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=1.0, completed=view["progress"] or 0.0, width=max(10, width // 3))
+    grid.add_row(Text(f"step {_steps(snapshot)}"), bar, Text(left))
+    return grid
+
+
+def _figures(snapshot: Snapshot, view: Mapping[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
+    table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    if snapshot.get("phase"):
-        table.add_row("phase", str(snapshot["phase"]))
-    table.add_row("step", _steps(snapshot))
-    table.add_row("reward", _number(snapshot, "critic/rewards/mean", ".3f"))
-    if snapshot.get("accuracy") is not None:
-        table.add_row("accuracy", f"{snapshot['accuracy']:.3f} on held-out prompts")
-    table.add_row("lag", f"{_lag(snapshot)} (mean/max, learner steps)")
-    table.add_row("tokens/s", f"{_rates(snapshot)} (rollout/learner)")
-    verdict = waiting(snapshot)
-    table.add_row("idle", f"{_idle(snapshot)} (rollout/learner)" + (f": {verdict}" if verdict else ""))
-    if bottleneck(snapshot):
-        table.add_row("bottleneck", Text(bottleneck(snapshot)))
-    if snapshot.get("ledger"):
-        table.add_row(
-            "ledger", ", ".join(f"{name} {_plain(value)}" for name, value in snapshot["ledger"].items())
-        )
+    accuracy = f", held-out accuracy {view['accuracy']}" if view["accuracy"] != DASH else ""
+    table.add_row("reward", f"{_number(snapshot, 'critic/rewards/mean', '.3f')}{accuracy}")
+    lag = view["lag"]
+    table.add_row("lag", f"mean {lag['mean']}, largest {lag['max']}, bound {lag['max_lag']} steps")
+    rollout, learner = _rates(snapshot).split("/")
+    table.add_row("tokens/s", f"replicas {rollout}, learner {learner}")
+    rollout, learner = _idle(snapshot).split("/")
+    table.add_row("idle", f"replicas {rollout}, learner {learner} of their time")
+    found = view["bottleneck"]
+    if found["node"]:
+        table.add_row("pace", Text(f"{found['title']} {found['why']}"))
+    table.add_row("account", f"residue {view['account']['residue']}")
     return table
 
 
-def _services(services: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    columns = ("service", "state", "version")
-    has_gateway = any(service.get("gateway") for service in services.values())
-    for column in (*columns, "gateway") if has_gateway else columns:
-        table.add_column(column)
-    for name in sorted(services):
-        state, version = str(services[name].get("state") or DASH), services[name].get("version")
-        table.add_row(
-            name,
-            Text(state, style=STATE_STYLES.get(state, "")),
-            DASH if version is None else str(version),
-            *([str(services[name].get("gateway") or "")] if has_gateway else []),
-        )
-    return table
+def _states(services: list[dict[str, Any]]) -> list[RenderableType]:
+    """Return each replica with its version on one line, and the other services by state on another."""
+    replicas, others = Text(), Text()
+    for one in services:
+        line = replicas if one["is_replica"] else others
+        version = f" v{one['version']}" if one["is_replica"] and one["version"] != DASH else ""
+        line.append(f"{one['name']} ").append(one["state"], TONE_STYLES.get(one["tone"], ""))
+        line.append(f"{version}   ")
+    gateways = [Text(f"{one['name']} gateway {one['gateway']}") for one in services if one.get("gateway")]
+    return [line for line in (replicas, others, *gateways) if line]
+
+
+# --- figures ----------------------------------------------------------------------------------
 
 
 def _metric(snapshot: Snapshot, name: str) -> float | None:
@@ -182,9 +249,18 @@ def _metric(snapshot: Snapshot, name: str) -> float | None:
     return None if value is None else float(value)
 
 
+def _clock_time(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s).strftime("%H:%M:%S")
+
+
 def _number(snapshot: Snapshot, name: str, form: str) -> str:
     value = _metric(snapshot, name)
     return DASH if value is None else format(value, form)
+
+
+def _of_learner(snapshot: Snapshot, name: str, form: str) -> str:
+    """Return a figure of the learner; none of the first step, whose time holds the start of the run."""
+    return DASH if _metric(snapshot, FIRST_OF_LIFE) else _number(snapshot, name, form)
 
 
 def _steps(snapshot: Snapshot) -> str:
@@ -198,12 +274,12 @@ def _lag(snapshot: Snapshot) -> str:
 
 def _rates(snapshot: Snapshot) -> str:
     rollout = _number(snapshot, "perf/rollout_tokens_per_s", ",.0f")
-    return f"{rollout}/{_number(snapshot, 'perf/learner_tokens_per_s', ',.0f')}"
+    return f"{rollout}/{_of_learner(snapshot, 'perf/learner_tokens_per_s', ',.0f')}"
 
 
 def _idle(snapshot: Snapshot) -> str:
     rollout = _number(snapshot, "perf/rollout_idle_share", ".0%")
-    return f"{rollout}/{_number(snapshot, 'perf/learner_idle_share', '.0%')}"
+    return f"{rollout}/{_of_learner(snapshot, 'perf/learner_idle_share', '.0%')}"
 
 
 def _plain(value: Any) -> str:

@@ -5,6 +5,7 @@ Imports nothing heavy: every command line loads this.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +13,18 @@ import typer
 
 if TYPE_CHECKING:
     from asyncrl.control.api.client import RunClient
+    from asyncrl.control.record.rundir import RunDir
 
-PLAIN: dict[str, Any] = {"no_args_is_help": True, "rich_markup_mode": None}
+PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
+GROUP: dict[str, Any] = {**PLAIN, "invoke_without_command": True}
+"""Of a group of commands: it shows its help where it is called without one."""
+
+
+def show_help(context: typer.Context) -> None:
+    """Print the help of a group that was called without a command."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit(0)
 
 
 def complete_run(context: typer.Context, incomplete: str) -> list[str]:
@@ -32,20 +43,12 @@ def complete_config(incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete))
 
 
-RunName = Annotated[
-    str | None,
-    typer.Option(
-        "--run",
-        help="The run's name or folder; without it, the one started last.",
-        autocompletion=complete_run,
-    ),
+RUN_HELP = "The run's name or folder; without it, the one started last."
+Run = Annotated[str | None, typer.Argument(metavar="[RUN]", help=RUN_HELP, autocompletion=complete_run)]
+RunOption = Annotated[
+    str | None, typer.Option("--run", metavar="RUN", help="The same.", autocompletion=complete_run)
 ]
-Run = Annotated[
-    str | None,
-    typer.Argument(
-        help="The run's name or folder; without it, the one started last.", autocompletion=complete_run
-    ),
-]
+"""Every command that is about a run takes it either way: `asyncrl VERB NAME`, `asyncrl VERB --run NAME`."""
 RunsDir = Annotated[str, typer.Option("--dir", help="The folder that holds the runs (run.dir).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 Configs = Annotated[
@@ -65,17 +68,47 @@ Step = Annotated[
 ]
 
 
-def find_live(runs_dir: str, name: str | None) -> RunClient:
+def find_live(runs_dir: str, *names: str | None) -> RunClient:
     """Return a client of the named live run, or of the one that was started last."""
     from asyncrl.control.api.client import find_run
 
-    return find_run(runs_dir, name)
+    return find_run(runs_dir, one_of(*names))
 
 
-def name_run(runs_dir: str, name: str | None) -> str:
-    """Return the named run, or the one that was started last; living or ended."""
-    if name:
-        return name
+def find_live_folder(runs_dir: str, *names: str | None) -> RunDir:
+    """Return the folder of the named live run, or of the live one that was started last."""
+    from asyncrl.control.api import client
+
+    return client.find_live_folder(runs_dir, one_of(*names))
+
+
+def find_folder(runs_dir: str, *names: str | None) -> Path:
+    """Return the folder of the named run, or of the one that was started last; living or ended.
+
+    Raises:
+        UnknownRun: There is none.
+    """
     from asyncrl.control.record.sync_history import find_newest_folder
 
-    return str(find_newest_folder(runs_dir))
+    name = one_of(*names)
+    if not name:
+        return find_newest_folder(runs_dir)
+    from asyncrl.config.load import find_run_folder
+
+    return find_run_folder(name, runs_dir)
+
+
+def one_of(*names: str | None) -> str | None:
+    """Return the run that was named as an argument or with `--run`; a command is about one."""
+    given = {name for name in names if name}
+    if len(given) > 1:
+        raise typer.BadParameter(f"two runs are named: {', '.join(sorted(given))}", param_hint="RUN")
+    return given.pop() if given else None
+
+
+def split_run(words: Sequence[str], is_other: Callable[[str], bool], usage: str) -> tuple[str | None, str]:
+    """Return the run, if it was named, and the last word, of `[RUN] WORD`."""
+    *runs, last = words
+    if len(runs) > 1 or not is_other(last):
+        raise typer.BadParameter(f"'{' '.join(words)}' is not of the form {usage}")
+    return (runs[0] if runs else None), last

@@ -15,6 +15,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.problems import ConfigProblems, Problem, suggest
 from asyncrl.control.services import function
 from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.states import RUN_ENDS, RunState
 
 if TYPE_CHECKING:
     from asyncrl.config.load import Loaded
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 AUTO, NEVER = "auto", "never"
 KEY = re.compile(r"[a-z_]+(\.\w+)+|[a-z_]+(?=:)")
 """A key, or a section before a colon, at the beginning of a line."""
-ENDING = ("stopping", "stopped", "finished", "failed")
+ENDING = (RunState.STOPPING, *RUN_ENDS)
 """States of a run whose head still cleans up."""
 
 
@@ -68,10 +69,25 @@ def up(
             )
             watch.print_summary(folder)
             return exits.OK
-        handle = _start(loaded.config, resume, step, command_of(configs, overrides))
+        try:
+            handle = _start(loaded.config, resume, step, command_of(configs, overrides))
+        except KeyboardInterrupt:
+            return _interrupted(folder)
     except ConfigError as error:
         raise placed(error, loaded) from error
     return _detach(handle) if is_detached else watch.follow(handle)
+
+
+def _interrupted(folder: RunDir) -> int:
+    """Ctrl-C in a start: end the head if it is there."""
+    from asyncrl.cli import watch
+    from asyncrl.control.launch.handle import attach
+
+    if (live := attach(folder)) is not None:
+        watch.stop(live)
+    else:
+        say("interrupted: nothing was started")
+    return exits.INTERRUPTED
 
 
 def _await_end_of_ending(live: RunHandle | None) -> RunHandle | None:
@@ -79,9 +95,10 @@ def _await_end_of_ending(live: RunHandle | None) -> RunHandle | None:
     if live is None or live.poll().get("state") not in ENDING:
         return live
     from asyncrl.cli import watch
+    from asyncrl.cli.views import LineView
 
     say("the run is still ending")
-    watch.watch(live, watch.LineView(sys.stderr), SystemClock())
+    watch.watch(live, LineView(sys.stderr), SystemClock())
     live.clear()
     return None
 
@@ -130,7 +147,7 @@ def _refuse_difference(folder: RunDir, config: Config, resume: str) -> None:
     from asyncrl.control.launch.lineage import differences
     from asyncrl.control.launch.run import with_absolute_dir
 
-    end_it = f"End it first: asyncrl down --run {folder.path.name} --dir {folder.path.parent}"
+    end_it = f"End it first: asyncrl down {folder.path.name} --dir {folder.path.parent}"
     if resume != AUTO:
         raise ConfigError(f"--resume {resume}: the run in {folder.path} is live", hint=end_it)
     before = load_config(folder.asked if folder.asked.exists() else folder.resolved)
@@ -144,14 +161,15 @@ def _refuse_difference(folder: RunDir, config: Config, resume: str) -> None:
 def _detach(handle: RunHandle) -> int:
     """Return once somebody can be asked about the run; say how to watch it."""
     from asyncrl.cli import watch
+    from asyncrl.cli.views import LineView
 
     try:
-        is_up = watch.follow_until_up(handle, watch.LineView(sys.stderr), SystemClock())
+        is_up = watch.follow_until_up(handle, LineView(sys.stderr), SystemClock())
     except KeyboardInterrupt:
         return exits.INTERRUPTED
     if not is_up:
         return watch.report(handle)
-    place = f"--run {handle.folder.path.name} --dir {handle.folder.path.parent}"
+    place = f"{handle.folder.path.name} --dir {handle.folder.path.parent}"
     say(f"the run is in the background (process {handle.pid}). Watch it: asyncrl status -w {place}")
     say(f"its logs: {handle.folder.logs}. End it: asyncrl down {place}")
     return exits.OK

@@ -3,7 +3,7 @@
 consumes: snapshots of the run, a few times a second
 waits for: the head process to end
 unblocked by: its end, or Ctrl-C, which stops the run
-produces: a live panel, or a line per step and per phase where stdout is no terminal; how the run ended
+produces: a panel, or lines where stdout is no terminal (see `views`); how the run ended
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl.cli import exits
-from asyncrl.cli.bulletin import Bulletin
 from asyncrl.cli.exits import say
-from asyncrl.cli.live import Snapshot, line_of, panel_of, resumed_line_of, table_of
+from asyncrl.cli.live import Snapshot, table_of
+from asyncrl.cli.views import View, view_on
 from asyncrl.clock import Clock, SystemClock
+from asyncrl.states import RUN_ENDS, RunState
 
 if TYPE_CHECKING:
     from asyncrl.control.record.rundir import RunDir
@@ -47,61 +48,11 @@ class Watched(Protocol):
     def result(self) -> dict[str, Any]: ...
 
 
-class View(Protocol):
-    """Shows one snapshot after the other."""
-
-    def show(self, snapshot: Snapshot) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class LineView:
-    """A line whenever the step, the state or the phase has changed, and one that says where a run goes on."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._shown: tuple[Any, ...] = ()
-        self._resumed = ""
-        self._bulletin = Bulletin()
-
-    def show(self, snapshot: Snapshot) -> None:
-        if not self._resumed and (resumed := resumed_line_of(snapshot)):
-            self._resumed = resumed
-            print(resumed, file=self._stream, flush=True)
-        for line in self._bulletin.lines(snapshot):
-            print(line, file=self._stream, flush=True)
-        has_metrics = bool(snapshot.get("metrics"))
-        news = (snapshot.get("state"), snapshot.get("step"), has_metrics, snapshot.get("phase"))
-        if news != self._shown:
-            self._shown = news
-            print(line_of(snapshot), file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """A line is complete when it is printed."""
-
-
-class PanelView:
-    """A panel that is drawn again in place."""
-
-    def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._live = Live(console=Console(file=stream), auto_refresh=False)
-        self._live.start()
-
-    def show(self, snapshot: Snapshot) -> None:
-        self._live.update(panel_of(snapshot), refresh=True)
-
-    def close(self) -> None:
-        self._live.stop()
-
-
 class PhaseTimer:
     """Says what a run is busy with while it ends, and for how long it was.
 
     >>> timer = PhaseTimer(SystemClock(), lambda sentence: None)
-    >>> timer.show({"phase": "ending Ray"})
+    >>> timer.show({"state": "stopping", "phase": "ending Ray"})
     >>> timer.summary()
     'ending Ray 0.0 s'
     """
@@ -118,8 +69,8 @@ class PhaseTimer:
         return self._clock.now() - self._began
 
     def show(self, snapshot: Snapshot) -> None:
-        is_running = snapshot.get("state") == "running"
-        phase = ASKED if is_running else str(snapshot.get("phase") or self._phase or ASKED)
+        is_ending = snapshot.get("state") in (RunState.STOPPING, *RUN_ENDS)
+        phase = str(snapshot.get("phase") or self._phase or ASKED) if is_ending else self._phase or ASKED
         if phase == self._phase:
             return
         begins_s = self.elapsed_s
@@ -132,11 +83,6 @@ class PhaseTimer:
         starts = [*self._phases.values(), self.elapsed_s]
         spans = zip(self._phases, starts, starts[1:], strict=False)
         return ", ".join(f"{phase} {end - start:.1f} s" for phase, start, end in spans)
-
-
-def view_on(stream: TextIO) -> View:
-    """Return the view that suits `stream`."""
-    return PanelView(stream) if stream.isatty() else LineView(stream)
 
 
 def watch(
@@ -195,12 +141,14 @@ def stop(run: Watched) -> None:
         run.stop(0.0)
     say(f"stopped in {timer.elapsed_s:.1f} s ({timer.summary()})")
     if not tell_failure(run.folder, outcome):
-        say(f"'asyncrl up' goes on from the newest checkpoint in {run.folder.path}")
+        from asyncrl.control.record.ending import next_start_of
+
+        say(next_start_of(run.folder))
 
 
 def tell_failure(folder: RunDir, outcome: dict[str, Any]) -> bool:
     """Print to stderr what a run failed of, if it did, perhaps while it was being stopped; return whether."""
-    if outcome.get("state") != "failed":
+    if outcome.get("state") != RunState.FAILED:
         return False
     from asyncrl.control.record.ending import paragraph
 

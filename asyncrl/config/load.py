@@ -26,7 +26,7 @@ from asyncrl.config.problems import ORIGIN, ConfigProblems, Places, Problem
 from asyncrl.config.rules.format import FORMAT, OLDEST, bring_up_to_date
 from asyncrl.config.secrets import hide_in_option
 from asyncrl.config.tree import Config, CriticSection
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, UnknownRun
 
 REPAIR_ROUNDS = 4
 OPTION = "--set "
@@ -258,10 +258,10 @@ def _conflict_problems(conflicts: Iterable[Conflict], places: Places, touched: s
 
 
 def find_run_folder(run: str, runs_dir: str) -> Path:
-    """Return the folder of a run by name or path. Raises ConfigError if there is none."""
+    """Return the folder of a run by name or path. Raises UnknownRun if there is none."""
     for folder in (Path(runs_dir) / run, Path(run)):
         if (folder / "resolved.yaml").is_file():
             return folder
     names = sorted(path.parent.name for path in Path(runs_dir).glob("*/resolved.yaml"))
     hint = f"There are: {', '.join(names)}" if names else "Say where the runs are with --dir"
-    raise ConfigError(f"there is no run '{run}' in {runs_dir}", hint=hint)
+    raise UnknownRun(f"there is no run '{run}' in {runs_dir}", hint=hint)

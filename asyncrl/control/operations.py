@@ -22,11 +22,11 @@ from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
 from asyncrl.errors import ConfigError, DeadlineExceeded, Refused, RemoteError, ServiceFailed
 from asyncrl.service import read_paused, write_paused
+from asyncrl.states import RUN_ENDS, RunState, ServiceState
 
 log = logging.getLogger(__name__)
 
-RUNNING = "running"
-LEAVING = ("stopping", "finished", "stopped", "failed")
+LEAVING = (RunState.STOPPING, *RUN_ENDS)
 PAUSED_SERVICES = ("buffer.0", "learner.0")
 COMMANDS = ("scale", "drain", "pause", "unpause", "checkpoint", "tighten", "stop")
 
@@ -108,7 +108,7 @@ class Operations:
         replicas = args.get("replicas")
         if type(replicas) is not int or not 0 <= replicas <= MAX_REPLICAS:
             raise ConfigError(f"replicas must be a whole number from 0 to {MAX_REPLICAS}, not {replicas!r}")
-        if self.crew.state != RUNNING:
+        if self.crew.state != RunState.RUNNING:
             raise Refused(f"the run is {self.crew.state}; only a running one can be scaled")
         with _as_refusal():
             self.check_room(replicas)
@@ -124,7 +124,7 @@ class Operations:
         if type(index) is not int or index not in known:
             there = ", ".join(f"rollout.{one}" for one in known) or "none"
             raise ConfigError(f"there is no replica rollout.{index} to drain; there are: {there}")
-        if self.crew.state != RUNNING:
+        if self.crew.state != RunState.RUNNING:
             raise Refused(f"the run is {self.crew.state}; only a running one's replicas can be drained")
         with _as_refusal():
             return self.crew.drain(index)
@@ -214,7 +214,7 @@ class Operations:
             self._drop_promise(owed)
             return
         learner = statuses.get("learner.0", {})
-        is_back = learner.get("state") == "training" and learner.get("step", -1) >= owed["step"]
+        is_back = learner.get("state") == ServiceState.READY and learner.get("step", -1) >= owed["step"]
         if owed["life"] == self.crew.learner_life or not is_back:
             return
         try:
@@ -232,7 +232,7 @@ class Operations:
 
     def _stop(self, args: dict[str, Any]) -> dict[str, Any]:
         self.crew.stop()
-        return {"state": "stopping"}
+        return {"state": RunState.STOPPING}
 
     def _refuse_if_leaving(self) -> None:
         if self.crew.state in LEAVING:

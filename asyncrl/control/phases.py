@@ -8,21 +8,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.states import RunState, ServiceState
+
 Statuses = Mapping[str, Mapping[str, Any]]
 
-BEGINNING = ("starting", "STARTING", "silent")
+BEGINNING = (ServiceState.WAITING, ServiceState.STARTING, ServiceState.SILENT)
 """A process that loads its libraries may not answer for seconds."""
 
 
-def phase_of(state: str, statuses: Statuses) -> str:
+def phase_of(state: str, statuses: Statuses, *, is_saving: bool = False) -> str:
     """Return what a run in `state` is busy with, from its services' statuses.
 
-    >>> phase_of("starting", {"buffer.0": {"state": "starting"}})
+    Args:
+        is_saving: While it stops: its learner has been asked for a last checkpoint, alone, and has not ended.
+
+    >>> phase_of("starting", {"buffer.0": {"state": "STARTING"}})
     'the buffer reads its journal'
     """
-    if state in ("starting", "running"):
+    if state in (RunState.STARTING, RunState.RUNNING):
         return _first_of(statuses)
-    return _last_of(statuses) if state == "stopping" else ""
+    if state != RunState.STOPPING:
+        return ""
+    return "the learner ends its step and writes a checkpoint" if is_saving else "ending the services"
 
 
 def _first_of(statuses: Statuses) -> str:
@@ -40,22 +47,15 @@ def _first_of(statuses: Statuses) -> str:
     ]
     if busy := ", ".join(filter(None, parts)):
         return busy
-    if engines and not any(engine.get("state") == "READY" for engine in engines):
+    if engines and not any(engine.get("state") == ServiceState.READY for engine in engines):
         return "the first weights go to the replicas"
     return "the first batch is sampled"
 
 
 def _after_training(learner: list[Mapping[str, Any]], statuses: Statuses) -> str:
-    is_done = all(rank.get("state") == "ended" for rank in learner)
+    is_done = all(rank.get("state") == ServiceState.ENDED for rank in learner)
     is_pending = statuses.get("buffer.0", {}).get("evaluations_pending")
     return "the last evaluation" if is_done and is_pending else ""
-
-
-def _last_of(statuses: Statuses) -> str:
-    """The learner is asked first and alone; the others end when its checkpoint is written."""
-    if all(rank.get("state") in ("ended", "failed", "gone") for rank in _of_kind("learner", statuses)):
-        return "ending the services"
-    return "the learner ends its step and writes a checkpoint"
 
 
 def _of_kind(kind: str, statuses: Statuses) -> list[Mapping[str, Any]]:

@@ -28,8 +28,8 @@ from asyncrl.control.operations import Operations
 from asyncrl.control.phases import phase_of
 from asyncrl.control.record import metering
 from asyncrl.control.record.events import EventLog
+from asyncrl.control.record.pace import Pace
 from asyncrl.control.record.recorder import (
-    FIRST_OF_LIFE,
     Recorder,
     Row,
     evaluation_rows,
@@ -44,8 +44,10 @@ from asyncrl.control.roster import Roster
 from asyncrl.control.row_fetcher import RowFetcher
 from asyncrl.control.upkeep.keeper import Upkeep
 from asyncrl.errors import AsyncrlError, ConfigError, ServiceFailed
+from asyncrl.faults import fault_point
 from asyncrl.metrics.row_log import read_rows
 from asyncrl.obstacle import Cause
+from asyncrl.states import SERVICE_ENDS, RunState, ServiceState
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +62,6 @@ SERVICE_STOP_S = 20.0
 EVENTS_TOLD = 50
 SAME_ROW = ("training/global_step", "timing_s/step")
 """No two rows have both alike, save one that was taken down twice."""
-OVER = {"ended", "failed", "gone"}
 TOLD_BY_OTHERS = (Cause.SERVICE_DOWN, Cause.STALL)
 """Obstacles with events of their own: `exit`, `restart`, `ready` and `stall`."""
 TOLD_OF_SERVICES = ("state", "version", "pid", "address", "gateway", "node", "trajectories")
@@ -87,6 +88,7 @@ class Supervisor:
         self._stall = ""
         self._autoscaler = _autoscaler_of(roster.config)
         self._meter = metering.Meter()
+        self._pace = Pace()
         self._is_stop_asked = threading.Event()
         self._over_since = 0.0
         self._statuses: dict[str, dict[str, Any]] = {}
@@ -99,25 +101,28 @@ class Supervisor:
         rows = load_rows(self._run_dir.metrics)
         self._seen_evaluations = metering.evaluation_ids(rows)
         self._evaluation = next(reversed(evaluation_rows(rows)), {})
-        self._state = "starting"
+        self._state = RunState.STARTING
         self._error = self._outcome = ""
+        self._is_saving = False
+        self._torn_told: set[str] = set()
+        self._learner_has_trained: bool | None = None
         self.see_off: Callable[[], None] = lambda: None
 
     # --- the service protocol -------------------------------------------------------------
 
     def run(self, stop: threading.Event) -> None:
         """Run to the end of training, to a stop, or to the first failure; then end every service."""
-        outcome: dict[str, Any] = {"state": "finished", "error": "", "service": "", "tail": []}
+        outcome: dict[str, Any] = {"state": RunState.FINISHED, "error": "", "service": "", "tail": []}
         try:
             self._begin()
             if self._upkeep.ending is None:
                 self._watch(stop)
             outcome.update(self._upkeep.ending or {})
             if self._is_stop_asked.is_set() or stop.is_set():
-                outcome["state"] = "stopped"
+                outcome["state"] = RunState.STOPPED
         except ServiceFailed as failure:
             service = failure.message.split(" ")[0]
-            outcome.update(state="failed", error=str(failure), service=service)
+            outcome.update(state=RunState.FAILED, error=str(failure), service=service)
             outcome["tail"] = self._run_dir.tail(service)
             log.error("the run failed: %s", failure)
             self._save_what_can_be()
@@ -127,13 +132,20 @@ class Supervisor:
         """Return the snapshot that the CLI, the page and the API show."""
         statuses = self._statuses
         buffer, learner = statuses.get("buffer.0", {}), statuses.get("learner.0", {})
+        config = self._roster.config
         return {
-            "run": self._roster.config.run.name,
+            "run": config.run.name,
+            "run_id": self._roster.run_id,
+            "folder": str(self._run_dir.path),
             "state": self._state,
-            "phase": phase_of(self._state, statuses),
+            "phase": phase_of(self._state, statuses, is_saving=self._is_saving),
             "health": self._health(),
             "step": learner.get("step", self._row.get("training/global_step", 0)),
-            "steps": self._roster.config.learner.steps,
+            "steps": config.learner.steps,
+            "time_left_s": self._pace.time_left_s(config.learner.steps),
+            "max_lag": config.staleness.max_lag,
+            "ready_groups": config.staleness.ready_batches * config.learner.groups_per_step,
+            "torn": learner.get("torn", []),
             "resumed_step": learner.get("resumed_step", 0),
             "paused": self._operations.is_paused,
             "metrics": self._row,
@@ -153,7 +165,7 @@ class Supervisor:
 
     def _health(self) -> str:
         is_held_up = self._watchdog.is_stalled or any(one.blocks for one in self._obstacles.present)
-        is_ill = self._state == "failed" or self._upkeep.is_degraded or is_held_up
+        is_ill = self._state == RunState.FAILED or self._upkeep.is_degraded or is_held_up
         return "degraded" if is_ill else "ok"
 
     def weights(self) -> dict[str, Any]:
@@ -209,6 +221,8 @@ class Supervisor:
             self._is_stop_asked.set()
         self._recover_rows()
         self._must_skip = is_taken_over
+        self._learner_has_trained = None if is_taken_over else False
+        fault_point("supervisor.begun")
 
     def _watch(self, stop: threading.Event) -> None:
         while not (self._is_stop_asked.is_set() or stop.is_set()):
@@ -222,11 +236,16 @@ class Supervisor:
     def _stop_learner(self) -> None:
         """Have the learner write its checkpoint and end, while those whom it needs for it are kept up.
 
+        One that has trained nothing since it was started has nothing to write.
+
         Raises:
             ServiceFailed: It did not: what it did since its last checkpoint is lost.
         """
-        self._state = "stopping"
+        self._state = RunState.STOPPING
         self._upkeep.finish_learner()
+        if not self._has_trained():
+            return
+        self._is_saving = True
         ranks = self._upkeep.learners
         ending = threading.Thread(
             target=self._launcher.stop, args=(ranks, LEARNER_STOP_S), name="stop-learner", daemon=True
@@ -236,12 +255,20 @@ class Supervisor:
             self._statuses = self._upkeep.pulse()
             self._collect_rows()
             ending.join(PULSE_S)
+        self._is_saving = False
         last = self._launcher.statuses(ranks, LAST_STATUS_DEADLINE_S)
         self._statuses = self._statuses | last  # anew: the API may be reading the other one
         self._collect_rows()
-        if (why := _why_unsaved(last.get("learner.0", {"state": "ended"}))) is not None:
+        if (why := _why_unsaved(last.get("learner.0", {"state": ServiceState.ENDED}))) is not None:
             lost = "it wrote no checkpoint as the run was stopped, which goes on from the newest one"
             raise ServiceFailed(f"learner.0 {why}; {lost}")
+
+    def _has_trained(self) -> bool:
+        """Whether the learner may have anything that its newest checkpoint lacks.
+
+        What it said last counts while it is silent. A supervisor that took over assumes so at first.
+        """
+        return self._learner_has_trained is not False
 
     def _observe(self) -> None:
         self._statuses = self._upkeep.pulse()
@@ -249,13 +276,31 @@ class Supervisor:
             raise ServiceFailed(end.reason)
         self._look_for_obstacles()
         self._check_groups()
-        if self._state == "starting" and self._statuses["learner.0"].get("state") == "training":
-            self._state = "running"
+        if (
+            self._state == RunState.STARTING
+            and self._statuses["learner.0"].get("state") == ServiceState.READY
+        ):
+            self._state = RunState.RUNNING
+        self._keep_time(time.monotonic())
         self._operations.keep_paused(self._statuses)
         self._operations.keep_promise(self._statuses)
         self._autoscale(self._collect_rows())
         self._collect_evaluations()
         self._watch_for_stalls()
+
+    def _keep_time(self, now: float) -> None:
+        """Take note of how fast steps are done and tokens come, and of checkpoints that are torn."""
+        self._meter.note(now, self._statuses)
+        learner = self._statuses.get("learner.0", {})
+        if learner.get("state") in STARTING_STATES:
+            self._learner_has_trained = False
+        if "step" in learner:
+            self._learner_has_trained = int(learner["step"]) > int(learner.get("resumed_step", 0))
+            self._pace.note(now, int(learner["step"]), is_working=not self._operations.is_paused)
+        for sentence in learner.get("torn", ()):
+            if sentence not in self._torn_told:
+                self._torn_told.add(sentence)
+                self._events.add("checkpoint", "learner.0", sentence)
 
     def _check_groups(self) -> None:
         """A run whose first groups all fail would never take a step."""
@@ -278,7 +323,7 @@ class Supervisor:
             raise ServiceFailed(f"{end.service} can take no version, nor can another replica: {end.sentence}")
 
     def _watch_for_stalls(self) -> None:
-        is_meant_to_train = self._state == "running" and not self._operations.is_paused
+        is_meant_to_train = self._state == RunState.RUNNING and not self._operations.is_paused
         known = next((one for one in self._obstacles.present if one.blocks), None)
         known = None if known is None or known.cause is Cause.STALL else known
         stall = self._watchdog.look(
@@ -299,7 +344,7 @@ class Supervisor:
         is_late = time.monotonic() - self._over_since > LEARNER_STOP_S
         if is_late:
             log.warning("the learner is over; of its other ranks: %s", others)
-        return set(others.values()) <= OVER or is_late
+        return set(others.values()) <= set(SERVICE_ENDS) or is_late
 
     def _collect_rows(self) -> list[Row]:
         """Take down the learner's rows since the last pulse, and return them."""
@@ -321,13 +366,13 @@ class Supervisor:
         rates = self._meter.update(time.monotonic(), self._statuses)
         recorded = []
         for row in rows:
-            first = {FIRST_OF_LIFE: float(is_first and row is rows[0])}
+            first = {metering.FIRST_OF_LIFE: float(is_first and row is rows[0])}
             recorded.append(self._recorder.record({**row, **rates, **first}))
         self._row = recorded[-1]
         return recorded
 
     def _autoscale(self, rows: list[Row]) -> None:
-        if self._autoscaler is None or self._state != "running" or self._operations.is_paused:
+        if self._autoscaler is None or self._state != RunState.RUNNING or self._operations.is_paused:
             return
         wanted, ready = self._upkeep.wanted, self._upkeep.num_ready
         decision = self._autoscaler.decide(time.monotonic(), wanted, ready, rows)
@@ -393,16 +438,16 @@ class Supervisor:
 
     def _save_what_can_be(self) -> None:
         """Let the learner write its checkpoint, if it and the buffer live, and it was not asked before."""
-        if self._state == "stopping":
+        if self._state == RunState.STOPPING:
             return
         states = [self._statuses.get(name, {}).get("state") for name in ("learner.0", "buffer.0")]
-        if states[0] == "training" and states[1] == "ready":
+        if states == [ServiceState.READY, ServiceState.READY]:
             self._launcher.stop(self._upkeep.learners, LEARNER_STOP_S)
 
     def _end(self, outcome: dict[str, Any]) -> None:
-        self._state, self._error = "stopping", outcome["error"]
-        unstopped, last = self._upkeep.stop(SERVICE_STOP_S, outcome)
-        ended = {name: status for name, status in last.items() if status["state"] == "ended"}
+        self._state, self._error = RunState.STOPPING, outcome["error"]
+        unstopped, last = self._upkeep.stop(SERVICE_STOP_S, outcome, has_work=self._has_trained())
+        ended = {name: status for name, status in last.items() if status["state"] == ServiceState.ENDED}
         self._statuses = self._statuses | ended
         if unstopped:
             log.warning("killed after %g s: %s", SERVICE_STOP_S, ", ".join(sorted(unstopped)))
@@ -424,10 +469,11 @@ class Supervisor:
 def _why_unsaved(status: dict[str, Any]) -> str | None:
     """Return why a learner that was to stop has left no checkpoint, None if it has or had none to write."""
     state = status["state"]
-    if state == "ended" or state in STARTING_STATES:
+    if state == ServiceState.ENDED or state in STARTING_STATES:
         return None
-    if state in OVER:
-        return f"{state}: {status.get('error') or 'without a message'}"
+    if state in SERVICE_ENDS:
+        word = "died" if state == ServiceState.DEAD else "failed"
+        return f"{word}: {status.get('error') or 'without a message'}"
     return f"did not end within {LEARNER_STOP_S:g} s"
 
 

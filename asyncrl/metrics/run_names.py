@@ -104,6 +104,12 @@ _BALANCE = singles(
 
 _ROLLOUT = singles(
     "supervisor",
+    ("perf/rollout_tokens", "tokens", "Tokens that all replicas sampled since the row before"),
+    (
+        "perf/rollout_tokens_s",
+        "s",
+        "Time that `perf/rollout_tokens` took; at first from the first token on",
+    ),
     ("perf/rollout_tokens_per_s", "tokens/s", "Sampled tokens per second of all replicas, over the last 2 s"),
     (
         "perf/rollout_idle_share",

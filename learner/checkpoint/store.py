@@ -174,7 +174,7 @@ class CheckpointStore:
             except ForeignFormatError:
                 raise
             except CheckpointError as error:
-                warn(str(error))
+                warn(f"step {commit.step} is torn: {error.message}")
             else:
                 return commit
         return None

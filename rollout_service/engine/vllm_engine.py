@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncrl.errors import EngineError
+from asyncrl.faults import fault_point
 from asyncrl.versions import UNLOADED, PolicyVersion, Span
 from rollout_service.engine import core_nursery
 from rollout_service.engine.core_log import CoreLog
@@ -315,6 +316,8 @@ class VllmEngine:
 def _start_async_llm(settings: VllmSettings) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    fault_point("rollout.engine")
 
     start_core = contextlib.nullcontext() if settings.num_gpus else core_nursery.forked_cores()
     with start_core:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from asyncrl.buffer.composition import ledger_settings, open_journal
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.cli.app import app
+from asyncrl.cli.reports.account import lines_of
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
 from asyncrl.errors import CheckpointError, ConfigError
@@ -86,7 +87,7 @@ def test_a_living_run_and_an_ended_one_are_told_and_verified_alike(tmp_path: Pat
     told = json.loads(ask(tmp_path, "inspect", "account", "told", "--json").stdout)
     assert told["account"]["trained"] == 4
     assert told["account"]["residue"] == 0
-    assert told["lag"] == {"0": 4}
+    assert (told["lag"], told["max_lag"]) == ({"0": 4}, 1)
 
 
 @pytest.fixture
@@ -157,3 +158,14 @@ def test_a_run_that_keeps_no_journal_and_one_that_is_not_there_are_said(tmp_path
         pass
     assert "keeps no journal" in str(ask(tmp_path, "verify", "told").exception)
     assert "no run 'other'" in str(ask(tmp_path, "verify", "other").exception)
+
+
+def test_a_lag_over_the_bound_is_said_to_be_of_masked_tokens() -> None:
+    text = "\n".join(lines_of({"max_lag": 4, "lag": {0: 900, 4: 80, 5: 76}, "events": 7}))
+    assert "lag of the oldest token of each trained group (max_lag 4)" in text
+    rows = dict(line.strip().rsplit(" ", 1) for line in text.splitlines() if line.startswith("  "))
+    assert {name.strip(): count for name, count in rows.items()} == {
+        "0": "900",
+        "4": "80",
+        "5 (over max_lag: masked)": "76",
+    }

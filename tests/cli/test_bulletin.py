@@ -9,7 +9,7 @@ from rich.console import Console
 
 from asyncrl.cli.bulletin import Bulletin
 from asyncrl.cli.live import panel_of
-from asyncrl.cli.watch import LineView
+from asyncrl.cli.views import LineView
 
 AWAY = {"service": "buffer.0", "reason": "Redis is away: Connection refused", "count": 1, "blocks": True}
 

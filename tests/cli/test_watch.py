@@ -8,15 +8,13 @@ import pytest
 
 from asyncrl.cli import exits
 from asyncrl.cli.up import find_config, placed
+from asyncrl.cli.views import LineView
 from asyncrl.cli.watch import (
     POLL_S,
-    LineView,
-    PanelView,
     PhaseTimer,
     follow,
     follow_until_up,
     sigterm_as_interrupt,
-    view_on,
     watch,
 )
 from asyncrl.clock import ManualClock
@@ -62,31 +60,10 @@ def at(step):
     return {"run": "x", "state": "running", "step": step, "steps": 3, "metrics": {"critic/rewards/mean": 0.5}}
 
 
-def test_a_step_is_one_line_however_often_it_is_seen():
-    stream = io.StringIO()
-    run = ScriptedRun([{"state": "starting"}, {"state": "starting"}, at(1), at(1), at(2)])
-    watch(run, LineView(stream), ManualClock())
-    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == [
-        "run: starting",
-        "step 1/3",
-        "step 2/3",
-    ]
-
-
 def test_watching_sleeps_between_polls():
     clock = ManualClock()
     watch(ScriptedRun([at(1), at(2)]), LineView(io.StringIO()), clock)
     assert clock.now() == 2 * POLL_S
-
-
-def test_the_panel_is_drawn_and_left_behind():
-    stream = io.StringIO()
-    watch(ScriptedRun([at(1), at(2)]), PanelView(stream), ManualClock())
-    assert "2/3" in stream.getvalue()
-
-
-def test_a_stream_that_is_no_terminal_gets_lines():
-    assert isinstance(view_on(io.StringIO()), LineView)
 
 
 def test_ctrl_c_stops_the_run_and_ends_with_130():
@@ -105,17 +82,6 @@ def test_what_a_run_has_left_is_ended_before_its_outcome_is_told():
     run = ScriptedRun([at(1)])
     follow(run)
     assert run.is_cleared
-
-
-def test_a_phase_is_one_line_too_while_there_is_no_step():
-    stream = io.StringIO()
-    phases = ["starting Ray", "starting Ray", "the learner loads its weights"]
-    snapshots = [{"run": "x", "state": "starting", "phase": phase} for phase in phases]
-    watch(ScriptedRun(snapshots), LineView(stream), ManualClock())
-    assert stream.getvalue().splitlines() == [
-        "x: starting (starting Ray)",
-        "x: starting (the learner loads its weights)",
-    ]
 
 
 def test_a_detached_run_is_watched_until_its_services_are_known():
@@ -139,10 +105,30 @@ def test_the_parts_of_an_end_are_told_as_they_begin_and_add_up_to_the_whole():
     clock, told = ManualClock(), []
     timer = PhaseTimer(clock, told.append)
     for phase, lasting_s in (("a checkpoint", 1.0), ("a checkpoint", 2.0), ("ending Ray", 2.0)):
-        timer.show({"phase": phase})
+        timer.show({"state": "stopping", "phase": phase})
         clock.advance(lasting_s)
     assert timer.summary() == "a checkpoint 3.0 s, ending Ray 2.0 s"
     assert told == ["   0.0 s: a checkpoint", "   3.0 s: ending Ray"]
+
+
+def test_what_a_start_is_busy_with_is_not_told_as_a_part_of_its_end() -> None:
+    told: list[str] = []
+    timer = PhaseTimer(ManualClock(), told.append)
+    for state, phase in (("starting", "2 of 2 engines load and compile"), ("stopping", "ending Ray")):
+        timer.show({"state": state, "phase": phase})
+    assert told == ["   0.0 s: the run is asked to stop", "   0.0 s: ending Ray"]
+
+
+@pytest.mark.parametrize("has_checkpoint", [False, True])
+def test_a_stopped_run_says_from_which_checkpoint_it_goes_on_and_none_where_there_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], has_checkpoint: bool
+) -> None:
+    if has_checkpoint:
+        (tmp_path / "checkpoints" / "step-00000040").mkdir(parents=True)
+    follow(ScriptedRun([KeyboardInterrupt()], folder=RunDir(tmp_path)))
+    said = capsys.readouterr().err
+    assert ("To go on from the checkpoint of step 40: asyncrl up" in said) is has_checkpoint
+    assert ("No checkpoint was written; to begin anew: asyncrl up" in said) is not has_checkpoint
 
 
 def test_a_failed_run_ends_with_1_and_tells_service_error_log_tail_on_stderr(capsys):

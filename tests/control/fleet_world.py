@@ -20,7 +20,7 @@ from asyncrl.control.fleet.messages import (
 )
 
 PULSE_S = 0.25
-UP = {"rollout": "READY", "receiver": "READY", "learner": "training"}
+UP = {"rollout": "READY", "receiver": "READY", "learner": "READY"}
 
 
 class World:
@@ -52,7 +52,7 @@ class World:
                 assert name not in self.running, f"{name} was started twice at once"
                 self.running.add(name)
                 self.starts[name].append(self.now)
-                self.states.setdefault(name, "starting")
+                self.states.setdefault(name, "STARTING")
                 if name.startswith("rollout."):
                     self.done[name] = 0
             case Kill(name) | End(name):
@@ -78,7 +78,7 @@ class World:
         """Let these, or all that run, report that they work."""
         for name in names or tuple(sorted(self.running - self.silent)):
             if name in self.running:
-                self.states[name] = UP.get(name.split(".")[0], "RUNNING")
+                self.states[name] = UP.get(name.split(".")[0], "READY")
                 self.tell(self._word_of(name))
 
     def _word_of(self, name: str) -> Heard:
@@ -87,7 +87,7 @@ class World:
     def work(self, *engines: str) -> None:
         """Let these engines that are READY finish an answer, and a learner that trains a step."""
         for name in (*engines, "learner.0"):
-            if self.states.get(name) in ("READY", "training") and name not in self.silent:
+            if self.states.get(name) == "READY" and name not in self.silent:
                 self.done[name] += 1
         for name in sorted(self.running - self.silent - self.halted):
             self.tell(self._word_of(name))
@@ -96,5 +96,5 @@ class World:
         self.tell(Gone(name, reason, cause))
 
     def finish_drain(self, index: int) -> None:
-        self.states[f"rollout.{index}"] = "ended"
-        self.tell(Heard(f"rollout.{index}", "ended"))
+        self.states[f"rollout.{index}"] = "ENDED"
+        self.tell(Heard(f"rollout.{index}", "ENDED"))

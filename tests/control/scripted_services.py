@@ -62,7 +62,7 @@ class ScriptedLearner(Scripted):
             self.rows.append({"training/global_step": len(self.rows) + 1, **ROW})
 
     def status(self) -> dict[str, Any]:
-        return {"state": "training", "step": len(self.rows), "last_evaluation": 1}
+        return {"state": "READY", "step": len(self.rows), "last_evaluation": 1}
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         assert name == "rows"
@@ -167,14 +167,19 @@ class WaitingLearner(Scripted):
     """Never gets a batch."""
 
     def status(self) -> dict[str, Any]:
-        return {"state": "training", "step": 0, "last_evaluation": 0}
+        return {"state": "READY", "step": 0, "last_evaluation": 0}
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         return {"rows": []}
 
 
 class SlowSaver(WaitingLearner):
-    """Is asked to end, and does when the file `may-save` is there; fails if it has words in it."""
+    """Has trained a step; ends once asked to and `may-save` is there, and fails if that has words in it."""
+
+    step = 1
+
+    def status(self) -> dict[str, Any]:
+        return {**super().status(), "step": self.step, "resumed_step": 0}
 
     def run(self, stop: threading.Event) -> None:
         may_save = self.context.run_dir / "may-save"
@@ -183,6 +188,12 @@ class SlowSaver(WaitingLearner):
             time.sleep(0.01)
         if words := may_save.read_text():
             raise OSError(words)
+
+
+class NothingToSave(SlowSaver):
+    """As SlowSaver, but before its first step."""
+
+    step = 0
 
 
 def make_ranked_learner(context: ServiceContext) -> Scripted:

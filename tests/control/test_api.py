@@ -149,5 +149,5 @@ def test_a_dead_run_is_not_found(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     live = {"run_id": "abcd1234", "key": "k", "sockets": "/nowhere", "pid": 1, "url": "http://127.0.0.1:9"}
     write_json(tmp_path / "old" / "run.json", live)
-    with pytest.raises(NotRunning, match="no live run"):
+    with pytest.raises(NotRunning, match="'old' was cut short before its first step: its head process 1"):
         find_run(str(tmp_path), None)

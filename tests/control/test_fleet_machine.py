@@ -301,7 +301,7 @@ def test_scaling_up_takes_who_stands_by_first() -> None:
 
 def test_a_learner_that_is_done_is_left_alone() -> None:
     world = make_world()
-    world.states["learner.0"] = "ended"
+    world.states["learner.0"] = "ENDED"
     world.wait(1.0)
     world.taken.clear()
     world.die("learner.0")
@@ -330,14 +330,14 @@ def test_a_learner_that_was_asked_to_end_is_not_started_again_and_its_peers_are(
 def test_the_same_error_without_a_step_further_is_the_end_at_the_third_time() -> None:
     world = make_world()
     for step in (5, 5, 6, 6):  # it gets past the first batch that it fails at, and not past the second
-        world.tell(Heard("learner.0", "training", step))
+        world.tell(Heard("learner.0", "READY", step))
         world.tell(Gone("learner.0", "failed: CUDA out of memory", Cause.ERROR))
         world.machine = restore(world.machine.rules, dump(world.machine), world.now)
         world.wait(5.0)
         world.bring_up()
         world.wait(WINDOW_S)
     assert world.machine.given_up is None
-    world.tell(Heard("learner.0", "training", 6))
+    world.tell(Heard("learner.0", "READY", 6))
     world.tell(Gone("learner.0", "failed: CUDA out of memory", Cause.ERROR))
     assert world.machine.given_up is not None
     assert world.machine.given_up.reason.endswith("; it did so 3 times and came no further than step 6")
@@ -365,7 +365,7 @@ def test_a_replica_that_never_starts_beside_others_that_work_is_forgone() -> Non
 def test_a_service_that_ends_unasked_is_started_again() -> None:
     world = make_world()
     world.taken.clear()
-    world.states["publisher.0"] = "ended"
+    world.states["publisher.0"] = "ENDED"
     world.wait(0.25)
     assert world.taken == [Kill("publisher.0"), Start("publisher.0")]
 
@@ -419,7 +419,7 @@ class Fleet(RuleBasedStateMachine):
     def work(self) -> None:
         """The restarts of who is up, and was heard to be, are forgotten."""
         self.world.work()
-        if self.world.states.get("learner.0") == "training":
+        if self.world.states.get("learner.0") == "READY":
             for key, stage in self.world.machine.stages().items():
                 for name in self.world.machine.units[key].members if stage is Stage.READY else ():
                     self.world.starts[name].clear()

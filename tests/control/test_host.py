@@ -21,9 +21,9 @@ from asyncrl.service import ServiceContext
 config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"})
 context = ServiceContext(config, "a.0", Path(sys.argv[1]), "id")
 host = ServiceHost("trivial_service:" + sys.argv[2], context, sys.argv[1] + "/a.0.log")
-while host.status()["state"] == "starting":
+while host.status()["state"] == "STARTING":
     pass
-if host.status()["state"] == "failed":
+if host.status()["state"] == "FAILED":
     print("kinds", host.status()["error_kinds"])
 else:
     host.command(DUMP_STACKS, {})

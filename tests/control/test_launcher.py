@@ -72,7 +72,7 @@ def test_a_service_is_started_asked_told_and_stopped(launcher: Launcher, tmp_pat
     assert await_state(launcher, "a.0", "serving")["name"] == "a.0"
     assert launcher.command("a.0", "greet", {"n": 1}, 5.0) == {"heard": "greet", "n": 1}
     assert launcher.stop(["a.0"], 5.0) == {"a.0"}
-    await_state(launcher, "a.0", "ended")
+    await_state(launcher, "a.0", "ENDED")
     launcher.kill("a.0")
 
 
@@ -80,7 +80,7 @@ def test_a_service_that_fails_says_why(launcher: Launcher, tmp_path: Path) -> No
     launcher.start(make_spec(tmp_path, "b.0"))
     await_state(launcher, "b.0", "serving")
     launcher.command("b.0", "boom", {}, 5.0)
-    assert "boom as asked" in str(await_state(launcher, "b.0", "failed")["error"])
+    assert "boom as asked" in str(await_state(launcher, "b.0", "FAILED")["error"])
     launcher.kill("b.0")
 
 
@@ -90,14 +90,14 @@ def test_a_process_that_dies_is_gone_and_its_log_stays(ray_started: None, tmp_pa
     await_state(launcher, "c.0", "serving")
     with pytest.raises(ServiceFailed, match=r"c\.0 failed 'die'"):
         launcher.command("c.0", "die", {}, 10.0)
-    await_state(launcher, "c.0", "gone")
+    await_state(launcher, "c.0", "DEAD")
     assert "c.0 runs" in (tmp_path / "c.0.log").read_text()
 
 
 def test_a_service_that_cannot_be_built_is_failed_with_its_error(ray_started: None, tmp_path: Path) -> None:
     launcher = ray_launcher.RayLauncher("tests")
     launcher.start(make_spec(tmp_path, "d.0", "build_broken"))
-    assert "no model in models/nowhere" in str(await_state(launcher, "d.0", "failed")["error"])
+    assert "no model in models/nowhere" in str(await_state(launcher, "d.0", "FAILED")["error"])
     launcher.kill("d.0")
 
 
@@ -122,10 +122,10 @@ def test_another_launcher_takes_charge_of_who_lives_and_a_stopped_one_is_replace
     assert isinstance(pid, int)
     assert pid in pids_of_service(RUN_ID, "f.0")
     os.kill(pid, signal.SIGSTOP)
-    assert launcher.statuses(["f.0"], 0.3)["f.0"] == {"state": "silent"}
+    assert launcher.statuses(["f.0"], 0.3)["f.0"] == {"state": "SILENT"}
     launcher.kill("f.0")
     assert end_service(RUN_ID, "f.0") == []
     launcher.start(make_spec(tmp_path, "f.0"))
     assert await_state(launcher, "f.0", "serving")["pid"] != pid
-    assert launcher.statuses(["g.0"], 1.0)["g.0"]["state"] == "gone"
+    assert launcher.statuses(["g.0"], 1.0)["g.0"]["state"] == "DEAD"
     launcher.kill("f.0")

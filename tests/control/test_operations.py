@@ -147,7 +147,7 @@ def test_a_service_that_was_starting_when_the_pause_came_is_told_again(
 ) -> None:
     operations.perform("pause", {})
     crew.told.clear()
-    operations.keep_paused({"buffer.0": {"paused": False}, "learner.0": {"state": "starting"}})
+    operations.keep_paused({"buffer.0": {"paused": False}, "learner.0": {"state": "STARTING"}})
     assert crew.told == [("buffer.0", "pause")]
     operations.keep_paused({"buffer.0": {"paused": True}, "learner.0": {"paused": True}})
     assert len(crew.told) == 1, "both are as they should be"
@@ -156,7 +156,7 @@ def test_a_service_that_was_starting_when_the_pause_came_is_told_again(
 def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_it_is_there(
     operations: Operations, crew: ScriptedCrew, tmp_path: Path
 ) -> None:
-    def pulse(step: int, *known: int, state: str = "training") -> int:
+    def pulse(step: int, *known: int, state: str = "READY") -> int:
         """Return how often the learner has been asked by the end of a pulse."""
         learner = {"state": state, "step": step}
         operations.keep_promise({"learner.0": learner, "buffer.0": {"checkpoints": [*known]}})
@@ -167,7 +167,7 @@ def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_it_is_there(
     assert pulse(7) == pulse(8, 5) == 1, "the learner that was asked lives, and will write it"
     crew.learner_life = 1
     assert pulse(5, 5) == 1, "it is not back at the step"
-    assert pulse(7, 5, state="starting") == 1
+    assert pulse(7, 5, state="STARTING") == 1
     crew.unreachable = {"learner.0"}
     assert pulse(7, 5) == 1
     crew.unreachable = set()
@@ -186,7 +186,7 @@ def test_a_checkpoint_that_an_earlier_start_was_asked_for_is_owed_by_nobody(
     operations.perform("checkpoint", {})
     crew.learner_life, crew.told = 1, []
     later = Operations(Roster(make_config(), tmp_path, "later", tmp_path, ""), crew, operations.events)
-    later.keep_promise({"learner.0": {"state": "training", "step": 9}})
+    later.keep_promise({"learner.0": {"state": "READY", "step": 9}})
     assert crew.told == []
 
 
@@ -238,7 +238,7 @@ def test_a_learner_that_is_late_to_answer_is_asked_once_and_one_that_refuses_aga
     write_promise(tmp_path, step=7, life=0)
     crew.learner_life = 1
     for _ in range(4):
-        operations.keep_promise({"learner.0": {"state": "training", "step": 8}})
+        operations.keep_promise({"learner.0": {"state": "READY", "step": 8}})
     assert len(asked) == 2 and read_promise(tmp_path) == (7, 1)
 
 
@@ -246,7 +246,7 @@ def test_a_promise_that_the_disk_does_not_take_ends_no_run(
     operations: Operations, crew: ScriptedCrew, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     RunDir(tmp_path).promise.mkdir()  # cannot be read as a file
-    operations.keep_promise({"learner.0": {"state": "training", "step": 8}})
+    operations.keep_promise({"learner.0": {"state": "READY", "step": 8}})
     assert "cannot be read or written" in caplog.text and crew.told == []
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.control.phases import phase_of
 
-LEARNER = {"state": "training", "step": 100, "resumed_step": 100}
+LEARNER = {"state": "READY", "step": 100, "resumed_step": 100}
 UP = {"buffer.0": {"state": "serving"}, "learner.0": LEARNER, "rollout.0": {"state": "READY"}}
 
 
@@ -14,23 +14,23 @@ UP = {"buffer.0": {"state": "serving"}, "learner.0": LEARNER, "rollout.0": {"sta
     ("statuses", "phase"),
     [
         ({}, "starting the services"),
-        ({**UP, "buffer.0": {"state": "starting"}}, "the buffer reads its journal"),
-        ({**UP, "learner.0": {"state": "starting"}}, "the learner loads its weights"),
+        ({**UP, "buffer.0": {"state": "STARTING"}}, "the buffer reads its journal"),
+        ({**UP, "learner.0": {"state": "STARTING"}}, "the learner loads its weights"),
         (
-            {**UP, "learner.0": {"state": "starting"}, "rollout.1": {"state": "STARTING"}},
+            {**UP, "learner.0": {"state": "STARTING"}, "rollout.1": {"state": "STARTING"}},
             "the learner loads its weights, 1 of 2 engines load and compile",
         ),
-        ({**UP, "learner.0": {"state": "silent"}}, "the learner loads its weights"),
+        ({**UP, "learner.0": {"state": "SILENT"}}, "the learner loads its weights"),
         ({**UP, "rollout.0": {"state": "SYNCING"}}, "the first weights go to the replicas"),
         (UP, "the first batch is sampled"),
         ({**UP, "learner.0": {**LEARNER, "step": 101}}, ""),
         (
-            {"learner.0": {**LEARNER, "step": 9, "resumed_step": 0}, "rollout.0": {"state": "starting"}},
+            {"learner.0": {**LEARNER, "step": 9, "resumed_step": 0}, "rollout.0": {"state": "STARTING"}},
             "",
         ),
         (
             {
-                "learner.0": {"state": "ended", "step": 101, "resumed_step": 100},
+                "learner.0": {"state": "ENDED", "step": 101, "resumed_step": 100},
                 "buffer.0": {"state": "serving", "evaluations_pending": 3},
             },
             "the last evaluation",
@@ -43,6 +43,8 @@ def test_each_phase_of_a_start_has_words_and_training_has_none(statuses: dict, p
 
 
 def test_a_run_that_stops_first_writes_a_checkpoint_and_then_ends_its_services() -> None:
-    assert phase_of("stopping", UP) == "the learner ends its step and writes a checkpoint"
-    assert phase_of("stopping", {**UP, "learner.0": {"state": "ended"}}) == "ending the services"
+    saving = "the learner ends its step and writes a checkpoint"
+    assert phase_of("stopping", UP, is_saving=True) == saving
+    for state in ("ENDED", "SILENT", "READY"):  # whatever a service last said, it does not begin again
+        assert phase_of("stopping", {**UP, "learner.0": {"state": state}}) == "ending the services"
     assert phase_of("finished", UP) == ""

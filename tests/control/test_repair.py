@@ -27,7 +27,8 @@ from asyncrl.control.launch.processes import (
 )
 from asyncrl.control.launch.spec import RUN_VARIABLE, SERVICE_VARIABLE, ServiceSpec
 from asyncrl.control.record.events import EventLog
-from asyncrl.control.record.recorder import FIRST_OF_LIFE, Recorder, load_rows, training_rows
+from asyncrl.control.record.metering import FIRST_OF_LIFE
+from asyncrl.control.record.recorder import Recorder, load_rows, training_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import Supervisor
@@ -121,13 +122,13 @@ def test_ranks_that_fall_together_are_started_again_once(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_cured_is_told_first_and_a_receiver_after_its_engine() -> None:
-    gone = {"state": "gone", "error": "it was killed"}
+    gone = {"state": "DEAD", "error": "it was killed"}
     statuses = {
-        "publisher.0": {"state": "RUNNING"},
+        "publisher.0": {"state": "READY"},
         "receiver.1": gone,
-        "rollout.1": {"state": "failed", "error": "ServiceFailed: no receiver"},
+        "rollout.1": {"state": "FAILED", "error": "ServiceFailed: no receiver"},
         "buffer.0": gone,
-        "learner.0": {"state": "failed", "error": "UnstableTraining: nan"},
+        "learner.0": {"state": "FAILED", "error": "UnstableTraining: nan"},
     }
     order = [getattr(event, "name", "") for event in events_of("x", statuses)]
     assert order == ["learner.0", "buffer.0", "rollout.1", "receiver.1", "publisher.0"]
@@ -217,7 +218,7 @@ def test_all_processes_of_a_killed_service_die_and_those_of_others_do_not() -> N
         wait_for(lambda: pids_of_service("repair77", "rollout.1") == [mine.pid])
         os.kill(mine.pid, signal.SIGSTOP)
         wait_for(lambda: stopped_services("repair77") == {"rollout.1"})
-        silent = {"rollout.1": {"state": "silent"}, "rollout.10": {"state": "silent"}}
+        silent = {"rollout.1": {"state": "SILENT"}, "rollout.10": {"state": "SILENT"}}
         assert events_of("repair77", silent) == [Halted("rollout.1")]
         reaper = threading.Thread(target=lambda: (mine.wait(), child.wait()))
         reaper.start()
@@ -260,7 +261,7 @@ def test_what_a_dead_replica_has_left_is_gone_before_it_is_started_again(run: Ru
 
 
 def test_an_error_of_the_configuration_is_never_tried_again() -> None:
-    failed = {"state": "failed", "error": "ServiceFailed: x", "error_kinds": ["ConfigError", "ServiceFailed"]}
+    failed = {"state": "FAILED", "error": "ServiceFailed: x", "error_kinds": ["ConfigError", "ServiceFailed"]}
     assert event_of("rollout.0", failed) == Gone("rollout.0", "failed: ServiceFailed: x", Cause.FINAL)
     failed["error_kinds"] = ["ServiceFailed"]
     assert event_of("rollout.0", failed) == Gone("rollout.0", "failed: ServiceFailed: x", Cause.ERROR)
@@ -513,7 +514,7 @@ def test_a_run_that_is_over_is_not_begun_again(tmp_path: Path) -> None:
 def test_a_learner_that_dies_when_its_work_is_done_is_done(tmp_path: Path) -> None:
     supervisor, launcher = make_supervised(tmp_path, "ScriptedLearner")
     supervisor._begin()
-    wait_for(lambda: launcher.statuses(["learner.0"], 1.0)["learner.0"]["state"] == "ended")
+    wait_for(lambda: launcher.statuses(["learner.0"], 1.0)["learner.0"]["state"] == "ENDED")
     supervisor._observe()
     launcher.gone.add("learner.0")
     again = supervise_again(tmp_path, launcher)

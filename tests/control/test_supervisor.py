@@ -17,8 +17,8 @@ from asyncrl.config.tree import Config
 from asyncrl.control.api.server import ControlApi, Text
 from asyncrl.control.fleet.autoscaler import Autoscaler, Decision, Pacing
 from asyncrl.control.page.routes import page_routes
-from asyncrl.control.record.metering import Meter
-from asyncrl.control.record.recorder import FIRST_OF_LIFE, Recorder, load_rows
+from asyncrl.control.record.metering import FIRST_OF_LIFE, Meter
+from asyncrl.control.record.recorder import Recorder, load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.record.summary import summarise
 from asyncrl.control.roster import Roster
@@ -359,9 +359,34 @@ def test_rates_do_not_jump_when_a_replica_is_silent_for_a_pulse() -> None:
     meter = Meter()
     seen = {"rollout.0": {"tokens": 1000, "busy_s": 1.0, "idle_s": 0.0}}
     meter.update(0.0, seen)
-    meter.update(1.0, {"rollout.0": {"state": "silent"}})
+    meter.update(1.0, {"rollout.0": {"state": "SILENT"}})
     seen["rollout.0"] = {"tokens": 1200, "busy_s": 3.0, "idle_s": 0.0}
     assert meter.update(2.0, seen)["perf/rollout_tokens_per_s"] == 100.0
+
+
+def test_the_first_row_has_the_rate_since_the_first_token() -> None:
+    meter = Meter()
+    for now, tokens in ((0.0, 0), (60.0, 0), (60.25, 5), (62.0, 400)):
+        meter.note(now, {"rollout.0": {"tokens": tokens}})
+    first = meter.update(62.0, {"rollout.0": {"tokens": 400, "busy_s": 2.0, "idle_s": 60.0}})
+    assert first["perf/rollout_tokens_per_s"] == 200.0
+    assert (first["perf/rollout_tokens"], first["perf/rollout_tokens_s"]) == (400.0, 2.0)
+    second = meter.update(63.0, {"rollout.0": {"tokens": 400, "busy_s": 2.0, "idle_s": 61.0}})
+    assert (second["perf/rollout_tokens"], second["perf/rollout_tokens_s"]) == (0.0, 1.0)
+
+
+def test_a_short_run_has_the_rate_of_all_its_tokens_although_none_came_after_its_first_step() -> None:
+    rows = [
+        {**ROW, "training/global_step": step, "perf/rollout_tokens": tokens, "perf/rollout_tokens_s": time_s}
+        | {
+            "time": 0.0,
+            "timing_s/step": time_s,
+            FIRST_OF_LIFE: float(step == 1),
+            "perf/rollout_tokens_per_s": 0.0,
+        }
+        for step, tokens, time_s in ((1, 300.0, 2.0), (2, 0.0, 1.0))
+    ]
+    assert summarise(rows, make_config(2), {})["rollout_tokens_per_s"] == 100.0
 
 
 def test_rates_of_a_summary_leave_out_the_first_row_of_each_life(tmp_path: Path) -> None:

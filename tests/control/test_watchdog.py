@@ -10,10 +10,10 @@ from asyncrl.control.fleet.waits import waiting_edges
 from asyncrl.control.fleet.watchdog import AT_LEAST_S, FIRST_STEP_S, Stall, Watchdog
 
 WELL: dict[str, dict[str, Any]] = {
-    "learner.0": {"state": "training", "step": 7},
-    "buffer.0": {"state": "ready", "stored_groups": 0, "leases": {}, "pending": {}},
-    "weight_sync.0": {"state": "RUNNING"},
-    "publisher.0": {"state": "RUNNING"},
+    "learner.0": {"state": "READY", "step": 7},
+    "buffer.0": {"state": "READY", "stored_groups": 0, "leases": {}, "pending": {}},
+    "weight_sync.0": {"state": "READY"},
+    "publisher.0": {"state": "READY"},
     "receiver.0": {"state": "READY"},
     "rollout.0": {"state": "READY", "step": 7},
 }
@@ -30,7 +30,7 @@ def ends_at(changes: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
     ("changes", "edge"),
     [
         ({"learner.0": {"state": "DEAD"}}, ("the run", "learner.0", "it is DEAD")),
-        ({"buffer.0": {"state": "silent"}}, ("learner.0", "buffer.0", "it is silent")),
+        ({"buffer.0": {"state": "SILENT"}}, ("learner.0", "buffer.0", "it is SILENT")),
         (
             {"buffer.0": {"pending": {"reserved": 4}}},
             ("the run", "learner.0", "it has 4 groups to train on, and is not done"),
@@ -77,7 +77,7 @@ class Watched:
     def look(self, seconds: float, *, steps: int = 0, is_meant_to_train: bool = True) -> Stall | None:
         self.now += seconds
         self.step += steps
-        statuses = {**WELL, "learner.0": {"state": "training", "step": self.step}}
+        statuses = {**WELL, "learner.0": {"state": "READY", "step": self.step}}
         return self.dog.look(self.now, statuses, is_meant_to_train=is_meant_to_train)
 
 

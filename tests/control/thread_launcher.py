@@ -38,8 +38,8 @@ class ThreadLauncher:
 
     def _status(self, name: str) -> dict[str, Any]:
         if name in self.gone or name not in self._hosts:
-            return {"state": "gone", "error": "it was killed"}
-        return {"state": "silent"} if name in self.silent else self._hosts[name].status()
+            return {"state": "DEAD", "error": "it was killed"}
+        return {"state": "SILENT"} if name in self.silent else self._hosts[name].status()
 
     def service(self, name: str) -> Any:
         """Return the object that a service is."""
@@ -91,7 +91,7 @@ class _Host:
     def status(self) -> dict[str, Any]:
         status = dict(self.service.status())
         if not self._thread.is_alive():
-            status["state"] = "failed" if self._error else "ended"
+            status["state"] = "FAILED" if self._error else "ENDED"
             status["error"] = self._error
         return status
 

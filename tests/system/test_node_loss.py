@@ -55,9 +55,9 @@ def start_buffer(config: Config, folder: Path, node: str) -> str:
     end = time.monotonic() + 60.0
     while True:
         status = ray.get(actor.status.remote(), timeout=60.0)
-        if status["state"] == "ready":
+        if status["state"] == "READY":
             return str(status["address"])
-        assert status["state"] == "starting" and time.monotonic() < end, status
+        assert status["state"] == "STARTING" and time.monotonic() < end, status
         time.sleep(0.05)
 
 

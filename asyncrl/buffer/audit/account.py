@@ -65,6 +65,7 @@ def describe_account(
         "versions": len(recount.steps_of_versions),
         "events": recount.num_events,
         "lag_max_trained": recount.lag_max if recount.lag_max != ev.UNSAID else None,
+        "max_lag": max_lag,
         "lag": dict(sorted(Counter(_lags(recount)).items())),
         "age_s": _classify(ages),
     }

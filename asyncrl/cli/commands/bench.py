@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from asyncrl.cli.options import PLAIN
+from asyncrl.cli.options import GROUP, show_help
 from asyncrl.control.services import function
 
-app = typer.Typer(help="Measure.", **PLAIN)
+app = typer.Typer(help="Measure.", callback=show_help, **GROUP)
 
 BENCHMARKS = {
     "all": "Measure the parts one after another; --quick takes at most five minutes.",

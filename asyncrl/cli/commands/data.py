@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli import exits
-from asyncrl.cli.options import PLAIN
+from asyncrl.cli.options import GROUP, show_help
 from asyncrl.control.services import function
 
-app = typer.Typer(help="Make prompt files.", **PLAIN)
+app = typer.Typer(help="Make prompt files.", callback=show_help, **GROUP)
 
 
 @app.command()
@@ -23,8 +23,3 @@ def gsm8k(
     """Convert GSM8K to prompts that a run can read."""
     num_prompts = function("rollout_service.data.gsm8k:convert_gsm8k")(source, target, limit)
     exits.say(f"wrote {num_prompts} prompts to {target}")
-
-
-@app.callback()
-def prompts() -> None:
-    """Make prompt files."""

@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli import exits
-from asyncrl.cli.options import PLAIN, AsJson, Run, RunsDir, Step, complete_run, name_run
+from asyncrl.cli.options import (
+    PLAIN,
+    AsJson,
+    Run,
+    RunOption,
+    RunsDir,
+    Step,
+    complete_run,
+    find_folder,
+    one_of,
+)
 from asyncrl.control.services import function
 
 app = typer.Typer(**PLAIN)
@@ -42,6 +52,7 @@ def evaluate(
     max_prompt_tokens: Annotated[
         int | None, typer.Option("--max-prompt-tokens", min=1, help="Longer prompts are left out.")
     ] = None,
+    run: RunOption = None,
     step: Step = "newest",
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
@@ -50,12 +61,12 @@ def evaluate(
 
     Prints mean@k, pass@k and maj@k with 95 % intervals.
     """
-    from asyncrl.cli.reports.evaluation import Wishes, print_evaluation
+    from asyncrl.cli.reports.evaluation import Wishes, find_target, print_evaluation
 
     wishes = Wishes(
         data_files or (), reward, samples, temperature, num_prompts, max_tokens, max_prompt_tokens
     )
-    print_evaluation(name_run(runs_dir, target), runs_dir, step, wishes, as_json)
+    print_evaluation(find_target(runs_dir, one_of(target, run)), runs_dir, step, wishes, as_json)
 
 
 @app.command()
@@ -83,6 +94,7 @@ def score(
 @app.command()
 def export(
     run: Run = None,
+    run_option: RunOption = None,
     step: Step = "newest",
     to: Annotated[
         Path | None, typer.Option("--to", metavar="DIR", help="Where; otherwise export/step-N in the run.")
@@ -90,4 +102,5 @@ def export(
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Write a checkpoint as a Hugging Face model."""
-    print(function("learner.checkpoint.export:export_run")(name_run(runs_dir, run), runs_dir, step, to))
+    folder = find_folder(runs_dir, run, run_option)  # before the learner is imported: it takes seconds
+    print(function("learner.checkpoint.export:export_run")(str(folder), runs_dir, step, to))

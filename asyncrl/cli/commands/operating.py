@@ -8,68 +8,81 @@ from typing import Annotated
 import typer
 
 from asyncrl.cli import exits
-from asyncrl.cli.options import PLAIN, RunName, RunsDir, find_live
+from asyncrl.cli.options import PLAIN, Run, RunOption, RunsDir, find_live, split_run
 
 app = typer.Typer(**PLAIN)
 
 
 @app.command()
 def scale(
-    target: Annotated[
-        str, typer.Argument(metavar="rollout=N", help="How many rollout replicas there shall be.")
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="[RUN] rollout=N", help="The run, and its number of rollout replicas."),
     ],
-    run: RunName = None,
+    run: RunOption = None,
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Change the number of rollout replicas."""
-    what, _, count = target.partition("=")
-    if what != "rollout" or not (count.isascii() and count.isdigit()):
-        raise typer.BadParameter(f"'{target}' is not of the form rollout=N, for example rollout=4")
-    find_live(runs_dir, run).scale(int(count))
-    exits.say(f"the run goes to {int(count)} rollout replicas; see 'asyncrl status'")
+    named, target = split_run(words, _is_count, "[RUN] rollout=N, for example rollout=4")
+    count = int(target.partition("=")[2])
+    find_live(runs_dir, named, run).scale(count)
+    exits.say(f"scaling to {count} rollout replica{'' if count == 1 else 's'}; see 'asyncrl status'")
+
+
+def _is_count(word: str) -> bool:
+    what, _, count = word.partition("=")
+    return what == "rollout" and count.isascii() and count.isdigit()
 
 
 @app.command()
 def drain(
-    replica: Annotated[str, typer.Argument(metavar="rollout.N", help="The replica that shall leave.")],
-    run: RunName = None,
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="[RUN] rollout.N", help="The run, and the replica that shall leave."),
+    ],
+    run: RunOption = None,
     runs_dir: RunsDir = "runs",
 ) -> None:
     """Let a replica hand back its work and leave.
 
     Another one takes its place.
     """
-    kind, _, index = replica.partition(".")
-    if kind != "rollout" or not (index.isascii() and index.isdigit()):
-        raise typer.BadParameter(f"'{replica}' is not of the form rollout.N, for example rollout.0")
-    begun = find_live(runs_dir, run).drain(int(index))
+    named, replica = split_run(words, _is_replica, "[RUN] rollout.N, for example rollout.0")
+    index = int(replica.partition(".")[2])
+    begun = find_live(runs_dir, named, run).drain(index)
     started = ", ".join(begun.get("started") or [])
-    exits.say(f"rollout.{int(index)} drains" + (f"; {started} takes its place" if started else ""))
+    exits.say(f"rollout.{index} drains" + (f"; {started} takes its place" if started else ""))
+
+
+def _is_replica(word: str) -> bool:
+    kind, _, index = word.partition(".")
+    return kind == "rollout" and index.isascii() and index.isdigit()
 
 
 @app.command()
-def pause(run: RunName = None, runs_dir: RunsDir = "runs") -> None:
+def pause(run: Run = None, run_option: RunOption = None, runs_dir: RunsDir = "runs") -> None:
     """Hold a run after the step in progress.
 
     No new leases are granted. Answers that are being generated are finished and kept. Services stay up,
     with their memory.
     """
-    unreached = find_live(runs_dir, run).pause().get("unreached") or []
+    unreached = find_live(runs_dir, run, run_option).pause().get("unreached") or []
     exits.say("the run pauses after the step in progress; 'asyncrl unpause' lets it go on")
     if unreached:
         exits.say(f"{', '.join(unreached)} cannot be reached and pauses as soon as it is up")
 
 
 @app.command()
-def unpause(run: RunName = None, runs_dir: RunsDir = "runs") -> None:
+def unpause(run: Run = None, run_option: RunOption = None, runs_dir: RunsDir = "runs") -> None:
     """Let a paused run go on."""
-    find_live(runs_dir, run).unpause()
+    find_live(runs_dir, run, run_option).unpause()
     exits.say("the run goes on")
 
 
 @app.command()
 def checkpoint(
-    run: RunName = None,
+    run: Run = None,
+    run_option: RunOption = None,
     runs_dir: RunsDir = "runs",
     wait_s: Annotated[
         float,
@@ -84,9 +97,9 @@ def checkpoint(
     """
     from asyncrl.cli.reports.status import await_checkpoint
 
-    client = find_live(runs_dir, run)
+    client = find_live(runs_dir, run, run_option)
     asked = client.checkpoint()
     if not wait_s:
-        exits.say(f"a checkpoint is written after the step in progress; {asked['step']} are done")
+        exits.say(f"a checkpoint is written after the step in progress; steps done: {asked['step']}")
         return
     print(json.dumps(await_checkpoint(client, int(asked["step"]), wait_s)))

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from asyncrl.cli import exits
-from asyncrl.cli.options import PLAIN, AsJson, Overrides, Run, RunsDir, name_run
+from asyncrl.cli.options import (
+    GROUP,
+    PLAIN,
+    AsJson,
+    Overrides,
+    Run,
+    RunOption,
+    RunsDir,
+    find_folder,
+    show_help,
+    split_run,
+)
 
 app = typer.Typer(**PLAIN)
-inspect = typer.Typer(help="Read a run's journals.", **PLAIN)
+inspect = typer.Typer(help="Read a run's journals.", callback=show_help, **GROUP)
 app.add_typer(inspect, name="inspect")
 
 
 @inspect.command()
-def account(run: Run = None, runs_dir: RunsDir = "runs", as_json: AsJson = False) -> None:
+def account(
+    run: Run = None, run_option: RunOption = None, runs_dir: RunsDir = "runs", as_json: AsJson = False
+) -> None:
     """Print what became of every prompt.
 
     Also how old what was trained, and what is open, is.
     """
     from asyncrl.cli.reports.account import print_account
 
-    print_account(name_run(runs_dir, run), runs_dir, as_json)
+    print_account(find_folder(runs_dir, run, run_option), as_json)
 
 
 @inspect.command()
@@ -33,21 +47,25 @@ def ticket(
             metavar="[RUN] TICKET", help="The run, else the one started last, and the ticket's id."
         ),
     ],
+    run: RunOption = None,
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
 ) -> None:
     """Print the life of one ticket, from its issue on."""
     from asyncrl.cli.reports.account import print_ticket
 
-    *runs, number = words
-    if len(runs) > 1 or not (number.isascii() and number.isdigit() and int(number) > 0):
-        raise typer.BadParameter(f"'{' '.join(words)}' is not of the form [RUN] TICKET, for example: 17")
-    print_ticket(name_run(runs_dir, runs[0] if runs else None), runs_dir, int(number), as_json)
+    named, number = split_run(words, _is_ticket, "[RUN] TICKET, for example 17")
+    print_ticket(find_folder(runs_dir, named, run), int(number), as_json)
+
+
+def _is_ticket(word: str) -> bool:
+    return word.isascii() and word.isdigit() and int(word) > 0
 
 
 @inspect.command()
 def rollouts(
     run: Run = None,
+    run_option: RunOption = None,
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", min=0, help="Otherwise the newest that was trained.")
     ] = None,
@@ -76,8 +94,7 @@ def rollouts(
     if html and as_json:
         raise typer.BadParameter("--html and --json exclude each other")
     print_rollouts(
-        run,
-        runs_dir,
+        find_folder(runs_dir, run, run_option),
         step=step,
         order="worst" if worst else "best" if best else "",
         is_dropped=dropped,
@@ -88,27 +105,30 @@ def rollouts(
 
 
 @inspect.command()
-def weights(run: Run = None, runs_dir: RunsDir = "runs", as_json: AsJson = False) -> None:
+def weights(
+    run: Run = None, run_option: RunOption = None, runs_dir: RunsDir = "runs", as_json: AsJson = False
+) -> None:
     """Print which version each replica serves.
 
     Also how it came there, and who was to blame for failures.
     """
     from asyncrl.cli.reports.weights import print_weights
 
-    print_weights(run, runs_dir, as_json)
+    print_weights(find_folder(runs_dir, run, run_option), as_json)
 
 
 @inspect.command()
 def trace(
     run: Run = None,
+    run_option: RunOption = None,
     steps: Annotated[
         str | None, typer.Option("--steps", metavar="A-B", help="Of these learner steps; else the newest 50.")
     ] = None,
-    json_file: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="The file; - is stdout. Else trace.json in the run."),
+    to: Annotated[
+        Path | None, typer.Option("--to", metavar="FILE", help="Where; otherwise trace.json in the run.")
     ] = None,
     runs_dir: RunsDir = "runs",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the trace itself.")] = False,
 ) -> None:
     """Write what every service did when, for Perfetto.
 
@@ -116,24 +136,29 @@ def trace(
     """
     from asyncrl.cli.reports.trace import print_trace
 
-    print_trace(run, runs_dir, steps, json_file)
+    if to and as_json:
+        raise typer.BadParameter("--to and --json exclude each other")
+    print_trace(find_folder(runs_dir, run, run_option), steps, to, as_json)
 
 
 @app.command()
-def verify(run: Run = None, runs_dir: RunsDir = "runs", as_json: AsJson = False) -> None:
+def verify(
+    run: Run = None, run_option: RunOption = None, runs_dir: RunsDir = "runs", as_json: AsJson = False
+) -> None:
     """Recount a run's journal.
 
     Every prompt was accounted for, once, and no token was too old. Exit code 1 if anything is wrong.
     """
     from asyncrl.cli.reports.account import print_verdict
 
-    is_sound = print_verdict(name_run(runs_dir, run), runs_dir, as_json)
+    is_sound = print_verdict(find_folder(runs_dir, run, run_option), as_json)
     raise typer.Exit(exits.OK if is_sound else exits.FAILED)
 
 
 @app.command()
 def replay(
     run: Run = None,
+    run_option: RunOption = None,
     first: Annotated[
         int | None,
         typer.Option(
@@ -159,7 +184,7 @@ def replay(
     from asyncrl.cli.reports.replay import print_replay
 
     code = print_replay(
-        name_run(runs_dir, run),
+        str(find_folder(runs_dir, run, run_option)),
         runs_dir,
         first,
         num_steps,

@@ -11,9 +11,13 @@ from asyncrl.cli.options import (
     AsJson,
     Configs,
     Overrides,
-    RunName,
+    Run,
+    RunOption,
     RunsDir,
     complete_run,
+    find_folder,
+    find_live_folder,
+    one_of,
 )
 
 app = typer.Typer(**PLAIN)
@@ -45,15 +49,14 @@ def up(
 
 
 @app.command()
-def down(run: RunName = None, runs_dir: RunsDir = "runs") -> None:
+def down(run: Run = None, run_option: RunOption = None, runs_dir: RunsDir = "runs") -> None:
     """End a live run in order, also one that is starting.
 
     It writes a checkpoint first, so that `up` can go on later.
     """
     from asyncrl.cli.down import down as end_run
-    from asyncrl.control.api.client import find_live_folder
 
-    raise typer.Exit(end_run(find_live_folder(runs_dir, run)))
+    raise typer.Exit(end_run(find_live_folder(runs_dir, run, run_option)))
 
 
 @app.command()
@@ -66,7 +69,7 @@ def status(
             autocompletion=complete_run,
         ),
     ] = None,
-    run: RunName = None,
+    run: RunOption = None,
     is_all: Annotated[bool, typer.Option("--all", help="Every run of the folder, ended ones too.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run is over.")] = False,
     runs_dir: RunsDir = "runs",
@@ -78,25 +81,33 @@ def status(
     """
     from asyncrl.cli.reports.status import Asked, show_status
 
-    names = [*(runs or []), *([run] if run else [])]
+    names = list(dict.fromkeys([*(runs or []), *([run] if run else [])]))
+    if is_all and names:
+        raise typer.BadParameter(f"--all shows every run: leave out {', '.join(names)}", param_hint="--all")
     raise typer.Exit(show_status(Asked(names, is_all, runs_dir), as_json=as_json, is_watching=watch))
 
 
 @app.command()
 def logs(
-    services: Annotated[
+    words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SERVICE]...", help="As rollout.0, or rollout for all of a kind."),
+        typer.Argument(
+            metavar="[RUN] [SERVICE]...",
+            help="The run; services: rollout.0, or rollout for all.",
+        ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
     num_lines: Annotated[
         int, typer.Option("--lines", "-n", metavar="N", min=0, help="The newest N lines first.")
     ] = 200,
-    run: RunName = None,
+    run: RunOption = None,
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
 ) -> None:
     """Print the logs of a run's services, merged by time."""
-    from asyncrl.cli.reports.logs import print_logs
+    from asyncrl.cli.reports.logs import is_service, print_logs
 
-    print_logs(run, runs_dir, services or [], num_lines, is_following=follow, as_json=as_json)
+    named = [word for word in words or [] if not is_service(word)]
+    services = [word for word in words or [] if is_service(word)]
+    folder = find_folder(runs_dir, one_of(*named), run)
+    print_logs(folder, services, num_lines, is_following=follow, as_json=as_json)

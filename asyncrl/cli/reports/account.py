@@ -5,20 +5,38 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from asyncrl.buffer.audit import report
 from asyncrl.cli.exits import say
 
 
-def print_account(run: str, runs_dir: str, as_json: bool) -> None:
+def print_account(run: Path, as_json: bool) -> None:
     """Print the account of a run."""
-    found = report.inspect_account(run, runs_dir)
+    found = report.inspect_account(str(run), "")
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    for line in _lines(found):
-        print(line)
+    print("\n".join(lines_of(found)))
+
+
+def lines_of(found: dict[str, Any]) -> list[str]:
+    """Return the account as lines of text."""
+    return _lines(_with_explained_lags(found))
+
+
+def _with_explained_lags(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the account with each row of `lag` saying what it counts: an age over the bound looks wrong."""
+    bound = found["max_lag"]
+    rows = {
+        f"{lag} (over max_lag: masked)" if lag > bound else str(lag): count
+        for lag, count in found["lag"].items()
+    }
+    title = f"lag of the oldest token of each trained group (max_lag {bound})"
+    return {
+        title if name == "lag" else name: rows if name == "lag" else value for name, value in found.items()
+    }
 
 
 def _lines(values: dict[str, Any], indent: str = "") -> list[str]:
@@ -31,9 +49,9 @@ def _lines(values: dict[str, Any], indent: str = "") -> list[str]:
     return lines
 
 
-def print_ticket(run: str, runs_dir: str, number: int, as_json: bool) -> None:
+def print_ticket(run: Path, number: int, as_json: bool) -> None:
     """Print the life of one ticket."""
-    moments = report.inspect_ticket(run, runs_dir, number)
+    moments = report.inspect_ticket(str(run), "", number)
     if as_json:
         print(json.dumps([asdict(moment) for moment in moments], indent=2))
         return
@@ -45,9 +63,9 @@ def _clock_time(time_s: float | None) -> str:
     return "-" if time_s is None else datetime.fromtimestamp(time_s).isoformat(" ", "milliseconds")
 
 
-def print_verdict(run: str, runs_dir: str, as_json: bool) -> bool:
+def print_verdict(run: Path, as_json: bool) -> bool:
     """Print what a recount of the journal found; return whether the run is sound."""
-    found = report.verify_run(run, runs_dir)
+    found = report.verify_run(str(run), "")
     if as_json:
         print(json.dumps(found, indent=2))
     else:
@@ -55,7 +73,7 @@ def print_verdict(run: str, runs_dir: str, as_json: bool) -> bool:
             print(f"{finding['law']}: {finding['message']}")
         print(_verdict(found))
     if found["findings"]:
-        say(f"run '{run}' breaks {', '.join(sorted({one['law'] for one in found['findings']}))}")
+        say(f"run '{run.name}' breaks {', '.join(sorted({one['law'] for one in found['findings']}))}")
     return not found["findings"]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.cli.exits import say
+from asyncrl.cli.options import find_folder
 from asyncrl.cli.reports.table import align
 from asyncrl.config.load import find_run_folder, load_config, load_resolved
 from asyncrl.config.tree import Config
@@ -90,13 +91,29 @@ def talk_on_stderr() -> Iterator[None]:
         os.close(kept)
 
 
+def find_target(runs_dir: str, target: str | None) -> str:
+    """Return the model folder or the run's folder that `target` names; without it, the run started last.
+
+    Raises:
+        UnknownRun: There is neither.
+    """
+    if target and is_model(target):
+        return target
+    return str(find_folder(runs_dir, target))
+
+
+def is_model(target: str) -> bool:
+    """Whether `target` is a model to evaluate, and not a run."""
+    return is_builtin(target) or (Path(target) / MODEL_FILE).is_file()
+
+
 def read_target(target: str, runs_dir: str, step: str, wishes: Wishes, scratch: Path) -> Config:
     """Return a configuration whose model and held-out data are those to evaluate.
 
     Args:
         scratch: An empty folder, which a run's checkpoint is written to.
     """
-    if is_builtin(target) or (Path(target) / MODEL_FILE).is_file():
+    if is_model(target):
         config = _read_model(target, runs_dir, wishes, scratch)
     else:
         config = _read_run(target, runs_dir, step, wishes, scratch)

@@ -16,15 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.clock import Clock, SystemClock
-from asyncrl.config.load import find_run_folder
 from asyncrl.control.launch.handle import attach
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.record.sync_history import find_newest_folder
 from asyncrl.errors import ConfigError
 
 POLL_S = 0.25
 BLOCK_BYTES = 1 << 16
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d{3}")
+KINDS = ("head", "supervisor", "buffer", "weight_sync", "publisher", "receiver", "learner", "rollout")
 COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 """Of the terminal, one per service."""
 
@@ -39,8 +38,7 @@ class Record:
 
 
 def print_logs(
-    run: str | None,
-    runs_dir: str,
+    run: Path,
     services: Sequence[str],
     num_lines: int,
     *,
@@ -48,12 +46,12 @@ def print_logs(
     as_json: bool = False,
     clock: Clock | None = None,
 ) -> None:
-    """Print the newest lines, and with `is_following` what comes until the run is over.
+    """Print the newest lines of a run, and with `is_following` what comes until it is over.
 
     Raises:
-        ConfigError: There is no such run, or no such service in it.
+        ConfigError: There is no such service in it.
     """
-    folder = RunDir(find_run_folder(run, runs_dir) if run else find_newest_folder(runs_dir))
+    folder = RunDir(run)
     logs = Logs(folder, services)
     writer = Writer(as_json=as_json, has_colors=sys.stdout.isatty())
     writer.write(logs.tail(num_lines))
@@ -64,6 +62,12 @@ def print_logs(
         if is_over:
             return
         clock.sleep(POLL_S)
+
+
+def is_service(word: str) -> bool:
+    """Whether a word of the command line names a service, or a kind of services; else it names a run."""
+    kind, dot, index = word.partition(".")
+    return kind in KINDS and (not dot or index.isdigit())
 
 
 class Logs:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.cli import exits
-from asyncrl.cli.live import row_of
+from asyncrl.cli.live import row_of, text_of
 from asyncrl.cli.reports.table import align
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.control.api.access import page_url
@@ -23,11 +23,11 @@ from asyncrl.control.api.client import NotRunning, RunClient, connect, find_fold
 from asyncrl.control.launch.handle import attach
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.errors import DeadlineExceeded
+from asyncrl.states import RUN_ENDS, RunState
 
 REFRESH_S = 1.0
 CHECKPOINT_POLL_S = 0.2
 LEFT_BY_THE_END = "ended"
-NOT_ANSWERING = "silent"
 
 Snapshot = dict[str, Any]
 
@@ -57,13 +57,7 @@ class Asked:
         return [self._one(None)]
 
     def _one(self, name: str | None) -> Snapshot:
-        try:
-            folder = find_live_folder(self.runs_dir, name)
-        except NotRunning as error:
-            ended = read_json(RunDir(Path(self.runs_dir) / name).outcome) if name else None
-            if ended is None:
-                raise
-            raise NotRunning(error.message, hint=f"It has ended: {ended['state']}") from error
+        folder = find_live_folder(self.runs_dir, name)
         return _poll(folder) or _last_word(folder)
 
 
@@ -152,12 +146,12 @@ def _last_word(folder: RunDir) -> Snapshot:
 
 
 def _is_live(snapshot: Snapshot) -> bool:
-    return not snapshot.get("is_over") and snapshot.get("state") not in ("finished", "stopped", "failed")
+    return not snapshot.get("is_over") and snapshot.get("state") not in RUN_ENDS
 
 
 def _is_degraded(snapshot: Snapshot) -> bool:
     """A run whose supervisor does not answer, or is being replaced, says nothing of its health."""
-    return snapshot.get("health", "ok") != "ok" or snapshot.get("state") == NOT_ANSWERING
+    return snapshot.get("health", "ok") != "ok" or snapshot.get("state") == RunState.SILENT
 
 
 def _print(snapshots: Sequence[Snapshot], asked: Asked, as_json: bool) -> None:
@@ -166,11 +160,7 @@ def _print(snapshots: Sequence[Snapshot], asked: Asked, as_json: bool) -> None:
     elif asked.is_several:
         print("\n".join(table_of(snapshots)))
     else:
-        from rich.console import Console
-
-        from asyncrl.cli.live import panel_of
-
-        Console().print(panel_of(snapshots[0]))
+        print("\n".join(text_of(snapshots[0])))
         _say_page(asked, snapshots[0])
 
 
@@ -194,7 +184,7 @@ class _Text:
     """The panel of one run, or the table of several, drawn again in place where that is possible."""
 
     def __init__(self, asked: Asked) -> None:
-        from asyncrl.cli.watch import view_on
+        from asyncrl.cli.views import view_on
 
         self._asked = asked
         self._view = None if asked.is_several else view_on(sys.stdout)

@@ -8,11 +8,10 @@ from typing import Any
 
 from asyncrl.buffer.audit.report import opened_past
 from asyncrl.cli.exits import say
-from asyncrl.config.load import find_run_folder
 from asyncrl.control.record.events import load_events
 from asyncrl.control.record.recorder import load_rows
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.record.sync_history import find_newest_folder, read_lines
+from asyncrl.control.record.sync_history import read_lines
 from asyncrl.control.record.timeline.chrome import chrome_trace
 from asyncrl.control.record.timeline.groups import GroupBook
 from asyncrl.control.record.timeline.happenings import events_in, rounds_in
@@ -22,23 +21,22 @@ from asyncrl.errors import ConfigError
 
 TRACE_FILE = "trace.json"
 NEWEST_STEPS = 50
-STDOUT = "-"
 Steps = tuple[int | None, int | None]
 
 
-def print_trace(run: str | None, runs_dir: str, steps: str | None, target: str | None) -> None:
-    """Write the trace of a run, or of the one that was started last, and print where.
+def print_trace(folder: Path, steps: str | None, target: Path | None, as_json: bool) -> None:
+    """Write the trace of the run in `folder` and print where.
 
     Args:
         steps: `A-B`, `A-`, `-B` or `A`; None for the newest ones.
-        target: The file; `-` prints the trace itself, None writes into the run's folder.
+        target: The file; None writes into the run's folder.
+        as_json: Print the trace itself.
     """
-    folder = find_run_folder(run, runs_dir) if run else find_newest_folder(runs_dir)
     trace = json.dumps(make_trace(folder, steps), separators=(",", ":"))
-    if target == STDOUT:
+    if as_json:
         print(trace)
         return
-    path = Path(target) if target else folder / TRACE_FILE
+    path = target or folder / TRACE_FILE
     path.write_text(trace + "\n", encoding="utf-8")
     print(path)
     say("open it at https://ui.perfetto.dev, or in chrome://tracing")

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.cli.reports.table import align
-from asyncrl.config.load import find_run_folder
 from asyncrl.control.api.client import connect
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.record.sync_history import find_newest_folder, report_weights
+from asyncrl.control.record.sync_history import report_weights
 
 
-def print_weights(run: str | None, runs_dir: str, as_json: bool) -> None:
-    """Print the report of a run, or of the one that was started last."""
-    folder = find_run_folder(run, runs_dir) if run else find_newest_folder(runs_dir)
+def print_weights(folder: Path, as_json: bool) -> None:
+    """Print the report of the run in `folder`."""
     report = inspect_weights(folder)
     print(json.dumps(report, indent=2) if as_json else text_of(report))
 

@@ -9,8 +9,6 @@ from asyncrl.cli.exits import say
 from asyncrl.cli.rollouts.page import sheet_as_page
 from asyncrl.cli.rollouts.reading import Choice, make_sheet
 from asyncrl.cli.rollouts.sheet import Sheet, values_of
-from asyncrl.config.load import find_run_folder
-from asyncrl.control.record.sync_history import find_newest_folder
 
 FOLDER = "rollouts"
 """Of the pages, in the run's folder."""
@@ -18,8 +16,7 @@ NUM_ON_TERMINAL, NUM_ELSEWHERE = 8, 64
 
 
 def print_rollouts(
-    run: str | None,
-    runs_dir: str,
+    folder: Path,
     *,
     step: int | None,
     order: str,
@@ -28,8 +25,7 @@ def print_rollouts(
     as_json: bool,
     as_page: bool,
 ) -> None:
-    """Print answers of a run, or of the one that was started last; of a page, print where it was written."""
-    folder = find_run_folder(run, runs_dir) if run else find_newest_folder(runs_dir)
+    """Print answers of the run in `folder`; of a page, print where it was written."""
     most = limit or (NUM_ELSEWHERE if as_json or as_page else NUM_ON_TERMINAL)
     sheet = make_sheet(folder, Choice(step, order, is_dropped, most))
     if as_json:
@@ -45,7 +41,9 @@ def _print(sheet: Sheet) -> None:
 
     from asyncrl.cli.rollouts.terminal import sheet_on_terminal
 
-    Console(highlight=False).print(sheet_on_terminal(sheet), soft_wrap=True)
+    console = Console(highlight=False)
+    has_colors = console.color_system is not None
+    console.print(sheet_on_terminal(sheet, has_colors=has_colors), soft_wrap=True)
     if sheet.gone and not sheet.entries:
         say("no text of these groups is in the journal; trained ones are kept until checkpoint.keep is past")
     elif not sheet.entries:

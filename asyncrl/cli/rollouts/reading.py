@@ -6,17 +6,16 @@ Invariant: the run is only read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.buffer.audit.report import RunPast, opened_past
 from asyncrl.buffer.audit.rollouts import Fate, FateBook, Rollout, order_rollouts
 from asyncrl.cli.exits import say
-from asyncrl.cli.rollouts.pieces import Decode, pieces_of, printable
+from asyncrl.cli.rollouts.pieces import pieces_of, printable
 from asyncrl.cli.rollouts.sheet import Entry, Sheet
-from asyncrl.control.services import function
+from asyncrl.control.page.decoding import decoder_of
 from asyncrl.errors import WireError
 from asyncrl.experience import decode_group
 
@@ -54,7 +53,7 @@ def make_sheet(folder: Path, choice: Choice) -> Sheet:
     if choice.order:
         rollouts = order_rollouts(rollouts, choice.order)
     shown = rollouts[: choice.limit]
-    decode = decoder_of(past.config.model.path) if shown else str
+    decode = decoder_of(Path(past.config.model.path), say) if shown else str
     entries = [Entry(one, printable(decode(one.prompt_ids)), pieces_of(one, decode)) for one in shown]
     return Sheet(folder.name, title, entries, len(rollouts), gone)
 
@@ -83,15 +82,3 @@ def _collect(book: FateBook, past: RunPast, fates: Sequence[Fate]) -> tuple[list
             continue
         rollouts += book.rollouts_of(fate, group)
     return rollouts, gone
-
-
-def decoder_of(model: str) -> Decode:
-    """Return what turns token ids into text; ids in angle brackets where the model has no tokenizer here."""
-    load: Any = function("transformers:AutoTokenizer")
-    try:
-        tokenizer = load.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        say(f"token ids are shown: {model} has no tokenizer here ({type(error).__name__})")
-        return lambda ids: "".join(f"<{number}>" for number in ids)
-    decode: Callable[..., str] = tokenizer.decode
-    return lambda ids: decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

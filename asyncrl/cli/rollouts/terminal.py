@@ -17,14 +17,20 @@ SIGNS = {OBSERVED: ("⟦", "⟧"), CUT: ("⟦", "⟧"), OVER_AGE: ("⟪", "⟫")
 MASKED = {OBSERVED: "dim italic", CUT: "dim strike", OVER_AGE: "dim strike"}
 BADGE, RULE = "reverse", "bold"
 MAX_GONE = 20
+UNLIKELY = 3
+"""The shade from which on a token's log-prob is written where there is no colour."""
+PLAIN_LEGEND = (
+    f"[vN lag L]: version that sampled what follows, and its lag   {{x}}: minus log-prob of the "
+    f"token before it, from {SHADE_BOUNDS[UNLIKELY - 1]:g} on   not trained: ⟦observation, cut⟧ ⟪over age⟫"
+)
 
 
-def sheet_on_terminal(sheet: Sheet) -> RenderableType:
-    """Return what a rich console prints, with `soft_wrap`."""
+def sheet_on_terminal(sheet: Sheet, *, has_colors: bool) -> RenderableType:
+    """Return what a rich console prints, with `soft_wrap`; without colours, numbers say what they would."""
     head = Text(f"run {sheet.run}, {sheet.title}: {len(sheet.entries)} of {sheet.num_answers} answers", RULE)
-    parts: list[RenderableType] = [head, legend()]
+    parts: list[RenderableType] = [head, legend() if has_colors else Text(PLAIN_LEGEND)]
     for entry in sheet.entries:
-        parts += [Text(), *_lines_of(entry)]
+        parts += [Text(), *_lines_of(entry, has_colors)]
     if sheet.gone:
         parts.append(Text())
     parts += [Text(fate_line_of(fate)) for fate in sheet.gone[:MAX_GONE]]
@@ -42,12 +48,14 @@ def legend() -> Text:
     return text.append("   not trained: ⟦observation, cut⟧ ⟪over age⟫", "dim")
 
 
-def _lines_of(entry: Entry) -> list[Text]:
+def _lines_of(entry: Entry, has_colors: bool) -> list[Text]:
     fate = entry.rollout.fate
     lines = [Text(headline_of(entry), RULE)]
     if fate.reason:
         lines.append(Text(fate_line_of(fate)))
-    lines += [Text(entry.prompt, "dim"), answer_of(entry)]
+    label = "" if has_colors else "prompt: "
+    answer = answer_of(entry) if has_colors else Text(plain_answer_of(entry))
+    lines += [Text(label + entry.prompt, "dim"), answer]
     if masks := masks_line_of(entry):
         lines.append(Text(masks, "dim"))
     return lines
@@ -65,6 +73,26 @@ def answer_of(entry: Entry) -> Text:
             mask = piece.mask
         text.append(printable(piece.text), _style_of(piece))
     return text.append(SIGNS[mask][1])
+
+
+def plain_answer_of(entry: Entry) -> str:
+    """Return the answer for where there is no colour: each span on a line of its own behind its version.
+
+    A token that the policy thought unlikely is followed by its minus log-prob.
+    """
+    lines, mask = ["answer:"], ""
+    for piece in entry.pieces:
+        if piece.begins is not None:
+            lines[-1] += SIGNS[mask][1]
+            lines.append(f"  [{badge_of(piece.begins)}] ")
+            mask = ""
+        if piece.mask != mask:
+            lines[-1] += SIGNS[mask][1] + SIGNS[piece.mask][0]
+            mask = piece.mask
+        lines[-1] += printable(piece.text)
+        if piece.shade >= UNLIKELY:
+            lines[-1] += f"{{{-piece.logprob:.1f}}}"
+    return "\n".join(lines) + SIGNS[mask][1]
 
 
 def _style_of(piece: Piece) -> str:

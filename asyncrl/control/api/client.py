@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.control.launch.processes import is_alive
+from asyncrl.control.record.ending import end_of
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.errors import AsyncrlError, ConfigError, ConnectionLost, DeadlineExceeded, RemoteError
 
@@ -154,8 +155,17 @@ def find_live_folder(runs_dir: str, name: str | None) -> RunDir:
         live = read_json(folder / "run.json")
         if live is not None and is_alive(live["pid"], live["run_id"]):
             return RunDir(folder)
-    what = f"run '{name}'" if name else "run"
-    raise NotRunning(f"no live {what} in {runs_dir}", hint="Start one with: asyncrl up CONFIG")
+    known = _named(runs_dir, name) if name else find_folders(runs_dir)[:1]
+    for folder in known:
+        if end := end_of(RunDir(folder)):
+            raise NotRunning(end)
+    if any((folder / name).is_file() for folder in known for name in START_FILES):
+        raise NotRunning(f"run '{known[0].name}' is not running", hint="Start it with: asyncrl up CONFIG")
+    if name:
+        names = ", ".join(folder.name for folder in find_folders(runs_dir))
+        hint = f"There are: {names}" if names else "Say where the runs are with --dir"
+        raise NotRunning(f"there is no run '{name}' in {runs_dir}", hint=hint)
+    raise NotRunning(f"there is no run in {runs_dir}", hint="Start one with: asyncrl up CONFIG")
 
 
 def find_folders(runs_dir: str) -> list[Path]:

@@ -16,10 +16,11 @@ from asyncrl.control.cluster.placement import Node, Placement
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import ConfigError, ServiceFailed
+from asyncrl.states import ServiceState
 
 log = logging.getLogger(__name__)
 
-WAITING = "waiting"
+WAITING = ServiceState.WAITING
 """The state of a service that no node has room for."""
 TRY_EVERY_S = 2.0
 

@@ -12,14 +12,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from asyncrl.obstacle import Obstacle
+from asyncrl.states import ServiceState
 
 Metrics = Mapping[str, Any]
 Statuses = Mapping[str, Mapping[str, Any]]
 
 IDLE, CLEARLY_MORE = 0.1, 0.1
 """Shares of time: from when somebody waits, and from when more than the other does."""
-COMING = ("starting", "STARTING", "SYNCING", "loading")
-LOST = ("gone", "failed", "silent", "DEAD", "restarting")
+COMING = (ServiceState.STARTING, ServiceState.SYNCING)
+LOST = (ServiceState.FAILED, ServiceState.DEAD, ServiceState.SILENT)
 LEARNER_IDLE, ROLLOUT_IDLE = "perf/learner_idle/", "perf/rollout_idle/"
 HOLDS = {
     "buffer": ("buffer.0", "the learner waits for answers of the buffer"),
@@ -75,7 +76,7 @@ def _stops(statuses: Statuses, obstacles: Sequence[Obstacle]) -> Iterator[Diagno
         yield Diagnosis("operator", "the run is paused; 'asyncrl unpause' lets it go on", "operator")
     yield from (_of_obstacle(one) for one in blocking)
     replicas = _replicas(statuses)
-    if replicas and not any(status.get("state") == "READY" for status in replicas.values()):
+    if replicas and not any(status.get("state") == ServiceState.READY for status in replicas.values()):
         states = ", ".join(f"{name} {status.get('state')}" for name, status in sorted(replicas.items()))
         yield Diagnosis("rollout", f"no replica is READY: {states}", "rollout")
     if learner and not replicas:
@@ -202,7 +203,7 @@ def _lacking(statuses: Statuses) -> str:
     away = [
         f"{name} {status.get('state')}"
         for name, status in sorted(_replicas(statuses).items())
-        if status.get("state") != "READY"
+        if status.get("state") != ServiceState.READY
     ]
     return f"; not generating: {', '.join(away)}" if away else ""
 

@@ -10,12 +10,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from asyncrl.obstacle import Cause, Obstacle, parse_obstacles
+from asyncrl.states import ServiceState
 
 Statuses = Mapping[str, Mapping[str, Any]]
 
-DOWN = ("failed", "gone", "DEAD")
-SERVING = ("READY", "PINNED")
-NOT_JUDGED = ("starting", "STARTING", "waiting", "silent", "DRAINING", "RETIRED", "ended")
+DOWN = (ServiceState.FAILED, ServiceState.DEAD)
+SERVING = (ServiceState.READY, ServiceState.PINNED)
+NOT_JUDGED = (
+    *(ServiceState.WAITING, ServiceState.STARTING, ServiceState.SILENT),
+    *(ServiceState.DRAINING, ServiceState.RETIRED, ServiceState.ENDED),
+)
 """States of a replica that says nothing yet of whether it can work, or is leaving."""
 MAX_REFUSALS = 6
 """Loads in a row that every replica refused, after which no version is expected to be taken any more."""

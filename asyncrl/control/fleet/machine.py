@@ -151,6 +151,12 @@ class FleetMachine:
         member = unit.members.get(name) if unit else None
         return None if member is None or member.is_down else self.lived - member.heard_at
 
+    def has_come_up(self, name: str) -> bool:
+        """Whether `name` has been able to work since it was started."""
+        unit = self.units.get(key_of(name))
+        member = unit.members.get(name) if unit else None
+        return member is not None and member.came_up
+
     def _all_replicas(self) -> list[Unit]:
         return [unit for unit in self.units.values() if unit.is_replica]
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from asyncrl.control.fleet.budget import Budget
+from asyncrl.states import ServiceState
 
-SYNCING, ENDED = "SYNCING", "ended"
-WAITING = "waiting"
-"""For a node with room for it."""
-STARTING_STATES = frozenset({"starting", "STARTING", SYNCING, WAITING})
+SYNCING, ENDED, WAITING = ServiceState.SYNCING, ServiceState.ENDED, ServiceState.WAITING
+STARTING_STATES = frozenset({ServiceState.STARTING, SYNCING, WAITING})
 """What a service reports that cannot work yet; it may not last."""
 LEARNER, REPLICA = "learner", "replica"
 
@@ -51,7 +50,7 @@ class Member:
 
     name: str
     is_down: bool = True
-    state: str = "starting"
+    state: str = ServiceState.STARTING
     since: float = 0.0
     heard_at: float = 0.0
     came_up: bool = False
@@ -63,7 +62,7 @@ class Member:
 
     def begin(self, now: float) -> None:
         """Take note that it is started at `now`."""
-        self.is_down, self.state, self.came_up, self.is_halted = False, "starting", False, False
+        self.is_down, self.state, self.came_up, self.is_halted = False, ServiceState.STARTING, False, False
         self.since = self.heard_at = now
 
     def hear(self, state: str, now: float) -> None:

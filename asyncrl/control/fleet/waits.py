@@ -12,11 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.states import SERVICE_ENDS, ServiceState
+
 Statuses = Mapping[str, Mapping[str, Any]]
 
 LEARNER, BUFFER, SYNC, PUBLISHER = "learner.0", "buffer.0", "weight_sync.0", "publisher.0"
-WORKING = ("READY", "PINNED")
-ABSENT = ("silent", "DEAD", "RETIRED", "gone", "failed", "starting", "STARTING", "waiting", "ended", "None")
+WORKING = (ServiceState.READY, ServiceState.PINNED)
+ABSENT = (*SERVICE_ENDS, ServiceState.SILENT, ServiceState.STARTING, ServiceState.WAITING, "None")
 
 
 @dataclass(frozen=True)

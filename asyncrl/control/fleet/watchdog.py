@@ -12,6 +12,7 @@ from statistics import median
 
 from asyncrl.control.fleet.waits import Edge, Statuses, waiting_edges
 from asyncrl.obstacle import Obstacle
+from asyncrl.states import ServiceState
 
 TIMES_USUAL = 10.0
 AT_LEAST_S = 60.0
@@ -60,7 +61,7 @@ class Watchdog:
         """
         learner = statuses.get("learner.0", {})
         step = learner.get("step", self._step)
-        if not is_meant_to_train or learner.get("state") in ("finishing", "ended"):
+        if not is_meant_to_train or learner.get("state") in (ServiceState.FINISHING, ServiceState.ENDED):
             self._since = None
         elif self._since is None or step != self._step:
             self._note_step(now, step)

@@ -18,6 +18,7 @@ from asyncrl.control.api.client import connect
 from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.errors import AsyncrlError
+from asyncrl.states import RunState
 
 STOP_POLL_S = 0.2
 REAP_S = 10.0
@@ -47,7 +48,7 @@ class RunHandle:
             pass  # it is starting again, or ending, or too busy
         word = self._word()
         if client is not None and word["phase"] == FIRST_START:  # which is over: it has answered once
-            word = {"state": "silent", "phase": "the supervisor does not answer"}
+            word = {"state": RunState.SILENT, "phase": "the supervisor does not answer"}
         return {"run": self.folder.path.name, **word}
 
     @property
@@ -64,9 +65,9 @@ class RunHandle:
         except AsyncrlError:
             pass
         word = self._word()
-        if word["state"] == "starting" and client is None:  # it has no services yet
+        if word["state"] == RunState.STARTING and client is None:  # it has no services yet
             self._signal(signal.SIGTERM)
-        return word["state"] == "stopping" or client is None
+        return word["state"] == RunState.STOPPING or client is None
 
     def stop(self, deadline_s: float, show: Callable[[Snapshot], None] = lambda snapshot: None) -> None:
         """Ask the run to end, wait, and end what is left of it after the deadline.
@@ -86,7 +87,7 @@ class RunHandle:
             is_asked = is_asked or self.ask_stop()
             show(snapshot := self.poll())
             # A supervisor that was killed meanwhile has a successor that was not asked.
-            is_asked = is_asked and snapshot.get("state") != "running"
+            is_asked = is_asked and snapshot.get("state") != RunState.RUNNING
             time.sleep(STOP_POLL_S)
         return self.is_over
 
@@ -103,10 +104,13 @@ class RunHandle:
         if outcome is not None:
             return outcome
         tail = self.folder.tail("head.0")
-        return {"state": "failed", "error": "the head process died", "service": "head.0", "tail": tail}
+        return {"state": RunState.FAILED, "error": "the head process died", "service": "head.0", "tail": tail}
 
     def _word(self) -> Snapshot:
-        word = read_json(self.folder.phase) or {"state": "starting", "phase": "starting the head process"}
+        word = read_json(self.folder.phase) or {
+            "state": RunState.STARTING,
+            "phase": "starting the head process",
+        }
         return {"state": word["state"], "phase": word["phase"]}
 
     def _signal(self, number: signal.Signals) -> None:

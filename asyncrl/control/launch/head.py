@@ -35,8 +35,10 @@ from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import SERVERS
+from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys, make_run_keys, write_client_keys
 from asyncrl.service import ServiceContext
+from asyncrl.states import RunState, ServiceState
 
 HEAD, SUPERVISOR = "head.0", "supervisor.0"
 EXIT_FAILED, EXIT_TERMINATED = 1, 143
@@ -80,7 +82,7 @@ def _run(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
     sockets = Path(live["sockets"])
     sockets.mkdir(mode=0o700)
     if config.launcher.is_cluster:
-        tell_phase(run_dir, "starting", "joining the Ray cluster and checking its nodes")
+        tell_phase(run_dir, RunState.STARTING, "joining the Ray cluster and checking its nodes")
         earlier = [opening.Life(**life) for life in live.get("earlier", [])]
         config = opening.enter(config, earlier, partial(EventLog(run_dir.events).add, "exit", "run"))
     host = config.launcher.host
@@ -100,7 +102,8 @@ def _run(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
             keys=_make_keys(config, run_dir),
         )
         if not config.launcher.is_cluster:
-            tell_phase(run_dir, "starting", "starting Ray")
+            tell_phase(run_dir, RunState.STARTING, "starting Ray")
+            fault_point("head.ray")
             ray_launcher.start_local(num_cpus=os.cpu_count() or 1, num_gpus=plan.count_gpus())
         give_up = partial(_give_up, run_dir, live)
         with watching_ray(give_up), opening.watching_cluster(config, give_up):
@@ -114,9 +117,10 @@ def _keep_supervisor(run_dir: RunDir, context: ServiceContext) -> None:
 
     def tell(why: str) -> None:
         events.add("restart", SUPERVISOR, why)
-        tell_phase(run_dir, "starting", "starting the supervisor again")
+        tell_phase(run_dir, RunState.STARTING, "starting the supervisor again")
 
-    tell_phase(run_dir, "starting", FIRST_START)
+    tell_phase(run_dir, RunState.STARTING, FIRST_START)
+    fault_point("head.supervisor")
     last = keep(
         opening.make_launcher(context.config, context.run_id),
         spec,
@@ -124,7 +128,7 @@ def _keep_supervisor(run_dir: RunDir, context: ServiceContext) -> None:
         SystemClock(),
         tell,
     )
-    if last["state"] == "failed" and not run_dir.outcome.exists():
+    if last["state"] in (ServiceState.FAILED, RunState.FAILED) and not run_dir.outcome.exists():
         _write_failure(run_dir, f"{SUPERVISOR} failed: {last.get('error')}", SUPERVISOR)
 
 
@@ -143,7 +147,7 @@ def _tear_down(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
         steps.callback(ray_launcher.shut_down)
         if config.launcher.is_cluster:
             steps.callback(opening.leave, config, live["run_id"], Path(live["sockets"]))
-        tell_phase(run_dir, "stopping", "ending Ray")
+        tell_phase(run_dir, RunState.STOPPING, "ending Ray")
 
 
 @contextlib.contextmanager
@@ -188,12 +192,12 @@ def _write_termination(run_dir: RunDir) -> None:
     if (read_json(run_dir.live) or {}).get("url"):
         _write_failure(run_dir, "the head process was ended by SIGTERM", HEAD)
     else:
-        stopped = {"state": "stopped", "error": "", "service": "", "tail": []}
+        stopped = {"state": RunState.STOPPED, "error": "", "service": "", "tail": []}
         write_json(run_dir.outcome, stopped, is_synced=True)
 
 
 def _write_failure(run_dir: RunDir, error: str, service: str) -> None:
-    outcome = {"state": "failed", "error": error, "service": service, "tail": run_dir.tail(service)}
+    outcome = {"state": RunState.FAILED, "error": error, "service": service, "tail": run_dir.tail(service)}
     write_json(run_dir.outcome, outcome, is_synced=True)
 
 

@@ -1,7 +1,7 @@
 """The process side of a service: redirect its output, run it in a thread, answer for it.
 
 Owns one service in one process. It imports the service by name, so that the control plane depends
-on no service package. Invariant: a service that ends with an error stays `failed`, with its error
+on no service package. Invariant: a service that ends with an error stays FAILED, with its error
 named, until the process is ended.
 """
 
@@ -24,6 +24,7 @@ from asyncrl.control.cluster.settling import settle
 from asyncrl.control.launch.spec import NODE_VARIABLE
 from asyncrl.errors import AsyncrlError
 from asyncrl.service import Service, ServiceContext
+from asyncrl.states import ServiceState
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +60,14 @@ class ServiceHost:
 
     def status(self) -> dict[str, Any]:
         """Return the service's status with `state`, `error`, `error_kinds`, `pid` and `node`."""
-        base: dict[str, Any] = {"state": "starting", "error": "", "pid": os.getpid()}
+        base: dict[str, Any] = {"state": ServiceState.STARTING, "error": "", "pid": os.getpid()}
         base["node"] = os.environ.get(NODE_VARIABLE, "")
         if self._service is not None:
             base.update(self._service.status())
         if self._error:
-            base.update(state="failed", error=self._error, error_kinds=self._error_kinds)
+            base.update(state=ServiceState.FAILED, error=self._error, error_kinds=self._error_kinds)
         elif self._is_done:
-            base.update(state="ended")
+            base.update(state=ServiceState.ENDED)
         return base
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:

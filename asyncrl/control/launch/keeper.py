@@ -21,6 +21,7 @@ from asyncrl.control.launch.processes import end_service
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import ServiceFailed
+from asyncrl.states import RUN_ENDS, RunState, ServiceState
 
 POLL_S = 0.2
 STATUS_DEADLINE_S = 10.0
@@ -28,7 +29,7 @@ SILENCE_LIMIT_S = 60.0
 RAY_PULSE_S = 0.5
 END_S = 10.0
 """For the watching thread to end; it is a daemon, so that one which hangs holds up nobody."""
-ENDS = ("ended", "finished", "stopped", "failed")
+ENDS = (ServiceState.ENDED, ServiceState.FAILED, *RUN_ENDS)
 RAY_PROCESSES = ("gcs_server", "raylet")
 """Without either of them no service lives on."""
 
@@ -50,20 +51,20 @@ def keep(
         status = launcher.statuses([spec.name], STATUS_DEADLINE_S)[spec.name]
         if status["state"] in ENDS:
             return status
-        if status["state"] != "silent":
+        if status["state"] != ServiceState.SILENT:
             heard_at = clock.now()
         if (why := _death(status, clock.now() - heard_at)) is not None:
             _start_again(launcher, spec, budget, clock, why)
             tell(f"{why}; it was started again")
             heard_at = clock.now()
-        if status["state"] == "running":
+        if status["state"] == RunState.RUNNING:
             budget.note_up(int(status.get("step", 0)))
         clock.sleep(POLL_S)
 
 
 def _death(status: dict[str, Any], silent_s: float) -> str | None:
     """Return how the service died, None while it has not."""
-    if status["state"] == "gone":
+    if status["state"] == ServiceState.DEAD:
         return f"its process died ({status.get('error') or 'without a message'})"
     return f"it gave no sign of life for {silent_s:.0f} s" if silent_s > SILENCE_LIMIT_S else None
 

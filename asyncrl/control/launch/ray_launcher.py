@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from asyncrl.control.launch.spec import NODE_VARIABLE, RUN_VARIABLE, SERVICE_VARIABLE, ServiceSpec
-from asyncrl.errors import DeadlineExceeded, ServiceFailed
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
+from asyncrl.states import ServiceState
 
 NAME_DEADLINE_S = 10.0
 """How long Ray may take to let go of the name of a dead actor."""
@@ -28,7 +29,7 @@ class Launcher(Protocol):
         """Begin to start a service; does not wait for it."""
 
     def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
-        """Return each service's status; `gone` for one whose process is dead, `silent` for a late one."""
+        """Return each service's status; DEAD for one without a process, SILENT for a late one."""
 
     def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """Pass a command to a service. Raises ServiceFailed or DeadlineExceeded."""
@@ -100,7 +101,7 @@ class RayLauncher:
         """Ask who has answered the last time; who has not is waited for, and not asked once more."""
         import ray
 
-        unknown = {name: {"state": "gone", "error": "it has no process"} for name in names}
+        unknown = {name: {"state": ServiceState.DEAD, "error": "it has no process"} for name in names}
         names = [name for name in unknown if name in self._actors]
         for name in names:
             unknown.pop(name)
@@ -113,7 +114,7 @@ class RayLauncher:
         found = unknown | {pending[reference]: self._read(reference) for reference in done}
         for name in found.keys() - unknown.keys():
             del self._asked[name]
-        return found | {pending[reference]: {"state": "silent"} for reference in late}
+        return found | {pending[reference]: {"state": ServiceState.SILENT} for reference in late}
 
     def _read(self, reference: Any) -> dict[str, Any]:
         import ray
@@ -123,11 +124,11 @@ class RayLauncher:
             status: dict[str, Any] = ray.get(reference)
             return status
         except ray.exceptions.ActorUnavailableError:  # for now; if it died, the next answer says so
-            return {"state": "silent"}
+            return {"state": ServiceState.SILENT}
         except ray.exceptions.RayActorError as error:
-            return {"state": "gone", "error": str(error).strip().splitlines()[0]}
+            return {"state": ServiceState.DEAD, "error": str(error).strip().splitlines()[0]}
         except ray.exceptions.RayTaskError as error:
-            return {"state": "failed", "error": f"its status failed: {error.cause}"}
+            return {"state": ServiceState.FAILED, "error": f"its status failed: {error.cause}"}
 
     def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         import ray
@@ -142,8 +143,13 @@ class RayLauncher:
             return result
         except ray.exceptions.GetTimeoutError as error:
             raise DeadlineExceeded(f"{name} did not answer '{command}' in {deadline_s:g} s") from error
+        except ray.exceptions.RayTaskError as error:  # str() of it is a coloured traceback
+            cause = error.cause
+            if isinstance(cause, AsyncrlError):
+                raise ServiceFailed(cause.message, hint=cause.hint) from error
+            raise ServiceFailed(f"{name} failed '{command}': {type(cause).__name__}: {cause}") from error
         except ray.exceptions.RayError as error:
-            raise ServiceFailed(f"{name} failed '{command}': {error}") from error
+            raise ServiceFailed(f"{name} failed '{command}': {_first_line(error)}") from error
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
         import ray
@@ -171,6 +177,10 @@ class RayLauncher:
         self._asked.pop(name, None)
         if actor is not None:
             ray.kill(actor)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _strategy_of(node: str) -> Any:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.durable import replace_text
 from asyncrl.errors import ConfigError
+from asyncrl.faults import fault_point
 from asyncrl.keys import keep_others_out
 
 LOCK = ".lock"
@@ -176,7 +178,7 @@ def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
         "earlier": _earlier_lives(folder),
     }
     write_json(folder.live, live, mode=0o600, is_synced=True)
-    with folder.log("head.0").open("ab") as log_file, _holding_sigterm_back():
+    with folder.log("head.0").open("ab") as log_file, _holding_sigterm_back(), _deferring_interrupt():
         head = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.control.launch.head", str(folder.path), str(lock)],
             stdin=subprocess.PIPE,
@@ -186,10 +188,27 @@ def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
             pass_fds=(lock,),
             env={**os.environ, RUN_VARIABLE: run_id},
         )
-    write_json(folder.live, {**live, "pid": head.pid}, mode=0o600, is_synced=True)
-    assert head.stdin is not None
-    head.stdin.close()  # it waits for that: nobody else writes the file meanwhile
+        write_json(folder.live, {**live, "pid": head.pid}, mode=0o600, is_synced=True)
+        assert head.stdin is not None
+        head.stdin.close()  # it waits for that: nobody else writes the file meanwhile
+        fault_point("up.head")
     return RunHandle(folder, head.pid, run_id, sockets, head)
+
+
+@contextmanager
+def _deferring_interrupt() -> Iterator[None]:
+    """Hold Ctrl-C back until what is started here can be found by who ends it."""
+    if threading.current_thread() is not threading.main_thread():  # only the main one is interrupted
+        yield
+        return
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt
 
 
 @contextmanager

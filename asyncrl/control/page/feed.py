@@ -18,15 +18,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from asyncrl.control.page.answers import rollouts_of
-from asyncrl.control.page.pipeline import Settings
-from asyncrl.control.page.reading import Decode, RowTail
-from asyncrl.control.page.snapshot import FINAL_STATES
+from asyncrl.control.page.decoding import Decode
+from asyncrl.control.page.pipeline import counters_of
+from asyncrl.control.page.reading import RowTail
+from asyncrl.control.page.snapshot import mapping_of
 from asyncrl.control.page.trends import STEP, Curves, FlowMeter
 from asyncrl.control.page.view import view_of
 from asyncrl.control.record.metering import accuracy
 from asyncrl.control.record.recorder import is_evaluation
 from asyncrl.errors import AsyncrlError
 from asyncrl.experience import Group
+from asyncrl.states import RUN_ENDS
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +56,11 @@ class Feed:
     def __init__(
         self,
         status: Status,
-        settings: Settings,
         rows: RowTail,
         payloads: Payloads | None,
         decoder: Callable[[], Decode],
     ) -> None:
-        self._status, self._settings = status, settings
+        self._status = status
         self._rows, self._curves, self._meter = rows, Curves(), FlowMeter()
         self._payloads, self._decoder = payloads, decoder
         self._decode: Decode | None = None
@@ -96,8 +97,9 @@ class Feed:
         snapshot = self._status()
         if snapshot.get("outcome"):  # all is over but the last word
             snapshot = {**snapshot, "state": snapshot["outcome"]}
-        self._is_over = snapshot.get("state") in FINAL_STATES
-        self._set("view", view_of(snapshot, self._settings, self._meter, time.time()))
+        self._is_over = snapshot.get("state") in RUN_ENDS
+        rates = self._meter.update(now, counters_of(snapshot, mapping_of(snapshot.get("ledger"))))
+        self._set("view", view_of(snapshot, rates))
         if "curves" not in self._events or self._take_rows():
             self._take_rows()
             self._set("curves", self._curves.as_values())

@@ -42,6 +42,8 @@ function drawView(found) {
   say("step", found.step);
   say("steps", found.steps);
   show("phase", found.phase);
+  show("resumed", found.resumed);
+  show("place", found.place);
   show("time-left", found.time_left ? `about ${found.time_left} left` : "");
   $("accuracy-fact").hidden = found.accuracy === DASH;
   say("accuracy", found.accuracy);
@@ -134,8 +136,8 @@ function drawServices(services) {
   replace($("services"), services.map((one) => el("tr", { class: one.is_replica ? "replica" : "", service: one.name },
     el("td", {}, one.name),
     el("td", {}, el("span", { class: "state", tone: one.tone }, one.state)),
-    el("td", { class: "num" }, one.version), el("td", { class: "faint wide" }, one.behind),
-    el("td", { class: "num" }, one.heartbeat), el("td", { class: "num" }, one.restarts))));
+    el("td", { class: "num", label: "version" }, one.version), el("td", { class: "faint wide", label: "" }, one.behind),
+    el("td", { class: "num", label: "heartbeat" }, one.heartbeat), el("td", { class: "num", label: "restarts" }, one.restarts))));
 }
 
 function drawEvents(events) {
@@ -169,8 +171,37 @@ const CHARTS = [
   { title: "Idle share", series: [["rollout_idle", "replicas", "s-blue"], ["learner_idle", "learner", "s-amber"]], floor: 0 },
 ];
 const MARGIN = { left: 44, right: 8, top: 8, bottom: 20 };
-const HEIGHT = 150;
+const HEIGHT = 150, SMOOTHED_OVER = 20, DRAG_PX = 6;
 let curves = null;
+let zoom = null; // the first and the last step that are shown, of all charts alike; null for all
+
+function setZoom(range) {
+  zoom = range;
+  $("unzoom").hidden = range === null;
+  if (range) say("unzoom", `steps ${range[0]} to ${range[1]}: show all`);
+  for (const chart of charts) chart.draw();
+}
+
+/** The places in `curves.steps` that are shown. */
+function shown() {
+  const places = curves.steps.map((step, at) => at).filter((at) => zoom === null || (curves.steps[at] >= zoom[0] && curves.steps[at] <= zoom[1]));
+  return places.length ? places : curves.steps.map((step, at) => at);
+}
+
+/** An exponential mean over a twentieth of what is shown, from both ends alike: it lags behind neither way. */
+function smoothed(values) {
+  const weight = 2 / (1 + Math.max(3, values.length / SMOOTHED_OVER));
+  const pass = (list) => {
+    let mean = null;
+    return list.map((value) => {
+      if (typeof value !== "number") return null;
+      mean = mean === null ? value : mean + weight * (value - mean);
+      return mean;
+    });
+  };
+  const forth = pass(values), back = pass([...values].reverse()).reverse();
+  return forth.map((value, at) => (value === null ? null : (value + back[at]) / 2));
+}
 
 class Chart {
   constructor(settings) {
@@ -179,19 +210,36 @@ class Chart {
     this.svg = shape("svg", { role: "img", "aria-label": settings.title });
     this.box = el("section", { class: "card chart", chart: settings.title }, el("h3", {}, settings.title), this.legend, this.svg);
     this.hover = null;
+    this.grip = null; // where a drag began: [place, x]
     this.svg.addEventListener("pointermove", (event) => this.point(event));
-    this.svg.addEventListener("pointerleave", () => { this.hover = null; this.draw(); });
+    this.svg.addEventListener("pointerleave", () => { this.hover = null; this.grip = null; this.draw(); });
+    this.svg.addEventListener("pointerdown", (event) => {
+      this.point(event);
+      this.grip = this.hover === null ? null : [this.hover, event.clientX];
+      event.preventDefault();
+    });
+    this.svg.addEventListener("pointerup", (event) => this.release(event));
+    this.svg.addEventListener("dblclick", () => setZoom(null));
   }
 
   point(event) {
     if (!curves || !curves.steps.length) return;
     const box = this.svg.getBoundingClientRect();
     const share = (event.clientX - box.left - MARGIN.left) / (box.width - MARGIN.left - MARGIN.right);
-    const first = curves.steps[0], last = curves.steps[curves.steps.length - 1];
+    const places = shown();
+    const first = curves.steps[places[0]], last = curves.steps[places[places.length - 1]];
     const wanted = first + share * (last - first);
-    this.hover = curves.steps.reduce((best, step, at) =>
-      Math.abs(step - wanted) < Math.abs(curves.steps[best] - wanted) ? at : best, 0);
+    this.hover = places.reduce((best, at) =>
+      Math.abs(curves.steps[at] - wanted) < Math.abs(curves.steps[best] - wanted) ? at : best, places[0]);
     this.draw();
+  }
+
+  release(event) {
+    const grip = this.grip;
+    this.grip = null;
+    if (grip === null || this.hover === null || Math.abs(event.clientX - grip[1]) < DRAG_PX) return this.draw();
+    const ends = [curves.steps[grip[0]], curves.steps[this.hover]].sort((one, other) => one - other);
+    return ends[0] === ends[1] ? this.draw() : setZoom(ends);
   }
 
   draw() {
@@ -199,21 +247,33 @@ class Chart {
     if (!curves || !width) return;
     const { series, dots, floor, hasBound } = this.settings;
     const bound = hasBound && view ? view.lag.max_lag : null;
-    const points = dots ? curves[dots[0]] : [];
-    const values = [...series.flatMap(([name]) => curves[name]), ...points.map((point) => point[1]), bound, floor];
-    const known = values.filter((value) => typeof value === "number");
+    const places = shown(), isSmooth = $("smooth").checked;
+    const steps = places.map((at) => curves.steps[at]);
+    const of = (name) => places.map((at) => curves[name][at]);
+    const points = dots ? curves[dots[0]].filter(([step]) => zoom === null || (step >= zoom[0] && step <= zoom[1])) : [];
+    const values = [...series.flatMap(([name]) => of(name)), ...points.map((point) => point[1]), bound, floor];
+    const all = values.filter((value) => typeof value === "number");
+    const isLog = $("log").checked && all.some((value) => value > 0);
+    const known = isLog ? all.filter((value) => value > 0) : all;
     const parts = [];
-    if (curves.steps.length && known.length) {
-      const scale = scaleOf(known, width);
+    if (steps.length && known.length) {
+      const scale = isLog ? logScaleOf(known, width, steps) : scaleOf(known, width, steps);
       parts.push(...axes(scale, width));
-      if (bound !== null) parts.push(line("bound", MARGIN.left, scale.y(bound), width - MARGIN.right, scale.y(bound)));
-      for (const [name, , style] of series) parts.push(...curve(curves[name], scale, style));
+      if (bound !== null && !(isLog && bound <= 0)) parts.push(line("bound", MARGIN.left, scale.y(bound), width - MARGIN.right, scale.y(bound)));
+      for (const [name, , style] of series) {
+        if (isSmooth) parts.push(...curve(of(name), steps, scale, style, "raw"));
+        parts.push(...curve(isSmooth ? smoothed(of(name)) : of(name), steps, scale, style, "curve"));
+      }
       for (const [step, value] of points) {
-        if (step <= scale.last) parts.push(shape("circle", { class: `dot ${dots[2]}`, cx: scale.x(step), cy: scale.y(value), r: 2.6 }));
+        if (step <= scale.last && !(isLog && value <= 0)) parts.push(shape("circle", { class: `dot ${dots[2]}`, cx: scale.x(step), cy: scale.y(value), r: 2.6 }));
       }
       if (this.hover !== null && this.hover < curves.steps.length) {
         const x = scale.x(curves.steps[this.hover]);
         parts.push(line("cursor", x, MARGIN.top, x, HEIGHT - MARGIN.bottom));
+        if (this.grip !== null) {
+          const from = scale.x(curves.steps[this.grip[0]]);
+          parts.push(shape("rect", { class: "zone", x: Math.min(x, from), y: MARGIN.top, width: Math.abs(x - from), height: HEIGHT - MARGIN.top - MARGIN.bottom }));
+        }
       }
     }
     this.svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
@@ -243,15 +303,25 @@ function shape(name, attributes) {
 
 const line = (style, x1, y1, x2, y2) => shape("line", { class: style, x1, y1, x2, y2 });
 
-function scaleOf(known, width) {
+function logScaleOf(known, width, steps) {
+  const low = Math.floor(Math.log10(Math.min(...known)) + 1e-9), high = Math.max(Math.ceil(Math.log10(Math.max(...known)) - 1e-9), low + 1);
+  const ends = scaleOf([low, high], width, steps);
+  const y = (value) => HEIGHT - MARGIN.bottom - (HEIGHT - MARGIN.top - MARGIN.bottom) * (Math.log10(Math.max(value, 10 ** low)) - low) / (high - low);
+  const gap = Math.ceil((high - low) / 4);
+  const marks = Array.from({ length: Math.floor((high - low) / gap) + 1 }, (_, at) => 10 ** (low + at * gap));
+  return { ...ends, marks, y };
+}
+
+function scaleOf(known, width, steps) {
   let low = Math.min(...known), high = Math.max(...known);
   if (high - low < 1e-9) { low -= Math.abs(low) * 0.1 || 0.5; high += Math.abs(high) * 0.1 || 0.5; }
   const gap = niceGap((high - low) / 3);
   low = Math.floor(low / gap + 1e-9) * gap;
   high = Math.ceil(high / gap - 1e-9) * gap;
-  const first = curves.steps[0], last = Math.max(curves.steps[curves.steps.length - 1], first + 1);
+  const first = steps[0], last = Math.max(steps[steps.length - 1], first + 1);
+  const marks = Array.from({ length: Math.round((high - low) / gap) + 1 }, (_, at) => low + at * gap);
   return {
-    low, high, gap, first, last,
+    marks: marks.map((value) => (Math.abs(value) < gap / 1e6 ? 0 : value)), first, last,
     x: (step) => MARGIN.left + (width - MARGIN.left - MARGIN.right) * (step - first) / (last - first),
     y: (value) => HEIGHT - MARGIN.bottom - (HEIGHT - MARGIN.top - MARGIN.bottom) * (value - low) / (high - low),
   };
@@ -264,9 +334,9 @@ function niceGap(rough) {
 
 function axes(scale, width) {
   const parts = [];
-  for (let at = 0; scale.low + at * scale.gap <= scale.high + scale.gap / 2; at++) {
-    const value = scale.low + at * scale.gap, y = scale.y(value);
-    parts.push(line("grid", MARGIN.left, y, width - MARGIN.right, y), label(figure(Math.abs(value) < scale.gap / 1e6 ? 0 : value), MARGIN.left - 6, y + 3.5, "end"));
+  for (const value of scale.marks) {
+    const y = scale.y(value);
+    parts.push(line("grid", MARGIN.left, y, width - MARGIN.right, y), label(figure(value), MARGIN.left - 6, y + 3.5, "end"));
   }
   parts.push(label(`step ${scale.first}`, MARGIN.left, HEIGHT - 5, "start"), label(String(scale.last), width - MARGIN.right, HEIGHT - 5, "end"));
   return parts;
@@ -278,15 +348,15 @@ function label(text, x, y, anchor) {
   return node;
 }
 
-function curve(values, scale, style) {
+function curve(values, steps, scale, style, name) {
   let path = "", isDown = false, num = 0, at = 0;
   values.forEach((value, index) => {
     if (typeof value !== "number") { isDown = false; return; }
-    path += `${isDown ? "L" : "M"}${scale.x(curves.steps[index]).toFixed(1)} ${scale.y(value).toFixed(1)}`;
+    path += `${isDown ? "L" : "M"}${scale.x(steps[index]).toFixed(1)} ${scale.y(value).toFixed(1)}`;
     isDown = true; num += 1; at = index;
   });
-  if (num === 1) return [shape("circle", { class: `dot ${style}`, cx: scale.x(curves.steps[at]), cy: scale.y(values[at]), r: 2.6 })];
-  return path ? [shape("path", { class: `curve ${style}`, d: path })] : [];
+  if (num === 1) return [shape("circle", { class: `dot ${style}`, cx: scale.x(steps[at]), cy: scale.y(values[at]), r: 2.6 })];
+  return path ? [shape("path", { class: `${name} ${style}`, d: path })] : [];
 }
 
 function figure(value) {
@@ -371,6 +441,8 @@ function end() {
   setLink("over", "the run has ended");
 }
 
+$("unzoom").addEventListener("click", () => setZoom(null));
+for (const id of ["smooth", "log"]) $(id).addEventListener("change", () => charts.forEach((chart) => chart.draw()));
 $("charts").append(...charts.map((chart) => chart.box));
 new ResizeObserver(() => charts.forEach((chart) => chart.draw())).observe($("charts"));
 if (location.search) history.replaceState(null, "", location.pathname); // the token stays out of the address bar

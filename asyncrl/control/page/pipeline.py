@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.control.page.figures import DASH, count_of, figure_of, seconds_of, share_of
@@ -16,17 +15,9 @@ from asyncrl.control.page.snapshot import (
     share_done,
     state_of,
 )
+from asyncrl.states import ServiceState
 
 ARRIVED_STATES = ("stored", "reserved")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the page needs of a run's configuration."""
-
-    max_lag: int
-    groups_per_step: int
-    ready_batches: int
 
 
 def node_of(who: str) -> str:
@@ -65,14 +56,14 @@ def counters_of(snapshot: Snapshot, ledger: Mapping[str, Any]) -> dict[str, floa
     return found
 
 
-def nodes_of(snapshot: Snapshot, ledger: Mapping[str, Any], settings: Settings) -> list[dict[str, Any]]:
+def nodes_of(snapshot: Snapshot, ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the boxes from left to right."""
     pending = mapping_of(ledger.get("pending"))
-    capacity = settings.ready_batches * settings.groups_per_step
+    capacity = snapshot.get("ready_groups")
     rollouts = services_of(snapshot, "rollout")
     replicas = {name: one for name, one in rollouts.items() if not one.get("standby")}
     spares = [("standby", str(len(rollouts) - len(replicas)))] if len(rollouts) > len(replicas) else []
-    ready = sum(state_of(replica) == "READY" for replica in replicas.values())
+    ready = sum(state_of(replica) == ServiceState.READY for replica in replicas.values())
     learner = services_of(snapshot, "learner").get("learner.0", {})
     return [
         _node(
@@ -102,7 +93,7 @@ def nodes_of(snapshot: Snapshot, ledger: Mapping[str, Any], settings: Settings) 
             "buffer",
             "Buffer",
             count_of(ledger.get("stored_groups")),
-            f"of {capacity} groups stored",
+            f"of {count_of(capacity)} groups stored",
             [
                 ("reserved", count_of(pending.get("reserved"))),
                 ("dropped", count_of(_total(ledger.get("dropped")))),
@@ -129,7 +120,8 @@ def nodes_of(snapshot: Snapshot, ledger: Mapping[str, Any], settings: Settings) 
             count_of(metric_of(snapshot, "weights/published")),
             "newest version",
             [
-                ("all serve", count_of(metric_of(snapshot, "weights/version"))),
+                ("oldest", count_of(metric_of(snapshot, "weights/version"))),
+                ("behind", _behind(snapshot)),
                 ("transfer", seconds_of(metric_of(snapshot, "weights/transfer_s"))),
                 ("swap", seconds_of(metric_of(snapshot, "weights/apply_s"))),
                 ("failed", count_of(metric_of(snapshot, "weights/rounds_failed"))),
@@ -168,6 +160,12 @@ def edges_of(rates: Mapping[str, float]) -> list[dict[str, Any]]:
         }
         for source, target, name, unit in flows
     ]
+
+
+def _behind(snapshot: Snapshot) -> str:
+    """Return by how many versions the oldest that a replica serves is behind the newest."""
+    oldest, newest = metric_of(snapshot, "weights/version"), metric_of(snapshot, "weights/published")
+    return DASH if oldest is None or newest is None else count_of(max(0.0, newest - oldest))
 
 
 def _total(counts: Any) -> int | None:

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from asyncrl.experience import Group, decode_group
 log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
-Decode = Callable[[Sequence[int]], str]
 
 WHOLE_FILE_BYTES = 8 << 20
 """Of metrics, that are read in one go: two thousand steps or more."""
@@ -151,25 +150,3 @@ def _group_of(record: bytes, ticket: int, attempt: int) -> Group | None:
         return None if frames is None else decode_group(frames)
     except WireError:  # of an older asyncrl
         return None
-
-
-def _show_ids(ids: Sequence[int]) -> str:
-    return "".join(f"<{number}>" for number in ids)
-
-
-def decoder_of(model: Path) -> Decode:
-    """Return what turns token ids into text; ids in angle brackets where no tokenizer can be read.
-
-    It reads `tokenizer.json` itself: transformers would bring half a gigabyte into the supervisor.
-    """
-    from tokenizers import Tokenizer
-
-    path = model / "tokenizer.json"
-    if not path.exists():
-        return _show_ids
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no class of its own; the file may be newer than it
-        log.warning("the page shows token ids: %s cannot be read: %s", path, error)
-        return _show_ids
-    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))

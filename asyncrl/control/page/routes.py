@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.control.api.server import EventStream, Route, Text
+from asyncrl.control.page.decoding import decoder_of
 from asyncrl.control.page.feed import Feed, Payloads
-from asyncrl.control.page.pipeline import Settings
-from asyncrl.control.page.reading import FilePayloads, RedisPayloads, RowTail, decoder_of
+from asyncrl.control.page.reading import FilePayloads, RedisPayloads, RowTail
 from asyncrl.control.record.prometheus import CONTENT_TYPE, health_answer, prometheus_text
 from asyncrl.control.record.rundir import RunDir
+
+log = logging.getLogger(__name__)
 
 POLICY = "; ".join(
     [
@@ -42,10 +45,9 @@ def page_routes(status: Callable[[], dict[str, Any]], config: Config, folder: Pa
     """Return the routes of the page of the run in `folder`; `status` returns its snapshot."""
     feed = Feed(
         status,
-        Settings(config.staleness.max_lag, config.learner.groups_per_step, config.staleness.ready_batches),
         RowTail(RunDir(folder).metrics),
         _payloads(config, folder),
-        lambda: decoder_of(Path(config.model.path)),
+        lambda: decoder_of(Path(config.model.path), log.warning),
     )
     routes: dict[str, Route] = {f"GET {path}": _asset(*asset) for path, asset in ASSETS.items()}
     return routes | {

@@ -6,13 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.states import SERVICE_ENDS, ServiceState
+
 Snapshot = Mapping[str, Any]
 
-DOUBTED_STAGES = ("SUSPECT", "DEAD", "RETIRED")
-FINAL_STATES = ("finished", "failed", "stopped")
-"""Of a run: nothing of it lives any more."""
-ENDS = ("ended", "failed", "gone", "DEAD", "RETIRED")
-"""Of a service."""
+DOUBTED_STAGES = (ServiceState.SUSPECT, ServiceState.DEAD, ServiceState.RETIRED)
 
 
 def mapping_of(value: Any) -> Mapping[str, Any]:
@@ -50,11 +48,19 @@ def at_rest(snapshot: Snapshot) -> Snapshot:
     """
     services = {name: mapping_of(one) for name, one in mapping_of(snapshot.get("services")).items()}
     ended = {
-        name: {**one, "state": one["state"] if one.get("state") in ENDS else "ended", "stage": ""}
+        name: {
+            **one,
+            "state": one["state"] if one.get("state") in SERVICE_ENDS else ServiceState.ENDED,
+            "stage": "",
+        }
         | {"heartbeat_age_s": None}
         for name, one in services.items()
     }
     return {**snapshot, "services": ended, "health": "", "phase": "", "bottleneck": {}}
+
+
+def _end_of(service: Mapping[str, Any]) -> str:
+    return str(service["state"] if service.get("state") in SERVICE_ENDS else ServiceState.ENDED)
 
 
 def fill_of(part: Any, whole: Any) -> float | None:

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.control.page.figures import DASH, count_of, duration_of, figure_of, share_of
-from asyncrl.control.page.pipeline import Settings, counters_of, edges_of, node_of, nodes_of
+from asyncrl.control.page.pipeline import edges_of, node_of, nodes_of
 from asyncrl.control.page.snapshot import (
-    FINAL_STATES,
     Snapshot,
     at_rest,
     index_of,
@@ -21,26 +20,24 @@ from asyncrl.control.page.snapshot import (
     share_done,
     state_of,
 )
-from asyncrl.control.page.trends import FlowMeter
+from asyncrl.states import RUN_ENDS, RunState, ServiceState
 
 MAX_EVENTS = 50
 MAX_LAG_BARS = 33
 LAG_SHARE = "staleness/lag_share/"
 OPEN_STATES = ("issued", "leased", "stored", "reserved")
 GOOD_STATES = (
-    "READY",
-    "PINNED",
-    "serving",
-    "RUNNING",
-    "ready",
-    "training",
-    "running",
-    "finished",
-    "ok",
-    "ended",
-    "stopped",
+    ServiceState.READY,
+    ServiceState.PINNED,
+    ServiceState.ENDED,
+    RunState.RUNNING,
+    RunState.FINISHED,
+    RunState.STOPPED,
 )
-BAD_STATES = ("DEAD", "RETIRED", "failed", "gone", "silent", "degraded")
+BAD_STATES = (
+    *(ServiceState.DEAD, ServiceState.RETIRED, ServiceState.FAILED, ServiceState.SILENT),
+    *(RunState.FAILED, RunState.SILENT),
+)
 TONES = {
     "exit": "bad",
     "stall": "bad",
@@ -51,22 +48,20 @@ TONES = {
     "ready": "good",
 }
 """Of kinds of events."""
-LEAVING = ("stopping", *FINAL_STATES)
+LEAVING = (RunState.STOPPING, *RUN_ENDS)
 
 
-def view_of(snapshot: Snapshot, settings: Settings, meter: FlowMeter, now: float) -> dict[str, Any]:
-    """Return all that the page shows but curves and rollouts.
+def view_of(snapshot: Snapshot, rates: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """Return all that the page shows but curves and rollouts; `asyncrl status` prints the same.
 
     Args:
         snapshot: `Supervisor.status()`.
-        meter: Remembers the counters of the calls before.
-        now: Seconds, of the clock that the events' times are from.
+        rates: What flows between the boxes of the pipeline, by `pipeline.counters_of`.
     """
     ledger = mapping_of(snapshot.get("ledger"))
     state = str(snapshot.get("state") or DASH)
-    rates = meter.update(now, counters_of(snapshot, ledger))
-    if state in FINAL_STATES:
-        snapshot, rates = at_rest(snapshot), {}
+    if state in RUN_ENDS:
+        snapshot, rates = at_rest(snapshot), None
     health = str(snapshot.get("health") or "")
     return {
         "run": str(snapshot.get("run") or "run"),
@@ -80,13 +75,16 @@ def view_of(snapshot: Snapshot, settings: Settings, meter: FlowMeter, now: float
         "steps": count_of(snapshot.get("steps")),
         "progress": share_done(snapshot),
         "accuracy": share_of(snapshot.get("accuracy")),
-        "time_left": _time_left(snapshot, rates),
+        "time_left": _time_left(snapshot),
+        "resumed": resumed_of(snapshot),
+        "place": _place(snapshot),
+        "paused": bool(snapshot.get("paused")),
         "bottleneck": _bottleneck(mapping_of(snapshot.get("bottleneck")), state),
         "obstacles": _obstacles(snapshot, state),
-        "nodes": nodes_of(snapshot, ledger, settings),
-        "edges": edges_of(rates),
+        "nodes": nodes_of(snapshot, ledger),
+        "edges": edges_of(rates or {}),
         "account": _account(ledger),
-        "lag": _lag(snapshot, settings),
+        "lag": _lag(snapshot),
         "services": _services(snapshot),
         "events": [_event(event) for event in reversed(list(snapshot.get("events") or [])[-MAX_EVENTS:])],
     }
@@ -98,7 +96,7 @@ def tone_of(state: str) -> str:
     >>> tone_of("READY"), tone_of("SYNCING"), tone_of("DEAD")
     ('good', 'busy', 'bad')
     """
-    if state == "SUSPECT":
+    if state == ServiceState.SUSPECT:
         return "warn"
     return "good" if state in GOOD_STATES else "bad" if state in BAD_STATES else "busy"
 
@@ -106,7 +104,7 @@ def tone_of(state: str) -> str:
 def _bottleneck(found: Mapping[str, Any], state: str) -> dict[str, str]:
     """Return who holds a run up; nobody does once it is on its way out."""
     if state in LEAVING:
-        title = "The run is stopping." if state == "stopping" else f"The run has {state}."
+        title = "The run is stopping." if state == RunState.STOPPING else f"The run has {state}."
         return {"node": "", "title": title, "why": "", "wait": ""}
     who, waits_for = str(found.get("who") or ""), str(found.get("learner_waits_for") or "")
     return {
@@ -147,11 +145,26 @@ def _sentence(text: str) -> str:
     return f"{text[:1] if is_name else text[:1].upper()}{text[1:].rstrip('.')}."
 
 
-def _time_left(snapshot: Snapshot, rates: Mapping[str, float]) -> str:
-    steps_per_s = rates.get("steps", 0.0)
-    if steps_per_s <= 0 or snapshot.get("state") != "running" or not snapshot.get("steps"):
+def _time_left(snapshot: Snapshot) -> str:
+    left_s = snapshot.get("time_left_s")
+    return "" if left_s is None or snapshot.get("state") != RunState.RUNNING else duration_of(left_s)
+
+
+def _place(snapshot: Snapshot) -> str:
+    """Return where the run's configuration and logs are; empty while that is not known."""
+    folder = snapshot.get("folder")
+    if not folder:
         return ""
-    return duration_of((snapshot["steps"] - snapshot.get("step", 0)) / steps_per_s)
+    return f"Run {snapshot.get('run_id')} in {folder}: configuration resolved.yaml, logs in logs/"
+
+
+def resumed_of(snapshot: Snapshot) -> str:
+    """Return where a resumed run goes on, empty while that and the ledger's account are not known."""
+    residue = mapping_of(snapshot.get("ledger")).get("residue")
+    if residue is None or not (snapshot.get("resumed_step") or snapshot.get("torn")):
+        return ""
+    torn = "".join(f"; {sentence}" for sentence in snapshot.get("torn") or ())
+    return f"resumed at step {snapshot.get('resumed_step') or 0}, residue {residue}{torn}"
 
 
 # --- the account ----------------------------------------------------------------------------
@@ -202,12 +215,13 @@ def _law(name: str, total: Any, parts: list[tuple[str, Any, str]]) -> dict[str, 
 # --- staleness ------------------------------------------------------------------------------
 
 
-def _lag(snapshot: Snapshot, settings: Settings) -> dict[str, Any]:
+def _lag(snapshot: Snapshot) -> dict[str, Any]:
     """Return the newest step's histogram: the share of its tokens at each lag, up to the bound."""
-    num_bars = min(settings.max_lag + 1, MAX_LAG_BARS)
+    max_lag = int(snapshot.get("max_lag") or 0)
+    num_bars = min(max_lag + 1, MAX_LAG_BARS)
     shares = [metric_of(snapshot, f"{LAG_SHARE}{lag}") for lag in range(num_bars)]
     return {
-        "max_lag": settings.max_lag,
+        "max_lag": max_lag,
         "mean": figure_of(metric_of(snapshot, "staleness/lag_mean")),
         "max": count_of(metric_of(snapshot, "staleness/lag_max_trained")),
         "masked": share_of(metric_of(snapshot, "staleness/masked_share")),
@@ -245,10 +259,11 @@ def _service(name: str, service: Mapping[str, Any], newest: float | None) -> dic
         "is_replica": is_replica,
         "state": state + (" (standby)" if service.get("standby") else ""),
         "tone": tone_of(state),
-        "version": count_of(version) if is_replica else "",
+        "version": count_of(version or None) if is_replica else "",
         "behind": behind,
         "heartbeat": DASH if age is None else f"{age:.1f} s",
         "restarts": count_of(service.get("restarts")),
+        "gateway": str(service.get("gateway") or ""),
     }
 
 

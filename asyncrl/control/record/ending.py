@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import load_resolved
-from asyncrl.control.record.recorder import load_rows, training_rows
+from asyncrl.control.record.recorder import load_rows, newest_rows, training_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.errors import ConfigError
+from asyncrl.states import RunState
 
 SHOWN_LINES = 20
 
 
-def paragraph(folder: RunDir, outcome: dict[str, Any] | None = None) -> str:
+def paragraph(folder: RunDir, outcome: dict[str, Any] | None = None, num_lines: int = SHOWN_LINES) -> str:
     """Return what to tell of the failed run in `folder`; the lines of its log follow, each behind a bar.
 
     Args:
         outcome: As in outcome.json, where it is known.
+        num_lines: Of the log, at most.
     """
     outcome = outcome or read_json(folder.outcome) or {}
     service = outcome.get("service") or ""
@@ -37,8 +39,38 @@ def paragraph(folder: RunDir, outcome: dict[str, Any] | None = None) -> str:
     ]
     tail = outcome.get("tail") or folder.tail(service)
     log = folder.log(service) if service else folder.logs
-    lines = [" ".join(sentences), f"The last lines of {log}:"] if tail else [" ".join(sentences)]
-    return "\n".join([*lines, *(f"  | {line}" for line in tail[-SHOWN_LINES:])])
+    if not tail or not num_lines:
+        return " ".join(sentences)
+    lines = [" ".join(sentences), f"The last lines of {log}:"]
+    return "\n".join([*lines, *(f"  | {line}" for line in tail[-num_lines:])])
+
+
+def end_of(folder: RunDir) -> str:
+    """Return how the run in `folder`, which lives no more, ended, and how to go on; empty if unknown."""
+    name = f"run '{folder.path.name}'"
+    if (outcome := read_json(folder.outcome)) is not None:
+        if outcome.get("state") == RunState.FAILED:
+            return paragraph(folder, outcome, num_lines=0)
+        if outcome.get("state") == RunState.FINISHED:
+            return f"{name} has ended: it finished; see {folder.path}"
+        return f"{name} has ended: it was {outcome.get('state')}. To go on: {command_of(folder)}"
+    if (live := read_json(folder.live)) is None:
+        return ""
+    rows = training_rows(newest_rows(folder.metrics))
+    where = f"at step {int(rows[-1]['training/global_step'])}" if rows else "before its first step"
+    return (
+        f"{name} was cut short {where}: its head process {live['pid']} was killed, or the machine went down. "
+        f"{next_start_of(folder)}"
+    )
+
+
+def next_start_of(folder: RunDir) -> str:
+    """Return what the next start of the run in `folder` does, and the command."""
+    saved = sorted(found.name for found in folder.checkpoints.glob("step-*"))
+    if not saved or _keeps_no_journal(folder):
+        return f"No checkpoint was written; to begin anew: {command_of(folder)}"
+    step = int(saved[-1].removeprefix("step-"))
+    return f"To go on from the checkpoint of step {step}: {command_of(folder)}"
 
 
 def command_of(folder: RunDir) -> str:

@@ -24,6 +24,8 @@ LEDGER_KEYS = (
     "journal",
 )
 
+FIRST_OF_LIFE = "training/is_first_of_life"
+"""1 on the first row after a start or a resume: its time also holds that start."""
 WINDOW_S = 2.0
 _PART_COUNT, _PART_SUM, _REWARD_ERRORS = "part count/", "part sum/", "reward errors/"
 _IDLE = "idle/"
@@ -37,6 +39,17 @@ class Meter:
         self._past: list[tuple[float, dict[str, float]]] = []
         self._last: dict[str, dict[str, Any]] = {}
         self._ended: dict[str, float] = defaultdict(float)
+        self._first: float | None = None
+        self._row_before: tuple[float, float] | None = None
+
+    def note(self, now: float, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take note of when the first token came: before it there is no rate, only a start."""
+        if self._row_before is None:
+            tokens = sum(
+                one.get("tokens", 0) for name, one in statuses.items() if name.startswith("rollout.")
+            )
+            if tokens == 0 or self._first is None:
+                self._first = now
 
     def update(self, now: float, statuses: dict[str, dict[str, Any]]) -> dict[str, float]:
         """Take in the statuses of time `now` (seconds) and return the rollout side's metrics."""
@@ -50,8 +63,9 @@ class Meter:
         self._past.append((now, totals))
         while len(self._past) > 2 and now - self._past[1][0] > WINDOW_S:
             self._past.pop(0)
-        # The first time, shares and means are those since the replicas' start.
-        then, before = self._past[0] if len(self._past) > 1 else (now, {})
+        # The first time, shares and means are those since the replicas' start, rates since the first token.
+        start: tuple[float, dict[str, float]] = (now if self._first is None else self._first, {})
+        then, before = self._past[0] if len(self._past) > 1 else start
         gain = {key: total - before.get(key, 0.0) for key, total in totals.items()}
         gain |= {key: max(0.0, change) for key, change in gain.items() if not key.startswith(_PART_SUM)}
         buffer = statuses.get("buffer.0", {})
@@ -62,6 +76,7 @@ class Meter:
             | weights_metrics(statuses)
             | _idle_metrics(gain)
             | {
+                **self._since_row(now, totals["tokens"], start[0]),
                 "perf/rollout_tokens_per_s": gain["tokens"] / (now - then) if now > then else 0.0,
                 "perf/rollout_replicas": float(len(replicas)),
                 "training/epoch": epoch_of(buffer.get("prompts_drawn", 0), buffer.get("num_prompts", 0)),
@@ -70,6 +85,15 @@ class Meter:
                 "buffer/residue": float(buffer.get("residue", 0)),
             }
         )
+
+    def _since_row(self, now: float, tokens: float, first: float) -> dict[str, float]:
+        """Return tokens and seconds since the row before: what the rate of a whole run is made of."""
+        then, before = self._row_before or (first, 0.0)
+        self._row_before = (now, tokens)
+        return {
+            "perf/rollout_tokens": max(0.0, tokens - before),
+            "perf/rollout_tokens_s": max(0.0, now - then),
+        }
 
     def _take(self, name: str, status: dict[str, Any]) -> None:
         """Keep a replica's newest counts; those of a life that has ended stay in the sums."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncrl.metrics import find, variables_of
+from asyncrl.states import SERVICE_FAULTS, RunState, ServiceState
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -19,7 +20,7 @@ Snapshot = Mapping[str, Any]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "asyncrl_"
 OK, UNAVAILABLE = 200, 503
-NOT_UP = ("failed", "gone", "silent", "DEAD", "RETIRED")
+NOT_UP = (*SERVICE_FAULTS, ServiceState.SILENT)
 
 
 class _Sample(NamedTuple):
@@ -41,7 +42,9 @@ def prometheus_text(snapshot: Snapshot, row: Mapping[str, Any]) -> str:
 
 def health_answer(snapshot: Snapshot) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and the body of `/health`: 200 while the run is well, else 503."""
-    is_failed = snapshot.get("state") == "failed" or bool(snapshot.get("error"))  # or is being ended for it
+    is_failed = snapshot.get("state") == RunState.FAILED or bool(
+        snapshot.get("error")
+    )  # or is being ended for it
     status = "failed" if is_failed else snapshot.get("health", "ok")
     body = {"status": status, **{key: snapshot.get(key) for key in ("run", "state", "step", "error")}}
     return OK if status == "ok" else UNAVAILABLE, body

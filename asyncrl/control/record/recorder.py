@@ -6,6 +6,7 @@ is written again for the same step (after a resume) replaces the older one at re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -20,10 +21,9 @@ from asyncrl.metrics import unknown_names
 
 Row = dict[str, Any]
 log = logging.getLogger(__name__)
-FIRST_OF_LIFE = "training/is_first_of_life"
-"""1 on the first row after a start or a resume: its time also holds that start."""
 
-
+TAIL_BYTES = 1 << 16
+"""Of a file of rows: the newest dozen."""
 CLOSE_S = 5.0
 """That all sinks together may take at the end."""
 
@@ -88,6 +88,22 @@ def load_rows(path: Path) -> list[Row]:
         row = _read_row(line, f"{path}:{number}")  # not what a process that died left of the last line
         rows[(row["training/global_step"], is_evaluation(row))] = row
     return [rows[key] for key in sorted(rows)]
+
+
+def newest_rows(path: Path, num_bytes: int = TAIL_BYTES) -> list[Row]:
+    """Return the rows at the end of `metrics.jsonl`, oldest first; lines that are none are left out."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - num_bytes))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return []
+    rows = []
+    for line in lines if size <= num_bytes else lines[1:]:
+        with contextlib.suppress(DataError):
+            rows.append(_read_row(line.decode(errors="replace"), str(path)))
+    return rows
 
 
 def _read_row(line: str, place: str) -> Row:

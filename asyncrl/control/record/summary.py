@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.tree import Config
-from asyncrl.control.record.metering import accuracy
-from asyncrl.control.record.recorder import FIRST_OF_LIFE, Row, evaluation_rows, load_rows, training_rows
+from asyncrl.control.record.metering import FIRST_OF_LIFE, accuracy
+from asyncrl.control.record.recorder import Row, evaluation_rows, load_rows, training_rows
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 
 LAST_EVALUATIONS = 3
@@ -30,8 +30,9 @@ def summarise(
     """Return the figures of a run; None where it gives none.
 
     `began` is the wall-clock time of this life's `up`. `first_step_s` runs from there, once everything is
-    prepared, to the record of this life's first step (at most a pulse late); `train_s` and all rates
-    and shares cover the other steps, without the first of each later life.
+    prepared, to the record of this life's first step (at most a pulse late); `train_s`, the learner's rate
+    and the shares cover the other steps, without the first of each life; `rollout_tokens_per_s` covers all
+    time from the first token on.
     """
     steps = training_rows(rows)
     accuracies = [found for row in evaluation_rows(rows) if (found := accuracy(row)) is not None]
@@ -60,7 +61,10 @@ def summarise(
         "ledger": {key: statuses.get("buffer.0", {}).get(key) for key in ("issued", "trained", "dropped")},
         "learner_tokens_per_s": _ratio(num_learner_tokens, train_s),
         "learner_idle_share": _ratio(waited_s, train_s),
-        "rollout_tokens_per_s": _weighted(steps_after_start, "perf/rollout_tokens_per_s", "timing_s/step"),
+        "rollout_tokens_per_s": _ratio(
+            sum(row.get("perf/rollout_tokens", 0.0) for row in steps),
+            sum(row.get("perf/rollout_tokens_s", 0.0) for row in steps),
+        ),
         "rollout_idle_share": _weighted(steps_after_start, "perf/rollout_idle_share", "timing_s/step"),
         "guard": _guard_counters(steps),
     }

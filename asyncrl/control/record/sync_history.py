@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, UnknownRun
 
 JOURNAL_FILE = "weight_sync.jsonl"
 MAX_ROUNDS, MAX_FAILURES = 10, 20
@@ -29,10 +29,10 @@ def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def find_newest_folder(runs_dir: str) -> Path:
-    """Return the folder of the run that was started last. Raises ConfigError if there is none."""
+    """Return the folder of the run that was started last. Raises UnknownRun if there is none."""
     found = list(Path(runs_dir).glob("*/resolved.yaml"))
     if not found:
-        raise ConfigError(f"there is no run in {runs_dir}", hint="Say where the runs are with --dir")
+        raise UnknownRun(f"there is no run in {runs_dir}", hint="Say where the runs are with --dir")
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 

@@ -38,6 +38,7 @@ from asyncrl.control.roster import MAX_REPLICAS, Roster
 from asyncrl.control.upkeep.hands import COMMAND_DEADLINE_S, Hands
 from asyncrl.control.upkeep.reading import at_home, events_of, in_order
 from asyncrl.errors import ConfigError, ServiceFailed
+from asyncrl.states import ServiceState
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,10 @@ STATUS_DEADLINE_S = 1.0
 LAST_STATUS_DEADLINE_S = 10.0
 SAVED_EVERY_S = 10.0
 """While a unit waits for its start."""
-DEAD, RETIRED = "DEAD", "RETIRED"
+DEAD, RETIRED = ServiceState.DEAD, ServiceState.RETIRED
 """The states that a service is shown in between two lives; the second for minutes."""
+ENDED_AT_ONCE = ("rollout", "receiver", "learner", "publisher", "weight_sync")
+"""Services that have nothing to hand over before the first step of this life of the run."""
 UNKNOWN: dict[str, Any] = {
     "heartbeat_age_s": None,
     "restarts": 0,
@@ -252,11 +255,15 @@ class Upkeep:
             self._is_degraded = self._machine.is_degraded or self._machine.is_short
             return self._told(found)
 
-    def stop(self, deadline_s: float, outcome: dict[str, Any]) -> tuple[set[str], Statuses]:
-        """End every service, those that depend on others first.
+    def stop(
+        self, deadline_s: float, outcome: dict[str, Any], *, has_work: bool = True
+    ) -> tuple[set[str], Statuses]:
+        """End every service, those that depend on others first; at once those that have nothing to hand over.
 
         Args:
             outcome: Of the run: a supervisor that takes over from here on only ends it.
+            has_work: Something was trained. Before that only the buffer has anything that is worth a wait: an
+                engine that compiles, or a learner that loads, does not hear what it is asked for minutes.
 
         Returns:
             Who had to be killed, and each service's last status: the account after the last event.
@@ -265,14 +272,19 @@ class Upkeep:
             self.ending = outcome
             self._save()
             left = {name: self._is_awake(name) for name in self._machine.names}
+            useless = {name for name in left if not self._machine.has_come_up(name)}
+            if not has_work:
+                useless |= {name for name in left if name.split(".")[0] in ENDED_AT_ONCE}
         unstopped: set[str] = set()
         statuses: Statuses = {}
         for kinds in (("rollout", "learner"), ("receiver", "publisher"), ("weight_sync", "buffer")):
             names = [name for name in left if name.split(".")[0] in kinds]
-            awake = [name for name in names if left[name]]
-            unstopped |= set(names) - self._launcher.stop(awake, deadline_s)
+            awake = [name for name in names if left[name] and name not in useless]
+            for name in set(names) - set(awake):
+                self._launcher.kill(name)
+            unstopped |= set(names) - useless - self._launcher.stop(awake, deadline_s)
             statuses |= self._launcher.statuses(awake, LAST_STATUS_DEADLINE_S)
-            for name in names:
+            for name in awake:
                 self._launcher.kill(name)
         return unstopped, statuses
 
@@ -406,7 +418,7 @@ class Upkeep:
         }
         living = set(self._machine.names)
         told = {name: status for name, status in found.items() if name in living} | {
-            **{name: {"state": "starting"} for name in living - set(found)},
+            **{name: {"state": ServiceState.STARTING} for name in living - set(found)},
             **dead,
         }
         up = {name for unit in units if unit.is_up for name in unit.members}

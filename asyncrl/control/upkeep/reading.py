@@ -10,15 +10,15 @@ from typing import Any
 
 from asyncrl.control.fleet.messages import Cause, Event, Gone, Halted, Heard
 from asyncrl.control.launch.processes import is_of_service, is_stopped, stopped_services
+from asyncrl.states import ServiceState
 
-SILENT = "silent"
 FINAL_ERRORS = frozenset({"ConfigError", "DataError", "UnstableTraining", "RewardsFailed"})
 """Classes of errors that starting a service again cannot cure."""
 
 
 def events_of(run_id: str, statuses: Mapping[str, Mapping[str, Any]]) -> list[Event]:
     """Return what the statuses of a run's services mean for the fleet; silence means nothing yet."""
-    is_any_silent = any(status.get("state") == SILENT for status in statuses.values())
+    is_any_silent = any(status.get("state") == ServiceState.SILENT for status in statuses.values())
     stopped = stopped_services(run_id) if is_any_silent else set()
     found = [event_of(name, status, is_halted=name in stopped) for name, status in statuses.items()]
     return in_order(event for event in found if event is not None)
@@ -56,16 +56,21 @@ def at_home(run_id: str, name: str, status: Mapping[str, Any]) -> dict[str, Any]
 def event_of(name: str, status: Mapping[str, Any], *, is_halted: bool = False) -> Event | None:
     """Return what one status means."""
     state = str(status.get("state"))
-    if state in ("failed", "gone"):
+    if state in (ServiceState.FAILED, ServiceState.DEAD):
         return _gone(name, state, status)
     if is_halted or any(is_stopped(pid) for pid in status.get("child_pids", ())):
         return Halted(name)
+    if state == ServiceState.SILENT:
+        return None
     done = "trajectories" if name.startswith("rollout.") else "step"
-    return None if state == SILENT else Heard(name, state, int(status.get(done, 0)))
+    return Heard(name, state, int(status.get(done, 0)))
 
 
 def _gone(name: str, state: str, status: Mapping[str, Any]) -> Gone:
     error = str(status.get("error", ""))
     kinds = {*status.get("error_kinds", ()), error.partition(":")[0]}
-    cause = Cause.DEATH if state == "gone" else Cause.FINAL if kinds & FINAL_ERRORS else Cause.ERROR
-    return Gone(name, f"{state}: {error}", cause)
+    cause = (
+        Cause.DEATH if state == ServiceState.DEAD else Cause.FINAL if kinds & FINAL_ERRORS else Cause.ERROR
+    )
+    word = "gone" if state == ServiceState.DEAD else "failed"
+    return Gone(name, f"{word}: {error}", cause)

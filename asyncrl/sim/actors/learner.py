@@ -41,7 +41,7 @@ class LearnerActor(Actor):
         super().__init__(world, NAME)
         self._setting, self._rates, self._num_steps = setting, rates, num_steps
         self._checkpoints: dict[int, int] = world.disk.setdefault(NAME, {0: START_DIGEST})
-        self.state = "starting"
+        self.state = "STARTING"
         self.step = 0
         self.records: list[StepRecord] = []
         self.is_busy = False
@@ -81,7 +81,7 @@ class LearnerActor(Actor):
     def _stand_at(self, step: int) -> None:
         self.step, self.digest = step, self._checkpoints[step]
         self._evaluated_step = step - 1
-        self.state = "training"
+        self.state = "READY"
         self._step_began = self.world.now
         self._publish()
 
@@ -136,7 +136,7 @@ class LearnerActor(Actor):
 
     def _next(self) -> None:
         if self.step >= self._num_steps:
-            self.state = "ended"
+            self.state = "ENDED"
             self.world.note("ended", step=self.step)
             return
         if self._wait_began is None:

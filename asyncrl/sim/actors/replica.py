@@ -22,7 +22,7 @@ from asyncrl.sim.world import Actor, Args, World
 from asyncrl.versions import UNLOADED
 
 STARTING, SYNCING, READY, PINNED, DRAINING = "STARTING", "SYNCING", "READY", "PINNED", "DRAINING"
-ENDED = "ended"
+ENDED = "ENDED"
 PAUSE_S = 0.5
 
 

@@ -247,7 +247,7 @@ class Cluster:
     @property
     def _has_learned(self) -> bool:
         learner = self._bound.get("learner.0")
-        return learner is not None and learner.state == "ended" and learner.is_alive
+        return learner is not None and learner.state == "ENDED" and learner.is_alive
 
     def check_end(self) -> None:
         """Compare what the journal says of the run with the weights that came out of it."""
@@ -300,7 +300,7 @@ class Cluster:
         if service == "supervisor":
             self.supervisor.die()
             self.world.after(RESTART_S, self._revive_supervisor)
-        elif (process := self._bound.get(service)) is not None and process.state != "ended":
+        elif (process := self._bound.get(service)) is not None and process.state != "ENDED":
             self.bury(process)
 
     def _forsake(self, service: str, lives_on_s: float) -> None:

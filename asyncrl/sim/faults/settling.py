@@ -24,7 +24,7 @@ def find_unsettled(bound: Mapping[str, Process], evaluations: EvaluationBook) ->
         bound: The process under each service's name.
     """
     learner = bound.get("learner.0")
-    if not isinstance(learner, LearnerProcess) or not learner.is_alive or learner.state != "ended":
+    if not isinstance(learner, LearnerProcess) or not learner.is_alive or learner.state != "ENDED":
         return "the learner has not ended"
     if evaluations.open or learner.last_evaluation not in {0, *evaluations.results}:
         waiting = sorted({learner.last_evaluation, *evaluations.open} - {0, *evaluations.results})
@@ -54,10 +54,10 @@ def _name_pinned(bound: Mapping[str, Process]) -> str:
 def _name_behind(bound: Mapping[str, Process]) -> str:
     """Return which replica does not serve what the publisher has, or is not ready."""
     publisher = bound.get("publisher.0")
-    if not isinstance(publisher, PublisherProcess) or not publisher.is_alive or publisher.state != "RUNNING":
+    if not isinstance(publisher, PublisherProcess) or not publisher.is_alive or publisher.state != "READY":
         return "the publisher is not up"
     for name, one in bound.items():
-        if not isinstance(one, ReplicaProcess) or one.state in ("DRAINING", "ended"):
+        if not isinstance(one, ReplicaProcess) or one.state in ("DRAINING", "ENDED"):
             continue
         if not one.is_alive or one.state != "READY":
             return f"{name} is {one.state if one.is_alive else 'dead'}"

@@ -409,7 +409,7 @@ def test_build_makes_a_service_that_reports_itself(tmp_path: Path) -> None:
         "given_up",
         "open",
     } <= {*status}
-    assert service.status()["state"] == "ready"
+    assert service.status()["state"] == "READY"
     with pytest.raises(LedgerError, match="no command"):
         service.command("drain", {})
     stop.set()

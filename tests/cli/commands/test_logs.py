@@ -64,7 +64,7 @@ def test_a_service_that_is_not_there_is_refused_with_those_that_are(run: RunDir)
     done = asyncrl("logs", "learner", "--dir", run.path.parent)
     assert (done.code, done.out) == (2, "")
     assert "There are: buffer.0, rollout.0, rollout.1" in done.err
-    assert asyncrl("logs", "--dir", run.path / "nothing").code == 2
+    assert asyncrl("logs", "--dir", run.path / "nothing").code == 4
 
 
 def test_services_have_colours_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +115,7 @@ def test_following_ends_with_the_run_and_shows_its_last_line(
                 head.kill()
                 head.wait()
 
-        print_logs("one", str(run.path.parent), [], 1, is_following=True, clock=Clock())
+        print_logs(run.path, [], 1, is_following=True, clock=Clock())
     assert texts(out.getvalue()) == ["r5", "the last words"]
 
 

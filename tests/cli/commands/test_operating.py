@@ -38,7 +38,7 @@ def run(tmp_path: Path, crew: ScriptedCrew) -> Iterator[RunDir]:
 @pytest.mark.parametrize(
     ("words", "told", "said"),
     [
-        (["scale", "rollout=0"], [("crew", "scale 0")], "goes to 0 rollout replicas"),
+        (["scale", "rollout=0"], [("crew", "scale 0")], "scaling to 0 rollout replicas"),
         (["drain", "rollout.2"], [("crew", "drain 2")], "rollout.2 drains; rollout.3 takes its place"),
         (["pause"], [("buffer.0", "pause"), ("learner.0", "pause")], "'asyncrl unpause'"),
         (["unpause"], [("buffer.0", "unpause"), ("learner.0", "unpause")], "goes on"),
@@ -67,10 +67,10 @@ def test_who_cannot_be_told_of_a_pause_is_named(run: RunDir, crew: ScriptedCrew)
     ("words", "code", "said"),
     [
         (["drain", "rollout.1"], 2, "there are: rollout.0, rollout.2"),
-        (["drain", "learner.0"], 2, "not of the form rollout.N"),
-        (["drain", "rollout.x"], 2, "not of the form rollout.N"),
+        (["drain", "learner.0"], 2, "not of the form [RUN] rollout.N"),
+        (["drain", "rollout.x"], 2, "not of the form [RUN] rollout.N"),
         (["scale", "rollout=65"], 2, "from 0 to 64"),
-        (["scale", "rollout=-1"], 2, "not of the form rollout=N"),
+        (["scale", "rollout=-1"], 2, "not of the form [RUN] rollout=N"),
     ],
 )
 def test_a_refused_command_is_a_message_and_an_exit_code(
@@ -136,4 +136,4 @@ def test_a_run_that_is_starting_can_be_ended_and_asked_for_nothing_else(tmp_path
 )
 def test_without_a_live_run_the_exit_code_is_4(tmp_path: Path, name: str) -> None:
     done = asyncrl(*name.split(), "--dir", tmp_path)
-    assert done.code == 4 and "no live run" in done.err
+    assert done.code == 4 and "there is no run in" in done.err

@@ -39,7 +39,7 @@ def test_a_live_run_is_shown_with_its_bottleneck_and_why(tmp_path: Path) -> None
     with live_run(tmp_path, "one", answering()):
         done = asyncrl("status", "--dir", tmp_path)
     assert done.code == 0
-    assert "rollout: generation is slower" in done.out and "12/300" in done.out and "4, 8" in done.out
+    assert "Bottleneck: the replicas. Generation is slower." in done.out and "step 12 of 300" in done.out
     assert done.err == "", "the page's token is for terminals only"
 
 
@@ -78,7 +78,9 @@ def test_several_runs_stand_side_by_side_and_ended_ones_too_if_asked_for(tmp_pat
         "two": "running",
         "ended": "failed",
     }
-    assert refused.code == 4 and "no live run 'ended'" in refused.err and "has ended: failed" in refused.err
+    assert (
+        refused.code == 4 and "the run failed: no." in refused.err and "To go on: asyncrl up" in refused.err
+    )
 
 
 def test_a_run_without_an_api_yet_says_what_it_does(tmp_path: Path) -> None:
@@ -109,11 +111,12 @@ def test_watching_shows_every_look_and_ends_with_the_run(
     with live_run(tmp_path, "one", {"GET /status": look}):
         done = asyncrl("status", "-w", *form, "--dir", tmp_path)
     lines = done.out.splitlines()
-    assert done.code == 0 and len(lines) == 4
+    assert done.code == 0
     if form:
         assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
     else:
-        assert lines[0].startswith("step 1/300") and lines[-1].endswith("finished")
+        assert lines[0] == "one: running" and lines[2].startswith("step 1/300")
+        assert lines[-2:] == ["one: finished", "step 4/300"], "what is new is told at the end"
 
 
 def test_watching_ends_when_the_run_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,3 +165,19 @@ def test_a_checkpoint_is_awaited_over_a_supervisor_that_is_started_again(tmp_pat
             status.await_checkpoint(down, 7, 0.0, clock)
     with pytest.raises(status.NotRunning):
         status.await_checkpoint(down, 7, 0.0, clock)
+
+
+def test_a_run_whose_head_was_killed_says_so_and_how_to_go_on(tmp_path: Path) -> None:
+    with live_run(tmp_path, "page", answering()) as folder:
+        folder.metrics.write_text('{"time": 1, "training/global_step": 497}\n')
+        (folder.checkpoints / "step-00000400").mkdir(parents=True)
+    for words in (["page"], []):
+        done = asyncrl("status", *words, "--dir", tmp_path)
+        assert (done.code, done.out) == (4, "")
+        assert "run 'page' was cut short at step 497: its head process" in done.err
+        assert "To go on from the checkpoint of step 400: asyncrl up" in done.err
+
+
+def test_all_runs_and_a_name_exclude_each_other(tmp_path: Path) -> None:
+    done = asyncrl("status", "--all", "nope", "--dir", tmp_path)
+    assert done.code == 2 and "leave out nope" in done.err

@@ -11,10 +11,10 @@ from asyncrl.control.diagnosis.bottleneck import diagnose
 from asyncrl.obstacle import Cause, Obstacle
 
 UP = {
-    "buffer.0": {"state": "ready", "paused": False, "journal": {"kind": "file", "is_away": False}},
-    "learner.0": {"state": "training", "step": 7, "paused": False},
-    "weight_sync.0": {"state": "ready"},
-    "publisher.0": {"state": "ready"},
+    "buffer.0": {"state": "READY", "paused": False, "journal": {"kind": "file", "is_away": False}},
+    "learner.0": {"state": "READY", "step": 7, "paused": False},
+    "weight_sync.0": {"state": "READY"},
+    "publisher.0": {"state": "READY"},
     "rollout.0": {"state": "READY", "step": 7, "in_flight_groups": 4, "in_flight_requests": 9},
     "rollout.1": {"state": "READY", "step": 6, "in_flight_groups": 4, "in_flight_requests": 8},
 }
@@ -113,16 +113,16 @@ def test_idle_shares_and_what_is_in_flight_name_the_bottleneck(
 @pytest.mark.parametrize(
     ("statuses", "who", "said"),
     [
-        (up(buffer_0={"state": "gone"}), "buffer.0", "buffer.0 is gone"),
-        (up(weight_sync_0={"state": "silent"}), "weight_sync.0", "is silent"),
-        (up(learner_0={"state": "starting"}), "learner.0", "is starting"),
-        (up(learner_0={"state": "gone"}), "learner.0", "is gone"),
+        (up(buffer_0={"state": "DEAD"}), "buffer.0", "buffer.0 is DEAD"),
+        (up(weight_sync_0={"state": "SILENT"}), "weight_sync.0", "is SILENT"),
+        (up(learner_0={"state": "STARTING"}), "learner.0", "is STARTING"),
+        (up(learner_0={"state": "DEAD"}), "learner.0", "is DEAD"),
         (up(buffer_0={"paused": True}), "operator", "asyncrl unpause"),
         (up(learner_0={"paused": True}), "operator", "paused"),
         (
-            up(rollout_0={"state": "gone"}, rollout_1={"state": "STARTING"}),
+            up(rollout_0={"state": "DEAD"}, rollout_1={"state": "STARTING"}),
             "rollout",
-            "rollout.0 gone, rollout.1 STARTING",
+            "rollout.0 DEAD, rollout.1 STARTING",
         ),
         ({name: UP[name] for name in ("buffer.0", "learner.0")}, "rollout", "no rollout replicas"),
     ],
@@ -137,14 +137,14 @@ def test_what_stops_everything_is_told_before_any_share(
 
 
 def test_a_dead_service_is_named_before_a_pause_and_a_pause_before_replicas_that_are_gone() -> None:
-    gone = up(publisher_0={"state": "gone"}, buffer_0={"paused": True}, rollout_0={"state": "gone"})
+    gone = up(publisher_0={"state": "DEAD"}, buffer_0={"paused": True}, rollout_0={"state": "DEAD"})
     assert diagnose({}, gone)["who"] == "publisher.0"
-    paused = up(buffer_0={"paused": True}, rollout_0={"state": "gone"}, rollout_1={"state": "gone"})
+    paused = up(buffer_0={"paused": True}, rollout_0={"state": "DEAD"}, rollout_1={"state": "DEAD"})
     assert diagnose({}, paused)["who"] == "operator"
 
 
 def test_one_replica_that_is_lost_stops_nothing() -> None:
-    assert diagnose(idle(0.0, 0.6), up(rollout_0={"state": "gone"}))["who"] == "learner"
+    assert diagnose(idle(0.0, 0.6), up(rollout_0={"state": "DEAD"}))["who"] == "learner"
 
 
 def test_an_obstacle_is_told_in_the_words_of_its_service_before_any_guess() -> None:

@@ -24,7 +24,7 @@ def replica(state: str = "READY", cause: Cause | None = None, count: int = 1, **
 
 def test_an_obstacle_is_told_under_its_services_name_and_in_its_words() -> None:
     away = told(Cause.JOURNAL_AWAY, "Redis at localhost:1 is away: Connection refused")
-    (found,) = gather({"buffer.0": {"state": "ready", "obstacles": away}, "learner.0": {"state": "training"}})
+    (found,) = gather({"buffer.0": {"state": "READY", "obstacles": away}, "learner.0": {"state": "READY"}})
     assert (found.service, found.cause, found.blocks) == ("buffer.0", Cause.JOURNAL_AWAY, True)
     assert found.sentence == "Redis at localhost:1 is away: Connection refused"
 
@@ -59,7 +59,7 @@ def test_what_blocks_comes_first_and_then_the_graver_cause() -> None:
     statuses = {
         "rollout.0": replica("READY", Cause.NO_AGENT),
         "rollout.1": replica("SYNCING", Cause.WEIGHTS_REFUSED),
-        "buffer.0": {"state": "ready", "obstacles": told(Cause.DISK_FULL)},
+        "buffer.0": {"state": "READY", "obstacles": told(Cause.DISK_FULL)},
         "publisher.0": {"state": "DEAD", "error": "failed: OSError: no room"},
     }
     assert [(one.service, one.blocks) for one in gather(statuses)] == [

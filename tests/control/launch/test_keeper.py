@@ -66,22 +66,22 @@ def run(
     return status, told, clock
 
 
-@pytest.mark.parametrize("end", ["ended", "failed"])
+@pytest.mark.parametrize("end", ["ENDED", "FAILED"])
 def test_a_supervisor_that_ended_by_itself_is_not_started_again(tmp_path: Path, end: str) -> None:
-    launcher = ScriptedLauncher("starting", "running", end)
+    launcher = ScriptedLauncher("STARTING", "running", end)
     status, told, _ = run(tmp_path, launcher)
     assert (status["state"], launcher.done, told) == (end, ["start"], [])
 
 
 def test_a_supervisor_whose_process_dies_is_started_again_with_the_reason_told(tmp_path: Path) -> None:
-    launcher = ScriptedLauncher("running", "gone", "starting", "running", "ended")
+    launcher = ScriptedLauncher("running", "DEAD", "STARTING", "running", "ENDED")
     _, told, _ = run(tmp_path, launcher)
     assert launcher.done == ["start", "kill", "start"]
-    assert told == ["its process died (gone it is); it was started again"]
+    assert told == ["its process died (DEAD it is); it was started again"]
 
 
 def test_a_supervisor_that_is_silent_for_a_minute_is_killed_and_started_again(tmp_path: Path) -> None:
-    launcher = ScriptedLauncher("running", *["silent"] * 320, "ended")
+    launcher = ScriptedLauncher("running", *["SILENT"] * 320, "ENDED")
     _, told, clock = run(tmp_path, launcher)
     assert launcher.done == ["start", "kill", "start"]
     assert "no sign of life" in told[0] and clock.now() > SILENCE_LIMIT_S
@@ -94,7 +94,7 @@ def test_the_process_of_a_supervisor_that_was_stopped_is_ended_before_there_is_a
     process = subprocess.Popen(["sleep", "60"], env=environment)
     process.send_signal(signal.SIGSTOP)
     try:
-        run(tmp_path, ScriptedLauncher(*["silent"] * 320, "ended"))
+        run(tmp_path, ScriptedLauncher(*["SILENT"] * 320, "ENDED"))
         assert process.wait(5) == -signal.SIGKILL
     finally:
         process.kill()
@@ -102,14 +102,14 @@ def test_the_process_of_a_supervisor_that_was_stopped_is_ended_before_there_is_a
 
 
 def test_a_supervisor_that_was_only_slow_to_answer_is_left_alone(tmp_path: Path) -> None:
-    launcher = ScriptedLauncher("running", *["silent"] * 200, "running", *["silent"] * 200, "ended")
+    launcher = ScriptedLauncher("running", *["SILENT"] * 200, "running", *["SILENT"] * 200, "ENDED")
     assert run(tmp_path, launcher)[1] == []
     assert launcher.done == ["start"]
 
 
 def test_a_supervisor_that_dies_over_and_over_ends_the_run_with_what_it_died_of(tmp_path: Path) -> None:
-    launcher = ScriptedLauncher("gone")
-    with pytest.raises(ServiceFailed, match=r"max_restarts.*gone it is.*supervisor\.log"):
+    launcher = ScriptedLauncher("DEAD")
+    with pytest.raises(ServiceFailed, match=r"max_restarts.*DEAD it is.*supervisor\.log"):
         run(tmp_path, launcher, max_restarts=2)
     assert launcher.done.count("start") == 3
 

@@ -67,17 +67,23 @@ def make_snapshot(step: int = 231, name: str = "quickstart") -> dict[str, Any]:
     trained, dropped, reserved, stored, leased, issued = 16 * step, 7, 16, 11, 29, 3
     total = trained + dropped + reserved + stored + leased + issued
     kinds = ("weight_sync.0", "buffer.0", "publisher.0", "receiver.0", "receiver.1")
-    services = {kind: _service("serving" if kind == "buffer.0" else "ready", 0.2) for kind in kinds}
+    services = {kind: _service("READY", 0.2) for kind in kinds}
     services["rollout.0"] = _service("READY", 0.1) | {"version": step + 1}
     services["rollout.1"] = _service("SYNCING", 0.4) | {"version": step - 1, "restarts": 1}
-    services["learner.0"] = _service("training", 0.2)
+    services["learner.0"] = _service("READY", 0.2)
     return {
         "run": name,
+        "run_id": "abcd1234",
+        "folder": f"/runs/{name}",
         "state": "running",
         "health": "ok",
         "step": step,
         "steps": 600,
+        "time_left_s": 734.0,
+        "max_lag": 4,
+        "ready_groups": 16,
         "resumed_step": 0,
+        "torn": [],
         "metrics": make_row(step),
         "services": services,
         "error": None,

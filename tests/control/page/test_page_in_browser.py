@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def test_the_page_shows_a_run_on_a_desk_a_phone_and_in_the_dark(tmp_path: Path) 
         assert await browser.ask("document.querySelectorAll('[data-chart=Reward] .dot').length") == 9
         assert await browser.ask(text_of(".rollout .prompt")) == "51937="
         assert "13579</s>" in await browser.ask(text_of(".rollout .answer"))
+        await check_zoom(browser)
         await check_shapes(browser)
         assert await browser.ask("location.href") == url.partition("?")[0], "the token is out of sight"
         await browser.call("Page.reload")
@@ -75,6 +77,27 @@ def test_the_page_shows_a_run_on_a_desk_a_phone_and_in_the_dark(tmp_path: Path) 
         assert await browser.ask("document.querySelectorAll('.edge.moving, .node.bottleneck').length") == 0
 
     visit(tmp_path, lambda: make_snapshot() | state, look)
+
+
+async def check_zoom(browser: Browser) -> None:
+    """Curves are smoothed over what was measured; a drag over one zooms into all, a click shows all again."""
+    assert await browser.ask("document.querySelectorAll('.chart path.raw').length") == 10
+    drag = """(() => {
+      const svg = document.querySelector('[data-chart=Lag] svg'), box = svg.getBoundingClientRect();
+      const at = (name, share) => svg.dispatchEvent(new PointerEvent(name, {
+        clientX: box.left + 44 + share * (box.width - 52), clientY: box.top + 60, bubbles: true}));
+      at('pointermove', 0.25); at('pointerdown', 0.25); at('pointermove', 0.75); at('pointerup', 0.75);
+      return document.getElementById('unzoom').innerText;
+    })()"""
+    first_step = "document.querySelector('[data-chart=Entropy] text[text-anchor=start]').textContent"
+    assert await browser.ask(first_step) == "step 1"
+    zoomed = re.fullmatch(r"steps (\d+) to (\d+): show all", await browser.ask(drag))
+    assert zoomed and 55 <= int(zoomed[1]) <= 61 and 170 <= int(zoomed[2]) <= 176  # a pixel is half a step
+    assert await browser.ask(first_step) == f"step {zoomed[1]}", "the other charts show the same steps"
+    await browser.ask("document.getElementById('unzoom').click()")
+    assert await browser.ask(first_step) == "step 1"
+    await browser.ask("document.getElementById('smooth').click()")
+    assert await browser.ask("document.querySelectorAll('.chart path.raw').length") == 0
 
 
 async def check_shapes(browser: Browser) -> None:
@@ -91,6 +114,11 @@ async def check_shapes(browser: Browser) -> None:
     assert await browser.ask(brightness) > 0.9
     await browser.resize(360, 740, "dark")
     assert not await browser.ask(too_wide) and await browser.ask(columns) == 1
+    is_cut = "(box => box.scrollWidth > box.clientWidth)(document.querySelector('.scroll'))"
+    assert not await browser.ask(is_cut), "the table of services is cut"
+    last = "document.querySelector('tr.replica:nth-child(2) td:last-child')"
+    assert await browser.ask(f"{last}.getBoundingClientRect().right <= innerWidth") is True
+    assert "restarts" in await browser.ask(f"getComputedStyle({last}, '::before').content")
     assert await browser.ask(brightness) < 0.15
 
 

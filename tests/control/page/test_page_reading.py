@@ -14,13 +14,13 @@ from asyncrl.buffer.journals.records import make_record
 from asyncrl.buffer.journals.redis_past import asking, keys_of
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.journals.segments import SegmentFolder
+from asyncrl.control.page.decoding import decoder_of
 from asyncrl.control.page.reading import (
     NUM_GROUPS,
     NUM_SAMPLES,
     FilePayloads,
     RedisPayloads,
     RowTail,
-    decoder_of,
 )
 from asyncrl.errors import ConfigError
 from asyncrl.experience import encode_group
@@ -129,9 +129,9 @@ def test_ids_are_shown_where_the_model_has_no_tokenizer(
 ) -> None:
     if has_tokenizer:
         write_groups(tmp_path, 1)
-    assert decoder_of(tmp_path / "model")(make_group(1).prompt_ids.tolist()) == text
+    assert decoder_of(tmp_path / "model", print)(make_group(1).prompt_ids.tolist()) == text
 
 
 def test_a_tokenizer_that_cannot_be_read_leaves_the_ids(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "9"}')
-    assert decoder_of(tmp_path)([5, 1]) == "<5><1>"
+    assert decoder_of(tmp_path, print)([5, 1]) == "<5><1>"

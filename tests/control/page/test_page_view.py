@@ -10,15 +10,14 @@ from page_runs import WORDS, make_group, make_snapshot
 
 from asyncrl.control.page.answers import HEAD_TOKENS, rollouts_of, text_of
 from asyncrl.control.page.figures import DASH
-from asyncrl.control.page.pipeline import Settings
+from asyncrl.control.page.pipeline import counters_of
 from asyncrl.control.page.trends import FlowMeter
 from asyncrl.control.page.view import view_of
 
-SETTINGS = Settings(max_lag=4, groups_per_step=16, ready_batches=1)
-
 
 def view(snapshot: dict[str, Any], meter: FlowMeter | None = None, now: float = 0.0) -> dict[str, Any]:
-    found = view_of(snapshot, SETTINGS, meter or FlowMeter(), now)
+    rates = (meter or FlowMeter()).update(now, counters_of(snapshot, snapshot.get("ledger") or {}))
+    found = view_of(snapshot, rates)
     json.dumps(found, allow_nan=False)
     return found
 
@@ -131,15 +130,15 @@ def test_a_run_that_is_over_has_no_bottleneck_no_flow_and_nobody_at_work(state: 
     view(make_snapshot(), meter, 0.0)
     over |= {"state": state, "health": "degraded" if state == "failed" else "ok"}
     over["bottleneck"] = {"who": "rollout", "why": "no replica is READY", "learner_waits_for": "rollout"}
-    over["services"]["rollout.1"] |= {"state": "failed", "stage": "SUSPECT"}
+    over["services"]["rollout.1"] |= {"state": "FAILED", "stage": "SUSPECT"}
     found = view(over, meter, 1.0)
     assert (found["state"], found["tone"], found["health"], found["is_leaving"]) == (state, tone, "", True)
     title = f"The run has {state}."
     assert found["bottleneck"] == {"node": "", "title": title, "why": "", "wait": ""}
     assert [(edge["rate"], edge["is_moving"]) for edge in found["edges"]] == [(DASH, False)] * 4
     states = {one["name"]: (one["state"], one["heartbeat"]) for one in found["services"]}
-    assert states.pop("rollout.1") == ("failed", DASH)
-    assert set(states.values()) == {("ended", DASH)}
+    assert states.pop("rollout.1") == ("FAILED", DASH)
+    assert set(states.values()) == {("ENDED", DASH)}
     assert node(found, "replicas")["value"] == "0/2" and found["time_left"] == ""
 
 

@@ -12,7 +12,8 @@ from scripted_services import ROW
 from test_repair import make_supervised
 from test_supervisor import wait_for
 
-from asyncrl.control.record.recorder import FIRST_OF_LIFE, load_rows, training_rows
+from asyncrl.control.record.metering import FIRST_OF_LIFE
+from asyncrl.control.record.recorder import load_rows, training_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.metrics.row_log import append_row, read_rows
 

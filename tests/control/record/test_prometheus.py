@@ -33,7 +33,7 @@ SNAPSHOT = {
     "error": None,
     "services": {
         "rollout.0": {"state": "READY", "version": 8, "heartbeat_age_s": 0.1, "restarts": 1, "pid": 1},
-        "rollout.1": {"state": "gone", "version": None, "heartbeat_age_s": 61.0, "restarts": 0},
+        "rollout.1": {"state": "DEAD", "version": None, "heartbeat_age_s": 61.0, "restarts": 0},
         "weight_sync.0": {"state": "running", "version": [8, 7]},
     },
     "ledger": {

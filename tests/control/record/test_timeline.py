@@ -296,16 +296,16 @@ def test_the_command_writes_the_trace_where_it_is_told_and_says_where(tmp_path: 
     assert answer.exit_code == 0, answer.output
     assert answer.stdout.strip() == str(tmp_path / "told" / "trace.json")
     check_trace(json.loads((tmp_path / "told" / "trace.json").read_text()))
-    assert ask(tmp_path, "told", "--json", str(tmp_path / "t.json")).stdout.strip() == str(
+    assert ask(tmp_path, "--run", "told", "--to", str(tmp_path / "t.json")).stdout.strip() == str(
         tmp_path / "t.json"
     )
-    printed = json.loads(ask(tmp_path, "told", "--steps", "2", "--json", "-").stdout)
+    printed = json.loads(ask(tmp_path, "told", "--steps", "2", "--json").stdout)
     assert printed["otherData"]["steps"] == "2-2"
     assert isinstance(ask(tmp_path, "told", "--steps", "2-x").exception, ConfigError)
 
 
 def test_a_run_without_a_journal_has_a_trace_of_its_learner(tmp_path: Path):
     make_run(tmp_path / "told", journal="none")
-    answer = ask(tmp_path, "told", "--json", "-")
+    answer = ask(tmp_path, "told", "--json")
     assert "without groups" in answer.stderr
     assert "learner.0" in check_trace(json.loads(answer.stdout))

@@ -57,7 +57,7 @@ class Process(Actor):
         self.board = board
         self.service = service
         super().__init__(board.world, f"{service}/{board.next_number()}")
-        self.state = "starting"
+        self.state = "STARTING"
         self.error: AsyncrlError | None = None
         self.is_stopped = False
         self.slowness = 1.0
@@ -104,7 +104,7 @@ class Process(Actor):
     def fail(self, error: AsyncrlError) -> None:
         """End by an error of its own."""
         self.board.note(f"{self.name} fails: {type(error).__name__}", error.message)
-        self.error, self.state = error, "failed"
+        self.error, self.state = error, "FAILED"
         self.board.bury(self)
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class BufferProcess(Process):
         journal = SimulatedJournal(self._disk, self._is_always_synced, events_per_snapshot=40)
         store = ExperienceStore(self._settings, journal, self._group_size, False, self.now)
         self._desk = Desk(store, WorldClock(self))
-        self.state = "ready"
+        self.state = "READY"
         while True:
             await self.sleep(TICK_S if store.is_settled else AWAY_S)
             self._desk.tick(self.now)

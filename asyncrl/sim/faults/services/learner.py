@@ -106,7 +106,7 @@ class LearnerProcess(Process):
     async def _live(self) -> None:
         await self.sleep(self._plan.start_s)
         await self._restore()
-        self.state = "training"
+        self.state = "READY"
         await self._publish()
         while self.step < self._plan.num_steps:
             await self._commit_sealed()
@@ -120,7 +120,7 @@ class LearnerProcess(Process):
             await self.sleep(UNPUBLISHED_WAIT_S)
         await self._commit_sealed()
         self._disk.last_node = self._node
-        self.state = "ended"
+        self.state = "ENDED"
 
     # --- calls ------------------------------------------------------------------------------------
 

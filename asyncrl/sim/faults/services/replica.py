@@ -309,4 +309,4 @@ class ReplicaProcess(Process):
             await self._link.call("drain", (), FAREWELL_S, **self.who)
         except AsyncrlError:
             pass  # its leases run out
-        self.state = "ended"
+        self.state = "ENDED"

@@ -59,7 +59,7 @@ class CoordinatorProcess(Process):
         )
         address = f"inproc://asyncrl-simulated-{id(self)}"
         service = CoordinatorService(self.coordination, WorldClock(self), address)
-        self._service, self.state = service, "RUNNING"
+        self._service, self.state = service, "READY"
         early, self._early = self._early, []
         for request in early:
             self.handle(request)

@@ -55,7 +55,7 @@ class PublisherProcess(Process):
         self._pool = SegmentPool(f"{self._prefix}publisher-")
         self._current = self._pool.current.manifest if self._pool.current else None
         self._liaison.start()
-        self.state = "RUNNING"
+        self.state = "READY"
         early, self._early = self._early, []
         for request in early:
             self.handle(request)

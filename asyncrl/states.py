@@ -1,0 +1,50 @@
+"""States of a run and of its services: one spelling of each, wherever it is sent or shown (pure)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class RunState(StrEnum):
+    """State of a run as a whole. SILENT: its supervisor does not answer."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SILENT = "silent"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class ServiceState(StrEnum):
+    """State of one service.
+
+    WAITING: for a node with room for it. SYNCING: without usable weights. READY: it works. SUSPECT: it
+    missed a deadline. PINNED: stays at one version for an evaluation. FENCED: replaced by a service with a
+    newer fencing token. FINISHING: writes its last checkpoint. ENDED: by itself. FAILED: with an error that
+    it names. DEAD: it has no process. SILENT: its process does not answer.
+    """
+
+    WAITING = "WAITING"
+    STARTING = "STARTING"
+    SYNCING = "SYNCING"
+    READY = "READY"
+    SUSPECT = "SUSPECT"
+    PINNED = "PINNED"
+    FENCED = "FENCED"
+    DRAINING = "DRAINING"
+    RETIRED = "RETIRED"
+    FINISHING = "FINISHING"
+    ENDED = "ENDED"
+    FAILED = "FAILED"
+    DEAD = "DEAD"
+    SILENT = "SILENT"
+
+
+RUN_ENDS = (RunState.FINISHED, RunState.STOPPED, RunState.FAILED)
+"""Of a run: nothing of it lives any more."""
+SERVICE_FAULTS = (ServiceState.FAILED, ServiceState.DEAD, ServiceState.RETIRED)
+"""Of a service: it has no life now. A replica whose restarts are spent is RETIRED for minutes."""
+SERVICE_ENDS = (ServiceState.ENDED, *SERVICE_FAULTS)
+"""Of a service: it does nothing any more."""
