@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from asyncrl.buffer.client import LearnerClient, Reservation
 from asyncrl.clock import Clock
@@ -69,13 +70,14 @@ class Leader:
             best_metric=config.checkpoint.best_metric,
             committed=lambda: [commit.step for commit in self._commits],
         )
-        self._watch = Watch(config.guard)
+        self._watch = Watch(config.guard, config.model.dtype)
         self._commits: list[Commit] = []
         self.step = 0
         self.waits = Waits(clock)
         self.stale_tickets: list[int] = []
         self.refused_tickets: list[int] = []
         self.lag_max = 0
+        self.seen_ids: list[int] = []
         self.controllers: dict[str, float] = {}
         self.last_evaluation = 0
         self.is_paused = False
@@ -83,6 +85,7 @@ class Leader:
         self._away_since = 0.0
         self._taken: list[int] = []
         self._published_step = -1
+        self._num_published = 0
         self._evaluated_step = -1
         self._checkpointed_step = -1
         self._number = 0
@@ -132,6 +135,11 @@ class Leader:
         is_full = len(self._commits) >= self._config.checkpoint.keep
         return min(commit.step for commit in self._commits) if is_full else 0
 
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """What the guard has found; see `Watch.findings`. May be asked from other threads."""
+        return self._watch.findings
+
     def judge(self, step: int, metrics: Mapping[str, float], num_refused: int) -> dict[str, float]:
         """Let the guard look at the metrics of `step`, before it is booked; return the guard's own."""
         return self._watch.judge(step, metrics, num_refused)
@@ -180,12 +188,14 @@ class Leader:
         with self.waits.on(BUFFER):
             self._number = self._client.register_version(self.step)
         every = self._config.weight_sync.probe_every
-        has_probe = is_probe_due(self.step, self._published_step, every)
-        yield Publish(self._number, self.step, has_probe, self.handoff.shared_path)
+        has_probe = is_probe_due(self.step, self._published_step, every, self._num_published)
+        ids = self.seen_ids if has_probe else []
+        yield Publish(self._number, self.step, has_probe, self.handoff.shared_path, ids)
         taken = self.handoff.published
         if taken is None or taken.number != self._number:
             return  # the publisher has died meanwhile; the next try gets another number
         self._published_step = self.step
+        self._num_published += 1
         fault_point("learner.published", self.step)
         self._evaluate_if_due()
 

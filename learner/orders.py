@@ -37,6 +37,7 @@ class Adjust:
 class Publish:
     """Hand the current weights over as version `number`, with the log-probs of a probe if `has_probe`.
 
+    `probe_ids` are ids that the last batch held, for the probe.
     `path` is the segment that every rank may write to; without one, shards are gathered to rank 0.
     """
 
@@ -44,6 +45,7 @@ class Publish:
     step: int
     has_probe: bool = False
     path: str = ""
+    probe_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

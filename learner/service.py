@@ -23,8 +23,7 @@ from asyncrl.versions import PolicyVersion
 from learner.algorithms.diagnostics.summary import throughput_metrics
 from learner.algorithms.objective import Objective
 from learner.backend import Models
-from learner.batching.batch import PackedBatch
-from learner.batching.probe import build_probe_batch, measure_probe
+from learner.batching.probe import ProbeRows, measure_probe
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
 from learner.checkpoint.writer import BackgroundWriter
@@ -108,6 +107,7 @@ class LearnerService:
             "paused": self._leader is not None and self._leader.is_paused,
             "torn": self._leader.torn if self._leader else [],
             "checkpointed_step": self._leader.checkpointed_step if self._leader else 0,
+            "findings": self._leader.findings if self._leader else [],
         }
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -206,6 +206,7 @@ class LearnerService:
             return
         self._leader.stale_tickets = trained.stale_tickets
         self._leader.refused_tickets = trained.refused_tickets
+        self._leader.seen_ids = trained.seen_ids
         self._leader.lag_max = int(trained.metrics["staleness/lag_max_trained"])
         self._leader.controllers = self._objective.read_controllers()
         self._record(order, trained)
@@ -246,15 +247,16 @@ class LearnerService:
         self._rows.append(row)
 
     @cached_property
-    def _probe_batch(self) -> PackedBatch:
+    def _probe_rows(self) -> ProbeRows:
         longest = self._config.data.max_prompt_tokens + self._config.rollout.max_tokens
-        return build_probe_batch(Path(self._config.model.path), self._config.run.seed, longest)
+        return ProbeRows(Path(self._config.model.path), self._config.run.seed, longest)
 
     def _publish(self, order: Publish) -> None:
         probe = None
         if order.has_probe:
             with self._watch.time("probe"):
-                probe = measure_probe(self._policy, self._probe_batch, self._config.rollout.temperature)
+                batch = self._probe_rows.build(order.probe_ids)
+                probe = measure_probe(self._policy, batch, self._config.rollout.temperature)
         with self._watch.time("update_weights"):
             handoff = self._leader.handoff if self._leader is not None else None
             version = PolicyVersion(order.number, order.step)

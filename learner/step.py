@@ -21,12 +21,15 @@ from learner.backend import LearnerBackend, Models
 from learner.batching.balance import measure_balance
 from learner.batching.batch import PackedBatch, assign_shards, build_batch, plan_minibatches
 from learner.batching.parts import make_empty
+from learner.batching.probe import choose_seen
 from learner.intake import Source
 from learner.orders import Train
 from learner.report import (
     Stopwatch,
+    check_update,
     describe_baselines,
     describe_batch,
+    describe_engine_gap,
     describe_probabilities,
     describe_rewards,
     describe_targets,
@@ -43,6 +46,7 @@ class StepResult:
         num_trained: Tokens that entered the loss.
         num_masked: Sampled tokens that were over age.
         stale_tickets: Groups without a trainable token.
+        seen_ids: Some of the ids in the share, for a probe.
     """
 
     metrics: dict[str, float]
@@ -50,6 +54,7 @@ class StepResult:
     num_trained: int
     num_masked: int
     stale_tickets: list[int]
+    seen_ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ def train_step(
     with watch.time("adv"):
         batch, prepared = objective.prepare(*asked, sum_over_shares(models.policy))
     updated = _update(batch, plan, models, objective, watch)
+    with watch.time("check"):
+        updated |= check_update(batch, models.policy)
     return make_result(order, share, batch, objective, max_prompt_tokens, prepared | updated)
 
 
@@ -143,10 +150,13 @@ def make_result(
     if objective.needs_greedy:
         metrics |= describe_baselines(share.whole)
     metrics |= describe_rewards(share.whole, batch)
-    metrics |= describe_probabilities(batch, share.batch.loss_mask_N) | describe_targets(batch)
+    valid_N = share.batch.loss_mask_N
+    metrics |= describe_probabilities(batch, valid_N) | describe_engine_gap(batch, valid_N)
+    metrics |= describe_targets(batch)
     num_sampled, num_trained = (int(one.loss_mask_N.sum()) for one in (share.whole, share.batch))
     stale = sorted(set(share.whole.tickets_G) - set(share.batch.tickets_G))
-    return StepResult(metrics | found, batch.totals.num_tokens, num_trained, num_sampled - num_trained, stale)
+    num_masked, seen = num_sampled - num_trained, choose_seen(share.whole.tokens_N)
+    return StepResult(metrics | found, batch.totals.num_tokens, num_trained, num_masked, stale, seen)
 
 
 def _look_back(

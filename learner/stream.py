@@ -28,7 +28,7 @@ from learner.batching.batch import PackedBatch, Totals, count_totals
 from learner.batching.parts import join_batches
 from learner.intake import Source
 from learner.orders import Train, join_parts
-from learner.report import Stopwatch
+from learner.report import Stopwatch, check_update
 from learner.step import Share, StepResult, ask_models, make_result, sum_over_shares, take_share
 
 UNDIVIDED = Totals(1.0, 1.0, 1.0)
@@ -91,7 +91,9 @@ class StreamedStep:
         totals = Totals(*over_ranks(counts).round().tolist())
         with self._watch.time("update_actor"):
             divisor, batches = self._find_divisor(totals), [part.batch for part in self._parts]
-            updated = self._models.policy.apply(batches, _divide(self._sums, divisor, totals), divisor)
+            updated = dict(self._models.policy.apply(batches, _divide(self._sums, divisor, totals), divisor))
+        with self._watch.time("check"):
+            updated |= check_update(batch, self._models.policy)
         found = {
             "actor/num_updates": 1.0,
             "stream/parts": float(len(self._parts)),

@@ -42,6 +42,7 @@ class Trained:
         refused_tickets: Groups that no model learned from.
         num_refused: Updates beyond the order's limits.
         order: For the whole batch, with its parts if it came in any.
+        seen_ids: Ids of tokens in this rank's share, which differ by rank.
     """
 
     metrics: dict[str, float]
@@ -49,6 +50,7 @@ class Trained:
     refused_tickets: list[int]
     num_refused: int
     order: Train
+    seen_ids: list[int]
 
 
 class Trainer:
@@ -135,7 +137,7 @@ class Trainer:
         metrics["staleness/masked_tokens"] = num_masked / self._policy.num_copies
         metrics["staleness/masked_share"] = num_masked / max(1, num_masked + num_trained)
         metrics["guard/out_of_memory"] = float(num_out_of_memory)
-        return Trained(metrics, stale, refused, self._guarded.num_refused, order)
+        return Trained(metrics, stale, refused, self._guarded.num_refused, order, result.seen_ids)
 
     def _train_whole(self, order: Train) -> tuple[Train, StepResult]:
         self._guarded.begin_step(order.limits)

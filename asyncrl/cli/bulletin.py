@@ -1,4 +1,4 @@
-"""Lines that tell a terminal what keeps a run from its next step, each once, as it happens (pure)."""
+"""Lines that tell a terminal what keeps a run from its next step, or from learning, once each (pure)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 Snapshot = Mapping[str, Any]
 
-TOLD_KINDS = ("obstacle", "exit", "stall")
-"""Kinds of events that keep a run from its next step, or end that."""
+TOLD_KINDS = ("obstacle", "exit", "stall", "guard")
+"""Kinds of events that keep a run from its next step or from learning, or that end an obstacle."""
 
 
 class Bulletin:

@@ -27,7 +27,7 @@ from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.operations import Operations
 from asyncrl.control.phases import phase_of
 from asyncrl.control.record import metering
-from asyncrl.control.record.events import EventLog
+from asyncrl.control.record.events import KEPT, EventLog
 from asyncrl.control.record.pace import Pace
 from asyncrl.control.record.recorder import (
     Recorder,
@@ -93,6 +93,7 @@ class Supervisor:
         self._over_since = 0.0
         self._statuses: dict[str, dict[str, Any]] = {}
         self._row: dict[str, Any] = {}
+        self._told_findings = {event["text"] for event in self._events.newest(KEPT)}
         self._evaluation: Row = {}
         self._refusal = ""
         self._num_rows = 0
@@ -348,6 +349,7 @@ class Supervisor:
 
     def _collect_rows(self) -> list[Row]:
         """Take down the learner's rows since the last pulse, and return them."""
+        self._tell_of_findings()
         if "step" not in self._statuses.get("learner.0", {}):
             return []
         if (life := self._upkeep.num_restarts("learner.0")) != self._learner_life:
@@ -370,6 +372,14 @@ class Supervisor:
             recorded.append(self._recorder.record({**row, **rates, **first}))
         self._row = recorded[-1]
         return recorded
+
+    def _tell_of_findings(self) -> None:
+        """Make an event of each finding of the guard that the learner tells of, once."""
+        for finding in self._statuses.get("learner.0", {}).get("findings", []):
+            text = f"the guard found, {finding['text']}"
+            if text not in self._told_findings:
+                self._told_findings.add(text)
+                self._events.add("guard", "learner.0", text, finding=finding["kind"], step=finding["step"])
 
     def _autoscale(self, rows: list[Row]) -> None:
         if self._autoscaler is None or self._state != RunState.RUNNING or self._operations.is_paused:

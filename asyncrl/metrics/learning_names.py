@@ -74,6 +74,7 @@ _ACTOR = [
         ("actor/entropy_loss", "nats", "Entropy as it enters the loss (with an entropy coefficient)"),
         ("actor/kl_loss", "nats", "KL to the reference policy as it enters the loss"),
         ("actor/kl_coef", "1", "Coefficient of that KL"),
+        ("actor/unsampled_share", "share", "Trained tokens that no version sampled: 0, or masks are wrong"),
         ("actor/grad_norm", "1", "Norm of the gradient before clipping"),
         ("actor/lr", "1", "Learning rate of the update"),
         ("actor/skipped_updates", "share", "Updates left out: not finite, or refused by the guard"),
@@ -84,6 +85,28 @@ _ACTOR = [
         ("actor/reward_kl_penalty", "nats", "KL to the reference policy that was taken off the reward"),
         ("actor/reward_kl_penalty_coeff", "1", "Coefficient of that penalty, as used"),
     ),
+    *means(
+        "checked tokens",
+        (
+            "actor/step_kl",
+            "nats",
+            "KL (k3) from the policy before the step to the one after it, on an eighth of the groups",
+        ),
+        (
+            "actor/step_gain",
+            "1",
+            "Sum of advantage times change of log-prob over the step, over the sum of their sizes: 1 to -1",
+        ),
+    ),
+    *means(
+        "current tokens",
+        (
+            "weights/engine_gap_mean",
+            "nats",
+            "Mean distance of the engine's log-prob from the learner's, on rows sampled by these weights",
+        ),
+    ),
+    Metric("weights/engine_gap_max", "nats", "Largest such distance", "max"),
     Metric("actor/num_updates", "updates", "Optimizer updates of this step", "mean", "ranks"),
     *means(
         "ranks",

@@ -10,11 +10,21 @@ Reduction = Literal["mean", "max", "min", "sum", "leader"]
 or the supervisor alone knows the value."""
 
 Over = Literal[
-    "counted tokens", "tokens in bound", "trained tokens", "rows", "answered rows", "ranks", "updates", "-"
+    "counted tokens",
+    "tokens in bound",
+    "current tokens",
+    "trained tokens",
+    "checked tokens",
+    "rows",
+    "answered rows",
+    "ranks",
+    "updates",
+    "-",
 ]
 """What a mean is taken over. Counted tokens are sampled ones before any was masked for its age or
-rejected; those in bound are left once age has masked some; trained ones entered the loss. A row is a
-trajectory; it is answered if its response has at least one token (verl: not aborted)."""
+rejected; those in bound are left once age has masked some; current ones belong to rows that the weights being
+trained have sampled whole; trained ones entered the loss; checked ones were looked at again after it. A row
+is a trajectory; it is answered if its response has at least one token (verl: not aborted)."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 
 from asyncrl.config.tree import AlgorithmSection, KlSection
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.versions import UNLOADED
 from learner.algorithms.advantage import ADVANTAGES, AdvantageFn, AdvantageInput, is_constant
 from learner.algorithms.advantage.terms import on_one_rank
 from learner.algorithms.aggregation import aggregate, aggregate_rows
@@ -164,7 +165,9 @@ class Objective:
             )
         )
         policy_loss = self._aggregate(tokens, weights_N, mask_N, microbatch)
-        metrics = _mean_metrics(tokens, mask_N, microbatch) | {"actor/pg_loss": policy_loss.detach()}
+        unsampled = {"actor/unsampled_share": (microbatch.version_N == UNLOADED).float()}
+        seen = dataclasses.replace(tokens, metrics=tokens.metrics | unsampled)
+        metrics = _mean_metrics(seen, mask_N, microbatch) | {"actor/pg_loss": policy_loss.detach()}
         terms_loss, terms = self._regularise(logprobs_N, entropy_N, mask_N, microbatch)
         loss = policy_loss + terms_loss
         return loss, metrics | terms | {"actor/loss": loss.detach()}

@@ -23,20 +23,62 @@ class Explanation:
 
 
 EXPLANATIONS = {
+    "weights_differ": Explanation(
+        "engine and learner hold different weights: their log-probs differ on tokens that the weights being "
+        "trained have sampled",
+        (
+            "the engine keeps an old copy of a tensor: the gap grows with every step",
+            "learner and engine compute different models (configuration, dtype): then from the first step on",
+            "the engine's kernels are less exact than the learner's: quantised weights, a lower precision",
+        ),
+        "set weight_sync.probe_every: 1, which refuses such weights; report model and vLLM version",
+        "the rewards are those of the tokens: but another policy sampled them than the one that is trained",
+    ),
+    "unsampled_tokens": Explanation(
+        "tokens are trained that no version sampled: loss mask and tokens do not belong together",
+        (
+            "the loss mask is off by a position, in a custom loss or in an environment of your own",
+            "an environment marks its own tokens (observations, tool answers) as sampled",
+        ),
+        "compare loss_mask with the spans of a trajectory; 'asyncrl rollouts' shows both",
+        "most tokens are still trained with the right advantage: learning is only worse than it could be",
+    ),
+    "wrong_direction": Explanation(
+        "updates move the policy against its advantages: what was good becomes less probable",
+        (
+            "the loss, or the advantage, has the wrong sign: a custom loss, advantage or reward",
+            "another term outweighs the policy's: the KL or the entropy coefficient",
+            "the optimizer's momentum is of another objective: the reward changed over a resume",
+            "advantages belong to other tokens: groups or masks are mixed up",
+        ),
+        "check the sign of the custom function on one batch by hand; lower the KL or entropy coefficient",
+        "at first the reward only stays where it is: it falls once the bad answers have become frequent",
+    ),
+    "large_steps": Explanation(
+        "each step moves the policy further than the clip range means it to",
+        (
+            "learner.lr is too high",
+            "learner.warmup_steps is too small: AdamW's first steps are as long as learner.lr",
+            "too many minibatches for one batch",
+            "the batch is too small: one group decides",
+        ),
+        "divide learner.lr by three to ten, then learner.warmup_steps: 20; healthy is below 0.05",
+        "the rewards of this batch were sampled before the step: they fall several steps later",
+    ),
     "kl_spike": Explanation(
         "the policy moved far from the one that sampled, in one step",
         (
             "the gradient exploded: look at actor/grad_norm of this step and the one before",
             "learner.lr is too high, or the KL coefficient too low",
             "the clip range is too wide for this many updates per batch",
-            "trainer and sampler compute in different precision: look at training/rollout_probs_diff_mean",
+            "trainer and sampler compute in different precision: look at weights/engine_gap_mean",
             "no warm-up: AdamW's first steps are as long as learner.lr whatever the gradient",
         ),
-        "halve learner.lr, set learner.warmup_steps, raise the KL coefficient; healthy is 0.01-0.03",
+        "halve learner.lr, set learner.warmup_steps, raise the KL coefficient; healthy is below 0.05",
         "the rewards of this batch were sampled before the step: they fall only when the new weights sample",
     ),
     "grad_norm_spike": Explanation(
-        "the gradient is much larger than before; clipping bounds its length, not its direction",
+        "gradients are much larger than before; clipping bounds their length, not their direction",
         (
             "the gradient exploded on a few sequences: very long answers, or tokens of probability near 0",
             "learner.lr is too high: the spikes grow from step to step",
@@ -45,7 +87,7 @@ EXPLANATIONS = {
             "no warm-up",
             "the minibatch is too small: one group decides",
         ),
-        "lower learner.lr or learner.grad_clip, warm up, larger minibatches; healthy is 0.5-2.0 unclipped",
+        "lower learner.lr or learner.grad_clip, warm up, larger minibatches; single spikes are usual",
         "AdamW divides by the gradient's size: one spike moves little, and the damage is in its moments",
     ),
     "not_finite": Explanation(
@@ -83,7 +125,7 @@ EXPLANATIONS = {
         "advantages are only noisier: the policy still follows the reward, on a worse baseline",
     ),
     "entropy_collapse": Explanation(
-        "the policy became nearly deterministic: all samples of a group are alike",
+        "the policy became nearly deterministic, without more reward: all samples of a group are alike",
         (
             "learner.lr is too high, or too many updates per batch",
             "no entropy bonus and a symmetric clip: raise the upper end of algorithm.clip",
@@ -145,6 +187,12 @@ def describe(finding: Finding) -> str:
     if finding.z is not None:
         text += f", {finding.z:+.1f} robust deviations from the last steps"
     return text
+
+
+def summarise(finding: Finding) -> str:
+    """Return one sentence: what was seen, what it means, and the first cause to look at."""
+    found = EXPLANATIONS[finding.kind]
+    return f"{describe(finding)}: {found.what}. Look first at: {found.causes[0]}"
 
 
 def explain(finding: Finding) -> str:

@@ -8,6 +8,7 @@ always comes with a change, at most `MAX_ROLLBACKS` times; what a rollback aband
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from typing import Any
 from asyncrl.config.tree import GuardSection
 from asyncrl.errors import AsyncrlError
 from learner.guard.signals import (
+    SMALLEST_FALL,
+    UNLESS_RISEN,
+    UNMENDED,
     Finding,
     Past,
     find_not_finite,
@@ -68,17 +72,18 @@ class Verdict:
 class Guard:
     """Judges one step after the other.
 
-    >>> guard = Guard(GuardSection(action="stop"))
+    >>> guard = Guard(GuardSection(action="stop"), "float32")
     >>> guard.judge(0, {"actor/grad_norm": 1.0}).action.value
     'none'
     >>> guard.judge(1, {"actor/grad_norm": float("nan")}).action.value
     'stop'
     """
 
-    def __init__(self, section: GuardSection) -> None:
+    def __init__(self, section: GuardSection, dtype: str) -> None:
         self._section = section
-        self._signals = make_signals(section)
+        self._signals = make_signals(section, dtype)
         self._past = {signal.metric: Past.of(signal, section.warmup_steps) for signal in self._signals}
+        self._risen = {name: Past(section.warmup_steps, SMALLEST_FALL) for name in UNLESS_RISEN.values()}
         self._counts: Counter[str] = Counter()
         self._changed_step: int | None = None
         self.lr_scale = 1.0
@@ -114,6 +119,10 @@ class Guard:
             return Verdict(Action.NONE)
         if not any(finding.is_severe for finding in findings):
             return Verdict(Action.SKIP_UPDATE if num_skipped else Action.WARN, tuple(findings))
+        if Action(self._section.action) is not Action.STOP and all(
+            finding.kind in UNMENDED for finding in findings if finding.is_severe
+        ):
+            return Verdict(Action.WARN, tuple(findings), "no change of the training mends it")
         action, reason = self._choose(step, num_skipped)
         return Verdict(action, tuple(findings), reason)
 
@@ -122,7 +131,7 @@ class Guard:
         self.num_rollbacks += 1
         if reduces_lr:
             self._reduce_lr(step)
-        for past in self._past.values():
+        for past in (*self._past.values(), *self._risen.values()):
             past.forget_from(step)
 
     def counters(self) -> dict[str, float]:
@@ -151,16 +160,23 @@ class Guard:
 
     def _compare(self, step: int, metrics: Mapping[str, float]) -> Sequence[Finding]:
         findings = []
+        for name, past in self._risen.items():
+            if (value := metrics.get(name)) is not None and math.isfinite(value):
+                past.add(step, value)
         for signal in self._signals:
             value, past = read_value(signal, metrics), self._past[signal.metric]
             if value is None:
                 continue
             finding = judge_value(signal, value, past, self._section.z_score)
-            if finding is not None:
+            # What is severe is not usual. Of several steps each counts: the median is not to stand still.
+            past.add(step, value, is_usual=finding is None or not finding.is_severe)
+            if finding is not None and not self._is_success(finding):
                 findings.append(finding)
-            if finding is None or not finding.is_severe:  # what is severe is not usual
-                past.add(step, value)
         return findings
+
+    def _is_success(self, finding: Finding) -> bool:
+        name = UNLESS_RISEN.get(finding.kind)
+        return name is not None and self._risen[name].has_risen
 
     def _choose(self, step: int, num_skipped: int) -> tuple[Action, str]:
         wanted = Action(self._section.action)

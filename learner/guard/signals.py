@@ -1,8 +1,8 @@
 """What the guard watches, and when a value is beyond its limit or far from the run's usual ones (pure).
 
 Owns the detectors. Must never act. A value beyond its limit is a finding; it is severe if it is also
-`z_score` robust deviations (median and MAD of the last steps) from the usual, or `FAR` times beyond.
-Invariant: until `warmup_steps` values are known only the fixed limits count.
+`z_score` robust deviations (median and MAD of the last steps) from the usual, or `FAR` times beyond, or of a
+kind that has no harmless cause. Invariant: until `warmup_steps` values are known only the fixed limits count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from asyncrl.config.sections.guard import WAYS
 from asyncrl.config.tree import GuardSection, LimitSection
+from weight_sync.memory.agreement import TOLERANCES, Tolerance
 
 FAR = 10.0
 WINDOW_STEPS = 50
@@ -29,14 +31,27 @@ MAY_BE_NAN = ("critic/score", "critic/rewards")
 """verl's names that are not a number where a batch has no row to average."""
 SPEED_PREFIXES = ("perf/", "timing_s/", "timing_per_token_ms/")
 """What no change of the training mends."""
+GAP = "weights/engine_gap_mean"
+REWARD = "critic/rewards/mean"
 SPIKES = ("kl_spike", "grad_norm_spike")
+CERTAIN = ("weights_differ", "unsampled_tokens", "wrong_direction", "large_steps")
+"""Kinds that need no comparison with the past: nothing but a fault makes them."""
+UNMENDED = ("weights_differ", "unsampled_tokens", "wrong_direction")
+"""Kinds whose fault is in the code: no other rate, no step back and no skipped update mends them."""
+UNLESS_RISEN = {"entropy_collapse": REWARD}
+"""A metric by kind of finding: where it is above what it was at first, the kind is success and not told."""
 OTHER = "limit"
 """The kind of a limit that has no explanation of its own."""
 KINDS = {
+    ("actor/step_kl", "max"): "large_steps",
+    ("actor/step_gain", "min"): "wrong_direction",
+    ("actor/unsampled_share", "max"): "unsampled_tokens",
     ("actor/ppo_kl", "max"): "kl_spike",
     ("rollout_corr/kl", "max"): "kl_spike",
     ("actor/grad_norm", "max"): "grad_norm_spike",
     ("critic/grad_norm", "max"): "grad_norm_spike",
+    ("actor/grad_norm", "max_times"): "grad_norm_spike",
+    ("critic/grad_norm", "max_times"): "grad_norm_spike",
     ("actor/pg_clipfrac", "max"): "clip_fraction",
     ("critic/vf_clipfrac", "max"): "value_clip_fraction",
     ("actor/entropy", "min"): "entropy_collapse",
@@ -44,6 +59,7 @@ KINDS = {
     ("rollout_corr/rollout_is_eff_sample_size", "min"): "low_ess",
     ("perf/throughput", "min"): "low_throughput",
     ("perf/throughput", "min_share"): "low_throughput",
+    (GAP, "max"): "weights_differ",
 }
 """What is known of a metric beyond its limit, by metric and form of the limit."""
 
@@ -53,19 +69,33 @@ class Signal:
     """A metric with a limit.
 
     Attributes:
-        limit: In the metric's unit, or a share of its first values if `is_relative`.
-        is_upper: Values above the limit are findings; else those below.
-        is_spike: A value in the run's usual range is no finding, even beyond the limit.
-        can_act: A severe finding may change the training.
+        way: The form of the limit, as in the configuration.
+        limit: In the metric's unit, or a share of its first values, or a multiple of its last ones.
+        over_steps: Values whose median is compared with it.
+        tolerance: In place of `limit`, one that follows from the first value.
     """
 
     kind: str
     metric: str
+    way: str
     limit: float
-    is_upper: bool = True
-    is_relative: bool = False
-    is_spike: bool = False
-    can_act: bool = True
+    over_steps: int = 1
+    tolerance: Tolerance | None = None
+
+    @property
+    def is_upper(self) -> bool:
+        """Whether values above the limit are findings; else those below."""
+        return self.way.startswith("max")
+
+    @property
+    def is_spike(self) -> bool:
+        """Whether a value in the run's usual range is no finding, even beyond the limit."""
+        return self.kind in SPIKES
+
+    @property
+    def can_act(self) -> bool:
+        """Whether a severe finding may change the training."""
+        return not self.metric.startswith(SPEED_PREFIXES)
 
 
 @dataclass(frozen=True)
@@ -85,48 +115,50 @@ class Finding:
     is_severe: bool = False
 
 
-def make_signals(section: GuardSection) -> tuple[Signal, ...]:
-    """Return what is watched, apart from values that are not finite."""
-    return tuple(_make_signal(metric, limit) for metric, limit in section.limits.items() if limit is not None)
+def make_signals(section: GuardSection, dtype: str) -> tuple[Signal, ...]:
+    """Return what is watched in a run of `dtype`, apart from values that are not finite."""
+    limits = section.limits.items()
+    found = [_make_signal(metric, limit) for metric, limit in limits if limit is not None]
+    if GAP not in section.limits:
+        tolerance = TOLERANCES[dtype]
+        found.append(Signal("weights_differ", GAP, "max", tolerance.first, tolerance=tolerance))
+    return tuple(found)
 
 
 def _make_signal(metric: str, limit: LimitSection) -> Signal:
-    ((way, value),) = limit.as_written().items()
-    kind = KINDS.get((metric, way), OTHER)
-    return Signal(
-        kind,
-        metric,
-        value,
-        is_upper=way == "max",
-        is_relative=way == "min_share",
-        is_spike=kind in SPIKES,
-        can_act=not metric.startswith(SPEED_PREFIXES),
-    )
+    ((way, value),) = [(way, value) for way, value in limit.as_written().items() if way in WAYS]
+    return Signal(KINDS.get((metric, way), OTHER), metric, way, value, limit.over_steps)
 
 
 class Past:
-    """The values of one metric, by step: the newest of them and what they were at first."""
+    """The values of one metric, by step: the usual ones of the newest, the first ones, the last ones."""
 
-    def __init__(self, warmup_steps: int, smallest_deviation: float) -> None:
+    def __init__(self, warmup_steps: int, smallest_deviation: float, over_steps: int = 1) -> None:
         self._warmup_steps = warmup_steps
         self._smallest_deviation = smallest_deviation
+        self._over_steps = over_steps
         self._values: list[tuple[int, float]] = []
         self._first: list[tuple[int, float]] = []
+        self._last: list[tuple[int, float]] = []
 
     @classmethod
     def of(cls, signal: Signal, warmup_steps: int) -> Past:
         """Return the empty past of a signal."""
-        return cls(warmup_steps, SMALLEST_RISE if signal.is_upper else SMALLEST_FALL)
+        return cls(warmup_steps, SMALLEST_RISE if signal.is_upper else SMALLEST_FALL, signal.over_steps)
 
-    def add(self, step: int, value: float) -> None:
+    def add(self, step: int, value: float, *, is_usual: bool = True) -> None:
+        self._last = [*self._last, (step, value)][-max(self._over_steps, self._warmup_steps) :]
+        if not is_usual:
+            return
         if len(self._first) < self._warmup_steps:
             self._first.append((step, value))
         self._values = [*self._values, (step, value)][-max(WINDOW_STEPS, self._warmup_steps) :]
 
     def forget_from(self, step: int) -> None:
         """Forget the values of `step` and later ones: a rollback abandons them."""
-        self._first = [pair for pair in self._first if pair[0] < step]
-        self._values = [pair for pair in self._values if pair[0] < step]
+        self._first, self._values, self._last = (
+            [pair for pair in pairs if pair[0] < step] for pairs in (self._first, self._values, self._last)
+        )
 
     @property
     def is_warm(self) -> bool:
@@ -137,6 +169,21 @@ class Past:
         """Median of the first values; None before the warm-up is over."""
         is_known = len(self._first) >= self._warmup_steps
         return median(value for _, value in self._first) if is_known else None
+
+    @property
+    def very_first(self) -> float | None:
+        return self._first[0][1] if self._first else None
+
+    @property
+    def has_risen(self) -> bool:
+        """Whether the last values are above the first ones by more than these differ among themselves."""
+        first = self.first
+        if first is None:
+            return False
+        spread = MAD_TO_DEVIATION * median(abs(value - first) for _, value in self._first)
+        return median(value for _, value in self._last) > first + max(
+            spread, self._smallest_deviation * abs(first)
+        )
 
     @property
     def usual(self) -> float:
@@ -152,6 +199,13 @@ class Past:
     def z(self, value: float) -> float | None:
         return (value - self.usual) / self.deviation if self.is_warm else None
 
+    def level(self, value: float) -> float | None:
+        """Return the median of the newest values with `value` among them; None while there are too few."""
+        before = [found for _, found in self._last][len(self._last) - self._over_steps + 1 :]
+        if len(before) < self._over_steps - 1:
+            return None
+        return median([*before, value])
+
 
 def read_value(signal: Signal, metrics: Mapping[str, float]) -> float | None:
     """Return the signal's value, or None if it is not there or not finite. A KL estimate may be negative."""
@@ -163,16 +217,24 @@ def read_value(signal: Signal, metrics: Mapping[str, float]) -> float | None:
 
 def limit_of(signal: Signal, past: Past) -> float | None:
     """Return the limit in the metric's unit; None while a relative one has nothing to relate to."""
-    if not signal.is_relative:
-        return signal.limit
-    return None if past.first is None else signal.limit * past.first
+    if signal.tolerance is not None:
+        return signal.tolerance.largest_mean(past.very_first)
+    if signal.way == "min_share":
+        return None if past.first is None else signal.limit * past.first
+    if signal.way == "max_times":
+        return signal.limit * past.usual if past.is_warm else None
+    return signal.limit
 
 
 def severe_limit(signal: Signal, past: Past, z_score: float) -> float | None:
-    """Return the value beyond which a finding is severe; None where none is."""
+    """Return the value beyond which a single one is severe; None where none is."""
     limit = limit_of(signal, past)
     if limit is None or not signal.can_act:
         return None
+    if signal.kind in CERTAIN:
+        return limit
+    if signal.over_steps > 1:
+        return _far_beyond(signal, limit)
     if not past.is_warm:
         far = _far_beyond(signal, limit)
         return far if math.isfinite(far) else None
@@ -193,16 +255,16 @@ def _far_beyond(signal: Signal, base: float) -> float:
 
 
 def judge_value(signal: Signal, value: float, past: Past, z_score: float) -> Finding | None:
-    """Return what is to be said about one value, if anything."""
-    limit = limit_of(signal, past)
-    if limit is None or not _is_beyond(signal, value, limit):
+    """Return what is to be said about the newest value, if anything."""
+    limit, level = limit_of(signal, past), past.level(value)
+    if limit is None or level is None or not _is_beyond(signal, level, limit):
         return None
-    z = past.z(value)
+    z = past.z(level)
     if signal.is_spike and z is not None and abs(z) < UNUSUAL:
         return None
     bound = severe_limit(signal, past, z_score)
-    is_severe = bound is not None and _is_beyond(signal, value, bound)
-    return Finding(signal.kind, signal.metric, value, limit, z, is_severe)
+    is_severe = bound is not None and (_is_beyond(signal, level, bound) or signal.over_steps > 1)
+    return Finding(signal.kind, signal.metric, level, limit, z, is_severe)
 
 
 def _is_beyond(signal: Signal, value: float, limit: float) -> bool:

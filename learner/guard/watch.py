@@ -7,16 +7,19 @@ acts. Invariant: each kind of finding is explained in full the first time and wh
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from asyncrl.config.tree import GuardSection
-from learner.guard.explanations import describe, explain
+from learner.guard.explanations import describe, explain, summarise
 from learner.guard.guard import Action, Guard, Limits, UnstableTraining, Verdict
 from learner.orders import Adjust
 
 log = logging.getLogger(__name__)
 
+KEPT_FINDINGS = 20
+"""Newest findings that the supervisor can ask for: it does so every second."""
 REPEAT_STEPS = 10
 """A finding that is not severe is logged again after so many steps."""
 NEVER = -1
@@ -25,11 +28,18 @@ NEVER = -1
 class Watch:
     """The guard of one run, on rank 0."""
 
-    def __init__(self, section: GuardSection) -> None:
-        self._guard = Guard(section)
+    def __init__(self, section: GuardSection, dtype: str) -> None:
+        self._guard = Guard(section, dtype)
         self._verdict = Verdict(Action.NONE)
         self._logged: dict[str, int] = {}
+        self._told: deque[dict[str, Any]] = deque(maxlen=KEPT_FINDINGS)
+        self._num_told = 0
         self.rolled_back_to = NEVER
+
+    @property
+    def findings(self) -> list[dict[str, Any]]:
+        """The newest findings that were logged: `number` (from 1, this life), `step`, `kind`, `text`."""
+        return list(self._told)
 
     @property
     def may_roll_back(self) -> bool:
@@ -143,6 +153,9 @@ class Watch:
             else:
                 continue
             self._logged[finding.kind] = step
+            self._num_told += 1
+            text = f"step {step}: {summarise(finding)}"
+            self._told.append({"number": self._num_told, "step": step, "kind": finding.kind, "text": text})
         if num_refused:
             log.warning("guard, step %d: %d updates were not applied", step, num_refused)
         if self._verdict.action not in (Action.NONE, Action.WARN):

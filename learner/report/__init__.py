@@ -1,5 +1,6 @@
 """What a learner step says of itself: metrics under verl's names, times, the profiler's window."""
 
+from learner.report.consistency import check_update, describe_engine_gap
 from learner.report.description import (
     describe_baselines,
     describe_batch,
@@ -19,8 +20,10 @@ __all__ = [
     "ProfilerWindow",
     "Stopwatch",
     "Waits",
+    "check_update",
     "describe_baselines",
     "describe_batch",
+    "describe_engine_gap",
     "describe_probabilities",
     "describe_rewards",
     "describe_targets",

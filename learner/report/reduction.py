@@ -18,7 +18,14 @@ from learner.algorithms.diagnostics.moments import explained_variance, probabili
 from learner.algorithms.diagnostics.summary import signal_and_noise
 
 _COUNTED = "counted tokens"
-_MAY_BE_NOTHING = ("rows", "answered rows", "trained tokens", "tokens in bound")
+_MAY_BE_NOTHING = (
+    "rows",
+    "answered rows",
+    "trained tokens",
+    "tokens in bound",
+    "current tokens",
+    "checked tokens",
+)
 
 
 class Reducer(Protocol):

@@ -1,18 +1,20 @@
 """The probe: does the model that was just loaded say what the learner's model says? Runs in vLLM's workers.
 
-The learner ships its log-probs of a fixed sequence with some versions. Here the loaded model computes
-its own, in one pass outside of the scheduler: generation is paused, and no request and no block of the
-KV cache may be touched. So attention over the few tokens is plain PyTorch; everything that is loaded
-from weights is vLLM's own, shards and packed matrices included.
+The learner ships its log-probs of some rows of tokens with some versions. Here the loaded model computes
+its own, in passes outside of the scheduler: generation is paused, and no request and no block of the
+KV cache may be touched. So attention over a row is plain PyTorch; everything that is loaded
+from weights is vLLM's own, shards and packed matrices included. The first probe that agrees is kept: those
+after it are judged by what has changed since (`weight_sync.memory.agreement`).
 
-Shapes: T tokens of the probe, H query heads and K key-value heads of this worker, D head size, V
-entries of the vocabulary.
+Shapes: T tokens of a pass, R rows of L tokens each, H query heads and K key-value heads of this worker,
+D head size, V entries of the vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,71 +23,97 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from asyncrl.errors import SyncError
+from weight_sync.memory.agreement import TOLERANCES, find_disagreement
 from weight_sync.memory.manifest import Probe
 
-TOLERANCE_NATS = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-"""Largest mean difference per token, by the dtype of the engine's model.
-
-Observed on CPU between this pass and Hugging Face's, with two layers: 5e-7 in float32, 0.011 in bfloat16;
-deeper models add more. Weights of another model differ by whole nats, those of one learner step often by
-less than this.
-"""
+Row = tuple[int, ...]
 
 
-def check_probe(model: torch.nn.Module, config: VllmConfig, probe: Probe) -> None:
-    """Return if the loaded `model` agrees with `probe`.
+class ProbeCheck:
+    """Compares the probes of one engine's versions with the learner's, and with the first of them."""
 
-    Raises:
-        SyncError: It does not, or its attention is of a kind that cannot be probed.
-    """
-    found_T = measure_logprobs(model, config, probe.tokens, probe.temperature)
-    if found_T is None:
-        return  # the logits are gathered on another worker, which judges
-    wanted_T = torch.tensor(probe.logprobs, device=found_T.device)
-    difference = float((found_T - wanted_T).abs().mean())
-    tolerance = TOLERANCE_NATS[config.model_config.dtype]
-    if not difference <= tolerance:  # as written, NaN is a difference too
-        raise SyncError(
-            f"the probe does not match: the log-probs of {len(probe.logprobs)} tokens are "
-            f"{difference:.3g} nats per token from the learner's, at most {tolerance:g} are allowed",
-            hint="Learner and engine compute different models: compare their dtypes and configurations",
-        )
+    def __init__(self) -> None:
+        self._first: dict[Row, list[float]] = {}
+
+    def check(self, model: torch.nn.Module, config: VllmConfig, probe: Probe) -> None:
+        """Return if the loaded `model` agrees with `probe`.
+
+        Raises:
+            SyncError: It does not, or its attention is of a kind that cannot be probed.
+        """
+        differences = _measure(model, config, probe)
+        if differences is None:
+            return  # the logits are gathered on another worker, which judges
+        unknown: list[float | None] = [None] * (probe.row_tokens - 1)
+        first = [value for row in differences for value in self._first.get(row, unknown)]
+        now = [value for row in differences.values() for value in row]
+        dtype = str(config.model_config.dtype).removeprefix("torch.")
+        if why := find_disagreement(TOLERANCES[dtype], now, first if self._first else None):
+            raise SyncError(
+                f"the probe does not match, engine and learner hold different weights: {why}",
+                hint="They compute different models (compare dtypes and configurations), or the engine keeps "
+                "an old copy of a tensor. weight_sync.probe_every: 0 turns the check off",
+            )
+        self._first = self._first or differences
+
+
+def _measure(model: Any, config: VllmConfig, probe: Probe) -> dict[Row, list[float]] | None:
+    """Return engine's minus learner's log-probs by row; None where no logits arrive."""
+    rows, wanted = zip(*probe.rows(), strict=True)
+    at_once = max(1, config.scheduler_config.max_num_batched_tokens // probe.row_tokens)
+    found: list[list[float]] = []
+    for start in range(0, len(rows), at_once):
+        part = measure_logprobs(model, config, rows[start : start + at_once], probe.temperature)
+        if part is None:
+            return None
+        found += part.tolist()
+    return {
+        row: [ours - theirs for ours, theirs in zip(mine, learners, strict=True)]
+        for row, mine, learners in zip(rows, found, wanted, strict=True)
+    }
 
 
 @torch.inference_mode()
 def measure_logprobs(
-    model: Any, config: VllmConfig, tokens: Sequence[int], temperature: float
+    model: Any, config: VllmConfig, rows: Sequence[Row], temperature: float
 ) -> torch.Tensor | None:
-    """Return the log-prob of each token after the first, float32 [T - 1]; None where no logits arrive.
+    """Return the log-prob of each token after its row's first, float32 [R, L - 1]; None without logits.
 
-    Collective over the workers that share the model. Raises SyncError for a model with other attention.
+    All rows are of one length. Collective over the workers that share the model. Raises SyncError for a model
+    with other attention.
     """
     device = next(model.parameters()).device
-    tokens_T = torch.tensor(tokens, device=device)
-    positions_T = torch.arange(len(tokens), device=device)
-    with plain_attention(model), set_forward_context(None, config, num_tokens=len(tokens)):
-        hidden_TE = model(input_ids=tokens_T, positions=positions_T, intermediate_tensors=None)
-        logits_TV = model.compute_logits(hidden_TE[:-1])
+    tokens_RL = torch.tensor(rows, device=device)
+    positions_RL = torch.arange(tokens_RL.shape[1], device=device).expand_as(tokens_RL)
+    with (
+        plain_attention(model, tokens_RL.shape[1]),
+        set_forward_context(None, config, num_tokens=tokens_RL.numel()),
+    ):
+        inputs = {"input_ids": tokens_RL.flatten(), "positions": positions_RL.flatten()}
+        hidden_TE = model(**inputs, intermediate_tensors=None)
+        logits_TV = model.compute_logits(hidden_TE)
     if logits_TV is None:
         return None
     logprobs_TV = (logits_TV.float() / temperature).log_softmax(-1)
-    return logprobs_TV.gather(1, tokens_T[1:, None])[:, 0]
+    logprobs_RLV = logprobs_TV.view(*tokens_RL.shape, -1)[:, :-1]
+    return logprobs_RLV.gather(2, tokens_RL[:, 1:, None])[..., 0]
 
 
 @contextmanager
-def plain_attention(model: torch.nn.Module) -> Iterator[None]:
-    """Within the block attention layers see the tokens of the call alone, and write no KV cache.
+def plain_attention(model: torch.nn.Module, row_tokens: int) -> Iterator[None]:
+    """Within the block attention layers see rows of `row_tokens` alone, and write no KV cache.
 
     Raises:
         SyncError: A layer is not of the kind that is understood here.
     """
+    attend = partial(_attend, row_tokens)
     with ExitStack() as undo:
         for name, layer in model.named_modules():
             if not isinstance(layer, Attention):
                 continue
             impl: Any = layer.impl
             _check_layer(name, layer)
-            impl.forward = _attend
+            impl.forward = attend
             undo.callback(delattr, impl, "forward")  # the class's own method shows again
         yield
 
@@ -107,6 +135,7 @@ def _check_layer(name: str, layer: Any) -> None:
 
 
 def _attend(
+    row_tokens: int,
     layer: Any,
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
@@ -116,13 +145,11 @@ def _attend(
     output: torch.Tensor,
     **_fused: Any,
 ) -> torch.Tensor:
-    """Stand in for the forward of a backend. A probe is shorter than any sliding window."""
-    attended_HTD = torch.nn.functional.scaled_dot_product_attention(
-        query_THD.transpose(0, 1),
-        key_TKD.transpose(0, 1),
-        value_TKD.transpose(0, 1),
-        is_causal=True,
-        scale=layer.impl.scale,
-        enable_gqa=True,
+    """Stand in for the forward of a backend. A row of a probe is shorter than any sliding window."""
+    query_RHLD, key_RKLD, value_RKLD = (
+        packed.unflatten(0, (-1, row_tokens)).transpose(1, 2) for packed in (query_THD, key_TKD, value_TKD)
     )
-    return output.copy_(attended_HTD.transpose(0, 1).reshape(output.shape))
+    attended_RHLD = torch.nn.functional.scaled_dot_product_attention(
+        query_RHLD, key_RKLD, value_RKLD, is_causal=True, scale=layer.impl.scale, enable_gqa=True
+    )
+    return output.copy_(attended_RHLD.transpose(1, 2).reshape(output.shape))

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from vllm.distributed.weight_transfer.base import (
 from asyncrl.errors import EngineError, SyncError
 from asyncrl.faults import is_wanted
 from rollout_service.engine.plugin import OTHER_WORKER
-from rollout_service.engine.probe import check_probe
+from rollout_service.engine.probe import ProbeCheck
 from rollout_service.engine.reload import find_refused, find_shared, reload
 from weight_sync.memory.manifest import Manifest, check_tensors
 from weight_sync.memory.staging import Staged, open_tensors
@@ -95,6 +95,10 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     """What went wrong in the last load of this worker; empty if nothing did."""
     _newest: Manifest | None = None
 
+    @cached_property
+    def _probe_check(self) -> ProbeCheck:
+        return ProbeCheck()
+
     def init_transfer_engine(self, init_info: StagedInitInfo) -> None:
         """Do nothing: there is no connection."""
 
@@ -131,7 +135,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             self._load(manifest.version.number, tensors)
         if manifest.probe is not None:
             with self._together("match the probe"):
-                check_probe(self.model, self.vllm_config, manifest.probe)
+                self._probe_check.check(self.model, self.vllm_config, manifest.probe)
 
     def shutdown(self) -> None:
         """Do nothing: no resource outlives an update."""

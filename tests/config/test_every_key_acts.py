@@ -31,6 +31,8 @@ OTHERWISE = {
     "guard.limits.*.max": ("limit", "as_written"),
     "guard.limits.*.min": ("limit", "as_written"),
     "guard.limits.*.min_share": ("limit", "as_written"),
+    "guard.limits.*.max_times": ("limit", "as_written"),
+    "guard.limits.*.over_steps": ("limit", "over_steps"),
     # items of a list, under the name of an item
     "data.train.*.path": ("source", "path"),
     "data.train.*.weight": ("source", "weight"),

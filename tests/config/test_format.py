@@ -53,6 +53,9 @@ def test_a_run_that_began_before_there_was_a_number_goes_on(folder):
         "actor/entropy": {"min_share": 0.05},
         "rollout_corr/rollout_is_eff_sample_size": {"min": 0.2},
         "perf/throughput": {"min_share": 0.3},
+        "actor/step_kl": {"max": 0.25, "over_steps": 9},  # of this version's, which the file does not name
+        "actor/step_gain": {"min": -0.2, "over_steps": 9},
+        "actor/unsampled_share": {"max": 0.0},
     }
     assert config.guard.action == "rollback" and config.rollout.replicas.start == 2
 

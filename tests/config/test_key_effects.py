@@ -191,7 +191,7 @@ def rates(config: Config, folder: Path) -> Any:
 
 
 def guard(config: Config, folder: Path) -> Any:
-    found, noise = Guard(config.guard), [1.0, 1.05, 0.95]
+    found, noise = Guard(config.guard, "float32"), [1.0, 1.05, 0.95]
     for step in range(30):
         found.judge(step, {"actor/grad_norm": noise[step % 3], "actor/entropy": 1.0})
     spike = found.judge(30, {"actor/grad_norm": 8.0, "actor/entropy": 0.3, "actor/ppo_kl": math.nan})
@@ -341,6 +341,13 @@ EFFECTS: tuple[tuple[str, Look, Any, Changes], ...] = (
     ("guard.limits", guard, {"actor/grad_norm": None}, {}),
     ("guard.limits.*.max", guard, {"guard.limits": {"actor/grad_norm": {"max": 9.0}}}, {}),
     ("guard.limits.*.min", guard, {"guard.limits": {"actor/entropy": {"min": 3.0}}}, {}),
+    ("guard.limits.*.max_times", guard, {"guard.limits": {"actor/grad_norm": {"max_times": 9.0}}}, {}),
+    (
+        "guard.limits.*.over_steps",
+        guard,
+        {"guard.limits": {"actor/grad_norm": {"max_times": 20.0, "over_steps": 3}}},
+        {},
+    ),
     ("guard.limits.*.min_share", guard, {"guard.limits": {"actor/entropy": {"min_share": 0.5}}}, {}),
     ("metrics.tensorboard", sinks, False, {}),
     ("metrics.sinks", sinks, ["wandb"], {}),

@@ -69,6 +69,15 @@ class ScriptedLearner(Scripted):
         return {"rows": self.rows[args["after"] :]}
 
 
+class WarnedLearner(ScriptedLearner):
+    """Its guard has found one thing for each of the first steps."""
+
+    def status(self) -> dict[str, Any]:
+        texts = [f"step {step}: large_steps: actor/step_kl is 0.3" for step in range(min(2, len(self.rows)))]
+        findings = [{"step": step, "kind": "large_steps", "text": text} for step, text in enumerate(texts)]
+        return {**super().status(), "findings": findings}
+
+
 class PacedLearner(ScriptedLearner):
     """Waits after step 5 for the file `go-on`; a second life goes on from the checkpoint of step 2."""
 

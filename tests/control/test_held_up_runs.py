@@ -9,6 +9,7 @@ import pytest
 from scripted_services import REPLACE
 from test_supervisor import make_supervisor, start, wait_for
 
+from asyncrl.cli.bulletin import Bulletin
 from asyncrl.control.diagnosis import watch
 from asyncrl.control.record.events import load_events
 from asyncrl.control.record.rundir import RunDir, read_json
@@ -50,6 +51,22 @@ def test_an_obstacle_is_in_the_snapshot_while_it_holds_and_its_end_is_an_event(
     stop.set()
     thread.join(10.0)
     assert not thread.is_alive()
+
+
+def test_each_finding_of_the_guard_is_one_event_for_terminal_and_page(tmp_path: Path) -> None:
+    replace = {**REPLACE, "learner": "scripted_services:WarnedLearner"}
+    supervisor, _ = make_supervisor(tmp_path, steps=30, replace=replace)
+    supervisor.run(threading.Event())
+    found = [event for event in load_events(RunDir(tmp_path).events) if event["kind"] == "guard"]
+    text = "the guard found, step {}: large_steps: actor/step_kl is 0.3"
+    assert [event["text"] for event in found] == [text.format(0), text.format(1)]
+    assert [(event["service"], event["finding"], event["step"]) for event in found] == [
+        ("learner.0", "large_steps", 0),
+        ("learner.0", "large_steps", 1),
+    ]
+    lines = Bulletin()
+    assert lines.lines({"events": []}) == []
+    assert lines.lines({"events": found})[0] == "! learner.0: " + text.format(0)
 
 
 def test_why_a_service_is_started_again_is_in_the_snapshot_until_it_is_up(tmp_path: Path) -> None:

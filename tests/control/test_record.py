@@ -18,7 +18,8 @@ def make_row(step: int, **values: float) -> dict[str, float]:
 
 def test_the_summary_holds_what_the_guard_counted_last() -> None:
     rows = [make_row(1, **{"guard/rollbacks": 0.0}), make_row(2, **{"guard/rollbacks": 1.0})]
-    assert summarise(rows, Config(**REQUIRED), {})["guard"] == {"rollbacks": 1.0}
+    rows[1] |= {"guard/lr_scale": 0.5, "guard/is_kl_off": 0.0}
+    assert summarise(rows, Config(**REQUIRED), {})["guard"] == {"rollbacks": 1.0}, "counters alone"
     assert summarise([], Config(**REQUIRED), {})["guard"] == {}
 
 

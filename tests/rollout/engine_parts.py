@@ -93,7 +93,7 @@ def probe_of(model: PreTrainedModel, temperature: float = 1.0) -> Probe:
     """Return what a learner that holds `model` would ship."""
     tokens = (11, 3, 1, 4, 13, 1, 3, 4, 12, 0, 7, 5)
     logprobs = logprobs_of(model, tokens[:1], tokens[1:], temperature)
-    return Probe(tokens, tuple(logprobs.tolist()), temperature)
+    return Probe(tokens, tuple(logprobs.tolist()), len(tokens), temperature)
 
 
 @torch.no_grad()

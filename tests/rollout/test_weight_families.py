@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from asyncrl.versions import PolicyVersion
 from rollout_service.engine.protocol import Sampling
 from rollout_service.engine.vllm_engine import VllmEngine
 from tests.different import assert_all_differ
-from tests.rollout.engine_parts import LoopThread, logprobs_of, probe_of, stage
+from tests.rollout.engine_parts import Change, LoopThread, logprobs_of, probe_of, stage
 from tests.rollout.families import WIDTHS, Form, start_engine, swap
 from tests.rollout.flight_parts import TOLERANCE, Flight
+from tests.rollout.trained_steps import probe_rows_of, train
+from weight_sync.memory.manifest import Probe
 
 FORMS = (
     Form("qwen3", is_tied=True, vocab_size=131),
@@ -36,6 +39,7 @@ class Served:
     base: PreTrainedModel
     engine: VllmEngine
     loop: LoopThread
+    newest: int = 0
 
     def difference(self, model: PreTrainedModel, others: PreTrainedModel) -> tuple[float, float]:
         """Sample, and return how far the engine is from `model`, and how far `others` is from it."""
@@ -46,6 +50,26 @@ class Served:
         wanted, other = logprobs_of(model, PROMPT, ids), logprobs_of(others, PROMPT, ids)
         engine = torch.tensor(found.logprobs)
         return float((engine - wanted).abs().max()), float((wanted - other).abs().max())
+
+    def swap(self, model: PreTrainedModel, probe: Probe, change: Change = list) -> None:
+        """Load `model`, changed on its way, under the next version that nothing was loaded as."""
+        self.newest = max(self.newest, self.engine.serving.number) + 1
+        with stage(model, PolicyVersion(self.newest, self.newest), probe, change) as staged:
+            self.loop.call(self.engine.swap(staged))
+
+    def step_of_refusal(self, steps: list[PreTrainedModel], probes: list[Probe], stale: str) -> int:
+        """Send each step with the first one's tensor `stale`; return the step that is refused, 0 for none."""
+        old = steps[0].get_parameter(stale).detach()
+        for step in range(1, len(steps)):
+            try:
+                self.swap(
+                    steps[step],
+                    probes[step],
+                    lambda sent: [(name, old if name == stale else tensor) for name, tensor in sent],
+                )
+            except EngineError as error:
+                return step if "engine and learner hold different weights" in str(error) else 0
+        return 0
 
 
 @pytest.fixture(scope="module", params=FORMS, ids=str)
@@ -91,6 +115,20 @@ def test_a_change_of_each_tensor_alone_reaches_the_engine_s_log_probs(served: Se
         assert from_base > SEEN, f"the learner's log-probs do not depend on '{name}': this shows nothing"
         assert from_model < TOLERANCE, f"the engine did not follow '{name}'"
     assert_all_differ(versions)
+
+
+def test_each_tensor_that_an_engine_kept_is_found_by_the_probe_within_two_steps(
+    served: Served, tmp_path: Path
+):
+    steps = [served.base, *train(served.base, 2)]
+    assert_all_differ(steps, in_every_tensor=True)
+    probes = [probe_rows_of(model, tmp_path) for model in steps]
+    for model, probe in zip(steps, probes, strict=True):
+        served.swap(model, probe)
+    found = {name: served.step_of_refusal(steps, probes, name) for name, _ in served.base.named_parameters()}
+    assert set(found.values()) <= {1, 2}, {name: step for name, step in found.items() if not step}
+    served.swap(steps[2], probes[2])
+    assert served.difference(steps[2], served.base)[0] < TOLERANCE
 
 
 def with_another(form: Form, name: str, seed: int) -> PreTrainedModel:

@@ -91,7 +91,7 @@ def take_layout(receiver: Child) -> list[list[tuple[int, int, int]]]:
 
 def test_a_replica_follows_through_its_link_and_the_probe_arrives(cluster):
     (receiver,) = start(cluster, "receiver.0")
-    probe = Probe((5, 6, 7), (-0.5, -0.25))
+    probe = Probe((5, 6, 7), (-0.5, -0.25), 3)
     assert cluster.handoff().publish(PolicyVersion(1, 0), model(1), probe)
 
     async def load_once() -> None:

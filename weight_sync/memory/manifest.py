@@ -79,14 +79,34 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Probe:
-    """A fixed sequence and the learner's log-prob of each token after the first, at `temperature`.
+    """Rows of tokens and the learner's log-prob of each token after its row's first, at `temperature`.
 
     Shipped unchanged; an engine that loaded the version must agree before it serves it.
+
+    Attributes:
+        tokens: Rows of `row_tokens` each, one after another.
+        logprobs: `row_tokens` - 1 of each row.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    row_tokens: int
     temperature: float = 1.0
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens) // self.row_tokens
+
+    def rows(self) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        """Return tokens and log-probs of each row."""
+        size = self.row_tokens
+        return [
+            (
+                self.tokens[row * size : (row + 1) * size],
+                self.logprobs[row * (size - 1) : (row + 1) * (size - 1)],
+            )
+            for row in range(self.num_rows)
+        ]
 
 
 @dataclass(frozen=True)
@@ -252,7 +272,7 @@ def _to_plain(manifest: Manifest) -> dict[str, Any]:
 
 def _plain_probe(probe: Probe) -> dict[str, Any]:
     lists = {"tokens": list(probe.tokens), "logprobs": list(probe.logprobs)}
-    return {**lists, "temperature": probe.temperature}
+    return {**lists, "row_tokens": probe.row_tokens, "temperature": probe.temperature}
 
 
 def _rows(layout: Layout) -> list[list[Any]]:
@@ -330,7 +350,12 @@ def _probe(plain: Any) -> Probe:
     tokens, logprobs = field(plain, "tokens", list), field(plain, "logprobs", list)
     if not all(isinstance(token, int) for token in tokens) or not all(isinstance(x, float) for x in logprobs):
         raise WireError("a manifest's probe must hold whole tokens and real log-probs")
-    temperature = plain.get("temperature", 1.0)
-    if not isinstance(temperature, float) or not temperature > 0 or len(tokens) != len(logprobs) + 1:
-        raise WireError("a manifest's probe must hold a temperature and a log-prob for all tokens but one")
-    return Probe(tuple(tokens), tuple(logprobs), temperature)
+    temperature, row_tokens = plain.get("temperature", 1.0), field(plain, "row_tokens", int)
+    if not isinstance(temperature, float) or not temperature > 0:
+        raise WireError("a manifest's probe must hold a temperature")
+    num_rows, rest = divmod(len(tokens), row_tokens) if row_tokens > 1 else (0, 0)
+    if not num_rows or rest or len(logprobs) != num_rows * (row_tokens - 1):
+        raise WireError(
+            "a manifest's probe must hold rows of one length, and a log-prob for all tokens but one"
+        )
+    return Probe(tuple(tokens), tuple(logprobs), row_tokens, temperature)

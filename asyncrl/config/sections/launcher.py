@@ -14,10 +14,10 @@ from asyncrl.config.sections.section import Count, NonNegative, Seconds, Section
 class WeightSyncSection(Section):
     """How new weights reach the replicas.
 
-    Every `probe_every` steps a version brings the learner's log-probs of a fixed sequence, and a replica
-    that has loaded it serves it only if its engine computes the same; 0 turns that off. With `encoding:
-    delta` receivers that hold the version before get what has changed, where that is shorter; publisher and
-    receivers keep one version more in shared memory for it.
+    The first versions, and then one every `probe_every` steps, bring the learner's log-probs of some tokens,
+    and a replica that has loaded one serves it only if its engine's log-probs have changed alike; 0 is
+    never. With `encoding: delta` receivers that hold the version before get what has changed, where that is
+    shorter; publisher and receivers keep one version more in shared memory for it.
     """
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"

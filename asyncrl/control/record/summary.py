@@ -11,6 +11,7 @@ from asyncrl.control.record.recorder import Row, evaluation_rows, load_rows, tra
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 
 LAST_EVALUATIONS = 3
+GUARD, STATES_OF_GUARD = "guard/", ("guard/lr_scale", "guard/is_kl_off")
 
 
 def write_summary(
@@ -71,9 +72,10 @@ def summarise(
 
 
 def _guard_counters(rows: list[Row]) -> dict[str, float]:
-    """Return the last row's `guard/*` by their names without `guard/`; empty if there are none."""
+    """Return the last row's counters of the guard, without `guard/`; all are 0 in a healthy run."""
     last = rows[-1] if rows else {}
-    return {name.removeprefix("guard/"): last[name] for name in last if name.startswith("guard/")}
+    names = [name for name in last if name.startswith(GUARD) and name not in STATES_OF_GUARD]
+    return {name.removeprefix(GUARD): last[name] for name in names}
 
 
 def _ratio(part: float, whole: float) -> float | None:

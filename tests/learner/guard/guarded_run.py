@@ -212,7 +212,8 @@ def open_models(model: Path, objective, faults: Faults, critic_lr: float = LR, *
 
 def make_config(model: Path, **sections) -> Config:
     """The sampler's log-probs are invented: of the signals only the gradient's norm is looked at."""
-    unseen = ("actor/ppo_kl", "rollout_corr/kl", "actor/pg_clipfrac", "perf/throughput")
+    unseen = ("actor/ppo_kl", "actor/pg_clipfrac", "perf/throughput", "weights/engine_gap_mean")
+    unseen += ("actor/step_kl", "actor/step_gain")
     has_critic = sections.get("algorithm", {}).get("advantage") == "gae"
     limits = dict.fromkeys((*unseen, "rollout_corr/rollout_is_eff_sample_size")) | {
         "actor/grad_norm": {"max": 50.0},

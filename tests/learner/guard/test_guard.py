@@ -15,6 +15,8 @@ from learner.guard.signals import Finding, make_signals
 from learner.guard.watch import Watch
 
 NUM_CALM = 20
+NORMS = {name: {"max": 2.0} for name in ("actor/grad_norm", "critic/grad_norm")}
+"""A fixed limit, to show what one does; the usual one is relative."""
 CALM = {
     "actor/ppo_kl": 0.002,
     "rollout_corr/kl": 0.004,
@@ -26,6 +28,11 @@ CALM = {
     "rollout_corr/rollout_is_eff_sample_size": 0.95,
     "perf/throughput": 900.0,
     "actor/pg_loss": -0.01,
+    "actor/step_kl": 0.004,
+    "actor/step_gain": 0.7,
+    "actor/unsampled_share": 0.0,
+    "weights/engine_gap_mean": 4e-7,
+    "critic/rewards/mean": 0.3,
 }
 
 
@@ -35,10 +42,14 @@ def calm_metrics(step: int) -> dict[str, float]:
 
 
 def calm_guard(num_steps: int = NUM_CALM, **changes) -> Guard:
-    guard = Guard(GuardSection(**changes))
+    guard = make_guard(**{"limits": NORMS} | changes)
     for step in range(num_steps):
         assert guard.judge(step, calm_metrics(step)).action is Action.NONE
     return guard
+
+
+def make_guard(dtype: str = "float32", **changes) -> Guard:
+    return Guard(GuardSection(**changes), dtype)
 
 
 def judge(guard: Guard, step: int = NUM_CALM, num_skipped: int = 0, **values: float) -> list[Finding]:
@@ -47,15 +58,15 @@ def judge(guard: Guard, step: int = NUM_CALM, num_skipped: int = 0, **values: fl
 
 
 SPIKES = [
-    ("kl_spike", {"actor__ppo_kl": 0.2}),
-    ("kl_spike", {"actor__ppo_kl": -0.2}),
-    ("kl_spike", {"rollout_corr__kl": 0.2}),
+    ("kl_spike", {"actor__ppo_kl": 0.4}),
+    ("kl_spike", {"actor__ppo_kl": -0.4}),
     ("grad_norm_spike", {"actor__grad_norm": 9.0}),
     ("grad_norm_spike", {"critic__grad_norm": 9.0}),
     ("clip_fraction", {"actor__pg_clipfrac": 0.6}),
-    ("value_clip_fraction", {"critic__vf_clipfrac": 0.3}),
-    ("entropy_collapse", {"actor__entropy": 0.01}),
+    ("value_clip_fraction", {"critic__vf_clipfrac": 0.5}),
     ("low_ess", {"rollout_corr__rollout_is_eff_sample_size": 0.1}),
+    ("unsampled_tokens", {"actor__unsampled_share": 0.01}),
+    ("weights_differ", {"weights__engine_gap_mean": 1e-4}),
     ("not_finite", {"actor__pg_loss": math.nan}),
     ("not_finite", {"actor__grad_norm": math.inf}),
 ]
@@ -69,11 +80,88 @@ def test_each_injected_fault_is_found_is_severe_and_is_counted(kind, values):
     assert guard.counters()[f"guard/{kind}"] == 1.0
 
 
-def test_a_slow_step_is_reported_and_never_acted_upon():
-    guard = calm_guard(action="stop")
-    verdict = guard.judge(NUM_CALM, calm_metrics(NUM_CALM) | {"perf/throughput": 20.0})
-    assert [finding.kind for finding in verdict.findings] == ["low_throughput"]
+LASTING = [
+    ("large_steps", "actor/step_kl", 0.26, 9),
+    ("wrong_direction", "actor/step_gain", -0.3, 9),
+    ("grad_norm_spike", "actor/grad_norm", 30.0, 5),
+    ("grad_norm_spike", "critic/grad_norm", 30.0, 5),
+    ("entropy_collapse", "actor/entropy", 0.01, 5),
+    ("low_throughput", "perf/throughput", 20.0, 20),
+]
+
+
+@pytest.mark.parametrize(("kind", "metric", "value", "over"), LASTING)
+def test_what_is_judged_by_a_median_is_found_once_most_of_the_last_steps_are_beyond(
+    kind, metric, value, over
+):
+    guard, found = calm_guard(limits={}), []
+    for step in range(NUM_CALM, NUM_CALM + over):
+        verdict = guard.judge(step, calm_metrics(step) | {metric: value})
+        found.append([finding.kind for finding in verdict.findings])
+        assert all(finding.is_severe == (kind != "low_throughput") for finding in verdict.findings)
+    needed = over // 2
+    assert found == [[]] * needed + [[kind]] * (over - needed)
+    for step in range(NUM_CALM + over, NUM_CALM + 2 * over):
+        last = guard.judge(step, calm_metrics(step))
+    assert last.findings == (), "it is over"
+
+
+@pytest.mark.parametrize(("metric", "value"), [("actor/step_kl", 9.0), ("actor/grad_norm", 500.0)])
+def test_one_step_alone_is_no_finding_of_what_is_judged_by_a_median(metric, value):
+    guard = calm_guard(limits={})
+    assert guard.judge(NUM_CALM, calm_metrics(NUM_CALM) | {metric: value}).action is Action.NONE
+    assert guard.judge(NUM_CALM + 1, calm_metrics(NUM_CALM + 1)).action is Action.NONE
+
+
+def test_a_loss_of_the_other_sign_is_found_at_the_ninth_step():
+    guard = make_guard(action="stop")
+    actions = [guard.judge(step, calm_metrics(step) | {"actor/step_gain": -0.6}).action for step in range(9)]
+    assert actions == [*[Action.NONE] * 8, Action.STOP]
+
+
+def test_a_slow_run_is_reported_and_never_acted_upon():
+    guard, verdict = calm_guard(action="stop"), None
+    for step in range(NUM_CALM, 2 * NUM_CALM):
+        verdict = guard.judge(step, calm_metrics(step) | {"perf/throughput": 20.0})
+    assert verdict is not None and [finding.kind for finding in verdict.findings] == ["low_throughput"]
     assert verdict.action is Action.WARN
+
+
+@pytest.mark.parametrize(
+    ("reward", "kinds"), [(0.3, ["entropy_collapse"]), (0.1, ["entropy_collapse"]), (0.9, [])]
+)
+def test_a_policy_that_became_certain_is_a_finding_unless_its_reward_has_risen(reward, kinds):
+    guard, verdict = calm_guard(limits={}), None
+    for step in range(NUM_CALM, 2 * NUM_CALM):
+        sure = {"actor/entropy": 0.01, "critic/rewards/mean": reward}
+        verdict = guard.judge(step, calm_metrics(step) | sure)
+    assert verdict is not None and [finding.kind for finding in verdict.findings] == kinds
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "same", "other"),
+    [("float32", 1e-6, 2.1e-5, 2.2e-5), ("float32", 1e-5, 3.4e-5, 3.6e-5), ("bfloat16", 0.015, 0.027, 0.028)],
+)
+def test_the_gap_to_the_engine_may_grow_a_little_over_the_first_one_by_dtype(dtype, first, same, other):
+    for value, kinds in ((same, []), (other, ["weights_differ"])):
+        guard = make_guard(dtype)
+        assert guard.judge(0, {"weights/engine_gap_mean": first}).findings == ()
+        verdict = guard.judge(1, {"weights/engine_gap_mean": value})
+        assert [finding.kind for finding in verdict.findings] == kinds
+        assert all(finding.is_severe for finding in verdict.findings), "two steps are enough"
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-3), ("float16", 0.05), ("bfloat16", 0.2)])
+def test_a_first_gap_of_another_model_is_found_at_once_and_the_limit_can_be_set_or_taken_away(dtype, limit):
+    for changes, num_found in (
+        ({}, 1),
+        ({"limits": {"weights/engine_gap_mean": None}}, 0),
+        ({"limits": {"weights/engine_gap_mean": {"max": 9.0}}}, 0),
+        ({"limits": {"weights/engine_gap_mean": {"max": 1e-9}}}, 1),
+    ):
+        verdict = make_guard(dtype, **changes).judge(0, {"weights/engine_gap_mean": 1.01 * limit})
+        assert len(verdict.findings) == num_found
+    assert make_guard(dtype).judge(0, {"weights/engine_gap_mean": 0.99 * limit}).findings == ()
 
 
 def test_far_beyond_the_limit_is_severe_also_during_the_warm_up():
@@ -87,7 +175,7 @@ def test_a_little_beyond_the_limit_is_reported_but_not_severe_during_the_warm_up
 
 
 def test_a_run_whose_gradients_are_always_large_is_left_alone_once_that_is_known():
-    guard = Guard(GuardSection(action="stop"))
+    guard = make_guard(action="stop", limits=NORMS)
     for step in range(NUM_CALM):
         guard.judge(step, {"actor/grad_norm": 15.0 + math.sin(step)})
     assert guard.judge(NUM_CALM, {"actor/grad_norm": 15.5}).action is Action.NONE
@@ -95,7 +183,7 @@ def test_a_run_whose_gradients_are_always_large_is_left_alone_once_that_is_known
 
 
 def test_where_gradients_are_large_and_noisy_ten_times_the_limit_is_not_severe():
-    guard = Guard(GuardSection(action="stop"))
+    guard = make_guard(action="stop", limits=NORMS)
     for step in range(NUM_CALM):
         guard.judge(step, {"actor/grad_norm": 15.0 + 5.0 * (step % 3 - 1)})
     assert guard.judge(NUM_CALM, {"actor/grad_norm": 45.0}).action is Action.WARN
@@ -117,7 +205,7 @@ def test_rewards_of_an_empty_batch_may_be_not_a_number():
 
 
 def test_every_kind_of_finding_is_explained_in_all_four_parts():
-    kinds = {signal.kind for signal in make_signals(GuardSection())}
+    kinds = {signal.kind for signal in make_signals(GuardSection(), "float32")}
     kinds |= {"not_finite", "out_of_memory", "limit"}
     assert kinds == set(EXPLANATIONS)
     for kind in kinds:
@@ -129,8 +217,9 @@ def test_every_kind_of_finding_is_explained_in_all_four_parts():
 
 @pytest.mark.parametrize(("way", "metric", "value"), [
     ("max", "actor/ppo_kl", 0.02),
-    ("max", "rollout_corr/kl", 0.02),
+    ("max", "actor/unsampled_share", 0.0),
     ("max", "actor/grad_norm", 1.5),
+    ("max_times", "actor/grad_norm", 1.5),
     ("max", "critic/grad_norm", 1.5),
     ("max", "actor/pg_clipfrac", 0.2),
     ("max", "critic/vf_clipfrac", 0.04),
@@ -141,19 +230,18 @@ def test_every_kind_of_finding_is_explained_in_all_four_parts():
 def test_every_limit_can_be_set_and_taken_away(way, metric, value):
     metrics = calm_metrics(NUM_CALM) | {metric: value}
     assert calm_guard().judge(NUM_CALM, metrics).findings == ()
-    first = CALM[metric] if way == "min_share" else 1.0
-    bound = (value / 1.1 if way == "max" else value * 1.1) / first
-    (finding,) = calm_guard(limits={metric: {way: bound}}).judge(NUM_CALM, metrics).findings
+    usual = 1.0 if way in ("max", "min") else CALM[metric]
+    bound = (value / 1.1 if way.startswith("max") else value * 1.1) / usual
+    worst = calm_metrics(NUM_CALM) | {metric: 1e6 if way.startswith("max") else 0.0}
+    (finding,) = calm_guard(limits={metric: {way: bound}}).judge(NUM_CALM, worst).findings
     assert finding.metric == metric and finding.kind != "limit"
-    worst = calm_metrics(NUM_CALM) | {metric: 1e6 if way == "max" else 0.0}
-    assert calm_guard().judge(NUM_CALM, worst).findings
     assert calm_guard(limits={metric: None}).judge(NUM_CALM, worst).findings == ()
 
 
 def test_any_metric_of_the_learner_can_have_a_limit_that_acts_unless_it_is_of_speed():
     calm = {"response_length/mean": 100.0, "timing_s/update_actor": 1.0}
     limits = {"response_length/mean": {"max": 150.0}, "timing_s/update_actor": {"max": 2.0}}
-    guard = Guard(GuardSection(action="stop", limits=limits))
+    guard = make_guard(action="stop", limits=limits)
     for step in range(NUM_CALM):
         assert guard.judge(step, calm).action is Action.NONE
     verdict = guard.judge(NUM_CALM, calm | {"timing_s/update_actor": 90.0})
@@ -174,10 +262,10 @@ def test_any_metric_of_the_learner_can_have_a_limit_that_acts_unless_it_is_of_sp
 )
 def test_a_limit_that_is_not_positive_is_crossed_a_little_before_it_is_crossed_far(limit, beyond, far):
     for value, action in ((beyond, Action.WARN), (far, Action.STOP)):
-        guard = Guard(GuardSection(action="stop", limits={"critic/rewards/mean": limit}))
+        guard = make_guard(action="stop", limits={"critic/rewards/mean": limit})
         if value is not None:
             assert guard.judge(0, {"critic/rewards/mean": value}).action is action
-    guard = Guard(GuardSection(action="stop", limits={"critic/rewards/mean": limit}))
+    guard = make_guard(action="stop", limits={"critic/rewards/mean": limit})
     (way, bound), usual = next(iter(limit.items())), 1.0
     inside = bound - usual if way == "max" else bound + usual
     for step in range(NUM_CALM):
@@ -188,12 +276,12 @@ def test_a_limit_that_is_not_positive_is_crossed_a_little_before_it_is_crossed_f
 
 def test_before_the_warm_up_no_update_is_refused_for_a_limit_of_zero():
     limits = {metric: {"max": 0.0} for metric in ("actor/grad_norm", "actor/pg_clipfrac")}
-    bounds = dict(Guard(GuardSection(action="skip_update", limits=limits)).limits())
-    assert not bounds.keys() & limits.keys() and bounds["actor/ppo_kl"] == pytest.approx(0.3)
+    bounds = dict(make_guard(action="skip_update", limits=limits).limits())
+    assert not bounds.keys() & limits.keys() and bounds["actor/ppo_kl"] == pytest.approx(3.0)
 
 
 def test_a_usual_value_below_zero_is_not_far_from_itself():
-    guard = Guard(GuardSection(action="stop", limits={"critic/rewards/mean": {"min": -0.1}}))
+    guard = make_guard(action="stop", limits={"critic/rewards/mean": {"min": -0.1}})
     for step in range(NUM_CALM):
         value = -0.3 + 0.05 * math.sin(7.0 * step)
         assert guard.judge(step, {"critic/rewards/mean": value}).action is Action.WARN
@@ -202,7 +290,7 @@ def test_a_usual_value_below_zero_is_not_far_from_itself():
 
 
 def test_a_lower_limit_never_refuses_an_update_beforehand():
-    guard = Guard(GuardSection(action="skip_update", limits={"actor/grad_norm": {"min": 0.1}}))
+    guard = make_guard(action="skip_update", limits={"actor/grad_norm": {"min": 0.1}})
     assert "actor/grad_norm" not in dict(guard.limits())
 
 
@@ -241,6 +329,20 @@ def test_the_configured_action_is_taken_on_a_severe_finding_only(action):
     guard = calm_guard(3, action=action)
     assert guard.judge(3, calm_metrics(3) | {"actor/grad_norm": 2.4}).action is Action.WARN
     assert guard.judge(4, calm_metrics(4) | SPIKE).action is Action(action)
+
+
+@pytest.mark.parametrize("action", ["skip_update", "reduce_lr", "kl_fallback", "rollback", "stop"])
+def test_a_fault_that_no_change_mends_is_only_told_unless_the_run_is_to_stop(action):
+    guard = calm_guard(3, action=action)
+    verdict = guard.judge(
+        3, calm_metrics(3) | {"weights/engine_gap_mean": 1e-3, "actor/unsampled_share": 0.1}
+    )
+    assert [finding.is_severe for finding in verdict.findings] == [True, True]
+    assert verdict.action is (Action.STOP if action == "stop" else Action.WARN)
+    assert guard.lr_scale == 1.0
+    both = {"weights/engine_gap_mean": 1e-3, "actor/grad_norm": 50.0}
+    if action != "skip_update":
+        assert guard.judge(4, calm_metrics(4) | both).action is Action(action)
 
 
 def test_reduce_lr_halves_it_and_waits_for_the_effect():
@@ -295,25 +397,39 @@ def test_a_skipped_update_is_counted_and_one_that_was_not_skipped_is_only_report
 def test_what_was_changed_survives_a_restart():
     guard = calm_guard(action="rollback")
     guard.roll_back(5, reduces_lr=True)
-    again = Guard(GuardSection(action="rollback"))
+    again = make_guard(action="rollback")
     again.restore(guard.state())
     assert (again.lr_scale, again.num_rollbacks) == (0.5, 1)
 
 
 def test_of_checkpoint_and_journal_the_one_with_more_rollbacks_is_believed():
     section = GuardSection(action="rollback")
-    watch = Watch(section)
+    watch = Watch(section, "float32")
     before = watch.state()
     watch.roll_back(8, 5, offenders=[])
     once = watch.state()
     for kept, note, expected in [({}, {}, (1.0, -1)), (before, once, (0.5, 5)), (once, before, (0.5, 5))]:
-        again = Watch(section)
+        again = Watch(section, "float32")
         again.restore(kept, note)
         assert (again.adjustment().lr_scale, again.rolled_back_to) == expected
 
 
+def test_what_is_told_of_a_finding_is_one_sentence_with_its_first_cause_and_not_said_at_every_step():
+    watch = Watch(GuardSection(), "float32")
+    for step in range(12):
+        watch.judge(step, calm_metrics(step) | {"actor/unsampled_share": 0.2}, 0)
+    first, again = watch.findings
+    assert (first["number"], first["step"], again["number"], again["step"]) == (1, 0, 2, 10)
+    assert first["kind"] == "unsampled_tokens"
+    assert first["text"] == (
+        "step 0: unsampled_tokens: actor/unsampled_share is 0.2, limit 0: tokens are trained that no version "
+        "sampled: loss mask and tokens do not belong together. Look first at: the loss mask is off by a "
+        "position, in a custom loss or in an environment of your own"
+    )
+
+
 def test_only_a_gradient_that_is_not_finite_in_some_of_the_updates_has_clear_offenders():
-    watch = Watch(GuardSection(action="rollback"))
+    watch = Watch(GuardSection(action="rollback"), "float32")
     watch.judge(0, calm_metrics(0) | {"actor/grad_norm": math.nan}, 0)
     assert watch.offenders([4, 3], num_trainable=4) == [3, 4]
     assert watch.offenders([4, 3], num_trainable=2) == [], "all of them: the weights may be to blame"

@@ -1,0 +1,49 @@
+"""When two computations of the same log-probs no longer come from the same weights."""
+
+import math
+
+import pytest
+
+from weight_sync.memory.agreement import TOLERANCES, find_disagreement
+
+FLOAT32, BFLOAT16 = TOLERANCES["float32"], TOLERANCES["bfloat16"]
+ROUNDING = [1e-6, -2e-6, 0.0, 1e-6]
+COARSE = [0.02, -0.01, 0.015, 0.03]
+
+
+@pytest.mark.parametrize(("tolerance", "first"), [(FLOAT32, ROUNDING), (BFLOAT16, COARSE)])
+def test_rounding_is_no_disagreement_at_the_first_comparison_nor_later(tolerance, first):
+    assert find_disagreement(tolerance, first, None) == ""
+    assert find_disagreement(tolerance, [-value for value in first], first) == ""
+
+
+def test_in_float32_one_token_that_changed_otherwise_is_enough():
+    now = [1e-6, -2e-6, 1.2e-4, 1e-6]
+    assert "token 2 changed by 0.00012 nats more" in find_disagreement(FLOAT32, now, ROUNDING)
+    assert find_disagreement(FLOAT32, now, [1e-6, -2e-6, 1e-4, 1e-6]) == "", "it did so from the start"
+    assert find_disagreement(FLOAT32, now, None) == "", "there is nothing to compare with yet"
+
+
+def test_a_deep_model_that_rounds_more_may_change_by_as_much():
+    deep = [3e-4, -2e-4, 3e-4, 1e-4]
+    assert find_disagreement(FLOAT32, [3e-4, 1e-4, 3e-4, 1e-4], deep) == ""
+    assert find_disagreement(FLOAT32, [3e-4, 3e-4, 3e-4, 1e-4], deep)
+
+
+def test_a_token_that_the_first_comparison_did_not_have_is_judged_by_itself():
+    assert find_disagreement(FLOAT32, [*ROUNDING, 9e-5], [*ROUNDING, None]) == ""
+    assert find_disagreement(FLOAT32, [*ROUNDING, 2e-4], [*ROUNDING, None])
+
+
+def test_in_bfloat16_the_mean_may_be_half_as_much_again_and_five_thousandths():
+    mean = sum(map(abs, COARSE)) / len(COARSE)
+    allowed = 1.5 * mean + 0.005
+    assert find_disagreement(BFLOAT16, [0.99 * allowed] * 4, COARSE) == ""
+    assert "nats per token from the learner's" in find_disagreement(BFLOAT16, [1.01 * allowed] * 4, COARSE)
+
+
+@pytest.mark.parametrize("tolerance", TOLERANCES.values())
+def test_another_model_and_what_is_not_a_number_are_found_at_the_first_comparison(tolerance):
+    assert find_disagreement(tolerance, [1.01 * tolerance.first] * 4, None)
+    assert find_disagreement(tolerance, [math.nan, 0.0], None)
+    assert find_disagreement(tolerance, [0.0, math.nan], [0.0, 0.0])

@@ -1,0 +1,80 @@
+"""Agreement: whether two computations of the same log-probs come from the same weights (pure).
+
+Owns the limits by dtype. An engine and a learner that hold the same weights differ by rounding alone, and by
+about the same amount at every version; an engine that kept an old copy of a tensor falls behind by more with
+every step. So it is the *change* of the difference that is judged, against the first that was seen.
+
+The limits, in nats per token. float32: a small model rounds to 1e-6 and a deep one to 1e-5, so that 1e-4 is
+far from noise; one AdamW step at a learning rate of 1e-3 changes a token by 4e-4 or more, whichever tensor is
+kept (docs/guard.md). bfloat16 has 8 bits and differs by 0.01 to 0.02 whatever the weights are: half as
+much again and 0.005 leave room for noise. float16 has three bits more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What two computations of one dtype may differ by, in nats per token.
+
+    Attributes:
+        first: Largest mean difference before there is one to compare with: other models differ by whole nats.
+        growth, margin: A later mean difference may be `growth` times the first one, and `margin`.
+        change: Largest change of one token's difference; None where rounding hides it.
+    """
+
+    first: float
+    growth: float
+    margin: float
+    change: float | None = None
+
+    def largest_mean(self, first: float | None) -> float:
+        """Return the largest mean difference where the first one was `first`; None if there was none."""
+        return self.first if first is None else min(self.first, self.growth * first + self.margin)
+
+
+TOLERANCES = {
+    "float32": Tolerance(first=1e-3, growth=1.5, margin=2e-5, change=1e-4),
+    "float16": Tolerance(first=0.05, growth=1.5, margin=1e-3),
+    "bfloat16": Tolerance(first=0.2, growth=1.5, margin=5e-3),
+}
+"""By torch's name of the dtype."""
+
+
+def find_disagreement(
+    tolerance: Tolerance, differences: Sequence[float], first: Sequence[float | None] | None
+) -> str:
+    """Return in words what tells that the weights are not the same; empty if nothing does.
+
+    Args:
+        differences: Engine's minus learner's log-prob of each token.
+        first: The same at the first comparison, None for a token that it did not have; None at the first.
+
+    >>> find_disagreement(TOLERANCES["float32"], [2e-4, 0.0], None)
+    ''
+    >>> find_disagreement(TOLERANCES["float32"], [2e-4, 0.0], [1e-6, 0.0])
+    'the log-prob of token 0 changed by 0.000199 nats more than the learner's, at most 0.000101 are allowed'
+    """
+    mean = fmean(abs(value) for value in differences)
+    known = [value for value in first or () if value is not None]
+    largest = tolerance.largest_mean(fmean(abs(value) for value in known) if known else None)
+    if not mean <= largest:  # as written, NaN is a difference too
+        return (
+            f"the log-probs of {len(differences)} tokens are {mean:.3g} nats per token from the learner's, "
+            f"at most {largest:.3g} are allowed"
+        )
+    if first is None or tolerance.change is None:
+        return ""
+    changes = [abs(now - (then or 0.0)) for now, then in zip(differences, first, strict=True)]
+    worst = max(range(len(changes)), key=lambda index: changes[index])
+    allowed = tolerance.change + max((abs(value) for value in known), default=0.0)
+    if changes[worst] <= allowed:
+        return ""
+    return (
+        f"the log-prob of token {worst} changed by {changes[worst]:.3g} nats more than the learner's, "
+        f"at most {allowed:.3g} are allowed"
+    )
