@@ -32,7 +32,7 @@ OPENERS = {"megatron": open_backend, "fsdp2": open_fsdp2}
 def test_the_table_has_every_pair_that_is_possible():
     seen = set().union(*(pairs_of(row) for row in cover()))
     assert seen == possible_pairs()
-    assert len(seen) > 200
+    assert len(seen) > 150
 
 
 @pytest.mark.long
