@@ -118,12 +118,12 @@ def test_a_supervisor_that_dies_over_and_over_ends_the_run_with_what_it_died_of(
 def test_a_supervisor_may_die_as_often_as_it_likes_while_steps_are_trained_in_between(
     tmp_path: Path, step: int, ends_well: bool
 ) -> None:
-    lives = [word for life in range(9) for word in (f"running {life}", f"running {life + step}", "gone")]
+    lives = [word for life in range(9) for word in (f"running {life}", f"running {life + step}", "DEAD")]
     launcher = (
-        ScriptedLauncher(*lives, "ended") if step else ScriptedLauncher(*["running", "running", "gone"] * 9)
+        ScriptedLauncher(*lives, "ENDED") if step else ScriptedLauncher(*["running", "running", "DEAD"] * 9)
     )
     if ends_well:
-        assert run(tmp_path, launcher, max_restarts=2)[0]["state"] == "ended"
+        assert run(tmp_path, launcher, max_restarts=2)[0]["state"] == "ENDED"
         assert launcher.done.count("start") == 10
     else:
         with pytest.raises(ServiceFailed, match="without a step in between"):
