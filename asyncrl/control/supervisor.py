@@ -46,7 +46,7 @@ from asyncrl.control.upkeep.keeper import Upkeep
 from asyncrl.errors import AsyncrlError, ConfigError, ServiceFailed
 from asyncrl.faults import fault_point
 from asyncrl.metrics.row_log import read_rows
-from asyncrl.obstacle import Cause
+from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
 from asyncrl.states import SERVICE_ENDS, RunState, ServiceState
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ FAILED_BATCHES_LIMIT = 2
 LEARNER_STOP_S = 120.0
 SERVICE_STOP_S = 20.0
 EVENTS_TOLD = 50
+EVENTS_RESERVE_BYTES = 1 << 18
 SAME_ROW = ("training/global_step", "timing_s/step")
 """No two rows have both alike, save one that was taken down twice."""
 TOLD_BY_OTHERS = (Cause.SERVICE_DOWN, Cause.STALL)
@@ -79,7 +80,7 @@ class Supervisor:
         self._launcher = launcher
         self._recorder = recorder
         self._run_dir = RunDir(roster.run_dir)
-        self._events = EventLog(self._run_dir.events)
+        self._events = EventLog(self._run_dir.events, EVENTS_RESERVE_BYTES)
         self._upkeep = Upkeep(roster, launcher, self._events)
         self._fetcher = RowFetcher(launcher)
         self._operations = Operations(roster, self, self._events)
@@ -313,7 +314,8 @@ class Supervisor:
 
     def _look_for_obstacles(self) -> None:
         """Tell what keeps the run from its next step. Raises ServiceFailed if nobody can go on."""
-        found = obstacles.gather(self._statuses, self._stall if self._watchdog.is_stalled else "")
+        own = {"supervisor.0": {OBSTACLES: self._own_obstacles()}}
+        found = obstacles.gather(self._statuses | own, self._stall if self._watchdog.is_stalled else "")
         for news in self._obstacles.look(time.time(), found):
             if news.obstacle.cause in TOLD_BY_OTHERS:
                 continue
@@ -322,6 +324,11 @@ class Supervisor:
             self._events.add("obstacle", service, news.text, cause=news.obstacle.cause, is_over=news.is_over)
         if (end := obstacles.verdict(found, self._statuses)) is not None:
             raise ServiceFailed(f"{end.service} can take no version, nor can another replica: {end.sentence}")
+
+    def _own_obstacles(self) -> list[dict[str, Any]]:
+        error = self._recorder.write_error or self._upkeep.write_error
+        what = f"{self._run_dir.path} cannot be written: {error}"
+        return [Obstacle("", Cause.DISK_FULL, what).as_values()] if error else []
 
     def _watch_for_stalls(self) -> None:
         is_meant_to_train = self._state == RunState.RUNNING and not self._operations.is_paused
@@ -468,9 +475,13 @@ class Supervisor:
             write_summary(self._run_dir, self._roster.config, self._statuses, outcome)
         except (OSError, AsyncrlError) as error:
             log.error("the summary could not be written: %s", error)
-        write_json(self._run_dir.outcome, outcome, is_synced=True)
+        try:
+            write_json(self._run_dir.outcome, outcome, is_synced=True)
+        except OSError as error:  # whoever watches is told by the disk's own state (`launch/handle.py`)
+            log.error("the outcome could not be written: %s", error)
         text = outcome["error"] or f"the run has {outcome['state']}"
         self._events.add("finish", outcome["service"] or "run", text)
+        self._events.close()
         self._outcome = outcome["state"]
         self.see_off()
         self._state = outcome["state"]

@@ -72,10 +72,11 @@ def start_engine(folder: str) -> None:
     asyncio.run(start())
 
 
+@pytest.mark.timeout(600)
 def test_a_head_size_that_the_engine_lacks_is_named_by_the_real_vllm(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     narrow = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **narrow, **heads)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     code = f"from {__name__} import start_engine\nif __name__ == '__main__': start_engine({str(tmp_path)!r})"
@@ -87,7 +88,7 @@ def test_a_head_size_that_the_engine_lacks_is_named_by_the_real_vllm(tmp_path: P
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            timeout=300,
+            timeout=540,
             check=False,
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         )

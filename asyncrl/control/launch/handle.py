@@ -6,6 +6,7 @@ The head process lives as long as the run does. What a dead head has left is end
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -22,6 +23,8 @@ from asyncrl.states import RunState
 
 STOP_POLL_S = 0.2
 REAP_S = 10.0
+LITTLE_BYTES = 1 << 20
+"""A disk with less room than this may be what a head died of that left no word."""
 FIRST_START = "starting the supervisor"
 """The last phase that the head tells of before the supervisor tells of its own."""
 
@@ -104,7 +107,9 @@ class RunHandle:
         if outcome is not None:
             return outcome
         tail = self.folder.tail("head.0")
-        return {"state": RunState.FAILED, "error": "the head process died", "service": "head.0", "tail": tail}
+        free = shutil.disk_usage(self.folder.path).free if self.folder.path.exists() else LITTLE_BYTES
+        why = f": the disk of {self.folder.path} is full ({free:,} bytes free)" if free < LITTLE_BYTES else ""
+        return {"state": RunState.FAILED, "error": f"the head process died{why}", "service": "head.0", "tail": tail}
 
     def _word(self) -> Snapshot:
         word = read_json(self.folder.phase) or {

@@ -74,7 +74,10 @@ def main() -> int:
 
 def tell_phase(run_dir: RunDir, state: str, phase: str) -> None:
     """Leave word of what goes on while no supervisor can be asked."""
-    write_json(run_dir.phase, {"state": state, "phase": phase, "time": time.time()})
+    try:
+        write_json(run_dir.phase, {"state": state, "phase": phase, "time": time.time()})
+    except OSError as error:  # a full disk ends nothing
+        print(f"the phase '{phase}' could not be written: {error}", file=sys.stderr, flush=True)
 
 
 def _run(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:

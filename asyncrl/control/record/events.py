@@ -2,7 +2,7 @@
 
 Owns the form of an event. It is a record for people and pages: nothing decides by it. Several processes
 may write at once, so a line is one write. Invariant: an event that cannot be written is counted and
-logged, and harms nobody.
+logged, harms nobody, and is written with the next one that can be.
 """
 
 from __future__ import annotations
@@ -45,12 +45,17 @@ class EventLog:
 
     Args:
         path: The file; events that are in it already are remembered too.
+        reserve_bytes: Room on the disk that is let go when it is full, so that this can still be told.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reserve_bytes: int = 0) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._newest: deque[dict[str, Any]] = deque(load_events(path, KEPT), maxlen=KEPT)
+        self._unwritten: list[str] = []
+        self._reserve = path.with_suffix(".reserve") if reserve_bytes else None
+        if self._reserve is not None:
+            _allocate(self._reserve, reserve_bytes)
         self.num_lost = 0
 
     def add(self, kind: Kind, service: str, text: str, **fields: Any) -> None:
@@ -65,11 +70,30 @@ class EventLog:
         }
         with self._lock:
             self._newest.append(event)
+            self._unwritten = [*self._unwritten, json.dumps(event, default=str) + "\n"][-KEPT:]
             try:
-                _append(self._path, json.dumps(event, default=str) + "\n")
+                self._write()
             except OSError as error:
                 self.num_lost += 1
-                log.warning("the event '%s' of %s could not be written: %s", kind, service, error)
+                log.warning("the event '%s' of %s could not be written yet: %s", kind, service, error)
+
+    def _write(self) -> None:
+        """Append what is not written yet; a full disk gets the reserve first."""
+        text = "".join(self._unwritten)
+        try:
+            _append(self._path, text)
+        except OSError:
+            if self._reserve is None:
+                raise
+            self._reserve.unlink(missing_ok=True)
+            self._reserve = None
+            _append(self._path, text)
+        self._unwritten = []
+
+    def close(self) -> None:
+        """Let the reserve go; what could not be written yet stays so."""
+        if self._reserve is not None:
+            self._reserve.unlink(missing_ok=True)
 
     def newest(self, number: int) -> list[dict[str, Any]]:
         """Return the newest `number` events, oldest first."""
@@ -93,6 +117,14 @@ def _parse(line: str) -> dict[str, Any] | None:
     except ValueError:  # the process died while it wrote
         return None
     return found if isinstance(found, dict) and "kind" in found else None
+
+
+def _allocate(path: Path, num_bytes: int) -> None:
+    """Make a file whose bytes are on the disk; without room there is none to reserve."""
+    try:
+        path.write_bytes(bytes(num_bytes))
+    except OSError as error:
+        log.warning("no room could be reserved for events: %s", error)
 
 
 def _append(path: Path, line: str) -> None:

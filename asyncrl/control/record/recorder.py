@@ -29,13 +29,18 @@ CLOSE_S = 5.0
 
 
 class Recorder:
-    """Appends rows to `path` and hands them to `sinks`."""
+    """Appends rows to `path` and hands them to `sinks`.
+
+    Attributes:
+        write_error: Why the last row is not on the disk yet, empty if it is. It is written with the next one.
+    """
 
     def __init__(self, path: Path, sinks: Sequence[Outbox] = ()) -> None:
         _cut_torn_line(path)
         self._file = path.open("a", buffering=1)
         self._sinks = sinks
         self._warned: set[str] = set()
+        self.write_error = ""
 
     def record(self, row: Row) -> Row:
         """Write one row and return it as it was written, with what the sinks have dropped so far.
@@ -44,7 +49,12 @@ class Recorder:
         """
         for sink in self._sinks:
             row = row | sink.metrics()
-        self._file.write(json.dumps({"time": time.time(), **row}) + "\n")
+        try:
+            self._file.write(json.dumps({"time": time.time(), **row}) + "\n")
+            self.write_error = ""
+        except OSError as error:  # a full disk: the line stays in the file's buffer, before the next one
+            self.write_error = f"{error}"
+            log.error("the row of a step could not be written: %s", error)
         self._warn_unknown(row)
         for sink in self._sinks:
             sink.put(row, int(row["training/global_step"]))
@@ -60,7 +70,10 @@ class Recorder:
 
     def close(self) -> None:
         """Close the file, and the sinks within `CLOSE_S` seconds whatever they do."""
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            log.error("the last rows of metrics could not be written: %s", error)
         for sink in self._sinks:
             sink.begin_close()
         end = time.monotonic() + CLOSE_S

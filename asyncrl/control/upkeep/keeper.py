@@ -85,6 +85,7 @@ class Upkeep:
         clock: Seconds that only rise.
 
     Attributes:
+        write_error: Why `fleet.json` is not up to date, empty if it is: the disk is full.
         ending: The outcome of the run, once it is being ended. It stays on disk: a supervisor that is started
             after this one died in its last moments must not begin the run anew.
     """
@@ -105,6 +106,7 @@ class Upkeep:
         self._machine = FleetMachine(rules_of(roster), clock())
         self._path = RunDir(roster.run_dir).fleet
         self._saved: dict[str, Any] = {}
+        self.write_error = ""
         self._stages: dict[str, Stage] = {}
         self._bound: dict[str, Any] = {}
         self._is_bound_told = False
@@ -364,8 +366,11 @@ class Upkeep:
         }
         settled = _without_ages(state)
         if settled != self._saved:
-            self._saved = settled
-            write_json(self._path, state)
+            try:
+                write_json(self._path, state)
+                self._saved, self.write_error = settled, ""
+            except OSError as error:  # a full disk: it is tried again in every pulse
+                self.write_error = f"{error}"
 
     # --- telling --------------------------------------------------------------------------
 

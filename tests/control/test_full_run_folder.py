@@ -1,0 +1,78 @@
+"""A run whose folder's disk is full says so at once, where it can be read, and goes on when there is room."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from scripted_services import REPLACE
+from test_supervisor import make_supervisor, start, wait_for
+
+from asyncrl.control.launch.handle import RunHandle
+from asyncrl.control.record.events import EventLog, load_events
+from asyncrl.control.record.recorder import load_rows, training_rows
+from asyncrl.control.record.rundir import RunDir, read_json
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of four megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(ballast: Path) -> None:
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        file.writelines(bytes(4096) for _ in range(1 << 20))
+
+
+def test_a_full_disk_is_an_event_on_it_and_an_obstacle_until_there_is_room(small_disk: Path) -> None:
+    replace = {**REPLACE, "learner": "scripted_services:PacedLearner"}
+    supervisor, _ = make_supervisor(small_disk, steps=8, replace=replace)
+    thread, _ = start(supervisor)
+    wait_for(lambda: supervisor.status()["step"] == 5)
+    fill(small_disk / "ballast")
+    supervisor.command("scale", {"replicas": 3})  # what is decided is to be on disk
+    wait_for(lambda: bool(supervisor.status()["obstacles"]))
+    (found,) = supervisor.status()["obstacles"]
+    assert (found["service"], found["cause"]) == ("supervisor.0", "disk_full")
+    assert "No space left on device" in found["reason"] and str(small_disk) in found["reason"]
+    told = [one["text"] for one in load_events(RunDir(small_disk).events) if one["kind"] == "obstacle"]
+    assert told == [found["reason"]], "the reserve was let go for it"
+    (small_disk / "ballast").unlink()
+    wait_for(lambda: not supervisor.status()["obstacles"])
+    (small_disk / "go-on").touch()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    outcome = read_json(RunDir(small_disk).outcome)
+    assert outcome is not None and outcome["state"] == "finished"
+    rows = training_rows(load_rows(RunDir(small_disk).metrics))
+    assert [row["training/global_step"] for row in rows] == list(range(1, 9))
+    assert not list(small_disk.glob("*.reserve"))
+
+
+def test_events_that_could_not_be_written_are_written_with_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    events = EventLog(path)
+    path.symlink_to("/dev/full")  # from here on: what it reads never ends
+    events.add("stall", "buffer.0", "first")
+    assert events.num_lost == 1
+    path.unlink()
+    events.add("stall", "buffer.0", "second")
+    assert [one["text"] for one in load_events(path)] == ["first", "second"]
+
+
+def test_a_head_that_died_without_a_word_on_a_full_disk_is_told_of_as_such(small_disk: Path) -> None:
+    handle = RunHandle(RunDir(small_disk), pid=1, run_id="x", sockets=small_disk)
+    assert handle.result()["error"] == "the head process died"
+    fill(small_disk / "ballast")
+    assert f"the disk of {small_disk} is full (" in handle.result()["error"]
