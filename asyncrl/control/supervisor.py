@@ -43,6 +43,7 @@ from asyncrl.control.record.syncing import weights_answer
 from asyncrl.control.roster import Roster
 from asyncrl.control.row_fetcher import RowFetcher
 from asyncrl.control.upkeep.keeper import Upkeep
+from asyncrl.control.upkeep.reading import FINAL_ERRORS
 from asyncrl.errors import AsyncrlError, ConfigError, ServiceFailed
 from asyncrl.faults import fault_point
 from asyncrl.metrics.row_log import read_rows
@@ -63,6 +64,8 @@ EVENTS_TOLD = 50
 EVENTS_RESERVE_BYTES = 1 << 18
 SAME_ROW = ("training/global_step", "timing_s/step")
 """No two rows have both alike, save one that was taken down twice."""
+NO_VERSION, NEVER_WORKED = "can take no version", "it has never worked"
+"""Words of failures that the next start would meet again."""
 TOLD_BY_OTHERS = (Cause.SERVICE_DOWN, Cause.STALL)
 """Obstacles with events of their own: `exit`, `restart`, `ready` and `stall`."""
 TOLD_OF_SERVICES = ("state", "version", "pid", "address", "gateway", "node", "trajectories")
@@ -115,6 +118,7 @@ class Supervisor:
     def run(self, stop: threading.Event) -> None:
         """Run to the end of training, to a stop, or to the first failure; then end every service."""
         outcome: dict[str, Any] = {"state": RunState.FINISHED, "error": "", "service": "", "tail": []}
+        outcome["would_repeat"] = False
         try:
             self._begin()
             if self._upkeep.ending is None:
@@ -125,10 +129,20 @@ class Supervisor:
         except ServiceFailed as failure:
             service = failure.message.split(" ")[0]
             outcome.update(state=RunState.FAILED, error=str(failure), service=service)
+            outcome["would_repeat"] = self._would_repeat(service, str(failure))
             outcome["tail"] = self._run_dir.tail(service)
             log.error("the run failed: %s", failure)
             self._save_what_can_be()
         self._end(outcome)
+
+    def _would_repeat(self, service: str, failure: str) -> bool:
+        """Tell whether the next start would meet the same; training that went astray may not."""
+        kinds = set(self._statuses.get(service, {}).get("error_kinds", ()))
+        return (
+            bool(kinds & FINAL_ERRORS - {"UnstableTraining"})
+            or NEVER_WORKED in failure
+            or NO_VERSION in failure
+        )
 
     def status(self) -> dict[str, Any]:
         """Return the snapshot that the CLI, the page and the API show."""
@@ -323,7 +337,7 @@ class Supervisor:
             log.warning("%s: %s", service, news.text)
             self._events.add("obstacle", service, news.text, cause=news.obstacle.cause, is_over=news.is_over)
         if (end := obstacles.verdict(found, self._statuses)) is not None:
-            raise ServiceFailed(f"{end.service} can take no version, nor can another replica: {end.sentence}")
+            raise ServiceFailed(f"{end.service} {NO_VERSION}, nor can another replica: {end.sentence}")
 
     def _own_obstacles(self) -> list[dict[str, Any]]:
         error = self._recorder.write_error or self._upkeep.write_error

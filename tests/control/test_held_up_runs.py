@@ -23,6 +23,7 @@ def test_a_run_whose_replicas_refuse_every_version_ends_with_the_reason(tmp_path
     supervisor.run(threading.Event())
     outcome = read_json(RunDir(tmp_path).outcome)
     assert outcome is not None and (outcome["state"], outcome["service"]) == ("failed", "rollout.0")
+    assert outcome["would_repeat"], "the next start would publish the same version"
     assert "the probe does not match" in outcome["error"] and "times in a row" in outcome["error"]
     found = [event for event in load_events(RunDir(tmp_path).events) if event["kind"] == "obstacle"]
     assert {event["service"] for event in found} == {"rollout.0", "rollout.1"}
@@ -75,6 +76,8 @@ def test_why_a_service_is_started_again_is_in_the_snapshot_until_it_is_up(tmp_pa
     seen: list[str] = []
     thread, _ = start(supervisor)
     wait_for(lambda: bool(seen.extend(o["reason"] for o in supervisor.status()["obstacles"]) or seen))
-    thread.join(20.0)
+    thread.join(60.0)
     assert not thread.is_alive()
     assert "no tokenizer in the model folder" in seen[0]
+    outcome = read_json(RunDir(tmp_path).outcome)
+    assert outcome is not None and outcome["would_repeat"], "it did so twice, and never worked"

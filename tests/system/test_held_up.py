@@ -21,7 +21,7 @@ QUICK = ("rollout.replicas=1", "rollout.engine=scripted", "eval.every_steps=0", 
 SOON_S = 10.0
 
 
-def held_up_by(run: UpRun, cause: str, deadline_s: float = 200.0) -> dict[str, Any]:
+def held_up_by(run: UpRun, cause: str, deadline_s: float = 400.0) -> dict[str, Any]:
     """Wait for an obstacle; check that snapshot, page and events have it, and return it."""
 
     def finds(status: dict[str, Any]) -> bool:
@@ -60,7 +60,7 @@ def test_a_run_whose_engines_refuse_every_version_ends_with_the_engines_reason_a
     assert found["blocks"] and sentence in found["reason"]
     first = next(one for one in obstacles_of(run))
     log = (run.folder / "logs" / "rollout.0.log").read_text()
-    met = next(line for line in log.splitlines() if sentence in line)
+    met = next(line for line in log.splitlines() if sentence in line and " WARNING " in line)
     met_at = time.mktime(time.strptime(met[:19], "%Y-%m-%d %H:%M:%S"))
     assert first["time"] - met_at < SOON_S
     output = check_ended(run, sentence)

@@ -5,6 +5,7 @@ Reads the run's folder only, so that a run which nobody watched is told of as we
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.states import RunState
 
 SHOWN_LINES = 20
+TOLD_CHARACTERS = 80
+"""Of a reason that a log repeats."""
+CARRIED = "(?:{} cannot go on: )?"
 
 
 def paragraph(folder: RunDir, outcome: dict[str, Any] | None = None, num_lines: int = SHOWN_LINES) -> str:
@@ -28,16 +32,15 @@ def paragraph(folder: RunDir, outcome: dict[str, Any] | None = None, num_lines: 
     outcome = outcome or read_json(folder.outcome) or {}
     service = outcome.get("service") or ""
     where = f" in {service}" if service else ""
-    error = str(outcome.get("error") or "without a message").rstrip(".")
+    error = _without_repetition(str(outcome.get("error") or "without a message").rstrip("."), service)
     is_forgetful = _keeps_no_journal(folder)
-    again = "To begin anew" if is_forgetful else "To go on"
     sentences = [
         f"the run failed{where}: {error}.",
         _saved(folder, is_forgetful),
         _account(folder),
-        f"{again}: {command_of(folder)}",
+        _again(folder, is_forgetful, would_repeat=bool(outcome.get("would_repeat"))),
     ]
-    tail = outcome.get("tail") or folder.tail(service)
+    tail = _that_says_more(outcome.get("tail") or folder.tail(service), error)
     log = folder.log(service) if service else folder.logs
     if not tail or not num_lines:
         return " ".join(sentences)
@@ -71,6 +74,31 @@ def next_start_of(folder: RunDir) -> str:
         return f"No checkpoint was written; to begin anew: {command_of(folder)}"
     step = int(saved[-1].removeprefix("step-"))
     return f"To go on from the checkpoint of step {step}: {command_of(folder)}"
+
+
+def _without_repetition(error: str, service: str) -> str:
+    """Return the error without the name of its service, and of classes that only carry another error on.
+
+    >>> _without_repetition("rollout.0 failed: ServiceFailed: rollout.0 cannot go on: no reward", "rollout.0")
+    'no reward'
+    """
+    pattern = (
+        rf"^(?:{re.escape(service)} )?(?:failed: )?(?:ServiceFailed: )?{CARRIED.format(re.escape(service))}"
+    )
+    return re.sub(pattern, "", error) or error
+
+
+def _that_says_more(tail: list[str], error: str) -> list[str]:
+    """Return the log's lines; none if they are the traceback of `error`, which is told already."""
+    reason = error.partition(";")[0]
+    is_told = bool(reason) and any(reason[:TOLD_CHARACTERS] in line for line in tail)
+    return [] if is_told else tail
+
+
+def _again(folder: RunDir, is_forgetful: bool, *, would_repeat: bool) -> str:
+    if would_repeat:
+        return f"It would fail in the same way again: mend that first; then {command_of(folder)}"
+    return f"{'To begin anew' if is_forgetful else 'To go on'}: {command_of(folder)}"
 
 
 def command_of(folder: RunDir) -> str:

@@ -63,3 +63,19 @@ def test_a_run_that_saved_nothing_says_so(tmp_path: Path) -> None:
     text = paragraph(RunDir(tmp_path), {"state": "failed", "error": "it died", "service": "head.0"})
     assert "Saved: no checkpoint; no step was trained." in text
     assert f"To go on: asyncrl up {tmp_path / 'resolved.yaml'} --set run.dir={tmp_path.parent}" in text
+
+
+REASON = "8 of the last 8 answers could not be scored: the reward 'mine' raised KeyError: 'x' (row 7)"
+
+
+def test_a_reason_is_told_once_and_not_with_its_traceback(folder: RunDir) -> None:
+    error = f"rollout.0 failed: ServiceFailed: rollout.0 cannot go on: {REASON}. Mend the reward"
+    tail = ["Traceback (most recent call last):", f"RewardsFailed: {REASON}", f"asyncrl.errors.{error}"]
+    outcome = {"state": "failed", "error": error, "service": "rollout.0", "tail": tail}
+    text = paragraph(folder, outcome | {"would_repeat": True})
+    assert text.startswith(f"the run failed in rollout.0: {REASON}. Mend the reward. Saved: ")
+    assert text.count("could not be scored") == 1 and "Traceback" not in text
+    assert "It would fail in the same way again: mend that first; then asyncrl up a.yaml" in text
+    assert "To go on" not in text
+    other = paragraph(folder, outcome | {"tail": ["CUDA error: device lost"], "would_repeat": False})
+    assert "  | CUDA error: device lost" in other and "To go on: asyncrl up a.yaml" in other
