@@ -155,5 +155,6 @@ def test_an_obstacle_is_told_in_the_words_of_its_service_before_any_guess() -> N
     paused = up(buffer_0={"paused": True})
     assert diagnose({}, paused, [nobody])["who"] == "operator", "no replica is held up by more than the pause"
     assert diagnose({}, paused, [away])["who"] == "buffer.0"
+    assert diagnose({}, up(), [nobody])["why"] == "no agent asks", "and not that rewards are slow"
     hindrance = replace(nobody, blocks=False)
     assert diagnose(idle(0.0, 0.6), up(), [hindrance])["who"] == "learner"
