@@ -17,13 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl.config.tree import Config
-from asyncrl.control.diagnosis import obstacles
 from asyncrl.control.diagnosis.bottleneck import diagnose
-from asyncrl.control.diagnosis.watch import ObstacleWatch
 from asyncrl.control.fleet.autoscaler import Autoscaler
 from asyncrl.control.fleet.units import STARTING_STATES
 from asyncrl.control.fleet.watchdog import Watchdog
 from asyncrl.control.launch.ray_launcher import Launcher
+from asyncrl.control.lookout import Lookout, would_repeat
 from asyncrl.control.operations import Operations
 from asyncrl.control.phases import phase_of
 from asyncrl.control.record import metering
@@ -43,11 +42,9 @@ from asyncrl.control.record.syncing import weights_answer
 from asyncrl.control.roster import Roster
 from asyncrl.control.row_fetcher import RowFetcher
 from asyncrl.control.upkeep.keeper import Upkeep
-from asyncrl.control.upkeep.reading import FINAL_ERRORS
 from asyncrl.errors import AsyncrlError, ConfigError, ServiceFailed
 from asyncrl.faults import fault_point
 from asyncrl.metrics.row_log import read_rows
-from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
 from asyncrl.states import SERVICE_ENDS, RunState, ServiceState
 
 log = logging.getLogger(__name__)
@@ -64,10 +61,6 @@ EVENTS_TOLD = 50
 EVENTS_RESERVE_BYTES = 1 << 18
 SAME_ROW = ("training/global_step", "timing_s/step")
 """No two rows have both alike, save one that was taken down twice."""
-NO_VERSION, NEVER_WORKED = "can take no version", "it has never worked"
-"""Words of failures that the next start would meet again."""
-TOLD_BY_OTHERS = (Cause.SERVICE_DOWN, Cause.STALL)
-"""Obstacles with events of their own: `exit`, `restart`, `ready` and `stall`."""
 TOLD_OF_SERVICES = ("state", "version", "pid", "address", "gateway", "node", "trajectories")
 
 
@@ -88,7 +81,7 @@ class Supervisor:
         self._fetcher = RowFetcher(launcher)
         self._operations = Operations(roster, self, self._events)
         self._watchdog = Watchdog(roster.config.learner.groups_per_step)
-        self._obstacles = ObstacleWatch()
+        self._lookout = Lookout(self._events)
         self._stall = ""
         self._autoscaler = _autoscaler_of(roster.config)
         self._meter = metering.Meter()
@@ -129,20 +122,11 @@ class Supervisor:
         except ServiceFailed as failure:
             service = failure.message.split(" ")[0]
             outcome.update(state=RunState.FAILED, error=str(failure), service=service)
-            outcome["would_repeat"] = self._would_repeat(service, str(failure))
+            outcome["would_repeat"] = would_repeat(self._statuses.get(service, {}), str(failure))
             outcome["tail"] = self._run_dir.tail(service)
             log.error("the run failed: %s", failure)
             self._save_what_can_be()
         self._end(outcome)
-
-    def _would_repeat(self, service: str, failure: str) -> bool:
-        """Tell whether the next start would meet the same; training that went astray may not."""
-        kinds = set(self._statuses.get(service, {}).get("error_kinds", ()))
-        return (
-            bool(kinds & FINAL_ERRORS - {"UnstableTraining"})
-            or NEVER_WORKED in failure
-            or NO_VERSION in failure
-        )
 
     def status(self) -> dict[str, Any]:
         """Return the snapshot that the CLI, the page and the API show."""
@@ -166,8 +150,8 @@ class Supervisor:
             "paused": self._operations.is_paused,
             "metrics": self._row,
             "services": {name: self._describe(name, status) for name, status in statuses.items()},
-            "bottleneck": diagnose(self._row, statuses, self._obstacles.present),
-            "obstacles": [one.as_values() for one in self._obstacles.present],
+            "bottleneck": diagnose(self._row, statuses, self._lookout.present),
+            "obstacles": [one.as_values() for one in self._lookout.present],
             "events": self._events.newest(EVENTS_TOLD),
             "error": self._error or None,
             "outcome": self._outcome,
@@ -180,7 +164,7 @@ class Supervisor:
         return {key: status.get(key) for key in TOLD_OF_SERVICES} | self._upkeep.describe(name)
 
     def _health(self) -> str:
-        is_held_up = self._watchdog.is_stalled or any(one.blocks for one in self._obstacles.present)
+        is_held_up = self._watchdog.is_stalled or self._lookout.is_held_up
         is_ill = self._state == RunState.FAILED or self._upkeep.is_degraded or is_held_up
         return "degraded" if is_ill else "ok"
 
@@ -290,7 +274,9 @@ class Supervisor:
         self._statuses = self._upkeep.pulse()
         if (end := self._upkeep.given_up) is not None:
             raise ServiceFailed(end.reason)
-        self._look_for_obstacles()
+        error = self._recorder.write_error or self._upkeep.write_error
+        unwritten = f"{self._run_dir.path} cannot be written: {error}" if error else ""
+        self._lookout.look(self._statuses, self._stall if self._watchdog.is_stalled else "", unwritten)
         self._check_groups()
         if (
             self._state == RunState.STARTING
@@ -326,28 +312,9 @@ class Supervisor:
             name = next((name for name in self._statuses if name.startswith("rollout.")), "rollout.0")
             raise ServiceFailed(f"{name} gave up the first {limit} prompts; see its log")
 
-    def _look_for_obstacles(self) -> None:
-        """Tell what keeps the run from its next step. Raises ServiceFailed if nobody can go on."""
-        own = {"supervisor.0": {OBSTACLES: self._own_obstacles()}}
-        found = obstacles.gather(self._statuses | own, self._stall if self._watchdog.is_stalled else "")
-        for news in self._obstacles.look(time.time(), found):
-            if news.obstacle.cause in TOLD_BY_OTHERS:
-                continue
-            service = news.obstacle.service
-            log.warning("%s: %s", service, news.text)
-            self._events.add("obstacle", service, news.text, cause=news.obstacle.cause, is_over=news.is_over)
-        if (end := obstacles.verdict(found, self._statuses)) is not None:
-            raise ServiceFailed(f"{end.service} {NO_VERSION}, nor can another replica: {end.sentence}")
-
-    def _own_obstacles(self) -> list[dict[str, Any]]:
-        error = self._recorder.write_error or self._upkeep.write_error
-        what = f"{self._run_dir.path} cannot be written: {error}"
-        return [Obstacle("", Cause.DISK_FULL, what).as_values()] if error else []
-
     def _watch_for_stalls(self) -> None:
         is_meant_to_train = self._state == RunState.RUNNING and not self._operations.is_paused
-        known = next((one for one in self._obstacles.present if one.blocks), None)
-        known = None if known is None or known.cause is Cause.STALL else known
+        known = self._lookout.blocking
         stall = self._watchdog.look(
             time.monotonic(), self._statuses, is_meant_to_train=is_meant_to_train, known=known
         )

@@ -109,7 +109,8 @@ class RunHandle:
         tail = self.folder.tail("head.0")
         free = shutil.disk_usage(self.folder.path).free if self.folder.path.exists() else LITTLE_BYTES
         why = f": the disk of {self.folder.path} is full ({free:,} bytes free)" if free < LITTLE_BYTES else ""
-        return {"state": RunState.FAILED, "error": f"the head process died{why}", "service": "head.0", "tail": tail}
+        error = f"the head process died{why}"
+        return {"state": RunState.FAILED, "error": error, "service": "head.0", "tail": tail}
 
     def _word(self) -> Snapshot:
         word = read_json(self.folder.phase) or {

@@ -1,0 +1,75 @@
+"""The supervisor's lookout for obstacles: gathers, tells of them, and ends a run that cannot go on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from asyncrl.control.diagnosis import obstacles
+from asyncrl.control.diagnosis.watch import ObstacleWatch
+from asyncrl.control.record.events import EventLog
+from asyncrl.control.upkeep.reading import FINAL_ERRORS
+from asyncrl.errors import ServiceFailed
+from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
+
+log = logging.getLogger(__name__)
+
+NO_VERSION, NEVER_WORKED = "can take no version", "it has never worked"
+"""Words of failures that the next start would meet again."""
+TOLD_BY_OTHERS = (Cause.SERVICE_DOWN, Cause.STALL)
+"""Obstacles with events of their own: `exit`, `restart`, `ready` and `stall`."""
+
+
+class Lookout:
+    """See the module. One thread looks, any may read."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._watch = ObstacleWatch()
+
+    @property
+    def present(self) -> list[Obstacle]:
+        """The obstacles of the last look, those that block the run first."""
+        return self._watch.present
+
+    @property
+    def blocking(self) -> Obstacle | None:
+        """What blocks the run in a service's own words; None if nothing does."""
+        known = (one for one in self.present if one.blocks and one.cause is not Cause.STALL)
+        return next(known, None)
+
+    @property
+    def is_held_up(self) -> bool:
+        return any(one.blocks for one in self.present)
+
+    def look(self, statuses: dict[str, dict[str, Any]], stall: str, write_error: str) -> None:
+        """Take in the statuses and tell what keeps the run from its next step.
+
+        Args:
+            stall: What the watchdog says, empty while steps are finished.
+            write_error: Why the run's folder cannot be written, empty if it can.
+
+        Raises:
+            ServiceFailed: Nobody can go on.
+        """
+        own = [Obstacle("", Cause.DISK_FULL, write_error).as_values()] if write_error else []
+        found = obstacles.gather(statuses | {"supervisor.0": {OBSTACLES: own}}, stall)
+        for news in self._watch.look(time.time(), found):
+            if news.obstacle.cause in TOLD_BY_OTHERS:
+                continue
+            service = news.obstacle.service
+            log.warning("%s: %s", service, news.text)
+            self._events.add("obstacle", service, news.text, cause=news.obstacle.cause, is_over=news.is_over)
+        if (end := obstacles.verdict(found, statuses)) is not None:
+            raise ServiceFailed(f"{end.service} {NO_VERSION}, nor can another replica: {end.sentence}")
+
+
+def would_repeat(status: dict[str, Any], failure: str) -> bool:
+    """Tell whether the next start would meet the same `failure`; training that went astray may not.
+
+    Args:
+        status: Of the service that failed, as it was last heard.
+    """
+    kinds = set(status.get("error_kinds", ())) & FINAL_ERRORS
+    return bool(kinds - {"UnstableTraining"}) or NEVER_WORKED in failure or NO_VERSION in failure
