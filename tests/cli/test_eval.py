@@ -126,7 +126,7 @@ def test_a_reward_may_have_arguments(model, tmp_path):
     ("target", "wishes", "message"),
     [
         ("nowhere", Wishes(), "there is no run 'nowhere'"),
-        ("mine", Wishes(data=["gone.parquet"]), "there is no file"),
+        ("mine", Wishes(data=["gone.parquet"]), "does not exist"),
         ("mine", Wishes(temperature=0.0), "repeats the same answer"),
     ],
 )
