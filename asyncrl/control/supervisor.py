@@ -111,7 +111,6 @@ class Supervisor:
     def run(self, stop: threading.Event) -> None:
         """Run to the end of training, to a stop, or to the first failure; then end every service."""
         outcome: dict[str, Any] = {"state": RunState.FINISHED, "error": "", "service": "", "tail": []}
-        outcome["would_repeat"] = False
         try:
             self._begin()
             if self._upkeep.ending is None:
