@@ -71,12 +71,14 @@ class UpRun:
 
     def end(self) -> None:
         """End what is left of the run, as a test that failed leaves it."""
-        from asyncrl.control.launch.processes import end_leftovers
+        from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 
         self.process.kill()
         self.process.wait(10)
-        if (live := self.folder / "run.json").exists():
-            end_leftovers(json.loads(live.read_text())["run_id"])
+        if (self.folder / "run.json").exists():
+            live = json.loads((self.folder / "run.json").read_text())
+            end_leftovers(live["run_id"])
+            remove_leftovers(live["run_id"], Path(live["sockets"]))
 
     def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
