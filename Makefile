@@ -31,6 +31,12 @@ $(STAMP): requirements/$(LIST).txt requirements/uv.txt pyproject.toml tools/set_
 
 demo: $(STAMP)
 	$(BIN)/asyncrl up configs/quickstart.yaml $(ARGS)
+	@echo "Where to look next:"
+	@echo "  runs/quickstart/curves.png                      reward, lag, entropy and throughput over the steps"
+	@echo "  $(BIN)/asyncrl inspect rollouts quickstart --worst    answers token by token: log-probs, versions"
+	@echo "  $(BIN)/asyncrl export runs/quickstart --step best     the best checkpoint as Hugging Face weights"
+	@echo "  $(BIN)/asyncrl status                           in another terminal, while a run lives: its page and state"
+	@echo "  docs/data.md, docs/rewards.md                   your own prompts and reward; 'make help' for the rest"
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not long" --durations=15 $(ARGS)

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 import set_up
+import typer
+
+from asyncrl.cli.app import app
 
 
 @pytest.mark.parametrize("system", [("Darwin", "arm64"), ("Linux", "aarch64"), ("Windows", "AMD64")])
@@ -72,3 +75,25 @@ def test_set_up_leaves_packages_compiled():
     """Else, under PYTHONDONTWRITEBYTECODE, each process compiles for seconds what it imports."""
     source = Path(importlib.util.find_spec("vllm").origin)
     assert Path(importlib.util.cache_from_source(str(source))).exists()
+
+
+def test_the_demo_ends_with_where_to_look_next_and_all_of_it_is_there(tmp_path):
+    (tmp_path / "asyncrl").write_text("#!/bin/sh\necho called with $@\n")
+    (tmp_path / "asyncrl").chmod(0o755)
+    done = subprocess.run(
+        ["make", "demo", f"BIN={tmp_path}", "STAMP=Makefile"], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    _, _, said = done.stdout.partition("Where to look next:\n")
+    assert 3 <= len(said.splitlines()) <= 6 and "runs/quickstart/curves.png" in said
+    verbs = {words[1] for line in said.splitlines() if (words := line.split())[0] == f"{tmp_path}/asyncrl"}
+    assert {"export", "status"} <= verbs <= set(typer.main.get_command(app).commands)
+    pages = [word.rstrip(",") for word in said.split() if word.startswith("docs/")]
+    assert pages and all(Path(page).exists() for page in pages)
+
+
+def test_a_demo_that_failed_does_not_say_where_to_look(tmp_path):
+    (tmp_path / "asyncrl").symlink_to("/bin/false")
+    command = ["make", "demo", f"BIN={tmp_path}", "STAMP=Makefile"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode != 0 and "Where to look next" not in done.stdout
