@@ -18,13 +18,17 @@ from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from rollout_service.tasks import digit_sort
+from rollout_service.tasks import digit_sort, tool_product
 from rollout_service.tasks.digit_sort.examples import Digits, draw_split
 from rollout_service.tasks.digit_sort.folder import Recipe, make_folder
 from rollout_service.tasks.digit_sort.vocabulary import EOS, encode_prompt
+from rollout_service.tasks.tool_product.examples import draw_split as draw_products
+from rollout_service.tasks.tool_product.vocabulary import VOCABULARY as PRODUCT_VOCABULARY
+from rollout_service.tasks.tool_product.vocabulary import answer_text, call_text, encode, prompt_text
 from rollout_service.tasks.warm_started import NOTES, SHIPPED
 
 DIGIT_SORT = Path(digit_sort.__file__).parent / SHIPPED
+TOOL_PRODUCT = Path(tool_product.__file__).parent / SHIPPED
 HELD_OUT = draw_split(0, 0, 512).held_out
 FOUND_BY_CHANCE = (0.8, 1.2)
 """Bounds of (probability of the sorted answer) / (that of a shuffle); a few steps of training leave them."""
@@ -100,6 +104,16 @@ def test_the_shipped_model_answers_with_the_digits_of_its_prompt(sorter: torch.n
     prompts = [encode_prompt(digits) for digits, orders in zip(lists, answers, strict=True) for _ in orders]
     found = answer_probabilities(sorter, prompts, [[*order, EOS] for orders in answers for order in orders])
     assert float(found.sum()) / len(lists) > 0.9
+
+
+def test_the_shipped_model_of_products_knows_none_and_calls_its_tool_now_and_then() -> None:
+    model = AutoModelForCausalLM.from_pretrained(TOOL_PRODUCT).eval()
+    pairs = draw_products(0, 0, 256).held_out
+    prompts = [[PRODUCT_VOCABULARY["<bos>"], *encode(prompt_text(factors))] for factors in pairs]
+    right = answer_probabilities(model, prompts, [[*encode(answer_text(pair)), EOS] for pair in pairs])
+    calls = answer_probabilities(model, prompts, [[*encode(call_text(pair)), EOS] for pair in pairs])
+    assert float(right.mean()) < 0.002, "a guess among the products of that many digits"
+    assert 0.1 < float(calls.mean()) < 0.6
 
 
 def test_a_folder_of_the_shipped_recipe_holds_the_shipped_model_and_one_of_another_does_not(

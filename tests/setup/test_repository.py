@@ -80,7 +80,7 @@ def test_a_wheel_holds_the_configurations_and_every_package(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"configs/quickstart.yaml", "configs/grpo_gsm8k.yaml", "asyncrl/cli/app.py"} <= names
     models = {str(path) for path in Path("rollout_service/tasks").rglob("warm_started/model.safetensors")}
-    assert len(models) == 1 and models <= names
+    assert len(models) == 2 and models <= names
     assert all(any(name.startswith(f"{package}/") for name in names) for package in PACKAGES)
     assert not [name for name in names if name.startswith("tests/")]
     kept = [path for package in PACKAGES for path in Path(package).rglob("*.*") if path.is_file()]

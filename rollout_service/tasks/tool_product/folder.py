@@ -11,6 +11,7 @@ from typing import Any
 from rollout_service.tasks.recipes import make_by_recipe, write_rows
 from rollout_service.tasks.tool_product.examples import draw_split
 from rollout_service.tasks.tool_product.vocabulary import Factors, answer_text, build_tokenizer, prompt_text
+from rollout_service.tasks.warm_started import put_warm_start
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +38,19 @@ def make_folder(folder: Path, recipe: Recipe = Recipe()) -> Path:
 
 
 def _fill(folder: Path, recipe: Recipe) -> dict[str, Any]:
-    # Imports torch: only when a folder has to be made.
-    from rollout_service.tasks.tool_product.warm_start import train_warm_start
-
     split = draw_split(recipe.seed, recipe.num_train, recipe.num_held_out)
     write_prompts(folder / "train.parquet", split.train, "train")
     write_prompts(folder / "eval.parquet", split.held_out, "eval")
-    model, loss = train_warm_start(recipe.seed, recipe.num_warm_start_steps)
+    return put_warm_start(
+        folder, Path(__file__).parent, recipe.seed, recipe.num_warm_start_steps, save_warm_start
+    )
+
+
+def save_warm_start(folder: Path, seed: int, num_steps: int) -> dict[str, Any]:
+    """Train a model and save it with its tokenizer; return its last loss."""
+    from rollout_service.tasks.tool_product.warm_start import train_warm_start  # imports torch
+
+    model, loss = train_warm_start(seed, num_steps)
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     log.info("warm start: loss %.3f", loss)
