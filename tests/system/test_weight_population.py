@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from learner.batching.batch import build_batch
+from learner.backend import LossFn
+from learner.batching.batch import PackedBatch, build_batch
 from rollout_service.engine.protocol import Sampling
 from tests.different import assert_all_differ
 from tests.learner.parts.samples import make_groups
@@ -65,15 +66,21 @@ def train_versions(row: Row, folder: Path) -> Iterator[PreTrainedModel]:
         for number in range(1, NUM_SWAPS + 1):
             groups = make_groups(seed=number, vocab_size=row.form.vocab_size)
             batch = build_batch(groups, 0, {1: 0}).select_groups([group.ticket for group in groups])
-            backend.update(batch, move)
+            backend.update(batch, pushing(number))
             yield load(row.form, dict(backend.named_tensors()))
     finally:
         backend.close()
 
 
-def move(logprobs_N: torch.Tensor, entropy_N: torch.Tensor, part: Any) -> tuple[torch.Tensor, Any]:
-    """Push the log-probs down: a loss that moves every tensor, whatever the groups record."""
-    return (logprobs_N * part.loss_mask_N).sum() / part.totals.num_tokens, {}
+def pushing(number: int) -> LossFn:
+    """Return a loss that moves every tensor: some log-probs go up and others down, others in each version."""
+    generator = torch.Generator().manual_seed(number)
+
+    def loss(logprobs_N: torch.Tensor, _: torch.Tensor, part: PackedBatch) -> tuple[torch.Tensor, Any]:
+        signs_N = torch.randn(len(logprobs_N), generator=generator).sign()
+        return (logprobs_N * signs_N * part.loss_mask_N).sum() / part.totals.num_tokens, {}
+
+    return loss
 
 
 def load(form: Form, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
