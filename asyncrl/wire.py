@@ -78,7 +78,7 @@ def _check_plain(value: dict[str, Any] | list[Any], depth: int) -> None:
         if kind in _PLAIN:
             continue
         if kind is not dict and kind is not list:
-            raise WireError(f"a header holds a {kind.__name__}, which is no plain value")
+            raise WireError(f"a header holds a {kind.__name__}, which is not a plain value")
         if depth <= 1:
             raise WireError(f"a header is nested deeper than {MAX_DEPTH}")
         _check_plain(item, depth - 1)

@@ -230,7 +230,7 @@ class CoordinatorService:
         elif event == GOODBYE:
             coordination.publisher_leaves(now)
         else:
-            raise WireError(f"the publisher reports '{event}', which means nothing here")
+            raise WireError(f"the publisher reports '{event}', which is unknown here")
 
     def _hear_receiver(self, name: str, event: str, fields: dict[str, Any]) -> None:
         coordination, now = self._coordination, self._clock.now()
@@ -262,7 +262,7 @@ class CoordinatorService:
             num_buckets = _optional(fields, "num_buckets", int, 0)
             self._coordination.failed(name, round_id, field(fields, "cause", str), now, num_buckets)
         else:
-            raise WireError(f"{name} reports '{event}', which means nothing here")
+            raise WireError(f"{name} reports '{event}', which is unknown here")
 
     # --- orders -----------------------------------------------------------------------------------
 

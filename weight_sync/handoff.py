@@ -286,7 +286,7 @@ class Handoff:
         )
         path: str = field(reply.args, "path", str)
         if path and not path.startswith(self._prefix):
-            raise WireError(f"the publisher named {Path(path).name}, which is no segment of this run")
+            raise WireError(f"the publisher named {Path(path).name}, which is not a segment of this run")
         return path
 
     def _copy(

@@ -224,7 +224,7 @@ class PublisherService:
             for round_id in self._rounds.open_rounds:
                 self._abort(round_id)
         else:
-            log.warning("the order '%s' means nothing to the publisher", kind)
+            log.warning("the order '%s' is unknown to the publisher", kind)
             self.counters["unknown_orders"] += 1
 
     def _send(self, order: TransferOrder) -> None:

@@ -294,7 +294,7 @@ class ReceiverService:
             elif kind == RESET:
                 self._abort_all()
             else:
-                raise WireError(f"the order '{kind}' means nothing to a receiver")
+                raise WireError(f"the order '{kind}' is unknown to a receiver")
         except AsyncrlError as error:
             self.counters["refused_orders"] += 1
             log.warning("cannot obey '%s': %s", kind, error)

@@ -137,7 +137,7 @@ def _go_back(folder: RunDir, step: int) -> None:
     from asyncrl.control.launch.lineage import rewind
 
     aside = rewind(folder, step)
-    kept = f"; the later checkpoints are kept in {aside}, as nothing goes on from them" if aside else ""
+    kept = f"; the later checkpoints are kept in {aside}, and are not used again" if aside else ""
     say(f"going on from step {step}{kept}")
 
 

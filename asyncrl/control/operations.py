@@ -204,7 +204,7 @@ class Operations:
         try:
             self._keep_promise(statuses)
         except OSError as error:  # a full disk ends no run; the next pulse tries again
-            log.warning("what is promised of a checkpoint cannot be read or written: %s", error)
+            log.warning("the pending checkpoint requests cannot be read or written: %s", error)
 
     def _keep_promise(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
         owed = self._read_promise()
@@ -222,7 +222,9 @@ class Operations:
         except DeadlineExceeded as error:
             log.warning("the learner is late to say whether it writes the checkpoint: %s", error)
         except (ServiceFailed, RemoteError) as error:  # the next pulse asks again
-            log.warning("the checkpoint of step %d or later is still owed: %s", owed["step"], error)
+            log.warning(
+                "the requested checkpoint of step %d or later is not written yet: %s", owed["step"], error
+            )
 
     def _tighten(self, args: dict[str, Any]) -> dict[str, Any]:
         max_lag, bound = args.get("max_lag"), self.roster.config.staleness.max_lag
@@ -236,7 +238,7 @@ class Operations:
 
     def _refuse_if_leaving(self) -> None:
         if self.crew.state in LEAVING:
-            raise Refused(f"the run is {self.crew.state}; there is nothing to ask of it any more")
+            raise Refused(f"the run is {self.crew.state}; it takes no more commands")
 
 
 @contextlib.contextmanager

@@ -147,6 +147,6 @@ def fetch(hub_id: str, key: str = "model.path") -> str:
         return str(snapshot_download(name, revision=revision))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{key}: '{hub_id}' is no folder here and could not be fetched from the hub: {error}",
+            f"{key}: '{hub_id}' is not a folder here and could not be fetched from the hub: {error}",
             hint="Name a folder, or check the network",
         ) from error

@@ -113,7 +113,7 @@ def _count_in_file(file: Path, without: Container[str]) -> int:
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > MAX_HEADER_BYTES:
-            raise ValueError(f"'{file}' is no safetensors file")
+            raise ValueError(f"'{file}' is not a safetensors file")
         header: dict[str, Any] = json.loads(stream.read(length))
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
     return sum(math.prod(entry["shape"]) for name, entry in tensors.items() if name not in without)

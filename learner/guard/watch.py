@@ -100,7 +100,7 @@ class Watch:
     def no_checkpoint(self, step: int) -> UnstableTraining:
         """Return the error of a rollback that has nothing to go back to."""
         return UnstableTraining(
-            f"step {step} went wrong ({self._causes()}) and there is no valid checkpoint to go back to",
+            f"step {step} failed ({self._causes()}) and there is no valid checkpoint to roll back to",
             hint="Start a new run with a lower learner.lr",
         )
 

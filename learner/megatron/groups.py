@@ -104,7 +104,7 @@ def join_groups(placement: Placement, parallelism: Parallelism, seed: int) -> Ra
     if found != wanted:
         raise ConfigError(
             f"a model with tp, pp, vpp, cp, ranks = {wanted} cannot join groups of {found}",
-            hint="All models of the learner are cut alike",
+            hint="All models of the learner have the same layout",
         )
     return groups
 

@@ -76,7 +76,7 @@ def make_plan(
     start = max((step for step in starts if step <= first), default=None)
     if start is None:
         raise DataError(
-            f"run '{folder.name}' has nothing to begin with at or before step {first}",
+            f"run '{folder.name}' has no checkpoint at or before step {first}",
             hint=f"Its oldest checkpoint is of step {min(starts)}: checkpoint.keep says how many are kept"
             if starts
             else "Its checkpoints are gone, and the steps from 0 on are no longer recorded",

@@ -121,7 +121,7 @@ def _await(
             num_bytes, heard = said, time.monotonic()
             hear()
         if time.monotonic() - heard > silence_s:
-            raise ServiceFailed(f"no rank of the replay has said anything for {silence_s:g} s")
+            raise ServiceFailed(f"no rank of the replay has answered for {silence_s:g} s")
         time.sleep(POLL_S)
     hear()
     failed = [at for at, rank in enumerate(ranks) if rank.poll()]

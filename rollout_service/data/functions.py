@@ -40,7 +40,7 @@ def load_key(name: str) -> RowFunction:
         value = read(row)
         is_number = isinstance(value, numbers.Real) and math.isfinite(value)
         if not is_number and not isinstance(value, str):
-            raise DataError(f"the key '{name}' is {value!r:.60}, which is no finite number and no text")
+            raise DataError(f"the key '{name}' is {value!r:.60}, which is neither a finite number nor a text")
         return value
 
     return key

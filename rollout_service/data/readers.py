@@ -58,7 +58,7 @@ def find_arrow_files(folder: Path) -> list[Path]:
         files = [folder / _bare_name(one["filename"]) for one in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{folder} is no folder of the datasets library: {type(error).__name__}: {error}",
+            f"{folder} is not a folder of the datasets library: {type(error).__name__}: {error}",
             hint=f"`save_to_disk` writes one, with a {STATE}",
         ) from error
     if state.get("_indices_data_files") or state.get("_indices_files"):
@@ -71,7 +71,7 @@ def find_arrow_files(folder: Path) -> list[Path]:
 
 def _bare_name(name: str) -> str:
     if name in ("", "..") or Path(name).name != name:
-        raise ValueError(f"'{name}' is no name of a file in it")
+        raise ValueError(f"'{name}' is not a file name in it")
     return name
 
 
@@ -84,7 +84,7 @@ def _read_folder(folder: Path) -> Iterator[Any]:
                 for batch in stream:
                     yield from batch.to_pylist()
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{file} is no readable Arrow stream: {error}") from error
+            raise DataError(f"{file} is not a readable Arrow stream: {error}") from error
 
 
 def _read_parquet(path: Path) -> Iterator[Any]:
@@ -95,7 +95,7 @@ def _read_parquet(path: Path) -> Iterator[Any]:
         for batch in pq.ParquetFile(path).iter_batches(BATCH_ROWS):
             yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is no readable Parquet file: {error}") from error
+        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
 
 
 def _read_lines(path: Path) -> Iterator[Any]:

@@ -137,7 +137,7 @@ class ChatTemplate:
             roles = sorted({message["role"] for message in messages})
             raise ConfigError(
                 f"the chat template refuses messages of {', '.join(roles)}: {error}",
-                hint="Let the environment speak in another role, or give prompts as plain strings",
+                hint="Give the environment another role, or give prompts as plain strings",
             ) from error
         return list(ids)
 

@@ -273,5 +273,5 @@ def _finite(given: float) -> float:
     try:
         return checked_number(SCORED, given)
     except RewardError as error:
-        what = f"the environment's 'score' returned {given!r:.60}, which is no finite number"
+        what = f"the environment's 'score' returned {given!r:.60}, which is not a finite number"
         raise EnvironmentFailed(what, kind=error.kind) from error

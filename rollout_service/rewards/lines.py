@@ -144,7 +144,7 @@ def _read_line(line: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:  # UnicodeDecodeError is one
         raise DataError(f"{where} is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise DataError(f"{where} is no JSON object")
+        raise DataError(f"{where} is not a JSON object")
     return fields
 
 

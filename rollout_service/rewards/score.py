@@ -121,6 +121,6 @@ def checked_number(name: str, value: Any) -> float:
         number = math.inf
     if not abs(number) <= MAX_NUMBER:  # nan neither
         raise RewardError(
-            f"the reward '{name}' returned {number}, which is no finite number of 32 bits", kind="not_finite"
+            f"the reward '{name}' returned {number}, which is not a finite 32-bit number", kind="not_finite"
         )
     return number

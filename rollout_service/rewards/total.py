@@ -161,7 +161,7 @@ class TotalReward:
         try:
             check_reward(value, {})
         except WireError as error:
-            what = "the weighted sum of the rewards is no finite number of 32 bits"
+            what = "the weighted sum of the rewards is not a finite 32-bit number"
             raise RewardError(what, kind="not_finite") from error
         names = (weighed.part.name for weighed in self._parts)
         return Score(value, dict(zip(names, values, strict=True)))

@@ -28,7 +28,7 @@ REFUSED = [
     ("algorithm.loss=clip_cov", "which picks tokens of a microbatch"),
     ("algorithm.loss=kl_cov", "which picks tokens of a microbatch"),
     ("algorithm.loss=m2po", "which picks tokens of a microbatch"),
-    ("algorithm.loss=mine.py:mine", "of which nobody knows what it is divided by"),
+    ("algorithm.loss=mine.py:mine", "whose divisor is not known"),
 ]
 
 

@@ -119,7 +119,9 @@ def test_a_model_whose_size_cannot_be_told_counts_for_nothing(good: dict[str, An
         file.write_bytes(data)
         assert shared_memory.count(Config(**good), 1) is None
         (line,) = problems_of(good)
-        assert line.startswith(f"model.path: '{file}' is no safetensors file, or cut short at {len(data)} ")
+        assert line.startswith(
+            f"model.path: '{file}' is not a safetensors file, or cut short at {len(data)} "
+        )
     assert shared_memory.free_bytes() > 0
 
 
@@ -302,7 +304,7 @@ def test_a_damaged_model_folder_is_told_and_is_no_traceback(good: dict[str, Any]
         ("a.jsonl", '{"text": 1}\n', "row 0: no 'prompt' among ['text']"),
         ("a.jsonl", '{"prompt": "1"}\n', "row 0: no 'reward_model.ground_truth' and no 'ground_truth'"),
         ("a.jsonl", "", "holds no prompt: the file is empty"),
-        ("a.parquet", "not parquet", "is no readable Parquet file"),
+        ("a.parquet", "not parquet", "is not a readable Parquet file"),
         ("a.csv", "prompt\n1\n", "cannot read '.csv' files. Use .parquet, .jsonl"),
     ],
 )

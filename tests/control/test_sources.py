@@ -52,7 +52,7 @@ def test_functions_of_filters_and_curricula_must_be_there(good: str, tmp_path: P
 def test_a_folder_must_be_one_split_of_the_datasets_library(tmp_path: Path):
     (tmp_path / "saved" / "train").mkdir(parents=True)
     (line,) = problems_of(train=str(tmp_path / "saved"))
-    assert "is no folder of the datasets library" in line
+    assert "is not a folder of the datasets library" in line
     rows = pyarrow.table({"prompt": ["1"], "ground_truth": ["1"]})
     with pyarrow.ipc.new_stream(str(tmp_path / "saved" / "train" / "data.arrow"), rows.schema) as stream:
         stream.write_table(rows)

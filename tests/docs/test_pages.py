@@ -17,6 +17,7 @@ from rollout_service.tasks.tiny_text.model import build_tokenizer
 from tests.docs.pages import ROOT, YOUR_OWN, commands_of, run, write_files
 
 README = ROOT / "README.md"
+PACKAGES = ("asyncrl", "learner", "rollout_service", "weight_sync")
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -112,11 +113,21 @@ def test_every_command_that_a_page_names_exists():
             assert verb in commands, f"{page}: asyncrl {verb}"
 
 
+NOT_OURS = ("operator torchvision::nms", "No space left on device", "max_lag: 0")
+
+
+def test_every_message_that_troubleshooting_quotes_is_one_of_the_code():
+    files = (path.read_text() for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+    code = re.sub(r'"\s*f?"', "", "\n".join(files))  # literals over several lines
+    symptoms = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    quoted = [text for symptom in symptoms for text in re.findall(r"`([^`]+)`", symptom)]
+    parts = [part.strip(" []") for text in quoted for part in re.split(r"…|\bN\b|==", text)]
+    wanted = [part for part in parts if " " in part and not part.startswith(NOT_OURS)]
+    assert len(wanted) >= 8
+    assert [part for part in wanted if part not in code] == []
+
+
 def test_no_page_and_no_message_installs_asyncrl_from_an_index():
     pattern = re.compile(r"(pip|uv)3? (add|install)[^\n`]*(?<![\w./-])asyncrl(?![\w/])")
-    code = [
-        path
-        for package in ("asyncrl", "learner", "rollout_service", "weight_sync")
-        for path in (ROOT / package).rglob("*.py")
-    ]
+    code = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert [str(path) for path in [*PAGES, *code] if pattern.search(path.read_text())] == []

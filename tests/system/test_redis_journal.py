@@ -39,7 +39,7 @@ def test_a_run_with_a_managed_redis_trains_through_the_servers_death_and_ends_cl
     assert len(run.rows()) == 60
     assert run.summary()["ledger_residue"] == 0
     log = (run.folder / "logs" / "buffer.0.log").read_text()
-    assert "is away" in log and "is back" in log and "lost what it had acknowledged" not in log
+    assert "is away" in log and "is back" in log and "lost acknowledged data" not in log
     assert server_of(run)["pid"] != server["pid"]
     assert not Path(f"/proc/{server_of(run)['pid']}").exists()
     assert stat.S_IMODE((run.folder / "resolved.yaml").stat().st_mode) == 0o600

@@ -267,7 +267,7 @@ class Recount:
         ]
         if orphans:
             found.append(
-                Finding("S1", f"tickets {orphans[:10]} were dropped and nobody repeats their prompts")
+                Finding("S1", f"tickets {orphans[:10]} were dropped and their prompts were not issued again")
             )
         account = self.account()
         if account["residue"]:

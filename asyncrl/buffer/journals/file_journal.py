@@ -338,7 +338,9 @@ class DiskSync:
             self._has_succeeded = True
         except OSError as error:
             self.counters["failed_syncs"] += 1
-            log.error("the journal could not be synced, a power cut may cost all since then: %s", error)
+            log.error(
+                "the journal could not be synced, a power cut may lose everything since then: %s", error
+            )
             self._unsynced_since = self._synced_from
         finally:
             self._synced_from = None

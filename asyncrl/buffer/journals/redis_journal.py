@@ -7,7 +7,7 @@ Fencing: `owner` names the buffer that took over last, and every transaction wat
 `turn`: an older buffer's transactions fail, and so does our own that a dead connection delivers late.
 
 Away: what was not answered is kept and sent again. Wiped: an owner that is gone, or a last turn that is
-not ours, means that Redis lost what it had acknowledged; then everything that the ledger knows is written
+not ours, means that Redis lost acknowledged data; then everything that the ledger knows is written
 again (`Need.ALL`). Invariant: `commit` returns True only when Redis has carried out every transaction and
 holds every payload.
 """
@@ -141,7 +141,7 @@ class RedisJournal:
         try:
             text = link.call("INFO")
         except Refusal as error:
-            log.warning("Redis at %s does not tell its settings (%s): unchecked", link.label, error)
+            log.warning("Redis at %s does not show its settings (%s): unchecked", link.label, error)
             return
         facts = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
         if facts.get("maxmemory", "0") != "0" and facts.get("maxmemory_policy") != "noeviction":
@@ -152,7 +152,7 @@ class RedisJournal:
         if facts.get("aof_enabled") == "0":
             self.counters["redis_without_aof"] = 1
             log.warning(
-                "Redis at %s has no append-only file: what it holds ends with its process", link.label
+                "Redis at %s has no append-only file: its data is lost when its process ends", link.label
             )
 
     def recover(self) -> Recovery:
@@ -419,7 +419,7 @@ class RedisJournal:
         self.counters["redis_wiped"] += 1
         self.need = Need.ALL
         log.error(
-            "Redis at %s lost what it had acknowledged (%s): the ledger and the payloads in memory are "
+            "Redis at %s lost acknowledged data (%s): the ledger and the payloads in memory are "
             "written again, groups whose payload is lost are generated again",
             self._link.label,
             why,

@@ -41,7 +41,7 @@ class RedisLink:
         deadline_s: How long connecting, and waiting for a reply, may take.
 
     Raises:
-        ConfigError: The URL is none, or its query holds what is no setting of TLS.
+        ConfigError: The URL is none, or its query holds what is not a TLS setting.
     """
 
     def __init__(self, url: str, deadline_s: float = 5.0) -> None:
@@ -136,7 +136,7 @@ def _check_query(url: str) -> None:
     for name in parse_qs(urlsplit(url).query, keep_blank_values=True):
         if name != "db" and not name.startswith("ssl_"):
             raise ConfigError(
-                f"buffer.url does not take this query: '{name}' is no setting of TLS",
+                f"buffer.url does not take this query: '{name}' is not a TLS setting",
                 hint="docs/journals.md lists what it takes",
             )
 
@@ -199,7 +199,7 @@ def label_of(url: str) -> str:
     """Return scheme, host, port and database of a URL: all that may be told.
 
     Raises:
-        ConfigError: It is no Redis URL. The message does not quote it.
+        ConfigError: It is not a Redis URL. The message does not quote it.
     """
     try:
         parts = parse_url(url)
@@ -208,7 +208,8 @@ def label_of(url: str) -> str:
             raise ValueError
     except ValueError:
         raise ConfigError(
-            "buffer.url is no Redis URL", hint="Write redis://user:password@host:6379/0, or rediss:// for TLS"
+            "buffer.url is not a Redis URL",
+            hint="Write redis://user:password@host:6379/0, or rediss:// for TLS",
         ) from None
     host, port = parts.get("host", "localhost"), parts.get("port", 6379)
     return f"{scheme}://{host}:{port}/{parts.get('db', 0)}"

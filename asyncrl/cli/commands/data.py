@@ -18,7 +18,7 @@ app = typer.Typer(help="Make prompt files.", callback=show_help, **GROUP)
 def gsm8k(
     source: Annotated[Path, typer.Argument(metavar="SRC", exists=True, help="GSM8K's jsonl file.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The Parquet file to write.")],
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Take the first rows only.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first N rows.")] = None,
 ) -> None:
     """Convert GSM8K to prompts that a run can read."""
     num_prompts = function("rollout_service.data.gsm8k:convert_gsm8k")(source, target, limit)

@@ -176,7 +176,7 @@ def _read_file(name: str, config: Config, command: str) -> tuple[Rates, Setting]
         differences = list(_find_differences(values, config))
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(
-            f"--rates {name}: this is no file of rates: {type(error).__name__} {error}",
+            f"--rates {name}: this is not a rates file: {type(error).__name__} {error}",
             hint=f"'{command}' writes one",
         ) from error
     for line in differences:

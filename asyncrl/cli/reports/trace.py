@@ -81,7 +81,9 @@ def parse_steps(text: str | None) -> Steps:
     ends = [int(end) if end else None for end in (first, last) if end.isdecimal() or not end]
     is_range = len(ends) == 2 and ends != [None, None]
     if not is_range or (None not in ends and ends[0] > ends[1]):  # type: ignore[operator]
-        raise ConfigError(f"--steps '{text}' is no range of steps", hint="For example 100-120, 100- or 100")
+        raise ConfigError(
+            f"--steps '{text}' is not a range of steps", hint="For example 100-120, 100- or 100"
+        )
     return ends[0], ends[1]
 
 

@@ -82,7 +82,7 @@ def _rounds(report: dict[str, Any]) -> list[str]:
 
 def _failures(report: dict[str, Any]) -> list[str]:
     if not report["failures"]:
-        return ["nobody was blamed"]
+        return ["no culprit"]
     rows = [("blamed at", "culprit", "newest", "cause")]
     for line in report["failures"]:
         rows.append((_clock_time(line["time"]), line["culprit"], str(line["number"]), line["cause"]))

@@ -70,7 +70,7 @@ def _find_in_advantage(section: AlgorithmSection) -> Iterator[Reason]:
 def _find_in_loss(section: AlgorithmSection) -> Iterator[Reason]:
     name = section.loss
     if ":" in name:
-        yield "algorithm.loss", name, "of which nobody knows what it is divided by"
+        yield "algorithm.loss", name, "whose divisor is not known"
     if name in PICKS_TOKENS:
         yield "algorithm.loss", name, "which picks tokens of a microbatch: parts are cut into others"
     has_terms = section.entropy_coeff > 0 or (section.kl.coef > 0 and section.kl.where == "loss")

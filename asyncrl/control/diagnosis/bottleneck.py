@@ -73,7 +73,7 @@ def _stops(statuses: Statuses, obstacles: Sequence[Obstacle]) -> Iterator[Diagno
         if name.startswith(("learner.", "buffer.")) and statuses[name].get("state") in COMING:
             yield Diagnosis(name, f"{name} is {statuses[name]['state']}", _waits_for(name))
     if buffer.get("paused") or learner.get("paused"):
-        yield Diagnosis("operator", "the run is paused; 'asyncrl unpause' lets it go on", "operator")
+        yield Diagnosis("operator", "the run is paused; 'asyncrl unpause' continues it", "operator")
     yield from (_of_obstacle(one) for one in blocking)
     replicas = _replicas(statuses)
     if replicas and not any(status.get("state") == ServiceState.READY for status in replicas.values()):

@@ -35,7 +35,7 @@ def refuse_other_lineage(folder: RunDir, config: Config) -> None:
     changed = [sentence for key, sentence in find_breaks(before, config) if key in moved]
     if changed:
         raise ConfigError(
-            f"the run in {folder.path} cannot go on with other values:\n" + "\n".join(changed),
+            f"the run in {folder.path} cannot be resumed with other values:\n" + "\n".join(changed),
             hint="Choose another run.name, or remove that folder",
         )
 
@@ -128,8 +128,8 @@ def refuse_earlier_life(folder: RunDir) -> None:
     steps = _steps_on_disk(folder)
     what = f"checkpoints of {_list(steps)}" if steps else "a journal"
     raise ConfigError(
-        f"--resume never: {folder.path} holds an earlier life of the run, with {what}",
-        hint="For a fresh start remove that folder, or choose another run.name; --resume auto goes on",
+        f"--resume never: {folder.path} holds an earlier start of the run, with {what}",
+        hint="For a fresh start remove that folder, or choose another run.name; --resume auto resumes it",
     )
 
 
@@ -151,7 +151,7 @@ def check_step(folder: RunDir, step: int, verify: Callable[[int], None]) -> None
         raise ConfigError(f"--resume {step}: {error.message}", hint=error.hint) from error
     if step not in known:
         has = f"it can from {_list(known)}" if known else "it has no past"
-        raise ConfigError(f"--resume {step}: the run in {folder.path} cannot go on from there; {has}")
+        raise ConfigError(f"--resume {step}: the run in {folder.path} cannot be resumed from there; {has}")
     if step:
         verify(step)
 

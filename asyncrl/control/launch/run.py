@@ -138,7 +138,7 @@ def _end_earlier_life(folder: RunDir, say: Callable[[str], None]) -> None:
     segments = remove_leftovers(live["run_id"], Path(live["sockets"]))
     if num_ended or segments:
         say(
-            f"an earlier life of the run was cut short: ended {num_ended} processes that it had left, "
+            f"an earlier start of the run was cut short: ended {num_ended} processes that it had left, "
             f"removed {len(segments)} shared-memory segments"
         )
 

@@ -77,7 +77,7 @@ def _find_damage(file: Path) -> str:
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         wanted = 8 + length + max(ends, default=0)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error):
-        return f"'{file}' is no safetensors file, or cut short at {size} bytes; {again}"
+        return f"'{file}' is not a safetensors file, or cut short at {size} bytes; {again}"
     return "" if size == wanted else f"'{file}' has {size} bytes, and its header tells of {wanted}; {again}"
 
 

@@ -131,7 +131,7 @@ def _read_row(line: str, place: str) -> Row:
 
 def _no_row(place: str, why: str) -> DataError:
     return DataError(
-        f"{place}: this line is no row of metrics: {why}",
+        f"{place}: this line is not a metrics row: {why}",
         hint="Move it to another file; the rows around it can be read then",
     )
 

@@ -68,7 +68,7 @@ def rules_of(roster: Roster) -> FleetRules:
     config = roster.config
     never_again = {}
     if config.buffer.journal == "none":
-        never_again["buffer"] = "with buffer.journal: none nobody remembers what it held"
+        never_again["buffer"] = "with buffer.journal: none its contents are lost"
     return FleetRules(
         num_ranks=roster.num_learner_ranks,
         max_restarts=config.launcher.max_restarts,
@@ -295,7 +295,7 @@ class Upkeep:
 
     def _refuse_if_ending(self) -> None:
         if self.ending is not None:
-            raise ConfigError("the run is being ended; there is nothing to ask of it any more")
+            raise ConfigError("the run is being ended; it takes no more commands")
 
     # --- the machine ----------------------------------------------------------------------
 
@@ -355,7 +355,9 @@ class Upkeep:
         # Nobody is started before it is known, from the statuses, on which nodes the others are.
         self._launcher.statuses(sorted(living & known), STATUS_DEADLINE_S)
         dead = known - living if self.ending is None else ()
-        self._apply_batch(in_order(Gone(name, "gone: it died while nobody watched") for name in sorted(dead)))
+        self._apply_batch(
+            in_order(Gone(name, "gone: it died while no supervisor ran") for name in sorted(dead))
+        )
 
     def _save(self) -> None:
         state = {

@@ -60,7 +60,7 @@ class VerifiersEpisode(Environment):
 
     def __init__(self, env: Any, prompt: Prompt) -> None:
         if isinstance(prompt.content, str):
-            raise EnvironmentFailed(f"row {prompt.row} is no chat", hint="verifiers wants chat messages")
+            raise EnvironmentFailed(f"row {prompt.row} is not a chat", hint="verifiers wants chat messages")
         self._env = env
         self._prompt = [dict(message) for message in prompt.content]
         self._row = {

@@ -60,7 +60,7 @@ def calculate(text: str) -> str:
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         if isinstance(error, ToolRefused):
             raise
-        raise ToolRefused("this is no arithmetic expression") from error
+        raise ToolRefused("this is not an arithmetic expression") from error
     except ZeroDivisionError as error:
         raise ToolRefused("division by zero") from error
     return str(value) if isinstance(value, int) else format(value, ".12g")
@@ -88,7 +88,7 @@ def _check_power(base: float, exponent: float) -> None:
 
 def _bounded(value: object) -> float:
     if not isinstance(value, int | float):
-        raise ToolRefused("the result is no real number")
+        raise ToolRefused("the result is not a real number")
     if not abs(value) <= MAX_MAGNITUDE:
         raise ToolRefused("the number is too large")
     return value

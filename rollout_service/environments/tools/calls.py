@@ -70,7 +70,9 @@ class PatternCalls:
         try:
             self._pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise ConfigError(f"the pattern of calls '{pattern}' is none: {error}") from error
+            raise ConfigError(
+                f"the pattern of calls '{pattern}' is not a regular expression: {error}"
+            ) from error
         if self._pattern.groups != 1:
             raise ConfigError(
                 f"the pattern of calls '{pattern}' has {self._pattern.groups} groups",
@@ -92,7 +94,7 @@ def _read_call(block: str) -> Call:
     try:
         found = json.loads(block)
     except (ValueError, RecursionError) as error:
-        return Call("", {}, f"the call is no JSON: {error}")
+        return Call("", {}, f"the call is not JSON: {error}")
     if not isinstance(found, dict) or not isinstance(found.get("name"), str):
         return Call("", {}, "a call is an object with 'name' and 'arguments'")
     arguments = found.get("arguments") or {}

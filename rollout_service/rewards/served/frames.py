@@ -28,7 +28,7 @@ def pack_frame(fields: Mapping[str, Any]) -> bytes:
     try:
         body = bytes(msgpack.packb(fields, use_bin_type=True))
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"this is no plain value: {error}") from error
+        raise ValueError(f"this is not a plain value: {error}") from error
     if len(body) > MAX_BODY_BYTES:
         raise ValueError(f"a message of {len(body)} bytes is too long")
     return HEAD.pack(len(body)) + body

@@ -27,7 +27,7 @@ class Classifier:
 
         logging.disable_progress_bar()
         if not Path(path).is_dir():
-            raise ConfigError(f"the reward model {path} is no folder")
+            raise ConfigError(f"the reward model {path} is not a folder")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path)
             model = AutoModelForSequenceClassification.from_pretrained(path, dtype=getattr(torch, dtype))

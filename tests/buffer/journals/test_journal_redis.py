@@ -260,7 +260,7 @@ def test_a_wiped_redis_gets_ledger_and_payloads_from_memory(
     wipe(own_redis)
     filled.ledger.lease("a", 2, 1, 0.0)
     settle(filled)
-    assert "lost what it had acknowledged" in caplog.text
+    assert "lost acknowledged data" in caplog.text
     assert filled.journal.counters["redis_wiped"] == filled.journal.status()["wiped"] == 1
     assert filled.journal.need is Need.NOTHING
     assert filled.counters["lost_payloads"] == 0

@@ -209,5 +209,5 @@ def test_a_stopped_server_is_gone_by_its_pid(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("query", ["socket_timeout=0", "decode_responses=true", "protocol=3", "retry="])
 def test_a_url_cannot_override_the_links_own_settings(query: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{query.split('=')[0]}' is no setting of TLS"):
+    with pytest.raises(ConfigError, match=f"'{query.split('=')[0]}' is not a TLS setting"):
         RedisLink(f"redis://127.0.0.1:6379/0?{query}")

@@ -45,8 +45,8 @@ BAD = [
     ({"lengths": {"sigma": 1.0, "median_tokens": -6}}, "median_tokens must be a number of 0.01 or more"),
     ({"prompt_tokens": -10}, "prompt_tokens must be a number of 0 or more"),
     ({"uniform_share": 1.0}, "uniform_share must be a number from 0 to 0.99"),
-    ({"lengths": 3}, "this is no file of rates"),
-    ({"taken_with": 3}, "this is no file of rates"),
+    ({"lengths": 3}, "this is not a rates file"),
+    ({"taken_with": 3}, "this is not a rates file"),
 ]
 
 
@@ -68,7 +68,7 @@ def test_a_line_that_is_no_row_is_named_with_its_place(tmp_path: Path, line: str
     (folder / "resolved.yaml").write_text(dump_resolved(config))
     row = json.dumps({"training/global_step": 1})
     (folder / "metrics.jsonl").write_text(f"{row}\n{line}\n{row}\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl:2: this line is no row of metrics"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: this line is not a metrics row"):
         print_comparison(Asked((), (), None, str(tmp_path), True), "measured")
     with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
         of_run(RunDir(folder), [])

@@ -61,7 +61,7 @@ def test_the_error_that_has_a_name_is_raised_and_not_that_of_the_rank_that_misse
 
 def test_ranks_that_say_nothing_are_not_waited_for(start: Start):
     rank = start("import time; time.sleep(100)")
-    with pytest.raises(ServiceFailed, match=r"no rank of the replay has said anything for 0\.3 s"):
+    with pytest.raises(ServiceFailed, match=r"no rank of the replay has answered for 0\.3 s"):
         await_all(rank, silence_s=0.3)
 
 

@@ -114,7 +114,7 @@ def test_a_folder_that_cannot_be_read_is_told_with_its_reason(tmp_path: Path):
 @pytest.mark.parametrize("name", ["../a.arrow", "/a.arrow", "a/b.arrow", "..", "", "."])
 def test_a_folder_names_no_file_outside_of_it(tmp_path: Path, name: str):
     folder = Path(write_split(tmp_path / "split", rows_of("1"), _data_files=[{"filename": name}]))
-    with pytest.raises(DataError, match="is no name of a file in it"):
+    with pytest.raises(DataError, match="is not a file name in it"):
         read_prompts(folder)
 
 

@@ -57,7 +57,7 @@ def test_several_rewards_add_their_parts(tmp_path: Path):
     [
         ("no json", "line 5 is not JSON"),
         ("\xff", "line 5 is not JSON"),
-        ("[1]", "line 5 is no JSON object"),
+        ("[1]", "line 5 is not a JSON object"),
         ('{"response": "4"}', "line 5 has no 'ground_truth'"),
         ('{"ground_truth": "4"}', "line 5 has no 'response'"),
         ('{"response": 4, "ground_truth": "4"}', "line 5: 'response' is a int"),

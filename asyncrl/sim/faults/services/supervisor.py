@@ -87,7 +87,7 @@ class Supervisor:
             for name in sorted(living - known):
                 self._crew.end(name)
             self._apply_all(
-                Gone(name, "gone: it died while nobody watched") for name in sorted(known - living)
+                Gone(name, "gone: it died while no supervisor ran") for name in sorted(known - living)
             )
         self._crew.world.after(PULSE_S, self._pulse, self._life)
 
