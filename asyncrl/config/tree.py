@@ -67,7 +67,7 @@ class Config(Section):
     """A run, whole. `format` numbers the form of the file; without it a file is in the newest."""
 
     format: Literal[3] = FORMAT
-    """Number of this file's form; an older one is brought up to date, a newer one refused."""
+    """Number of the file's format; an older one is migrated, a newer one refused."""
     run: RunSection = RunSection()
     model: ModelSection
     data: DataSection

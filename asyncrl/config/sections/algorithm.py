@@ -16,7 +16,7 @@ class AdaptiveKlSection(Section):
     target: Annotated[float, Field(gt=0)] = 0.1
     """[nats] The KL per token that the coefficient steers to."""
     horizon: Annotated[float, Field(gt=0)] = 10_000.0
-    """[rows] Over which the coefficient moves; more is slower."""
+    """[rows] Horizon of the controller; a larger one adapts more slowly."""
 
 
 class KlSection(Section):
@@ -61,13 +61,13 @@ class AlgorithmSection(Section):
     gamma: Share = 1.0
     """[1] Discount of later rewards."""
     lam: Share = 1.0
-    """[1] Of generalised advantage estimation: 0 trusts the critic, 1 the rewards."""
+    """[1] Lambda of generalised advantage estimation: 0 uses the critic only, 1 the rewards only."""
     loss: str = "vanilla"
-    """Which loss, of docs/algorithms.md. For example: vanilla, gspo, cispo"""
+    """The policy loss (docs/algorithms.md). For example: vanilla, gspo, cispo"""
     clip: tuple[NonNegativeNumber, NonNegativeNumber] = (0.2, 0.28)
-    """[1] How far a ratio may fall and rise before its gradient is cut off."""
+    """[1] Clip range of the ratio: below 1 and above 1."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
-    """[1] The largest ratio that counts where the advantage is negative."""
+    """[1] Upper bound of the ratio where the advantage is negative."""
     value_clip: Annotated[float, Field(gt=0)] = 0.5
     """[1] How far the critic's value may move from the one at the step's start."""
     entropy_coeff: NonNegativeNumber = 0.0
@@ -75,23 +75,23 @@ class AlgorithmSection(Section):
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
     ] = "token-mean"
-    """How losses of tokens become one number."""
+    """Aggregation of token losses."""
     prox: Literal["recompute", "loglinear", "behaviour"] = "recompute"
-    """Where the policy at the step's start gets its log-probs from."""
+    """Source of the proximal log-probs (the policy at the start of the step)."""
     correction: str = "decoupled_token_is"
-    """How training corrects for another sampler. For example: decoupled_token_is, disabled"""
+    """Off-policy correction. For example: decoupled_token_is, disabled"""
     is_threshold: Annotated[float, Field(gt=0)] = 2.0
-    """[1] Importance weights are cut there."""
+    """[1] Upper bound of importance weights."""
     normalize_weights: bool = False
     """Whether importance weights are scaled to a mean of 1 over a batch."""
     rejection: Annotated[Mapping[str, str | float], BeforeValidator(check_is_map)] = NO_REJECTIONS
-    """[1] Which rows or tokens are left out for their ratio, and its bounds. For example:
+    """[1] Rejection of rows or tokens by their ratio, with its bounds. For example:
     {seq_mean_k1: "0.8_1.25"}, {token_k2: 2.0}
     """
     veto: Annotated[float, Field(ge=0)] = 1e-4
-    """[1] A row with a token whose ratio is lower is left out; 0 for none."""
+    """[1] Rows with a token whose ratio is below this are left out; 0 for none."""
     kl: KlSection = KlSection()
     drop_constant_groups: bool = True
-    """Whether a group whose rewards are all equal is left out."""
+    """Whether groups with equal rewards are dropped and replaced."""
     verl_compat: bool = False
-    """Whether numbers are verl's where ours differ on purpose."""
+    """Whether verl's numbers are used where asyncrl differs on purpose."""

@@ -26,11 +26,11 @@ class SourceSection(Section):
     path: Text
     """A file, a folder of the `datasets` library, or a built-in task. For example: data/gsm8k.parquet"""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """[1] Prompts from here for each one from a source of weight 1."""
+    """[1] Prompts drawn from this source for each one from a source of weight 1."""
     filter: Annotated[
         tuple[Text, ...], BeforeValidator(as_list, json_schema_input_type=Text | tuple[Text, ...])
     ] = ()
-    """What is left out of the source. For example: unique, [unique, "tokens:8:256"]"""
+    """Filters that remove rows of the source. For example: unique, [unique, "tokens:8:256"]"""
 
 
 Sources = Annotated[
@@ -54,9 +54,9 @@ class DataSection(Section):
     """Prompts: a Parquet or jsonl file, a folder of the `datasets` library (`folder/split` for one of its
     splits), `builtin:digit_sort`, or a list of sources `{path, weight, filter}`.
 
-    A source of weight 3 gives three times as many prompts as one of weight 1, whatever their sizes, and
-    goes through its passes at its own pace. `order` is `shuffled` (each pass anew), `sequential` (as they
-    stand there), or what the first pass is sorted by from easy to hard, before later ones are shuffled: a
+    A source of weight 3 gives three times as many prompts as one of weight 1, independent of their sizes,
+    and has its own passes. `order` is `shuffled` (each pass differently), `sequential` (the order of the
+    file), or the key that sorts the first pass from easy to hard (later passes are shuffled): a
     field of a row (`extra_info.level`) or a `file.py:function` that returns a number or a text for a row.
     """
 
@@ -65,7 +65,7 @@ class DataSection(Section):
     eval: Sources | None = None
     """Held-out prompts for evaluations. For example: data/test.parquet"""
     max_prompt_tokens: Count = 512
-    """[tokens] A longer prompt is left out, never cut."""
+    """[tokens] Longer prompts are left out, never cut."""
     order: Annotated[Text, AfterValidator(check_order)] = SHUFFLED
     """Order in which prompts are drawn. For example: shuffled, sequential, extra_info.level"""
 

@@ -18,13 +18,13 @@ class StalenessSection(Section):
     """
 
     max_lag: NonNegative = 4
-    """[steps] The ceiling of a trained token's lag; 0 is synchronous training."""
+    """[steps] Largest lag of a trained token; 0 is synchronous training."""
     policy: Literal["mask", "drop", "wait"] = "mask"
     """What happens to a token beyond `max_lag`."""
     max_wait_s: Seconds = 30.0
-    """[s] That a step waits with `policy: wait`, at most."""
+    """[s] Longest wait of a step with `policy: wait`."""
     ready_batches: Count = 1
-    """[batches] Stored before no more prompts are leased."""
+    """[batches] Complete batches in the buffer at which no more prompts are leased."""
 
 
 REDIS_URL = re.compile(r"(rediss?://.+|\$\{[A-Za-z_][A-Za-z0-9_]*\})")
@@ -45,25 +45,25 @@ def check_url(url: str | None) -> str | None:
 class BufferSection(Section):
     """The experience buffer.
 
-    `journal: redis` wants a `url`, in which `${NAME}` stands for the environment's NAME; `url: managed`
-    starts a private server beside the buffer. `fsync` is that of files and of the private server: any other
-    has its own setting.
+    `journal: redis` needs a `url`, in which `${NAME}` is replaced from the environment; `url: managed`
+    starts a private server beside the buffer. `fsync` applies to files and to the private server; other
+    servers have their own setting.
     """
 
     journal: Literal["none", "file", "redis"] = "file"
-    """What remembers trajectories and events over a crash."""
+    """The durable log of groups and events."""
     url: Annotated[str | None, AfterValidator(check_url)] = None
     """The Redis of `journal: redis`. For example: managed,
     "rediss://buffer:${REDIS_PASSWORD}@redis.example:6379/0"
     """
     fsync: Literal["everysec", "always", "never"] = "everysec"
-    """When the journal is forced to disk."""
+    """When the journal is synced to disk."""
     memory_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
-    """[bytes] Of groups that are stored and not yet trained, at most."""
+    """[bytes] Most memory of groups that are stored and not yet trained."""
     lease_s: Seconds = 60.0
-    """[s] A replica loses a prompt that it has not renewed for so long."""
+    """[s] Time after which a lease that was not renewed expires."""
     max_attempts: Count = 3
-    """[attempts] At one group before it is given up, or trained masked if it was only too old."""
+    """[attempts] Attempts at a group before it is given up, or trained masked if it was only too old."""
 
     @property
     def redis_url(self) -> str | None:

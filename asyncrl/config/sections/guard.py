@@ -106,9 +106,9 @@ class GuardSection(Section):
     """
 
     action: Literal["warn", "skip_update", "reduce_lr", "kl_fallback", "rollback", "stop"] = "warn"
-    """What answers a severe finding."""
+    """Action on a severe finding."""
     warmup_steps: Annotated[int, Field(ge=3)] = 10
-    """[steps] Whose values tell what is usual."""
+    """[steps] Steps whose values define what is usual."""
     z_score: Annotated[float, Field(gt=0)] = 8.0
     """[1] Robust deviations from the usual at which a finding is severe."""
     limits: Annotated[
@@ -116,6 +116,6 @@ class GuardSection(Section):
         BeforeValidator(with_default_limits),
         AfterValidator(check_names),
     ] = DEFAULT_LIMITS
-    """Limits of metrics, besides the usual ones. For example: {actor/grad_norm: {max: 5.0}, actor/entropy:
+    """Limits of metrics besides the usual ones. For example: {actor/grad_norm: {max: 5.0}, actor/entropy:
     null}
     """

@@ -21,17 +21,17 @@ class WeightSyncSection(Section):
     """
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """What carries weights; auto is NCCL if learner and replicas have GPUs."""
+    """Transport of weights; auto is NCCL if learner and replicas have GPUs."""
     parallelism: Count = 1
-    """[replicas] That load a version at once; the others go on generating."""
+    """[replicas] Replicas that load a version at once; the others continue to generate."""
     deadline_s: Seconds = 60.0
-    """[s] For a version's way; who is late is left out and catches up."""
+    """[s] Deadline of a sync round; late replicas are left out and catch up."""
     bucket_bytes: Annotated[int, Field(ge=1 << 10)] = 16 << 20
-    """[bytes] Of weights that are sent at once."""
+    """[bytes] Size of a bucket of weights."""
     probe_every: NonNegative = 10
-    """[steps] Between versions whose log-probs replicas check; 0 for never."""
+    """[steps] Steps between versions whose log-probs are checked by replicas; 0 for never."""
     encoding: Literal["full", "delta"] = "full"
-    """Whether all weights are sent, or only what has changed."""
+    """Whether all weights are sent, or only differences."""
 
 
 def check_host(host: str | None) -> str | None:
@@ -77,11 +77,11 @@ class LauncherSection(Section):
     curve: Literal["auto", "on", "off"] = "auto"
     """Whether connections of services are encrypted, with keys."""
     api_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """[port] Of the control API on loopback; 0 takes a free one."""
+    """[port] Port of the control API on loopback; 0 takes a free port."""
     start_deadline_s: Seconds = 300.0
-    """[s] For all services to be ready."""
+    """[s] Deadline for all services to be ready."""
     max_restarts: NonNegative = 5
-    """[restarts] Of a service that dies, within ten minutes without work in between."""
+    """[restarts] Restarts of a service within ten minutes without work in between."""
 
     @property
     def is_cluster(self) -> bool:

@@ -21,9 +21,9 @@ class ModelSection(Section):
     """
 
     path: Text
-    """Where the policy starts. For example: Qwen/Qwen3-0.6B, "builtin:digit_sort", models/mine"""
+    """The policy's initial weights. For example: Qwen/Qwen3-0.6B, "builtin:digit_sort", models/mine"""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Type that weights are computed and sent in."""
+    """Data type of computation and of published weights."""
 
 
 class CriticSection(Section):
@@ -34,7 +34,7 @@ class CriticSection(Section):
     """
 
     path: Text | None = None
-    """Where the critic starts; null takes the policy's model. For example: Qwen/Qwen3-0.6B"""
+    """The critic's initial weights; null takes the policy's model. For example: Qwen/Qwen3-0.6B"""
     lr: Annotated[float, Field(gt=0, le=1)] = 1e-5
     """[1] Learning rate of the critic, reached after `learner.warmup_steps`."""
 
@@ -91,53 +91,53 @@ class LearnerSection(Section):
     """
 
     backend: Literal["megatron", "fsdp2"] = "megatron"
-    """What trains: Megatron-core, or PyTorch's FSDP2 for any Hugging Face model."""
+    """Training backend: Megatron-core, or PyTorch's FSDP2 for any Hugging Face model."""
     tp: Count = 1
-    """[ranks] That each matrix is cut over."""
+    """[ranks] Tensor parallelism: ranks that share each matrix."""
     pp: Count = 1
-    """[ranks] That the layers are cut over."""
+    """[ranks] Pipeline parallelism: stages of layers."""
     vpp: Count = 1
-    """[parts] Of layers on each pipeline rank."""
+    """[parts] Virtual pipeline parallelism: parts of layers on each pipeline rank."""
     cp: Count = 1
-    """[ranks] That the tokens of a row are cut over."""
+    """[ranks] Context parallelism: ranks that share the tokens of a row."""
     dp: Count = 1
-    """[ranks] That the rows of a minibatch are shared by."""
+    """[ranks] Data parallelism: ranks that share the rows of a minibatch."""
     sequence_parallel: bool = True
-    """Whether tp ranks share the activations between matrices too."""
+    """Whether tp ranks also share the activations between matrices."""
     overlap: bool = False
-    """Whether gradients and weights are sent while others are computed."""
+    """Whether communication of gradients and weights overlaps with computation."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Which activations are computed again instead of kept."""
+    """Activations that are recomputed instead of stored."""
     gpus: NonNegative = 0
-    """[GPUs] Of each rank: 1, or 0 to train on CPU."""
+    """[GPUs] GPUs of each rank: 1, or 0 to train on CPU."""
     cpus: Annotated[float, Field(ge=0)] = 1.0
-    """[cores] That Ray reserves for each rank."""
+    """[cores] CPU cores that Ray reserves for each rank."""
     groups_per_step: Count = 16
-    """[groups] That one learner step reserves and trains."""
+    """[groups] Groups that one learner step trains."""
     minibatches: Count = 1
-    """[updates] That a step is cut into."""
+    """[updates] Optimizer updates of a step."""
     max_tokens_per_microbatch: Count = 16384
-    """[tokens] That a rank computes at once; memory and speed, never the result."""
+    """[tokens] Tokens that a rank computes at once; affects memory and speed, never the result."""
     stream: bool = False
-    """Whether a step computes on groups as they finish, and not on the whole batch."""
+    """Whether a step computes on groups as they finish instead of the whole batch."""
     lr: Annotated[float, Field(gt=0, le=1)] = 1e-6
     """[1] Highest learning rate of the policy."""
     lr_schedule: Annotated[str, AfterValidator(check_schedule)] = "constant"
-    """Course of the learning rate after the warm-up. For example: constant, "cosine:0.1", cosine"""
+    """Schedule of the learning rate after the warm-up. For example: constant, "cosine:0.1", cosine"""
     warmup_steps: NonNegative = 0
-    """[steps] Over which the learning rate rises to `lr`."""
+    """[steps] Steps over which the learning rate rises to `lr`."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """[1] AdamW's decay of the gradient's mean and square."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """[1] AdamW's, per update and unit of learning rate."""
+    """[1] AdamW's weight decay, per update and unit of learning rate."""
     grad_clip: Annotated[float, Field(gt=0)] = 1.0
-    """[1] The longest gradient; longer ones are shortened to it."""
+    """[1] Largest norm of the gradient; larger ones are scaled down."""
     offload: bool = False
-    """Whether the optimizer's state is in host memory; with fsdp2 weights too."""
+    """Whether the optimizer's state is in host memory; with fsdp2 the weights too."""
     compile: bool = False
-    """Whether torch.compile translates each layer; fsdp2 only."""
+    """Whether each layer is compiled with torch.compile; fsdp2 only."""
     steps: Count = 200
-    """[steps] After which the run is done."""
+    """[steps] Number of steps of the run."""
 
     @property
     def min_lr_ratio(self) -> float:

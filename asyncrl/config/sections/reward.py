@@ -22,9 +22,9 @@ class RewardPart(Section):
     fn: Text
     """Registered name, `file.py:function`, or URL of a server. For example: gsm8k"""
     weight: float = 1.0
-    """[1] What its score is multiplied by in the sum."""
+    """[1] Factor of its score in the sum."""
     name: Annotated[str | None, Field(pattern=NAME_PATTERN)] = None
-    """What its metrics are called; null takes the last word of `fn`. For example: accuracy"""
+    """Name of its metrics; null takes the last word of `fn`. For example: accuracy"""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class OverlongSection(Section):
     buffer_tokens: Count
     """[tokens] Length before the limit over which the penalty grows from 0. For example: 128"""
     penalty: Annotated[float, Field(gt=0)] = 1.0
-    """[reward] What an answer at the limit loses."""
+    """[reward] Penalty of an answer at the limit."""
 
 
 class RewardSection(Section):
@@ -48,7 +48,7 @@ class RewardSection(Section):
     `{fn, weight, ...arguments}` that are summed.
 
     A run ends if more than `max_error_rate` of the last answers could not be scored: a function raised, took
-    too long, or returned what is no finite number. With `overlong` long answers lose of their reward.
+    too long, or returned something other than a finite number. `overlong` reduces the reward of long answers.
     """
 
     fn: Annotated[
@@ -56,8 +56,8 @@ class RewardSection(Section):
         BeforeValidator(as_rewards, json_schema_input_type=RewardPart | Text | tuple[RewardPart | Text, ...]),
         Field(min_length=1),
     ]
-    """What scores an answer. For example: gsm8k, [math, {fn: format, weight: 0.1}]"""
+    """The functions that score an answer. For example: gsm8k, [math, {fn: format, weight: 0.1}]"""
     max_error_rate: Share = 0.2
-    """[share] The run ends if more of the last answers than this could not be scored."""
+    """[share] Largest share of the last answers that may fail to be scored; above it the run ends."""
     overlong: OverlongSection | None = None
     """Length penalty near `rollout.max_tokens`; null for none. For example: {buffer_tokens: 128}"""

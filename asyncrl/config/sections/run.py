@@ -20,20 +20,20 @@ from asyncrl.metrics import find, unknown_names
 
 
 class RunSection(Section):
-    """Names the run; everything that it writes goes to `<dir>/<name>`.
+    """Names the run; everything that it writes is in `<dir>/<name>`.
 
-    With `record` it keeps each trained batch there too, whatever the journal deletes, so that
-    `asyncrl replay` can train the same steps again, from the oldest checkpoint that is kept on.
+    With `record` each trained batch is kept there too, so that `asyncrl replay` can train the same steps
+    again, from the oldest kept checkpoint on.
     """
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)] = "run"
-    """What the run is called, in `asyncrl status` and as its folder. For example: gsm8k_small"""
+    """Name of the run, in `asyncrl status` and of its folder. For example: gsm8k_small"""
     dir: Text = "runs"
-    """Folder that holds the runs, each in one of its own."""
+    """Folder of all runs; each has a subfolder."""
     seed: NonNegative = 0
-    """[1] Of the order of prompts, of sampling, and of the learner's new weights."""
+    """[1] Seed of the prompt order, of sampling, and of newly initialised weights."""
     record: bool = False
-    """Whether what the learner trains on is kept, for `asyncrl replay`."""
+    """Whether trained batches are kept for `asyncrl replay`."""
 
 
 EVALUATION_METRICS = ("accuracy", "reward_mean")
@@ -58,15 +58,15 @@ class CheckpointSection(Section):
     """
 
     every_steps: Count = 20
-    """[steps] Between checkpoints."""
+    """[steps] Steps between checkpoints."""
     keep: Count = 3
-    """[checkpoints] The newest that stay."""
+    """[checkpoints] Newest checkpoints that are kept."""
     keep_best: NonNegative = 0
-    """[checkpoints] The best that stay besides."""
+    """[checkpoints] Best checkpoints that are kept in addition."""
     best_metric: Annotated[Text, AfterValidator(check_metric)] = "accuracy"
-    """What is best where it is highest. For example: accuracy, critic/rewards/mean"""
+    """Metric whose highest value is best. For example: accuracy, critic/rewards/mean"""
     max_stall_s: NonNegativeNumber = 30.0
-    """[s] That training waits for the checkpoint before, at most."""
+    """[s] Longest wait of training for the previous checkpoint."""
 
 
 SinkName = Literal["wandb", "mlflow", "trackio", "swanlab"]
@@ -80,9 +80,9 @@ class SinkSection(Section):
     """One service: its name, and the arguments of its client (`{project: x}`), secrets never among them."""
 
     name: SinkName
-    """Which service."""
+    """Name of the service."""
     arguments: Mapping[str, Any] = Field(default_factory=dict)
-    """Of its client. For example: {project: x}"""
+    """Arguments of its client. For example: {project: x}"""
 
     @model_serializer
     def as_written(self) -> str | dict[str, Any]:
@@ -136,12 +136,12 @@ class MetricsSection(Section):
     """
 
     tensorboard: bool = True
-    """Whether metrics are written for TensorBoard too."""
+    """Whether metrics are also written for TensorBoard."""
     sinks: Annotated[
         tuple[SinkSection, ...], BeforeValidator(as_sinks, json_schema_input_type=WrittenSinks)
     ] = ()
-    """Services that get the metrics too. For example: [wandb], [{mlflow: {experiment: x}}]"""
+    """Services that also get the metrics. For example: [wandb], [{mlflow: {experiment: x}}]"""
     profile_steps: Annotated[tuple[NonNegative, Count] | None, AfterValidator(check_window)] = None
-    """[steps] First step that is profiled, and the one after the last. For example: [10, 12]"""
+    """[steps] First profiled step, and the step after the last. For example: [10, 12]"""
     peak_tflops: Annotated[float, Field(gt=0)] | None = None
-    """[TFLOP/s] Of a rank, for MFU; null looks it up or measures it. For example: 989.0"""
+    """[TFLOP/s] Peak of a rank, for MFU; null looks it up or measures it. For example: 989.0"""
