@@ -118,14 +118,14 @@ def test_a_run_that_is_still_ending_is_waited_for_and_then_begun(
     write_json(folder.live, live)
     write_json(folder.phase, {"state": "stopping", "phase": "ending Ray", "time": 0.0})
     threading.Timer(0.5, head.kill).start()
-    with pytest.raises(ConfigError, match=r"--resume never: .*earlier life"):
+    with pytest.raises(ConfigError, match=r"--resume never: .*earlier start"):
         up(["a.yaml"], [], resume="never")
     assert head.wait(5) != 0
     assert "again: stopping (ending Ray)" in capsys.readouterr().err
 
 
 def test_a_fresh_start_is_refused_where_an_earlier_life_is(folder: RunDir) -> None:
-    with pytest.raises(ConfigError, match=r"--resume never: .*earlier life"):
+    with pytest.raises(ConfigError, match=r"--resume never: .*earlier start"):
         up(["a.yaml"], [], resume="never")
 
 

@@ -86,8 +86,8 @@ def test_a_refused_command_is_a_message_and_an_exit_code(
     [
         (["scale", "rollout=1"], "starting", "only a running one can be scaled"),
         (["drain", "rollout.0"], "starting", "only a running one's replicas can be drained"),
-        (["pause"], "stopping", "nothing to ask of it any more"),
-        (["checkpoint"], "finished", "nothing to ask of it any more"),
+        (["pause"], "stopping", "it takes no more commands"),
+        (["checkpoint"], "finished", "it takes no more commands"),
     ],
 )
 def test_what_makes_sense_and_the_run_cannot_do_is_a_failed_command(

@@ -119,7 +119,7 @@ def test_steps_are_chosen_by_number_or_the_newest():
 
 @pytest.mark.parametrize("text", ["", "-", "x", "3-x", "5-3", "1-2-3", "-1-2"])
 def test_a_range_of_steps_that_is_none_is_refused(text: str):
-    with pytest.raises(ConfigError, match="no range of steps"):
+    with pytest.raises(ConfigError, match="not a range of steps"):
         parse_steps(text)
 
 

@@ -97,14 +97,14 @@ def test_a_split_of_a_folder_is_named_by_its_path(tmp_path: Path):
 
 def test_a_folder_that_cannot_be_read_is_told_with_its_reason(tmp_path: Path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no folder of the datasets library"):
+    with pytest.raises(DataError, match="not a folder of the datasets library"):
         read_prompts(tmp_path / "empty")
     selected = write_split(tmp_path / "selected", rows_of("1"), _indices_data_files=[{"filename": "i"}])
     with pytest.raises(DataError, match="a selection of rows"):
         read_prompts(Path(selected))
     broken = Path(write_split(tmp_path / "broken", rows_of("1"), rows_of("2")))
     (broken / "data-00000-of-00002.arrow").write_bytes(b"not arrow")
-    with pytest.raises(DataError, match="no readable Arrow stream"):
+    with pytest.raises(DataError, match="not a readable Arrow stream"):
         read_prompts(broken)
     (broken / "data-00000-of-00002.arrow").unlink()
     with pytest.raises(DataError, match="lacks data-00000-of-00002"):

@@ -149,7 +149,7 @@ def test_an_episode_of_verifiers_speaks_in_turn_and_is_scored_by_its_rubric(envi
 def test_an_environment_of_verifiers_without_turns_and_a_prompt_without_messages_are_refused():
     with pytest.raises(ConfigError, match="has no env_response, is_completed, rubric"):
         VerifiersLibrary("x", None, lambda *a, **k: object())
-    with pytest.raises(EnvironmentFailed, match="no chat"):
+    with pytest.raises(EnvironmentFailed, match="not a chat"):
         run_episode(Episodes(VerifiersLibrary("x", None, lambda *a, **k: Hint())), [("1", [1])])
 
 

@@ -188,7 +188,7 @@ def test_an_environment_may_give_the_reward_itself(given: Any, value: float, par
 @pytest.mark.parametrize("given", [float("nan"), float("inf"), "1"])
 def test_a_reward_that_is_no_finite_number_fails_the_episode(given: Any):
     episodes = Episodes(lambda prompt, seed: Scoring(prompt, seed, given))
-    with pytest.raises(EnvironmentFailed, match="no finite number"):
+    with pytest.raises(EnvironmentFailed, match="not a finite number"):
         run_episode(episodes, [("1", [1])])
 
 

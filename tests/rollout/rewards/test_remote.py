@@ -145,7 +145,7 @@ def test_a_server_that_hangs_is_given_up_at_the_deadline():
         ('{"scores": [1.0, 2.0]}', 200, "refused", "no list of 1 `scores`"),
         ('{"score": [1.0]}', 200, "refused", "no list of 1 `scores`"),
         ("[1.0]", 200, "refused", "no list of 1 `scores`"),
-        ('{"scores": [NaN]}', 200, "not_finite", "no finite number"),
+        ('{"scores": [NaN]}', 200, "not_finite", "not a finite 32-bit number"),
         ('{"scores": ["1.0"]}', 200, "not_a_number", "a str"),
         ('{"scores": [null]}', 200, "not_a_number", "a NoneType"),
         ('{"scores": [{"error": "I do not know"}]}', 200, "raised", "(row 7): I do not know"),
