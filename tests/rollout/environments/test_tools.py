@@ -295,7 +295,7 @@ def test_a_pattern_makes_calls_of_models_without_a_chat_template():
         ({"tools": ["shell"]}, "no tool 'shell'"),
         ({"tools": []}, "no tools"),
         ({"tools": {"python": {"seconds": 1}}}, "does not take"),
-        ({"call": "("}, "is none"),
+        ({"call": "("}, "is not a regular expression"),
         ({"call": r"\?.+"}, "0 groups"),
         ({"call": "(.)", "reply": "x"}, "no place for the result"),
         ({"call": "(.)", "tools": ["calculator", "python"]}, "one tool only"),
