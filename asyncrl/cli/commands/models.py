@@ -57,7 +57,7 @@ def evaluate(
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """Let a model answer held-out prompts.
+    """Evaluate a model on held-out prompts.
 
     Prints mean@k, pass@k and maj@k with 95 % intervals.
     """
@@ -82,7 +82,7 @@ def score(
         ),
     ],
 ) -> None:
-    """Add what a reward gives to each line of a file.
+    """Score answers: add the reward to each line of a file.
 
     Every line gets its 'score', and its 'parts' where there are several rewards. A line that cannot be read
     or scored ends the command, and nothing is written.

@@ -15,7 +15,9 @@ app = typer.Typer(**PLAIN)
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Made if it is not there.")] = Path("."),
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Created if it does not exist.")] = Path(
+        "."
+    ),
     preset: Annotated[
         str,
         typer.Option(
@@ -63,11 +65,11 @@ def plan(
         bool, typer.Option("--schema", help="Print the JSON Schema of a configuration and end.")
     ] = False,
     elsewhere: Annotated[
-        bool, typer.Option("--elsewhere", help="For another machine: leave this one out of the checks.")
+        bool, typer.Option("--elsewhere", help="The run is for another machine: skip the checks of this one.")
     ] = False,
     simulate: Annotated[
         bool,
-        typer.Option("--simulate", help="Print what it would do: step time, idle, lag, tokens/s, choices."),
+        typer.Option("--simulate", help="Predict step time, idle, lag and tokens/s; compare alternatives."),
     ] = False,
     rates: Annotated[
         str | None,
@@ -87,10 +89,10 @@ def plan(
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """Check a configuration; print what it will take.
+    """Check a configuration; print its processes, memory and ports.
 
-    Nothing is started. Where its run is there already, also what differs, and what a resume would take of it.
-    With --simulate what it would do, and what else to choose; nothing of this machine is checked then.
+    Nothing is started. If its run exists, differences to it are printed, and which of them a resume accepts.
+    With --simulate, print the predicted speed and alternatives; this machine is not checked then.
     """
     if schema:
         from asyncrl.cli.reports.plan import print_schema
@@ -136,9 +138,9 @@ def doctor(
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """Look whether this machine is fit for a run.
+    """Check whether this machine can run asyncrl.
 
-    Packages, CPUs, GPUs, memory, disk, limits, ports, Ray, what dead runs have left. Exit code 1 if a run
+    Packages, CPUs, GPUs, memory, disk, limits, ports, Ray, leftovers of dead runs. Exit code 1 if a run
     cannot work here.
     """
     from asyncrl.cli.doctor.examination import print_findings

@@ -32,7 +32,7 @@ def account(
 ) -> None:
     """Print what became of every prompt.
 
-    Also how old what was trained, and what is open, is.
+    Also the lag of trained and of open groups.
     """
     from asyncrl.cli.reports.account import print_account
 
@@ -51,7 +51,7 @@ def ticket(
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """Print the life of one ticket, from its issue on."""
+    """Print the history of one ticket."""
     from asyncrl.cli.reports.account import print_ticket
 
     named, number = split_run(words, _is_ticket, "[RUN] TICKET, for example 17")
@@ -110,7 +110,7 @@ def weights(
 ) -> None:
     """Print which version each replica serves.
 
-    Also how it came there, and who was to blame for failures.
+    Also the sync rounds that led to it, and the culprit of each failure.
     """
     from asyncrl.cli.reports.weights import print_weights
 
@@ -130,7 +130,7 @@ def trace(
     runs_dir: RunsDir = "runs",
     as_json: Annotated[bool, typer.Option("--json", help="Print the trace itself.")] = False,
 ) -> None:
-    """Write what every service did when, for Perfetto.
+    """Write a trace of every service's activity for Perfetto.
 
     Prints the file's name.
     """
@@ -147,7 +147,8 @@ def verify(
 ) -> None:
     """Recount a run's journal.
 
-    Every prompt was accounted for, once, and no token was too old. Exit code 1 if anything is wrong.
+    Checks that every prompt is accounted for exactly once and that no trained token exceeds the bound on lag.
+    Exit code 1 otherwise.
     """
     from asyncrl.cli.reports.account import print_verdict
 
@@ -175,7 +176,7 @@ def replay(
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """Train what a run recorded again, and compare.
+    """Train recorded steps again, and compare.
 
     Begins at the newest checkpoint at or before step K. Needs run.record; starts no rollouts. Each step is
     trained under what was recorded with it, from step K on changed by --set. Exit code 1 if a metric, the

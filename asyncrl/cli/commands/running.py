@@ -28,20 +28,20 @@ def up(
     configs: Configs,
     overrides: Overrides = None,
     is_detached: Annotated[
-        bool, typer.Option("--detach", "-d", help="Return once the run answers; it goes on.")
+        bool, typer.Option("--detach", "-d", help="Start in the background: return once the run answers.")
     ] = False,
     resume: Annotated[
         str,
         typer.Option(
             "--resume",
             metavar="auto|never|STEP",
-            help="auto: from the newest checkpoint; STEP: from that one; never: refuse to go on.",
+            help="auto: from the newest checkpoint; STEP: from that one; never: refuse to resume.",
         ),
     ] = "auto",
 ) -> None:
-    """Start a run, or find it live, and watch it.
+    """Start a run, or attach to it if it is live.
 
-    Ctrl-C stops the run; hanging up leaves it running.
+    Ctrl-C ends the run; closing the terminal leaves it running.
     """
     from asyncrl.cli.up import up as run_to_end
 
@@ -52,7 +52,7 @@ def up(
 def down(run: Run = None, run_option: RunOption = None, runs_dir: RunsDir = "runs") -> None:
     """End a live run in order, also one that is starting.
 
-    It writes a checkpoint first, so that `up` can go on later.
+    A run that is starting is ended too. `up` resumes it later.
     """
     from asyncrl.cli.down import down as end_run
 
@@ -71,7 +71,7 @@ def status(
     ] = None,
     run: RunOption = None,
     is_all: Annotated[bool, typer.Option("--all", help="Every run of the folder, ended ones too.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run is over.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run ends.")] = False,
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
 ) -> None:
@@ -96,7 +96,7 @@ def logs(
             help="The run; services: rollout.0, or rollout for all.",
         ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the run ends.")] = False,
     num_lines: Annotated[
         int, typer.Option("--lines", "-n", metavar="N", min=0, help="The newest N lines first.")
     ] = 200,

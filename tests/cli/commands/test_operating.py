@@ -41,7 +41,7 @@ def run(tmp_path: Path, crew: ScriptedCrew) -> Iterator[RunDir]:
         (["scale", "rollout=0"], [("crew", "scale 0")], "scaling to 0 rollout replicas"),
         (["drain", "rollout.2"], [("crew", "drain 2")], "rollout.2 drains; rollout.3 takes its place"),
         (["pause"], [("buffer.0", "pause"), ("learner.0", "pause")], "'asyncrl unpause'"),
-        (["unpause"], [("buffer.0", "unpause"), ("learner.0", "unpause")], "continues it"),
+        (["unpause"], [("buffer.0", "unpause"), ("learner.0", "unpause")], "the run continues"),
         (["checkpoint", "--wait", "0"], [("learner.0", "checkpoint")], "after the step in progress"),
     ],
 )
