@@ -7,7 +7,7 @@ import typer
 from asyncrl.cli.options import GROUP, show_help
 from asyncrl.control.services import function
 
-app = typer.Typer(help="Measure.", callback=show_help, **GROUP)
+app = typer.Typer(help="Run a benchmark.", callback=show_help, **GROUP)
 
 BENCHMARKS = {
     "all": "Measure the parts one after another; --quick takes at most five minutes.",

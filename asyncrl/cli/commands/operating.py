@@ -38,15 +38,12 @@ def _is_count(word: str) -> bool:
 def drain(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="[RUN] rollout.N", help="The run, and the replica that shall leave."),
+        typer.Argument(metavar="[RUN] rollout.N", help="The run, and the replica to drain."),
     ],
     run: RunOption = None,
     runs_dir: RunsDir = "runs",
 ) -> None:
-    """Let a replica hand back its work and leave.
-
-    Another one takes its place.
-    """
+    """Drain a replica: return its work to the ledger and replace it."""
     named, replica = split_run(words, _is_replica, "[RUN] rollout.N, for example rollout.0")
     index = int(replica.partition(".")[2])
     begun = find_live(runs_dir, named, run).drain(index)
@@ -61,22 +58,22 @@ def _is_replica(word: str) -> bool:
 
 @app.command()
 def pause(run: Run = None, run_option: RunOption = None, runs_dir: RunsDir = "runs") -> None:
-    """Hold a run after the step in progress.
+    """Pause a run after the step in progress.
 
     No new leases are granted. Answers that are being generated are finished and kept. Services stay up,
     with their memory.
     """
     unreached = find_live(runs_dir, run, run_option).pause().get("unreached") or []
-    exits.say("the run pauses after the step in progress; 'asyncrl unpause' lets it go on")
+    exits.say("the run pauses after the step in progress; 'asyncrl unpause' continues it")
     if unreached:
         exits.say(f"{', '.join(unreached)} cannot be reached and pauses as soon as it is up")
 
 
 @app.command()
 def unpause(run: Run = None, run_option: RunOption = None, runs_dir: RunsDir = "runs") -> None:
-    """Let a paused run go on."""
+    """Continue a paused run."""
     find_live(runs_dir, run, run_option).unpause()
-    exits.say("the run goes on")
+    exits.say("the run continues")
 
 
 @app.command()
