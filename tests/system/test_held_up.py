@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from asyncrl.cli.reports.weights import inspect_weights
-from asyncrl.control.page.pipeline import Settings
-from asyncrl.control.page.trends import FlowMeter
 from asyncrl.control.page.view import view_of
 from asyncrl.control.record.events import load_events
 from asyncrl.control.record.rundir import RunDir
@@ -29,7 +27,7 @@ def held_up_by(run: UpRun, cause: str, deadline_s: float = 400.0) -> dict[str, A
 
     status = run.wait_for(finds, deadline_s)
     found: dict[str, Any] = next(one for one in status["obstacles"] if one["cause"] == cause)
-    page = view_of(status, Settings(max_lag=4, groups_per_step=16, ready_batches=1), FlowMeter(), time.time())
+    page = view_of(status)
     assert found["reason"].rstrip(".") in [one["text"].rstrip(".") for one in page["obstacles"]]
     (event, *_) = [one for one in obstacles_of(run) if one["cause"] == cause]
     assert event["service"] == found["service"] and event["time"] - found["since"] < 1.0
@@ -50,7 +48,7 @@ def check_ended(run: UpRun, sentence: str) -> str:
     return output
 
 
-def test_a_run_whose_engines_refuse_every_version_ends_with_the_engines_reason_at_each_start(
+def test_a_run_whose_engines_refuse_every_version_ends_with_the_engines_reason(
     up: Callable[..., UpRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "engine.load")  # each load, at its first tensor, in vLLM's own worker
