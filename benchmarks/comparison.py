@@ -36,7 +36,7 @@ MIN_STEPS = 3
 STEP_TIME, FIRST_OF_LIFE = "timing_s/step", "training/is_first_of_life"
 OF_ROWS, OF_RUN, OF_VERL = "a file of rows", "metrics.jsonl of a run", "a log of verl"
 NOT_FIGURES = re.compile(
-    r"time|training/(global_step|epoch|is_first_of_life)|checkpoint/skipped|record/lost_steps"
+    r"time|training/(global_step|epoch|is_first_of_life)|checkpoint/skipped|record/lost_steps|gateway/.+"
     r"|guard/(?!lr_scale$|is_kl_off$).+|(buffer/dropped|metrics/sink_dropped|rollout/reward_errors)/.+"
     r"|weights/(version|published|bytes_sent|rounds|rounds_failed|failed/.+|culprits|deferred|skipped"
     r"|missed_swaps|failed_loads)"

@@ -53,7 +53,7 @@ def reduce_over_ranks(backend: Reducer, metrics: Mapping[str, float], weight: fl
             weighs in means over `<over>`; a `moment/` becomes the variance or correlation it is for.
         weight: Tokens of the share that count in the loss, for all other means.
 
-    Metrics without a value (the mean of no trained token) are left out.
+    They keep their order. Metrics without a value (the mean of no trained token) are left out.
     """
     weights = {name.partition("/")[2]: value for name, value in metrics.items() if name.startswith("weight/")}
     by_over: dict[str, dict[str, float]] = defaultdict(dict)
@@ -68,7 +68,8 @@ def reduce_over_ranks(backend: Reducer, metrics: Mapping[str, float], weight: fl
         metric = names.find(name)
         if metric is not None and metric.reduction == "sum":
             reduced[name] *= backend.dp_size
-    return _finish(reduced, totals)
+    found = _finish(reduced, totals)
+    return {name: found[name] for name in dict.fromkeys([*metrics, *found]) if name in found}
 
 
 def _combine(name: str, values: Sequence[float]) -> float:

@@ -87,7 +87,7 @@ def test_up_of_a_live_run_in_the_background_says_how_to_watch_it(
     folder: RunDir, head: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert up(["a.yaml"], [], is_detached=True) == exits.OK
-    assert "asyncrl status -w --run again" in capsys.readouterr().err
+    assert "asyncrl status -w again" in capsys.readouterr().err
     assert head.poll() is None
 
 

@@ -8,7 +8,6 @@ stands in one of them; `test_every_key_acts` holds besides that each is read at 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -193,9 +192,10 @@ def rates(config: Config, folder: Path) -> Any:
 def guard(config: Config, folder: Path) -> Any:
     found, noise = Guard(config.guard, "float32"), [1.0, 1.05, 0.95]
     for step in range(30):
-        found.judge(step, {"actor/grad_norm": noise[step % 3], "actor/entropy": 1.0})
-    spike = found.judge(30, {"actor/grad_norm": 8.0, "actor/entropy": 0.3, "actor/ppo_kl": math.nan})
-    return spike, found.limits()
+        usual = {"actor/grad_norm": noise[step % 3], "actor/entropy": 1.0, "actor/ppo_kl": 0.01}
+        found.judge(step, usual)
+    spike = {"actor/grad_norm": 30.0, "actor/entropy": 0.3, "actor/ppo_kl": 0.5}
+    return [found.judge(30 + step, spike) for step in range(5)], found.limits()
 
 
 def training(config: Config, folder: Path) -> Any:

@@ -48,6 +48,7 @@ def check_ended(run: UpRun, sentence: str) -> str:
     return output
 
 
+@pytest.mark.long
 def test_a_run_whose_engines_refuse_every_version_ends_with_the_engines_reason(
     up: Callable[..., UpRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,7 +175,7 @@ def test_a_service_that_was_taken_over_ends_with_an_error(place: Place) -> None:
     thread.start()
     with pytest.raises(FencedError, match="another buffer has taken over"):
         service.run(threading.Event())
-    assert service.status()["state"] == "failed"
+    assert service.status()["state"] == "FAILED"
     thread.join(15.0)
     successor.journal.close()
 

@@ -415,7 +415,7 @@ def test_build_makes_a_service_that_reports_itself(tmp_path: Path) -> None:
     stop.set()
     thread.join(WAIT_S)
     client.close()
-    assert service.status()["state"] == "stopped"
+    assert service.status()["state"] == "ENDED"
 
 
 def test_the_room_promised_for_a_group_fits_the_largest_one() -> None:

@@ -148,7 +148,7 @@ def test_a_step_that_needs_no_squares_computes_none(tmp_path):
     backend._schedule.forward = forward
     run_step(backend, open_objective(**PLAIN))
     run_step(backend, open_objective(advantage=OPTIMAL[0], **PLAIN))
-    assert asked == [False, True]
+    assert asked == [False, False, True, False], "before each step and, for the check of it, after"
     backend.close()
 
 

@@ -344,7 +344,7 @@ def test_a_step_that_is_not_recorded_is_named(folder: Path):
 
 def test_without_a_checkpoint_before_it_a_step_cannot_be_trained_again(folder: Path):
     shutil.rmtree(folder / "checkpoints")
-    with pytest.raises(DataError, match="nothing to begin with at or before step 5"):
+    with pytest.raises(DataError, match="no checkpoint at or before step 5"):
         replayed(folder, 5, 1)
 
 

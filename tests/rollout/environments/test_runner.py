@@ -20,7 +20,7 @@ from rollout_service.environments.transcript import Transcript, turn_seed
 from rollout_service.rewards.registry import build_parts
 from rollout_service.rewards.score import RewardsFailed, Score
 from rollout_service.rewards.shaping import Overlong
-from rollout_service.rewards.total import MIN_ANSWERS, ErrorRate, TotalReward
+from rollout_service.rewards.total import FIRST_ANSWERS, ErrorRate, TotalReward
 from rollout_service.tasks.tool_product.vocabulary import encode
 from tests.rollout.environments.parts import (
     CALCULATOR,
@@ -238,16 +238,16 @@ def test_a_run_whose_environment_fails_too_often_ends_loudly():
     broken = Episodes(lambda prompt, seed: Broken(prompt, seed, "step"))
 
     async def run() -> None:
-        engine = ScriptedPhrases(TOKENIZER, [("1", [1])] * MIN_ANSWERS)
+        engine = ScriptedPhrases(TOKENIZER, [("1", [1])] * FIRST_ANSWERS)
         runner = MultiTurn(engine, TOKENIZER, broken, reward, has_chats=False)  # type: ignore[arg-type]
-        for _ in range(MIN_ANSWERS - 1):
+        for _ in range(FIRST_ANSWERS - 1):
             with pytest.raises(EnvironmentFailed):
                 await runner.run(make_prompt(), Sampling(1.0, 8, 1), "1.0.0")
         with pytest.raises(RewardsFailed, match="'step' raised KeyError"):
             await runner.run(make_prompt(), Sampling(1.0, 8, 1), "1.0.0")
 
     asyncio.run(run())
-    assert rate.kinds == {"raised": MIN_ANSWERS}
+    assert rate.kinds == {"raised": FIRST_ANSWERS}
 
 
 def test_length_costs_what_all_turns_and_observations_have_together():

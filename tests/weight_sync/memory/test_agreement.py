@@ -18,9 +18,11 @@ def test_rounding_is_no_disagreement_at_the_first_comparison_nor_later(tolerance
 
 
 def test_in_float32_one_token_that_changed_otherwise_is_enough():
-    now = [1e-6, -2e-6, 1.2e-4, 1e-6]
-    assert "token 2 changed by 0.00012 nats more" in find_disagreement(FLOAT32, now, ROUNDING)
-    assert find_disagreement(FLOAT32, now, [1e-6, -2e-6, 1e-4, 1e-6]) == "", "it did so from the start"
+    first, now = ROUNDING * 4, [1e-6, -2e-6, 1.2e-4, 1e-6, *ROUNDING * 3]
+    assert "token 2 changed by 0.00012 nats more" in find_disagreement(FLOAT32, now, first)
+    assert find_disagreement(FLOAT32, now, [1e-6, -2e-6, 1e-4, 1e-6, *ROUNDING * 3]) == "", (
+        "it did so from the start"
+    )
     assert find_disagreement(FLOAT32, now, None) == "", "there is nothing to compare with yet"
 
 
