@@ -1,6 +1,30 @@
-"""For all tests: a run that was started in the background of a shell takes Ctrl-C as any other does."""
+"""Fixtures and settings of all tests.
+
+A run that was started in the background of a shell takes Ctrl-C as any other does.
+"""
+
+from __future__ import annotations
 
 import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, and passed on to every child
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of four megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)

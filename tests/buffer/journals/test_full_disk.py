@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -116,20 +114,6 @@ def test_an_error_that_is_not_about_room_is_not_waited_for(store: ExperienceStor
     push(store)
     with pytest.raises(sqlite3.OperationalError, match="no such table"):
         store.settle(0.0)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of two megabytes."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("this user may not mount a file system")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_service_on_a_full_disk_says_so_at_once_and_goes_on_when_there_is_room(small_disk: Path) -> None:
