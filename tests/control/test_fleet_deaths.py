@@ -191,6 +191,16 @@ def test_replicas_that_never_came_up_end_the_run_without_a_back_off() -> None:
     assert isinstance(world.taken[-1], GiveUp)
 
 
+def test_the_state_that_a_release_without_retirement_saved_is_read() -> None:
+    world = make_world()
+    saved = dump(world.machine)
+    older = [
+        {key: unit[key] for key in unit if key not in ("num_spent", "is_retired")} for unit in saved["units"]
+    ]
+    assert older != saved["units"]
+    assert dump(restore(world.machine.rules, {**saved, "units": older}, world.now)) == saved
+
+
 def test_a_new_supervisor_knows_who_is_retired_and_for_how_long() -> None:
     world = make_world()
     spend(world)

@@ -1,6 +1,7 @@
 """What a supervisor that takes over must know of the fleet, as plain values (pure).
 
-Times are saved as ages: the clock of the next process may be another.
+Times are saved as ages: the clock of the next process may be another. What later releases of a format added has
+a default, so that the state of a run that an older release began is read.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def _restore_unit(found: dict[str, Any], rules: FleetRules) -> Unit:
     return Unit(
         key=found["key"],
         members={one["name"]: Member(**one) for one in found["members"]},
-        budget=Budget(rules.max_restarts, times, was_up=found["was_up"], num_spent=found["num_spent"]),
-        is_retired=found["is_retired"],
+        budget=Budget(rules.max_restarts, times, was_up=found["was_up"], num_spent=found.get("num_spent", 0)),
+        is_retired=found.get("is_retired", False),
         due=found["due_in_s"],
         is_standby=found["is_standby"],
         leaving_since=None if leaving_s is None else -leaving_s,
