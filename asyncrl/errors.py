@@ -93,6 +93,10 @@ class ServiceFailed(AsyncrlError, RuntimeError):
     """A service of the run ended with an error."""
 
 
+class WouldRepeat(ServiceFailed):
+    """A service of the run ended with an error that the next start would meet again."""
+
+
 BY_NAME: dict[str, type[AsyncrlError]] = {
     cls.__name__: cls
     for cls in (
@@ -110,5 +114,6 @@ BY_NAME: dict[str, type[AsyncrlError]] = {
         SegmentGone,
         EngineError,
         ServiceFailed,
+        WouldRepeat,
     )
 }

@@ -10,13 +10,11 @@ from asyncrl.control.diagnosis import obstacles
 from asyncrl.control.diagnosis.watch import ObstacleWatch
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.upkeep.reading import FINAL_ERRORS
-from asyncrl.errors import ServiceFailed
+from asyncrl.errors import ServiceFailed, WouldRepeat
 from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
 
 log = logging.getLogger(__name__)
 
-NO_VERSION, NEVER_WORKED = "can take no version", "it has never worked"
-"""Words of failures that the next start would meet again."""
 TOLD_BY_OTHERS = (Cause.SERVICE_DOWN, Cause.STALL)
 """Obstacles with events of their own: `exit`, `restart`, `ready` and `stall`."""
 
@@ -51,7 +49,7 @@ class Lookout:
             write_error: Why the run's folder cannot be written, empty if it can.
 
         Raises:
-            ServiceFailed: Nobody can go on.
+            WouldRepeat: Nobody can go on.
         """
         own = [Obstacle("", Cause.DISK_FULL, write_error).as_values()] if write_error else []
         found = obstacles.gather(statuses | {"supervisor.0": {OBSTACLES: own}}, stall)
@@ -62,14 +60,14 @@ class Lookout:
             log.warning("%s: %s", service, news.text)
             self._events.add("obstacle", service, news.text, cause=news.obstacle.cause, is_over=news.is_over)
         if (end := obstacles.verdict(found, statuses)) is not None:
-            raise ServiceFailed(f"{end.service} {NO_VERSION}, nor can another replica: {end.sentence}")
+            raise WouldRepeat(f"{end.service} can take no version, nor can another replica: {end.sentence}")
 
 
-def would_repeat(status: dict[str, Any], failure: str) -> bool:
+def would_repeat(status: dict[str, Any], failure: ServiceFailed) -> bool:
     """Tell whether the next start would meet the same `failure`; training that went astray may not.
 
     Args:
         status: Of the service that failed, as it was last heard.
     """
     kinds = set(status.get("error_kinds", ())) & FINAL_ERRORS
-    return bool(kinds - {"UnstableTraining"}) or NEVER_WORKED in failure or NO_VERSION in failure
+    return bool(kinds - {"UnstableTraining"}) or isinstance(failure, WouldRepeat)

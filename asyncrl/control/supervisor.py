@@ -42,7 +42,7 @@ from asyncrl.control.record.syncing import weights_answer
 from asyncrl.control.roster import Roster
 from asyncrl.control.row_fetcher import RowFetcher
 from asyncrl.control.upkeep.keeper import Upkeep
-from asyncrl.errors import AsyncrlError, ConfigError, ServiceFailed
+from asyncrl.errors import AsyncrlError, ConfigError, ServiceFailed, WouldRepeat
 from asyncrl.faults import fault_point
 from asyncrl.metrics.row_log import read_rows
 from asyncrl.states import SERVICE_ENDS, RunState, ServiceState
@@ -121,7 +121,7 @@ class Supervisor:
         except ServiceFailed as failure:
             service = failure.message.split(" ")[0]
             outcome.update(state=RunState.FAILED, error=str(failure), service=service)
-            outcome["would_repeat"] = would_repeat(self._statuses.get(service, {}), str(failure))
+            outcome["would_repeat"] = would_repeat(self._statuses.get(service, {}), failure)
             outcome["tail"] = self._run_dir.tail(service)
             log.error("the run failed: %s", failure)
             self._save_what_can_be()
@@ -272,7 +272,7 @@ class Supervisor:
     def _observe(self) -> None:
         self._statuses = self._upkeep.pulse()
         if (end := self._upkeep.given_up) is not None:
-            raise ServiceFailed(end.reason)
+            raise (WouldRepeat if end.would_repeat else ServiceFailed)(end.reason)
         error = self._recorder.write_error or self._upkeep.write_error
         unwritten = f"{self._run_dir.path} cannot be written: {error}" if error else ""
         self._lookout.look(self._statuses, self._stall if self._watchdog.is_stalled else "", unwritten)

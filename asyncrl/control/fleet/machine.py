@@ -58,6 +58,7 @@ from asyncrl.control.fleet.units import (
 MAX_STEP_S = 10.0
 MAX_ALIKE = 3
 """Failures of the learner with one error and no step further: its next life would take the same batch."""
+NEVER_WORKED = "; it did so before, and it has never worked"
 MAX_SPENT = 2
 """Times in a row that the restarts of every replica are spent, without work in between: the run ends."""
 
@@ -264,7 +265,8 @@ class FleetMachine:
             self._forgo(unit, event.name, f"{event.name} {event.reason}{why}")
             return
         if why is not None:
-            self._give_up(event.name, f"{event.name} {event.reason}{why}")
+            reason = f"{event.name} {event.reason}{why}"
+            self._give_up(event.name, reason, would_repeat=why == NEVER_WORKED)
             return
         delay_s = unit.budget.ask(self.lived)
         if delay_s is None and self._is_hopeless(unit):
@@ -286,7 +288,7 @@ class FleetMachine:
             return f"; {self.rules.never_again[unit.key]}"
         is_same = event.cause is Cause.ERROR and unit.last_reason == event.reason
         if is_same and not unit.has_been_up:
-            return "; it did so before, and it has never worked"
+            return NEVER_WORKED
         if unit.key == LEARNER and self._count_alike(unit, is_same=is_same) >= MAX_ALIKE:
             return f"; it did so {MAX_ALIKE} times and came no further than step {unit.step}"
         return None
@@ -351,8 +353,8 @@ class FleetMachine:
         work = "finished no answer" if unit.is_replica else "no step was trained"
         return f"; it was restarted {most} times already, and {work} in between"
 
-    def _give_up(self, name: str, reason: str) -> None:
-        self.given_up = GiveUp(name, reason)
+    def _give_up(self, name: str, reason: str, *, would_repeat: bool = False) -> None:
+        self.given_up = GiveUp(name, reason, would_repeat)
         self._effects.append(self.given_up)
 
     def _tick(self) -> None:

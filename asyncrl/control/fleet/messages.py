@@ -143,10 +143,11 @@ class Retire:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """End the run: `service` cannot be kept up, for `reason`."""
+    """End the run: `service` cannot be kept up, for `reason`; `would_repeat`: nor could the next start."""
 
     service: str
     reason: str
+    would_repeat: bool = False
 
 
 Effect = Start | Kill | End | Drain | Promote | Forgo | Retire | GiveUp
