@@ -56,8 +56,7 @@ class Obstacle:
     @property
     def sentence(self) -> str:
         """The obstacle as people read it."""
-        times = f" ({self.count} times in a row)" if self.count > 1 else ""
-        return f"{self.reason}{times}"
+        return sentence_of(self.reason, self.count)
 
     def as_values(self) -> dict[str, Any]:
         """Return plain values for a status or a snapshot."""
@@ -108,6 +107,11 @@ class FailureStreak:
         """Return what the status tells under `OBSTACLES`."""
         last = self._last
         return [] if last is None else [last.as_values()]
+
+
+def sentence_of(reason: str, count: int) -> str:
+    """Return the sentence of an obstacle that was met `count` times in a row."""
+    return f"{reason} ({count} times in a row)" if count > 1 else reason
 
 
 def parse_obstacles(service: str, status: Mapping[str, Any]) -> list[Obstacle]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.obstacle import sentence_of
+
 Snapshot = Mapping[str, Any]
 
 TOLD_KINDS = ("obstacle", "exit", "stall", "guard")
@@ -33,16 +35,11 @@ class Bulletin:
         newest = max((float(event.get("time") or 0.0) for event in events), default=0.0)
         if self._told_until is None:
             self._told_until = newest
-            return [_line(one["service"], obstacle_text(one)) for one in snapshot.get("obstacles") or []]
+            held_up = snapshot.get("obstacles") or []
+            return [_line(one["service"], sentence_of(one["reason"], one["count"])) for one in held_up]
         new = [event for event in events if float(event.get("time") or 0.0) > (self._told_until or 0.0)]
         self._told_until = max(self._told_until, newest)
         return [_line(str(event.get("service")), str(event.get("text"))) for event in new]
-
-
-def obstacle_text(values: Mapping[str, Any]) -> str:
-    """Return the sentence of one obstacle of a snapshot."""
-    times = f" ({values['count']} times in a row)" if (values.get("count") or 1) > 1 else ""
-    return f"{values.get('reason')}{times}"
 
 
 def _line(service: str, text: str) -> str:
