@@ -23,6 +23,7 @@ class Cause(StrEnum):
     JOURNAL_AWAY = "journal_away"
     DISK_FULL = "disk_full"
     WEIGHTS_REFUSED = "weights_refused"
+    WEIGHTS_UNDELIVERED = "weights_undelivered"
     REWARDS_FAIL = "rewards_fail"
     GROUPS_FAIL = "groups_fail"
     NO_AGENT = "no_agent"
@@ -115,7 +116,10 @@ def sentence_of(reason: str, count: int) -> str:
 
 
 def parse_obstacles(service: str, status: Mapping[str, Any]) -> list[Obstacle]:
-    """Return the obstacles that a service's status reports; what has not their form is left out."""
+    """Return the obstacles that a service's status reports, its own and those that it saw another one meet.
+
+    What has not their form is left out.
+    """
     reported = status.get(OBSTACLES)
     found = [_parse(service, one) for one in reported] if isinstance(reported, list) else []
     return [one for one in found if one is not None]
@@ -124,6 +128,7 @@ def parse_obstacles(service: str, status: Mapping[str, Any]) -> list[Obstacle]:
 def _parse(service: str, values: Any) -> Obstacle | None:
     try:
         cause, reason, count = Cause(values["cause"]), str(values["reason"]), int(values["count"])
+        met_by = str(values.get("service") or service)
     except (TypeError, KeyError, ValueError):
         return None
-    return Obstacle(service, cause, reason[:MAX_REASON_CHARACTERS], count)
+    return Obstacle(met_by, cause, reason[:MAX_REASON_CHARACTERS], count)

@@ -1,6 +1,6 @@
 """Fixtures and settings of all tests.
 
-A run that was started in the background of a shell takes Ctrl-C as any other does.
+A run that was started in the background of a shell takes Ctrl-C and SIGHUP as any other does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, and passed on to every child
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -19,13 +19,14 @@ from asyncrl.clock import Clock
 from asyncrl.errors import FencedError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
+from asyncrl.obstacle import OBSTACLES
 from asyncrl.rpc import Request, Server
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED, PolicyVersion
 from asyncrl.wire import field
 from weight_sync.coordination.journal import Journal
 from weight_sync.coordination.mail import KnownVersion, Mailbox, ReportLog, fill, forget_versions
-from weight_sync.coordination.picture import picture_members, picture_rounds
+from weight_sync.coordination.picture import picture_members, picture_obstacles, picture_rounds
 from weight_sync.memory.manifest import Manifest
 from weight_sync.protocol.members import Card, PublisherSeat
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
@@ -358,6 +359,7 @@ class CoordinatorService:
             "num_bytes": known.num_bytes if known else 0,
             "round": coordination.round.phase.value if coordination.round else None,
             "rounds": picture_rounds(coordination, now),
+            OBSTACLES: picture_obstacles(coordination),
             "last_round_s": coordination.last_round_s,
             "longest_round_s": self._longest_round_s,
             "culprit": coordination.culprit,

@@ -38,6 +38,13 @@ class Lookout:
         return next(known, None)
 
     @property
+    def failing_groups(self) -> tuple[str, str] | None:
+        """Whose groups or rewards fail, and why; None if nobody says so."""
+        told = (one for one in self.present if one.cause in (Cause.REWARDS_FAIL, Cause.GROUPS_FAIL))
+        found = next(told, None)
+        return (found.service, found.sentence) if found else None
+
+    @property
     def is_held_up(self) -> bool:
         return any(one.blocks for one in self.present)
 

@@ -308,8 +308,8 @@ class Supervisor:
         buffer = self._statuses.get("buffer.0", {})
         limit = FAILED_BATCHES_LIMIT * self._roster.config.learner.groups_per_step
         if not buffer.get("trained") and buffer.get("dropped", {}).get("poison", 0) >= limit:
-            name = next((name for name in self._statuses if name.startswith("rollout.")), "rollout.0")
-            raise ServiceFailed(f"{name} gave up the first {limit} prompts; see its log")
+            name, why = self._lookout.failing_groups or ("rollout.0", "see its log")
+            raise ServiceFailed(f"{name} gave up the first {limit} prompts: {why}")
 
     def _watch_for_stalls(self) -> None:
         is_meant_to_train = self._state == RunState.RUNNING and not self._operations.is_paused

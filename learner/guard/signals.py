@@ -2,7 +2,8 @@
 
 Owns the detectors. Must never act. A value beyond its limit is a finding; it is severe if it is also
 `z_score` robust deviations (median and MAD of the last steps) from the usual, or `FAR` times beyond, or of a
-kind that has no harmless cause. Invariant: until `warmup_steps` values are known only the fixed limits count.
+kind that has no harmless cause. Of such a kind, one value that is `ALONE` times beyond needs no median.
+Invariant: until `warmup_steps` values are known only the fixed limits count.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from asyncrl.config.tree import GuardSection, LimitSection
 from weight_sync.memory.agreement import TOLERANCES, Tolerance
 
 FAR = 10.0
+ALONE = 5.0
+"""Times its limit from which one value is a finding where a median is judged, of kinds that are `CERTAIN`."""
 WINDOW_STEPS = 50
 MAD_TO_DEVIATION = 1.4826
 """Standard deviation over MAD of a normal distribution."""
@@ -245,19 +248,23 @@ def severe_limit(signal: Signal, past: Past, z_score: float) -> float | None:
     return min(limit, max(far, past.usual - z_score * past.deviation))
 
 
-def _far_beyond(signal: Signal, base: float) -> float:
-    """Return what is `FAR` times beyond `base`, on the side that is watched; infinite where `base` is 0."""
+def _far_beyond(signal: Signal, base: float, times: float = FAR) -> float:
+    """Return what is `times` beyond `base`, on the side that is watched; infinite where `base` is 0."""
     if base == 0:
         return math.inf if signal.is_upper else -math.inf
     if signal.is_upper:
-        return base + (FAR - 1) * abs(base)
-    return base / FAR if base > 0 else base * FAR
+        return base + (times - 1) * abs(base)
+    return base / times if base > 0 else base * times
 
 
 def judge_value(signal: Signal, value: float, past: Past, z_score: float) -> Finding | None:
     """Return what is to be said about the newest value, if anything."""
     limit, level = limit_of(signal, past), past.level(value)
-    if limit is None or level is None or not _is_beyond(signal, level, limit):
+    if limit is None:
+        return None
+    if signal.kind in CERTAIN and _is_beyond(signal, value, _far_beyond(signal, limit, ALONE)):
+        level = value
+    if level is None or not _is_beyond(signal, level, limit):
         return None
     z = past.z(level)
     if signal.is_spike and z is not None and abs(z) < UNUSUAL:

@@ -39,7 +39,7 @@ class ErrorRate:
     """Counts answers that could not be scored, by kind, and says when there were too many.
 
     Args:
-        max_error_rate: Of the last `WINDOW_ANSWERS`; 1 never ends a run.
+        max_error_rate: Of the last `WINDOW_ANSWERS`; 1 ends a run only if all of them failed.
     """
 
     def __init__(self, max_error_rate: float) -> None:
@@ -66,12 +66,13 @@ class ErrorRate:
             self._reasons.append(error.message)
         num_failed, num_answers = sum(self._failed), len(self._failed)
         at_least = MIN_ANSWERS if self._has_scored else FIRST_ANSWERS
-        if num_answers < at_least or num_failed <= self._max_error_rate * num_answers:
+        is_allowed = num_answers < at_least or num_failed <= self._max_error_rate * num_answers
+        if is_allowed and num_failed < WINDOW_ANSWERS:
             return
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
         self.verdict = RewardsFailed(
-            f"{num_failed} of the last {num_answers} answers could not be scored, over reward.max_error_rate "
-            f"({self._max_error_rate:g}). Since the start: {kinds}. The last reasons: "
+            f"{num_failed} of the last {num_answers} answers could not be scored (reward.max_error_rate is "
+            f"{self._max_error_rate:g}). Since the start: {kinds}. The last reasons: "
             + "; ".join(self._reasons),
             hint="Mend the reward, or raise reward.max_error_rate",
             kind=error.kind,

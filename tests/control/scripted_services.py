@@ -240,6 +240,14 @@ class RefusingReplica(Scripted):
         return {"state": "SYNCING", "version": 0, OBSTACLES: [refused.as_values()]}
 
 
+class GivingUpReplica(Scripted):
+    """Its groups fail."""
+
+    def status(self) -> dict[str, Any]:
+        failing = Obstacle("", Cause.GROUPS_FAIL, "the tool 'search' is not there", 96)
+        return {"state": "READY", OBSTACLES: [failing.as_values()]}
+
+
 class AwayBuffer(ScriptedBuffer):
     """Its journal is away until the file `journal-back` is there."""
 

@@ -44,6 +44,16 @@ def test_a_full_disk_is_an_event_on_it_and_an_obstacle_until_there_is_room(small
     assert not list(small_disk.glob("*.reserve"))
 
 
+def test_an_event_on_a_full_disk_takes_the_room_that_was_reserved_for_it(small_disk: Path) -> None:
+    path = small_disk / "events.jsonl"
+    events, unreserved = EventLog(path, reserve_bytes=16384), EventLog(small_disk / "others.jsonl")
+    fill(small_disk / "ballast")
+    unreserved.add("stall", "buffer.0", "no room for this one")
+    events.add("obstacle", "buffer.0", "the disk is full")
+    assert [one["text"] for one in load_events(path)] == ["the disk is full"]
+    assert (events.num_lost, unreserved.num_lost) == (0, 1)
+
+
 def test_events_that_could_not_be_written_are_written_with_the_next_one(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     events = EventLog(path)

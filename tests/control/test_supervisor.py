@@ -289,12 +289,14 @@ def test_a_run_whose_first_groups_all_fail_ends_with_a_reason(tmp_path: Path) ->
         **REPLACE,
         "buffer": "scripted_services:PoisonedBuffer",
         "learner": "scripted_services:WaitingLearner",
+        "rollout": "scripted_services:GivingUpReplica",
     }
     supervisor, _ = make_supervisor(tmp_path, replace=replace)
     supervisor.run(threading.Event())
     outcome = read_json(RunDir(tmp_path).outcome)
     assert outcome is not None and outcome["state"] == "failed"
-    assert "gave up the first 32 prompts" in outcome["error"] and outcome["service"] == "rollout.0"
+    assert "gave up the first 32 prompts: the tool 'search' is not there (96 times" in outcome["error"]
+    assert outcome["service"] == "rollout.0"
 
 
 @pytest.mark.parametrize("replicas", [-1, 65, 1.5, True, "two", None])

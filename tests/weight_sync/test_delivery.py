@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from asyncrl.control.shared_memory import NUM_AT_PUBLISHER, NUM_AT_RECEIVER
 from asyncrl.errors import FencedError
+from asyncrl.obstacle import Cause, Obstacle, parse_obstacles
 from asyncrl.rpc import Client
 from asyncrl.versions import PolicyVersion
 from tests.weight_sync.cluster import (
@@ -104,6 +106,23 @@ def test_a_replica_follows_through_its_link_and_the_probe_arrives(cluster):
         link.close()
 
     asyncio.run(load_once())
+
+
+def test_a_receiver_that_has_no_room_is_an_obstacle_in_the_words_of_its_host_until_it_has(cluster):
+    (receiver,) = start(cluster, "receiver.0")
+    resource.prlimit(receiver.pid, resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))  # as a full disk
+    publish(cluster.handoff(), 1)
+    wait_until(lambda: bool(obstacles(cluster)), "the receiver to be told of")
+    (found,) = obstacles(cluster)
+    assert (found.service, found.cause) == ("receiver.0", Cause.WEIGHTS_UNDELIVERED)
+    assert "no room for" in found.reason and "File too large" in found.reason
+    resource.prlimit(receiver.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert load(receiver, 0).number == 1
+    wait_until(lambda: not obstacles(cluster), "it to be over")
+
+
+def obstacles(cluster: Cluster) -> list[Obstacle]:
+    return parse_obstacles("weight_sync.0", cluster.coordinator.status())
 
 
 def test_the_newest_version_wins_and_older_unsent_ones_are_skipped(cluster):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncrl.obstacle import Cause, Obstacle
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Round
@@ -27,6 +28,17 @@ def _picture_member(member: Member) -> dict[str, Any]:
         "last_swap_s": member.last_swap_s,
         "error": member.last_error,
     }
+
+
+def picture_obstacles(coordination: Coordination) -> list[dict[str, Any]]:
+    """Return the members that the last transfers to them have not reached, and what each said of it."""
+    unreached = [one for one in coordination.members.values() if one.is_listening and one.num_failures]
+    return [_picture_unreached(member).as_values() for member in unreached]
+
+
+def _picture_unreached(member: Member) -> Obstacle:
+    reason = f"a version did not reach it: {member.last_error}"
+    return Obstacle(member.name, Cause.WEIGHTS_UNDELIVERED, reason, member.num_failures)
 
 
 def picture_rounds(coordination: Coordination, now: float) -> list[dict[str, Any]]:

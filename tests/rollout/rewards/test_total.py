@@ -129,8 +129,8 @@ def test_above_the_rate_the_run_is_ended_with_the_kinds_and_the_last_reasons():
     assert [type(one) for one in told[-6:-2]] == [RewardError] * 4
     for last in told[-2:]:  # the one that was too many, and every one after it
         assert isinstance(last, RewardsFailed)
-        assert last.message.startswith(f"5 of the last {MIN_ANSWERS} answers could not be scored, over ")
-        assert "reward.max_error_rate (0.2). Since the start: 5 raised." in last.message
+        assert last.message.startswith(f"5 of the last {MIN_ANSWERS} answers could not be scored (")
+        assert "reward.max_error_rate is 0.2). Since the start: 5 raised." in last.message
         assert "the reward 'mine' raised KeyError: 'bad' (row 7)" in last.message
         assert "reward.max_error_rate" in last.hint
 
@@ -151,8 +151,11 @@ def test_only_the_last_answers_count():
     assert rate.verdict is not None
 
 
-def test_a_rate_of_one_never_ends_a_run():
-    assert not any(isinstance(one, RewardsFailed) for one in ask(total_of(score_or_refuse), *["bad"] * 100))
+def test_a_rate_of_one_ends_a_run_only_when_no_answer_of_a_whole_window_could_be_scored():
+    outage = ["good", *["bad"] * (WINDOW_ANSWERS - 1)]
+    assert not any(isinstance(one, RewardsFailed) for one in ask(total_of(score_or_refuse), *outage * 2))
+    told = ask(total_of(score_or_refuse), *outage, "bad")
+    assert [isinstance(one, RewardsFailed) for one in told] == [False] * WINDOW_ANSWERS + [True]
 
 
 def test_a_replica_whose_reward_fails_too_often_ends_with_the_reasons(tmp_path: Path):
