@@ -1,8 +1,8 @@
 """What the guard watches, and when a value is beyond its limit or far from the run's usual ones (pure).
 
 Owns the detectors. Must never act. A value beyond its limit is a finding; it is severe if it is also
-`z_score` robust deviations (median and MAD of the last steps) from the usual, or `FAR` times beyond, or of a
-kind that has no harmless cause. Of such a kind, one value that is `ALONE` times beyond needs no median.
+`z_score` robust deviations (median and MAD of the last steps) from the usual, or `FAR` times beyond, or lasts,
+or is of a kind that has no harmless cause: of these, one value that is `FAR` beyond needs no median.
 Invariant: until `warmup_steps` values are known only the fixed limits count.
 """
 
@@ -18,8 +18,10 @@ from asyncrl.config.tree import GuardSection, LimitSection
 from weight_sync.memory.agreement import TOLERANCES, Tolerance
 
 FAR = 10.0
-ALONE = 5.0
-"""Times its limit from which one value is a finding where a median is judged, of kinds that are `CERTAIN`."""
+ABSOLUTE = ("kl_spike", "clip_fraction", "value_clip_fraction", "low_ess")
+"""Kinds whose limit means the same in every run: no run has a scale of its own."""
+LASTING_STEPS = 5
+"""What is `ABSOLUTE` and beyond its limit in most of so many steps is severe."""
 WINDOW_STEPS = 50
 MAD_TO_DEVIATION = 1.4826
 """Standard deviation over MAD of a normal distribution."""
@@ -150,7 +152,7 @@ class Past:
         return cls(warmup_steps, SMALLEST_RISE if signal.is_upper else SMALLEST_FALL, signal.over_steps)
 
     def add(self, step: int, value: float, *, is_usual: bool = True) -> None:
-        self._last = [*self._last, (step, value)][-max(self._over_steps, self._warmup_steps) :]
+        self._last = [*self._last, (step, value)][-max(self._over_steps, self._warmup_steps, LASTING_STEPS) :]
         if not is_usual:
             return
         if len(self._first) < self._warmup_steps:
@@ -203,11 +205,16 @@ class Past:
         return (value - self.usual) / self.deviation if self.is_warm else None
 
     def level(self, value: float) -> float | None:
-        """Return the median of the newest values with `value` among them; None while there are too few."""
-        before = [found for _, found in self._last][len(self._last) - self._over_steps + 1 :]
-        if len(before) < self._over_steps - 1:
-            return None
-        return median([*before, value])
+        """Return what is compared with the limit, `value` being the newest; None while there are too few."""
+        return self._median(value, self._over_steps)
+
+    def lasting(self, value: float) -> float | None:
+        """Return the median of `LASTING_STEPS`, `value` being the newest; None while there are too few."""
+        return self._median(value, LASTING_STEPS)
+
+    def _median(self, value: float, number: int) -> float | None:
+        values = [*(found for _, found in self._last), value]
+        return median(values[-number:]) if len(values) >= number else None
 
 
 def read_value(signal: Signal, metrics: Mapping[str, float]) -> float | None:
@@ -248,13 +255,13 @@ def severe_limit(signal: Signal, past: Past, z_score: float) -> float | None:
     return min(limit, max(far, past.usual - z_score * past.deviation))
 
 
-def _far_beyond(signal: Signal, base: float, times: float = FAR) -> float:
-    """Return what is `times` beyond `base`, on the side that is watched; infinite where `base` is 0."""
+def _far_beyond(signal: Signal, base: float) -> float:
+    """Return what is `FAR` times beyond `base`, on the side that is watched; infinite where `base` is 0."""
     if base == 0:
         return math.inf if signal.is_upper else -math.inf
     if signal.is_upper:
-        return base + (times - 1) * abs(base)
-    return base / times if base > 0 else base * times
+        return base + (FAR - 1) * abs(base)
+    return base / FAR if base > 0 else base * FAR
 
 
 def judge_value(signal: Signal, value: float, past: Past, z_score: float) -> Finding | None:
@@ -262,7 +269,7 @@ def judge_value(signal: Signal, value: float, past: Past, z_score: float) -> Fin
     limit, level = limit_of(signal, past), past.level(value)
     if limit is None:
         return None
-    if signal.kind in CERTAIN and _is_beyond(signal, value, _far_beyond(signal, limit, ALONE)):
+    if signal.kind in CERTAIN and _is_beyond(signal, value, _far_beyond(signal, limit)):
         level = value
     if level is None or not _is_beyond(signal, level, limit):
         return None
@@ -270,7 +277,10 @@ def judge_value(signal: Signal, value: float, past: Past, z_score: float) -> Fin
     if signal.is_spike and z is not None and abs(z) < UNUSUAL:
         return None
     bound = severe_limit(signal, past, z_score)
-    is_severe = bound is not None and (_is_beyond(signal, level, bound) or signal.over_steps > 1)
+    lasting = past.lasting(value)
+    is_lasting = signal.kind in ABSOLUTE and lasting is not None and _is_beyond(signal, lasting, limit)
+    lasts = signal.over_steps > 1 or is_lasting
+    is_severe = bound is not None and (_is_beyond(signal, level, bound) or lasts)
     return Finding(signal.kind, signal.metric, level, limit, z, is_severe)
 
 

@@ -106,17 +106,25 @@ def test_what_is_judged_by_a_median_is_found_once_most_of_the_last_steps_are_bey
     assert last.findings == (), "it is over"
 
 
-@pytest.mark.parametrize(("metric", "value"), [("actor/step_kl", 1.2), ("actor/grad_norm", 500.0)])
+@pytest.mark.parametrize(("metric", "value"), [("actor/step_kl", 2.4), ("actor/grad_norm", 500.0)])
 def test_one_step_alone_is_no_finding_of_what_is_judged_by_a_median(metric, value):
     guard = calm_guard(limits={})
     assert guard.judge(NUM_CALM, calm_metrics(NUM_CALM) | {metric: value}).action is Action.NONE
     assert guard.judge(NUM_CALM + 1, calm_metrics(NUM_CALM + 1)).action is Action.NONE
 
 
-def test_one_step_that_moves_the_policy_five_times_too_far_needs_no_median_even_the_first():
+def test_one_step_that_moves_the_policy_ten_times_too_far_needs_no_median_even_the_first():
     guard = make_guard(action="stop")
-    (finding,) = guard.judge(0, calm_metrics(0) | {"actor/step_kl": 1.3}).findings
-    assert (finding.kind, finding.value, finding.is_severe) == ("large_steps", 1.3, True)
+    (finding,) = guard.judge(0, calm_metrics(0) | {"actor/step_kl": 2.6}).findings
+    assert (finding.kind, finding.value, finding.is_severe) == ("large_steps", 2.6, True)
+
+
+def test_what_is_beyond_its_limit_from_the_first_step_on_is_severe_at_the_fifth():
+    guard = make_guard(action="stop")
+    kls = [0.34, 0.27, 0.42, 0.47, 0.48]
+    verdicts = [guard.judge(step, calm_metrics(step) | {"actor/ppo_kl": kl}) for step, kl in enumerate(kls)]
+    assert [len(verdict.findings) for verdict in verdicts] == [1, 0, 1, 1, 1]
+    assert [verdict.action for verdict in verdicts][2:] == [Action.WARN, Action.WARN, Action.STOP]
 
 
 def test_a_loss_of_the_other_sign_is_found_at_the_ninth_step():
