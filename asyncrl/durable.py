@@ -1,7 +1,8 @@
-"""Forcing to the disk what was written."""
+"""Files that are written whole or not at all, and forced to the disk where that is asked for."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -45,3 +46,32 @@ def replace_text(path: Path, text: str, mode: int = 0o644, is_synced: bool = Fal
         temporary.unlink(missing_ok=True)
     if is_synced:
         sync_path(path.parent)
+
+
+def append_lines(path: Path, text: str) -> int:
+    """Add whole lines to a file that may not exist yet, in one write; return its size in bytes afterwards.
+
+    Several processes may do so at once. A last line that a dead writer tore is ended first: it takes no other
+    with it.
+
+    Raises:
+        OSError: The disk is full or fails. What it took of the lines is taken back, unless another process
+            has written meanwhile.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        data = memoryview((b"\n" if is_torn else b"") + text.encode())
+        done = 0
+        try:
+            while done < len(data):  # a disk with room for a part takes that without a word
+                done += os.write(descriptor, data[done:])
+        except OSError:
+            if os.fstat(descriptor).st_size == size + done:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, size)
+            raise
+        return size + done
+    finally:
+        os.close(descriptor)

@@ -8,10 +8,11 @@ its row here, or in the run's record.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from asyncrl.durable import append_lines
 
 NAME = "learner_rows.jsonl"
 
@@ -22,15 +23,11 @@ def append_row(run_dir: Path, row: Mapping[str, Any]) -> None:
     Raises:
         OSError: The disk is full, or the folder is gone.
     """
-    descriptor = os.open(run_dir / NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, json.dumps(row).encode() + b"\n")
-    finally:
-        os.close(descriptor)
+    append_lines(run_dir / NAME, json.dumps(row) + "\n")
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rows as they were written, none if there is no log; what a full disk tore is left out."""
+    """Return the rows as they were written, none if there is no log; a torn line is left out."""
     try:
         lines = (run_dir / NAME).read_bytes().splitlines()
     except FileNotFoundError:

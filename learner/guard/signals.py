@@ -1,7 +1,7 @@
 """What the guard watches, and when a value is beyond its limit or far from the run's usual ones (pure).
 
 Owns the detectors. Must never act. A value beyond its limit is a finding; it is severe if it is also
-`z_score` robust deviations (median and MAD of the last steps) from the usual, or `FAR` times beyond, or lasts,
+`z_score` robust deviations (median and MAD of the last steps) from the usual, `FAR` times beyond, or lasting,
 or is of a kind that has no harmless cause: of these, one value that is `FAR` beyond needs no median.
 Invariant: until `warmup_steps` values are known only the fixed limits count.
 """

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from scripted_services import REPLACE
 from test_supervisor import make_supervisor, start, wait_for
 
 from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.record.events import EventLog, load_events
-from asyncrl.control.record.recorder import load_rows, training_rows
+from asyncrl.control.record.recorder import Recorder, load_rows, training_rows
 from asyncrl.control.record.rundir import RunDir, read_json
-
-
-def fill(ballast: Path) -> None:
-    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        file.writelines(bytes(4096) for _ in range(1 << 20))
+from tests.small_disk import fill
 
 
 def test_a_full_disk_is_an_event_on_it_and_an_obstacle_until_there_is_room(small_disk: Path) -> None:
@@ -42,6 +37,21 @@ def test_a_full_disk_is_an_event_on_it_and_an_obstacle_until_there_is_room(small
     rows = training_rows(load_rows(RunDir(small_disk).metrics))
     assert [row["training/global_step"] for row in rows] == list(range(1, 9))
     assert not list(small_disk.glob("*.reserve"))
+
+
+def test_rows_that_a_full_disk_did_not_take_are_written_whole_once_there_is_room(small_disk: Path) -> None:
+    path = small_disk / "metrics.jsonl"
+    recorder, (first, *others) = Recorder(path), range(1, 5)
+    recorder.record({"training/global_step": first, "a": "x" * 100})
+    fill(small_disk / "ballast")
+    for step in others:
+        recorder.record({"training/global_step": step, "a": "x" * 3000})
+    assert "No space left" in recorder.write_error
+    assert [row["training/global_step"] for row in load_rows(path)] == [1, 2], "what fits is there, and whole"
+    (small_disk / "ballast").unlink()
+    recorder.close()
+    assert recorder.write_error == ""
+    assert [row["training/global_step"] for row in load_rows(path)] == [1, 2, 3, 4]
 
 
 def test_an_event_on_a_full_disk_takes_the_room_that_was_reserved_for_it(small_disk: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.durable import replace_text
+from asyncrl.durable import append_lines, replace_text
+from tests.small_disk import fill
 
 
 @pytest.fixture
@@ -79,3 +80,22 @@ def test_two_threads_write_the_same_file_at_once(tmp_path: Path, monkeypatch: py
     met.set()
     slow.join(10.0)
     assert path.read_text() == "slow" and os.listdir(tmp_path) == ["a.json"]
+
+
+def test_of_lines_that_a_full_disk_takes_a_part_of_nothing_is_kept(small_disk: Path) -> None:
+    path = small_disk / "rows.jsonl"
+    assert append_lines(path, "first\n") == 6
+    fill(small_disk / "ballast")  # the page that the file has is still to be filled
+    with pytest.raises(OSError, match="No space left"):
+        append_lines(path, "x" * 8192 + "\n")
+    assert path.read_text() == "first\n"
+    (small_disk / "ballast").unlink()
+    append_lines(path, "second\n")
+    assert path.read_text() == "first\nsecond\n"
+
+
+def test_a_line_that_a_dead_writer_tore_takes_no_other_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("first\nsec")
+    append_lines(path, "third\n")
+    assert path.read_text().splitlines() == ["first", "sec", "third"]

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from asyncrl.durable import append_lines
 from weight_sync.protocol.records import BlameRecord, LoadFailureRecord, Record, RoundRecord
 
 log = logging.getLogger(__name__)
@@ -114,9 +115,7 @@ class Journal:
         if self._path is None or newest_token(self._path.parent) > self._token:
             return
         try:
-            with self._path.open("a") as file:
-                file.write(json.dumps({"time": time.time(), **line}) + "\n")
-                num_bytes = file.tell()
+            num_bytes = append_lines(self._path, json.dumps({"time": time.time(), **line}) + "\n")
             if num_bytes > self._max_bytes:
                 self._shorten()
         except OSError as error:  # a full disk must not end weight sync

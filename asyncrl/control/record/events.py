@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from asyncrl.durable import append_lines
 
 log = logging.getLogger(__name__)
 
@@ -81,13 +82,13 @@ class EventLog:
         """Append what is not written yet; a full disk gets the reserve first."""
         text = "".join(self._unwritten)
         try:
-            _append(self._path, text)
+            append_lines(self._path, text)
         except OSError:
             if self._reserve is None:
                 raise
             self._reserve.unlink(missing_ok=True)
             self._reserve = None
-            _append(self._path, text)
+            append_lines(self._path, text)
         self._unwritten = []
 
     def close(self) -> None:
@@ -125,14 +126,3 @@ def _allocate(path: Path, num_bytes: int) -> None:
         path.write_bytes(bytes(num_bytes))
     except OSError as error:
         log.warning("no room could be reserved for events: %s", error)
-
-
-def _append(path: Path, line: str) -> None:
-    """Add a line in one write. A line that a dead writer tore is ended first: it takes no other with it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        size = os.fstat(descriptor).st_size
-        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, (b"\n" if is_torn else b"") + line.encode())
-    finally:
-        os.close(descriptor)

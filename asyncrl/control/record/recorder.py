@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.control.record.sinks.outbox import Outbox
+from asyncrl.durable import append_lines
 from asyncrl.errors import DataError
 from asyncrl.metrics import unknown_names
 
@@ -37,7 +38,9 @@ class Recorder:
 
     def __init__(self, path: Path, sinks: Sequence[Outbox] = ()) -> None:
         _cut_torn_line(path)
-        self._file = path.open("a", buffering=1)
+        path.touch()
+        self._path = path
+        self._unwritten = ""
         self._sinks = sinks
         self._warned: set[str] = set()
         self.write_error = ""
@@ -49,16 +52,20 @@ class Recorder:
         """
         for sink in self._sinks:
             row = row | sink.metrics()
-        try:
-            self._file.write(json.dumps({"time": time.time(), **row}) + "\n")
-            self.write_error = ""
-        except OSError as error:  # a full disk: the line stays in the file's buffer, before the next one
-            self.write_error = f"{error}"
-            log.error("the row of a step could not be written: %s", error)
+        self._unwritten += json.dumps({"time": time.time(), **row}) + "\n"
+        self._write()
         self._warn_unknown(row)
         for sink in self._sinks:
             sink.put(row, int(row["training/global_step"]))
         return row
+
+    def _write(self) -> None:
+        try:
+            append_lines(self._path, self._unwritten)
+            self._unwritten = self.write_error = ""
+        except OSError as error:  # a full disk
+            self.write_error = f"{error}"
+            log.error("%d rows could not be written yet: %s", self._unwritten.count("\n"), error)
 
     def _warn_unknown(self, row: Row) -> None:
         for name, similar in unknown_names(row.keys() - self._warned).items():
@@ -69,11 +76,8 @@ class Recorder:
             )
 
     def close(self) -> None:
-        """Close the file, and the sinks within `CLOSE_S` seconds whatever they do."""
-        try:
-            self._file.close()
-        except OSError as error:
-            log.error("the last rows of metrics could not be written: %s", error)
+        """Write what is left, and close the sinks within `CLOSE_S` seconds whatever they do."""
+        self._write()
         for sink in self._sinks:
             sink.begin_close()
         end = time.monotonic() + CLOSE_S
