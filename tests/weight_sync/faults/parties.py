@@ -84,12 +84,20 @@ class EngineStandIn:
         link = ReceiverLink(self._role.receiver_address)
         while not stop.is_set():
             try:
+                await self._pin_if_told(link)
                 staged = await link.next_staged(self.serving, POLL_S)
                 if staged is not None:
                     await self._swap(link, staged)
             except AsyncrlError:
                 await asyncio.sleep(POLL_S / 4)  # the receiver is away
         link.close()
+
+    async def _pin_if_told(self, link: ReceiverLink) -> None:
+        """Pin or unpin, as a replica does around an evaluation, once where the environment says so."""
+        for point, call in (("engine.pins", link.pin), ("engine.unpins", link.unpin)):
+            if is_wanted(point):
+                del os.environ[VARIABLE]
+                await call()
 
     async def _swap(self, link: ReceiverLink, staged: Staged) -> None:
         number = staged.version.number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.weight_sync.cluster import WAIT_S, Fault, wait_until
+from tests.weight_sync.cluster import Fault, wait_until
 from tests.weight_sync.faults.outcomes import bound_s, check_transfers, finish
 from tests.weight_sync.faults.stage import SLACK_S, Stage, running_stage
 
@@ -105,14 +105,18 @@ def test_a_replica_pinned_in_the_middle_of_a_transfer_stays_at_its_version(tmp_p
         stage.serve(1)
         stage.publish(2)
         wait_for_transfer(stage, "receiver.0")
-        receiver = stage.service("receiver.0").client
-        receiver.call("pin", deadline_s=WAIT_S)
+        stage.party("engine.0").arm("engine.pins")
+        wait_until(lambda: is_pinned(stage), "the replica to be pinned")
         stage.wait_served(2, [1], 2 * bound_s(stage))
         stage.publish(3)
         stage.wait_served(3, [1], bound_s(stage))
         assert stage.served(0) == 1
-        receiver.call("unpin", deadline_s=WAIT_S)
+        stage.party("engine.0").arm("engine.unpins")
         stage.wait_served(3, [0], bound_s(stage))
         assert not stage.blamed()
         check_transfers(stage)
         finish(stage)
+
+
+def is_pinned(stage: Stage) -> bool:
+    return bool(stage.status("coordinator")["members"]["receiver.0"]["pinned"])
