@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.faults import VARIABLE
 from tests.system.up_run import QUICKSTART, UpRun, asyncrl_command
 
 
@@ -50,11 +51,17 @@ def no_run_outlives_its_test() -> Iterator[None]:
 def up(runs_dir: Path) -> Callable[..., UpRun]:
     """Return a function that starts `asyncrl up` with the quickstart configuration, changed."""
 
-    def start(name: str, *changes: str, config: Path = QUICKSTART, cwd: Path | None = None) -> UpRun:
+    def start(
+        name: str, *changes: str, config: Path = QUICKSTART, cwd: Path | None = None, interrupt: str = ""
+    ) -> UpRun:
         values = [f"run.name={name}", f"run.dir={runs_dir}", *changes]
         sets = [part for value in values for part in ("--set", value)]
+        command = asyncrl_command("up", str(config), *sets)
+        if interrupt:  # Ctrl-C for `up` itself when somebody passes that point
+            fault = f'exec env {VARIABLE}="interrupt:{interrupt}:$$" "$@"'
+            command = ["sh", "-c", fault, "sh", *command]
         process = subprocess.Popen(
-            asyncrl_command("up", str(config), *sets),
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -85,6 +85,31 @@ def test_ctrl_c_while_the_run_starts_leaves_nothing(up: Callable[..., UpRun]) ->
     assert leftovers(run.folder) == []
 
 
+START = (
+    *("up.head", "head.ray", "head.supervisor", "supervisor.begun", "rollout.engine"),
+    *("learner.publishing@0", "learner.reserved@0", "learner.updated@2"),
+)
+"""From the first process of a start to its third step."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", START)
+def test_ctrl_c_at_any_moment_of_a_start_ends_it_within_ten_seconds(
+    up: Callable[..., UpRun], point: str
+) -> None:
+    run = up(f"nipped-{point.partition('@')[0]}", *SHORT, interrupt=point)
+    assert run.process.stdout is not None
+    told = [(time.monotonic(), line) for line in run.process.stdout]
+    code, ended_at = run.process.wait(30), time.monotonic()
+    output = "".join(line for _, line in told)
+    assert code == 130, output
+    interrupted_at = next(at for at, line in told if line.startswith("stopping the run; Ctrl-C again"))
+    print(f"{point}: {ended_at - interrupted_at:.1f} s, {told[-1][1].rstrip()}")
+    assert "Traceback" not in output and "stopped in" in output
+    assert ended_at - interrupted_at < 10.0, output
+    assert leftovers(run.folder) == []
+
+
 def wait_until_exists(path: Path) -> None:
     end = time.monotonic() + 120
     while not path.exists():
