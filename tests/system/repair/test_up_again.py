@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -116,3 +117,28 @@ def test_after_the_death_of_the_machine_up_again_goes_on(up: Callable[..., UpRun
     go_on_and_end(up, run)
     sockets, segments = Path(live["sockets"]), Path("/dev/shm").glob(f"asyncrl-{live['run_id']}-*")
     assert not sockets.exists() and not list(segments), "what the first life left is still there"
+
+
+def test_a_moved_run_with_a_torn_checkpoint_goes_on_from_the_one_before_and_says_so(
+    up: Callable[..., UpRun], tmp_path: Path
+) -> None:
+    settings = ("rollout.replicas=1", "eval.every_steps=0", "checkpoint.every_steps=4")
+    run = up("movable", *settings, "learner.steps=8")
+    code, output = run.finish()
+    assert code == 0, output
+    moved = UpRun(tmp_path / "elsewhere" / "renamed", run.process)
+    shutil.move(run.folder, moved.folder)
+    newest = moved.folder / "checkpoints" / "step-00000008"
+    largest = max(newest.iterdir(), key=lambda file: file.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    again = up("renamed", *settings, "learner.steps=12", f"run.dir={moved.runs_dir}")
+    again.folder = moved.folder
+    code, output = again.finish()
+    assert code == 0, output
+    assert "step 8 is torn: " in output and "; going on from step 4" in output
+    assert "resumed at step 4, residue 0" in output
+    events = [json.loads(line) for line in (moved.folder / "events.jsonl").read_text().splitlines()]
+    assert any(one["kind"] == "checkpoint" and "step 8 is torn" in one["text"] for one in events)
+    assert again.rows()[-1]["training/global_step"] == 12
+    assert leftovers(moved.folder) == []
+    check_account(again)
