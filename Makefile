@@ -36,7 +36,7 @@ demo: $(STAMP)
 	@echo "  $(BIN)/asyncrl inspect rollouts quickstart --worst    answers token by token: log-probs, versions"
 	@echo "  $(BIN)/asyncrl export runs/quickstart --step best     the best checkpoint as Hugging Face weights"
 	@echo "  $(BIN)/asyncrl status                           in another terminal, while a run lives: its page and state"
-	@echo "  docs/data.md, docs/rewards.md                   your own prompts and reward; 'make help' for the rest"
+	@echo "  docs/your-own                                   your own data, reward, model, agent and project"
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -m "not long" --durations=15 $(ARGS)

@@ -83,18 +83,19 @@ class PanelView:
         self._lines: list[str] = []
         self._width = 0
         self._painted_at: float | None = None
-        self._last: Snapshot | None = None
+        self._last: Snapshot = {}
 
     def show(self, snapshot: Snapshot) -> None:
-        self._last = snapshot
+        has_figures = "services" in snapshot  # the head alone knows state and phase: the last figures stay
+        self._last = snapshot if has_figures else {**self._last, **snapshot}
         now = self._clock.now()
         if self._painted_at is None or now - self._painted_at >= PAINT_S:
             self._painted_at = now
-            self._paint(snapshot)
+            self._paint(self._last)
 
     def close(self) -> None:
         """Leave the newest snapshot behind."""
-        if self._last is not None:
+        if self._last:
             self._paint(self._last)
 
     def _paint(self, snapshot: Snapshot) -> None:

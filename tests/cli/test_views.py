@@ -143,3 +143,17 @@ def test_painting_in_place_shows_what_a_whole_drawing_would(
 
 def test_a_stream_that_is_no_terminal_gets_lines() -> None:
     assert isinstance(view_on(io.StringIO()), LineView) and isinstance(view_on(Terminal()), PanelView)
+
+
+def test_a_panel_keeps_the_last_figures_while_only_the_head_answers(
+    panel: tuple[PanelView, Terminal, ManualClock],
+) -> None:
+    view, stream, clock = panel
+    view.show(make_snapshot(step=150))
+    before = screen_of(stream.getvalue())
+    clock.advance(PAINT_S)
+    view.show({"run": "quickstart", "state": "stopping", "phase": "ending Ray"})
+    after = screen_of(stream.getvalue())
+    assert "stopping" in after[0] and any("ending Ray" in line for line in after)
+    lag = next(line for line in before if "lag" in line)
+    assert any("step 150/600" in line for line in after) and lag in after
