@@ -129,7 +129,7 @@ from asyncrl.control.launch import run
 address, folder = sys.argv[1:]
 sections = {"model": {"path": folder}, "data": {"train": folder}, "reward": {"fn": "gsm8k"}}
 config = Config(**sections, run={"name": "swept", "dir": folder}, launcher={"ray": address})
-run.plan.check = lambda config: type("Need", (), {"shared_memory": None})
+run.plan.check = lambda config: type("Plan", (), {"shared_memory": None, "notes": ()})
 run.prepare.prepare = lambda config, say: config
 run.start(config, before=lambda: sys.exit("it would have started"))
 """
