@@ -1,4 +1,4 @@
-"""Names of what the learner's step measures: data, actor, critic, staleness."""
+"""Metrics of the learner's step: data, actor, critic, staleness."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ _DATA = [
         "critic/rewards", "reward", "sum of a trajectory's rewards after the KL penalty", "answered rows"
     ),
     *spread("response_length", "tokens", "response length; observation tokens count", "rows"),
-    *spread("response_length_non_aborted", "tokens", "length of responses with a token", "answered rows"),
+    *spread(
+        "response_length_non_aborted", "tokens", "length of a response that has a token", "answered rows"
+    ),
     *spread("prompt_length", "tokens", "prompt length; a prompt counts once per trajectory", "rows"),
     *spread(
         "num_turns",
         "turns",
-        "number of turns: the prompt, and each run of sampled or observed tokens",
+        "number of turns: the prompt, and each segment of sampled or observed tokens",
         "rows",
     ),
     *means(
@@ -33,7 +35,7 @@ _DATA = [
         (
             "response_length_non_aborted/clip_ratio",
             "share",
-            "As `response_length/clip_ratio`, answered rows only",
+            "Same as `response_length/clip_ratio`, over answered rows only",
         ),
     ),
 ]
@@ -47,7 +49,7 @@ _TARGETS = [
     *spread(
         "critic/returns",
         "reward",
-        "return of a trained token; the advantage where the estimator has no other",
+        "return of a trained token; the advantage if the estimator computes no returns",
         "trained tokens",
     ),
     *spread(
@@ -67,35 +69,39 @@ _ACTOR = [
     *means(
         "updates",
         ("actor/loss", "1", "Policy loss plus entropy and KL terms"),
-        ("actor/pg_loss", "1", "Policy loss, aggregated as `algorithm.aggregation` says"),
+        ("actor/pg_loss", "1", "Policy loss under `algorithm.aggregation`"),
         ("actor/pg_clipfrac", "share", "Trained tokens at which the upper clip of the ratio is active"),
         ("actor/pg_clipfrac_lower", "share", "Trained tokens at which the dual clip is active"),
         ("actor/ppo_kl", "nats", "Mean of prox minus current log-prob (k1 estimate)"),
-        ("actor/entropy_loss", "nats", "Entropy as it enters the loss (with an entropy coefficient)"),
-        ("actor/kl_loss", "nats", "KL to the reference policy as it enters the loss"),
-        ("actor/kl_coef", "1", "Coefficient of that KL"),
-        ("actor/unsampled_share", "share", "Trained tokens that no version sampled: 0, or masks are wrong"),
+        ("actor/entropy_loss", "nats", "Aggregated entropy of the loss (with an entropy coefficient)"),
+        ("actor/kl_loss", "nats", "Aggregated KL to the reference policy (with `kl.where: loss`)"),
+        ("actor/kl_coef", "1", "Coefficient of the KL to the reference policy"),
+        (
+            "actor/unsampled_share",
+            "share",
+            "Trained tokens that no version sampled; a value above 0 means a wrong mask",
+        ),
         ("actor/grad_norm", "1", "Norm of the gradient before clipping"),
         ("actor/lr", "1", "Learning rate of the update"),
-        ("actor/skipped_updates", "share", "Updates left out: not finite, or refused by the guard"),
+        ("actor/skipped_updates", "share", "Updates not applied: not finite, or refused by the guard"),
     ),
     *means(
         "counted tokens",
-        ("actor/entropy", "nats", "Entropy of the policy per token, under the weights at the step's start"),
-        ("actor/reward_kl_penalty", "nats", "KL to the reference policy that was taken off the reward"),
-        ("actor/reward_kl_penalty_coeff", "1", "Coefficient of that penalty, as used"),
+        ("actor/entropy", "nats", "Entropy per token under the weights at the step's start"),
+        ("actor/reward_kl_penalty", "nats", "KL to the reference policy that was subtracted from the reward"),
+        ("actor/reward_kl_penalty_coeff", "1", "Coefficient of `actor/reward_kl_penalty` in this step"),
     ),
     *means(
         "checked tokens",
         (
             "actor/step_kl",
             "nats",
-            "KL (k3) from the policy before the step to the one after it, on an eighth of the groups",
+            "KL (k3) from the policy before the step to the policy after it, on an eighth of the groups",
         ),
         (
             "actor/step_gain",
             "1",
-            "Sum of advantage times change of log-prob over the step, over the sum of their sizes: 1 to -1",
+            "Sum of advantage x change of log-prob, divided by the sum of absolute values: -1 to 1",
         ),
     ),
     *means(
@@ -103,19 +109,24 @@ _ACTOR = [
         (
             "weights/engine_gap_mean",
             "nats",
-            "Mean distance of the engine's log-prob from the learner's, on rows sampled by these weights",
+            "Mean |engine - learner| log-prob, on rows whose every token has lag 0",
         ),
     ),
-    Metric("weights/engine_gap_max", "nats", "Largest such distance", "max"),
+    Metric(
+        "weights/engine_gap_max",
+        "nats",
+        "Largest |engine - learner| log-prob, on the same rows",
+        "max",
+    ),
     Metric("actor/num_updates", "updates", "Optimizer updates of this step", "mean", "ranks"),
     *means(
         "ranks",
         (
             "stream/parts",
             "parts",
-            "In which the batch came, where it was not whole at once (`learner.stream`)",
+            "Parts of a streamed batch (`learner.stream`)",
         ),
-        ("stream/overlapped_s", "s", "Of the step's stages, on parts before the last: beside generation"),
+        ("stream/overlapped_s", "s", "Stage time on all parts but the last, which overlaps generation"),
     ),
 ]
 
@@ -126,8 +137,8 @@ _CRITIC = means(
     ("critic/vpred_mean", "reward", "Mean predicted value during the update"),
     ("critic/grad_norm", "1", "Norm of the critic's gradient before clipping"),
     ("critic/lr", "1", "Learning rate of the critic"),
-    ("critic/loss", "1", "The critic's whole loss: `critic/vf_loss`"),
-    ("critic/skipped_updates", "share", "Critic updates left out: not finite, or refused by the guard"),
+    ("critic/loss", "1", "Loss of the critic, equal to `critic/vf_loss`"),
+    ("critic/skipped_updates", "share", "Critic updates not applied: not finite, or refused by the guard"),
 )
 
 _ADVANTAGE = [
@@ -136,7 +147,7 @@ _ADVANTAGE = [
         (
             "variance_proxy/proxy1_signal_strength",
             "1",
-            "Squared norm of the mean gradient; all of these with an optimal token baseline",
+            "Squared norm of the mean gradient (all with an optimal token baseline)",
         ),
         ("variance_proxy/proxy2_total_power", "1", "Mean of squared advantage times token weight"),
         ("variance_proxy/proxy3_pure_noise", "1", "Larger of 0 and (proxy2 - proxy1) / (rows - 1)"),
@@ -152,15 +163,15 @@ _STALENESS = [
     *means(
         "counted tokens",
         ("staleness/lag_mean", "steps", "Mean lag of trained tokens"),
-        ("staleness/lag_share/<number>", "share", "Trained tokens with that lag; the last of 32 or more"),
-        ("staleness/masked_share", "share", "Sampled tokens masked because they were over age"),
+        ("staleness/lag_share/<number>", "share", "Trained tokens with that lag; 32 means 32 or more"),
+        ("staleness/masked_share", "share", "Sampled tokens masked for a lag over `max_lag`"),
     ),
-    Metric("staleness/trained_tokens", "tokens", "Tokens within the bound on lag", "sum"),
-    Metric("staleness/masked_tokens", "tokens", "Sampled tokens masked because they were over age", "sum"),
+    Metric("staleness/trained_tokens", "tokens", "Sampled tokens with a lag of at most `max_lag`", "sum"),
+    Metric("staleness/masked_tokens", "tokens", "Sampled tokens masked for a lag over `max_lag`", "sum"),
     *spread(
         "training/off_policy/trajectory_spans",
         "versions",
-        "newest minus oldest version of a trajectory, plus one",
+        "number of versions of a trajectory: newest minus oldest, plus one",
         "answered rows",
     ),
     *spread(

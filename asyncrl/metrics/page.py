@@ -1,4 +1,4 @@
-"""The page `docs/metrics.md`, made from the table."""
+"""Page `docs/metrics.md`, rendered from the table of metrics."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from asyncrl.metrics.registry import METRICS
 HEAD = """# Metrics
 
 Generated: `python -m asyncrl.metrics > docs/metrics.md`. Names and definitions are verl's where verl has the
-metric; [from-verl.md](from-verl.md) lists what differs.
+metric; [from-verl.md](from-verl.md) lists the differences.
 
-Each learner step adds one row to `runs/<name>/metrics.jsonl` and to the TensorBoard events beside it; each
-evaluation adds another. A metric without a value in a step (the mean reward of no answer, say) is left out
-of the row, where verl writes NaN. `<word>` stands for a variable part.
+Each learner step and each evaluation appends one row to `runs/<name>/metrics.jsonl` and to the TensorBoard
+events beside it. A metric without a value in a step (for example the mean reward of no answer) is left out of
+the row, where verl writes NaN. `<word>` is a variable part of a name.
 
-*Reduced*: how a step's value comes out of its microbatches, updates and data-parallel ranks. A mean says
-what it is taken over: *counted tokens* are the sampled ones before any was masked for its age or rejected,
-those *in bound* are within `max_lag`, *trained tokens* entered the loss, a *row* is a trajectory, and an
-*answered row* has a response token. *leader*: one process knows the value.
+*Reduced*: the reduction over microbatches, updates and data-parallel ranks. The set of a mean: *counted
+tokens* are all sampled tokens, before masking by lag and rejection; tokens *in bound* have a lag of at most
+`max_lag`; *trained tokens* entered the loss; a *row* is a trajectory; an *answered row* has a response token.
+*leader*: a single process computes the value.
 
-*Source*: `step` is every learner rank, `leader` rank 0, `supervisor` the watching process, `evaluation` a
-pinned replica, `guard` the stability guard.
+*Source*: `step` is every learner rank, `leader` rank 0, `supervisor` the supervisor, `evaluation` a pinned
+replica, `guard` the stability guard.
 """
 
 
