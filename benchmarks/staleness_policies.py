@@ -96,7 +96,7 @@ def _load_cells(path: Path | None, described: Mapping[str, Any]) -> dict[str, An
 def digest_code() -> str:
     """Return a digest of the code that the figures depend on: the ledger and the simulation."""
     root = Path(asyncrl.__file__).parent
-    files = [root / "versions.py", *root.glob("buffer/ledger/*.py"), *root.glob("sim/*.py")]
+    files = [root / "versions.py", *root.glob("buffer/ledger/*.py"), *root.glob("sim/studies/*.py")]
     parts = b"".join(path.name.encode() + path.read_bytes() for path in sorted(files))
     return hashlib.sha256(parts).hexdigest()[:16]
 

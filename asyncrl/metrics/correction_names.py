@@ -59,7 +59,7 @@ _IMPORTANCE = [
         ),
         (f"{_PREFIX}rollout_is_oob_ratio", "share", "Weights outside the bounds, set to 0 (IcePop)"),
         (f"{_PREFIX}rollout_is_batch_norm_factor", "1", "Mean weight that all weights were divided by"),
-        (f"{_PREFIX}rollout_is_seq_mean", "1", "Mean over rows of the row's mean raw weight"),
+        (f"{_PREFIX}rollout_is_seq_mean", "1", "Mean over rows of the row's mean weight"),
         (f"{_PREFIX}rollout_is_seq_std", "1", "Standard deviation over rows of the row's mean weight"),
         (
             f"{_PREFIX}rollout_is_seq_fraction_high",

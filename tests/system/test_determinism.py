@@ -34,6 +34,8 @@ def finish(run: UpRun, task: Path) -> dict[str, torch.Tensor]:
     assert code == 0, output
     weights = load_file(run.folder / "weights" / "model.safetensors")
     assert_all_differ([load_file(task / "model.safetensors"), weights], in_every_tensor=True)
+    counts = run.summary()["guard"]
+    assert counts and not any(counts.values()), counts
     rows = run.rows()
     assert len(rows) == NUM_STEPS
     for row in rows:

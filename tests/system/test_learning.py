@@ -54,6 +54,11 @@ def test_no_token_over_the_bound_is_trained_and_the_run_is_asynchronous(run: UpR
     assert summary["masked_share"] < 0.05
 
 
+def test_the_guard_finds_nothing_in_a_healthy_run(run: UpRun) -> None:
+    counts = run.summary()["guard"]
+    assert counts and not any(counts.values()), counts
+
+
 def test_the_ledger_has_no_residue_and_names_what_it_dropped(run: UpRun) -> None:
     summary = run.summary()
     assert summary["ledger_residue"] == 0

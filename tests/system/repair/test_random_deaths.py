@@ -1,8 +1,8 @@
 """Random `kill -9` of a run's processes, far more often than `launcher.max_restarts` in ten minutes.
 
-Whole runs of `asyncrl up` with vLLM, two replicas and the default patience. Every 8 to 25 s one process dies:
-a service is chosen first, then one of its processes, children included. Each victim is printed, with the
-seed: `pytest -m long -s tests/system/repair/test_random_deaths.py`.
+Whole runs of `asyncrl up` with vLLM, two replicas and the default `launcher.max_restarts`. Every 8 to 25 s
+one process dies: a service is chosen first, then one of its processes, children included. Each victim is
+printed, with the seed: `pytest -m long -s tests/system/repair/test_random_deaths.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.system.repair.test_kills import is_at_work
 from tests.system.repair.test_poisson_kills import steps_of
 from tests.system.up_run import UpRun, leftovers
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(5400)]
 
 BETWEEN_S = (8.0, 25.0)
 SUPERVISOR, SHM = "supervisor.0", Path("/dev/shm")
