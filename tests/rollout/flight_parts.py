@@ -162,7 +162,8 @@ class Flight:
         num_tokens = 0
         for answer in [*self.finished, *self.aborted]:
             for span in answer.completion.spans:
-                assert self.distance(answer, span, span.version) < TOLERANCE
+                distance = self.distance(answer, span, span.version)
+                assert distance < TOLERANCE, f"{distance:.3g} nats, {span} of {answer}"
                 num_tokens += span.end - span.start
                 if span.version and span.end - span.start >= TELLING_TOKENS:
                     assert self.distance(answer, span, span.version - 1) > 100 * TOLERANCE
