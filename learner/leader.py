@@ -20,7 +20,7 @@ from typing import Any
 from asyncrl.buffer.client import LearnerClient, Reservation
 from asyncrl.clock import Clock
 from asyncrl.config.tree import Config
-from asyncrl.errors import CheckpointError, DeadlineExceeded
+from asyncrl.errors import CheckpointError, ConfigError, DeadlineExceeded, LedgerError
 from asyncrl.faults import fault_point
 from learner.batching.probe import is_probe_due
 from learner.checkpoint import CheckpointStore, Commit
@@ -152,18 +152,33 @@ class Leader:
         refused: list[str] = []
         commit = self._store.newest_valid(self._commits, refused.append)
         step = commit.step if commit else 0
-        self.torn = [f"{why}; going on from step {step}" for why in refused]
-        for sentence in self.torn:
-            log.warning("%s", sentence)
         kept = self._store.cut(step).controllers.get("guard", {}) if commit else {}
         self._watch.restore(kept, opened.note)
         if opened.steps_trained or commit:
-            # Steps before a rollback are trained again with what it changed: no replay.
-            self._client.resume(step, is_fork=step < self._watch.rolled_back_to)
+            self._resume(step, refused)
             log.info("resumed at step %d; %d steps had been trained", step, opened.steps_trained)
+        self.torn = [f"{why}; going on from step {step}" for why in refused]
+        for sentence in self.torn:
+            log.warning("%s", sentence)
         yield from self._stand_at(commit)
         # Without a checkpoint there would be nothing to go back to.
         yield from self._checkpoint_if(self._watch.may_roll_back and commit is None)
+
+    def _resume(self, step: int, refused: Sequence[str]) -> None:
+        """Have the ledger go back to `step`. Steps before a rollback are trained again with what it changed.
+
+        Raises:
+            ConfigError: It cannot go back to the beginning, and no checkpoint is whole.
+        """
+        try:
+            self._client.resume(step, is_fork=step < self._watch.rolled_back_to)
+        except LedgerError as error:
+            if not refused:
+                raise
+            raise ConfigError(
+                f"no checkpoint that the journal knows can be loaded: {'; '.join(refused)}",
+                hint="The groups before them are gone: put one back, or choose another run.name",
+            ) from error
 
     def _stand_at(self, commit: Commit | None) -> Iterator[Order]:
         """Take up the weights of `commit`, which the ledger has gone back to."""

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from asyncrl.durable import sync_path
-from learner.checkpoint.pieces import Piece
+from learner.checkpoint.pieces import Piece, record_file
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")
 """What a piece holds, each in float32: the parameter as the optimizer keeps it, and AdamW's two moments."""
@@ -113,8 +113,3 @@ def piece_key(index: int, kind: str) -> str:
 def tensor_file(folder: Path, rank: int) -> Path:
     """Return where `rank` keeps its tensors."""
     return folder / f"rank-{rank:05d}.safetensors"
-
-
-def record_file(folder: Path, rank: int) -> Path:
-    """Return where `rank` says what its tensors are."""
-    return folder / f"rank-{rank:05d}.json"

@@ -21,6 +21,7 @@ import asyncrl
 from asyncrl.durable import sync_path
 from asyncrl.errors import CheckpointError
 from asyncrl.faults import fault_point
+from learner.checkpoint.pieces import record_file
 
 FORMAT = 3
 """Of the folder, manifest and state files. 2 did not say which asyncrl wrote it."""
@@ -200,6 +201,18 @@ class CheckpointStore:
         """Return what the checkpoint of `step` holds besides the ranks' state."""
         body = _read_body(self.folder(step))
         return Cut(body["version"], body["controllers"])
+
+    def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Return name and full shape of the parameters that the first rank wrote into the one of `step`.
+
+        Raises:
+            CheckpointError: Its record is missing or damaged.
+        """
+        path = record_file(self.folder(step), 0)
+        try:
+            return {row["name"]: tuple(row["shape"]) for row in json.loads(path.read_text())["pieces"]}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints on disk, ascending, committed or not."""

@@ -107,7 +107,7 @@ class FileJournal:
         Raises:
             CheckpointError: A row's checksum does not fit, or the database is malformed.
         """
-        turn, values = self._newest_snapshot()
+        turn, values = _newest_snapshot(self._database, self.counters)
         events = [event for row in self.turns(turn) for event in row.events]
         self._num_new_events = len(events)
         return Recovery(values, events)
@@ -128,15 +128,6 @@ class FileJournal:
             CheckpointError: As `recover`.
         """
         return _read_turns(self._database, after)
-
-    def _newest_snapshot(self) -> tuple[int, dict[str, Any] | None]:
-        query = "SELECT turn, digest, data FROM snapshots ORDER BY turn DESC"
-        for turn, digest, data in self._database.execute(query).fetchall():
-            try:
-                return turn, unpack_snapshot(data, digest)
-            except CheckpointError:  # an older one, or all the events, tell the same
-                self.counters["damaged_snapshots"] += 1
-        return 0, None
 
     def append(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
         if self._full_reason:  # in order: what came first is written first
@@ -358,13 +349,30 @@ def read_turns(folder: Path) -> list[Turn]:
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
+    with _reading(folder) as database:
+        return list(_read_turns(database, 0))
+
+
+def read_newest(folder: Path) -> tuple[dict[str, Any] | None, list[Turn]]:
+    """Return the newest whole snapshot and the turns after it, as `read_turns` does all of them.
+
+    Raises:
+        CheckpointError: As `read_turns`.
+    """
+    with _reading(folder) as database:
+        turn, values = _newest_snapshot(database, Counter())
+        return values, list(_read_turns(database, turn))
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[sqlite3.Connection]:
     path = folder / EVENTS
     if not path.is_file():
         raise CheckpointError(f"there is no journal {path}", hint="Did the run ever start?")
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             _refuse_newer(database, path)
-            return list(_read_turns(database, 0))
+            yield database
     except sqlite3.Error as error:
         raise CheckpointError(f"the journal {path} cannot be read: {error}") from error
 
@@ -377,6 +385,19 @@ def _read_turns(database: sqlite3.Connection, after: int) -> Iterator[Turn]:
             yield Turn(number, time_s, unpack_turn(number, data, digest))
     except sqlite3.DatabaseError as error:
         raise CheckpointError(f"the journal cannot be read: {error}", hint="Restore its folder") from error
+
+
+def _newest_snapshot(
+    database: sqlite3.Connection, counters: Counter[str]
+) -> tuple[int, dict[str, Any] | None]:
+    """Return the newest whole snapshot and the turn that it was made after; 0 and None if there is none."""
+    query = "SELECT turn, digest, data FROM snapshots ORDER BY turn DESC"
+    for turn, digest, data in database.execute(query).fetchall():
+        try:
+            return turn, unpack_snapshot(data, digest)
+        except CheckpointError:  # an older one, or all the events, tell the same
+            counters["damaged_snapshots"] += 1
+    return 0, None
 
 
 def _take_lock(path: Path) -> int:

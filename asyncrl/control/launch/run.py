@@ -22,7 +22,7 @@ from asyncrl.config.tree import Config
 from asyncrl.control import plan, prepare, shared_memory
 from asyncrl.control.cluster import opening
 from asyncrl.control.launch.handle import RunHandle, attach
-from asyncrl.control.launch.lineage import keep_revisions, refuse_other_lineage
+from asyncrl.control.launch.lineage import keep_revisions, refuse_lost_past, refuse_other_lineage
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
@@ -76,6 +76,7 @@ def start(
     folder = RunDir(Path(config.run.dir) / config.run.name)
     refuse_second_start(folder)
     refuse_other_lineage(folder, config)
+    refuse_lost_past(folder, Path(config.model.path))
     keep_others_out()
     folder.logs.mkdir(parents=True, exist_ok=True)
     lock = _take_lock(folder)
