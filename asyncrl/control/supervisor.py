@@ -23,10 +23,11 @@ from asyncrl.control.fleet.units import STARTING_STATES
 from asyncrl.control.fleet.watchdog import Watchdog
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.lookout import Lookout, would_repeat
+from asyncrl.control.notices import Notices
 from asyncrl.control.operations import Operations
 from asyncrl.control.phases import phase_of
 from asyncrl.control.record import metering
-from asyncrl.control.record.events import KEPT, EventLog
+from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.pace import Pace
 from asyncrl.control.record.recorder import (
     Recorder,
@@ -90,7 +91,7 @@ class Supervisor:
         self._over_since = 0.0
         self._statuses: dict[str, dict[str, Any]] = {}
         self._row: dict[str, Any] = {}
-        self._told_findings = {event["text"] for event in self._events.newest(KEPT)}
+        self._notices = Notices(self._events)
         self._evaluation: Row = {}
         self._refusal = ""
         self._num_rows = 0
@@ -102,7 +103,6 @@ class Supervisor:
         self._state = RunState.STARTING
         self._error = self._outcome = ""
         self._is_saving = False
-        self._torn_told: set[str] = set()
         self._learner_has_trained: bool | None = None
         self.see_off: Callable[[], None] = lambda: None
 
@@ -290,7 +290,7 @@ class Supervisor:
         self._watch_for_stalls()
 
     def _keep_time(self, now: float) -> None:
-        """Take note of how fast steps are done and tokens come, and of checkpoints that are torn."""
+        """Take note of how fast steps are done and tokens come."""
         self._meter.note(now, self._statuses)
         learner = self._statuses.get("learner.0", {})
         if learner.get("state") in STARTING_STATES:
@@ -298,10 +298,6 @@ class Supervisor:
         if "step" in learner:
             self._learner_has_trained = int(learner["step"]) > int(learner.get("resumed_step", 0))
             self._pace.note(now, int(learner["step"]), is_working=not self._operations.is_paused)
-        for sentence in learner.get("torn", ()):
-            if sentence not in self._torn_told:
-                self._torn_told.add(sentence)
-                self._events.add("checkpoint", "learner.0", sentence)
 
     def _check_groups(self) -> None:
         """A run whose first groups all fail would never take a step."""
@@ -336,7 +332,7 @@ class Supervisor:
 
     def _collect_rows(self) -> list[Row]:
         """Take down the learner's rows since the last pulse, and return them."""
-        self._tell_of_findings()
+        self._notices.look(self._statuses)
         if "step" not in self._statuses.get("learner.0", {}):
             return []
         if (life := self._upkeep.num_restarts("learner.0")) != self._learner_life:
@@ -359,14 +355,6 @@ class Supervisor:
             recorded.append(self._recorder.record({**row, **rates, **first}))
         self._row = recorded[-1]
         return recorded
-
-    def _tell_of_findings(self) -> None:
-        """Make an event of each finding of the guard that the learner tells of, once."""
-        for finding in self._statuses.get("learner.0", {}).get("findings", []):
-            text = f"the guard found, {finding['text']}"
-            if text not in self._told_findings:
-                self._told_findings.add(text)
-                self._events.add("guard", "learner.0", text, finding=finding["kind"], step=finding["step"])
 
     def _autoscale(self, rows: list[Row]) -> None:
         if self._autoscaler is None or self._state != RunState.RUNNING or self._operations.is_paused:

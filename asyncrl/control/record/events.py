@@ -29,6 +29,7 @@ Kind = Literal[
     "autoscale",
     "guard",
     "checkpoint",
+    "journal",
     "stall",
     "obstacle",
     "pause",
