@@ -109,7 +109,9 @@ class RunHandle:
         tail = self.folder.tail("head.0")
         free = shutil.disk_usage(self.folder.path).free if self.folder.path.exists() else LITTLE_BYTES
         why = f": the disk of {self.folder.path} is full ({free:,} bytes free)" if free < LITTLE_BYTES else ""
-        error = f"the head process died{why}"
+        signals = {-number.value: f" of {number.name}" for number in signal.Signals}
+        how = signals.get(self.head.poll() or 0, "") if self.head is not None else ""
+        error = f"the head process died{how}{why}"
         return {"state": RunState.FAILED, "error": error, "service": "head.0", "tail": tail}
 
     def _word(self) -> Snapshot:

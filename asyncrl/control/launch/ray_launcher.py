@@ -17,6 +17,9 @@ from asyncrl.states import ServiceState
 
 NAME_DEADLINE_S = 10.0
 """How long Ray may take to let go of the name of a dead actor."""
+HUNG_UP = "Worker unexpectedly exits with a connection error"
+"""Ray's words for a process that is gone without having said why."""
+KILLED = "its process was killed (SIGKILL), or crashed without a word"
 SUPERVISOR_KIND = "supervisor"
 OBJECT_STORE_BYTES = 100 << 20
 """Of a run's own Ray: nothing but answers of services goes through it."""
@@ -126,7 +129,7 @@ class RayLauncher:
         except ray.exceptions.ActorUnavailableError:  # for now; if it died, the next answer says so
             return {"state": ServiceState.SILENT}
         except ray.exceptions.RayActorError as error:
-            return {"state": ServiceState.DEAD, "error": str(error).strip().splitlines()[0]}
+            return {"state": ServiceState.DEAD, "error": _death_of(error)}
         except ray.exceptions.RayTaskError as error:
             return {"state": ServiceState.FAILED, "error": f"its status failed: {error.cause}"}
 
@@ -181,6 +184,15 @@ class RayLauncher:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _death_of(error: Exception) -> str:
+    """Return what Ray knows of an actor's death beyond that, the same for all, it was unexpected."""
+    first, *lines = str(error).strip().splitlines()
+    said = [line for line in lines if line.strip() and not line.startswith("\t")]
+    if any(HUNG_UP in line for line in said):
+        return KILLED
+    return said[0] if said else first
 
 
 def _strategy_of(node: str) -> Any:
