@@ -177,6 +177,7 @@ def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
         "node": platform.node(),
         "command": command,
         "earlier": _earlier_lives(folder),
+        "log_sizes": folder.log_sizes(),
     }
     write_json(folder.live, live, mode=0o600, is_synced=True)
     with folder.log("head.0").open("ab") as log_file, _holding_sigterm_back(), _deferring_interrupt():

@@ -9,6 +9,7 @@ Face).
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 from asyncrl.durable import replace_text
 from asyncrl.metrics import row_log
 
-TAIL_LINES = 20
+TAIL_LINES, TAIL_BYTES = 20, 1 << 16
+STATE_DUMP = "[state-dump]"
+"""In hundreds of lines that a raylet writes as it ends."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,24 @@ class RunDir:
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 
+    def log_sizes(self) -> dict[str, int]:
+        """Return the bytes of each service's log: what a life that begins now finds there of the ones before."""
+        return {path.stem: path.stat().st_size for path in self.logs.glob("*.log")}
+
     def tail(self, name: str, num_lines: int = TAIL_LINES) -> list[str]:
-        """Return the last lines of a service's log, none if there is no log."""
+        """Return the last lines of a service's log in this life of the run, without Ray's dumps of its state.
+
+        None if there is no log.
+        """
+        before = (read_json(self.live) or {}).get("log_sizes", {}).get(name, 0)
         try:
-            text = self.log(name).read_text(errors="replace")
+            with self.log(name).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(before if before <= size else 0, size - TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
         except FileNotFoundError:
             return []
-        return text.splitlines()[-num_lines:]
+        return [line for line in lines if STATE_DUMP not in line][-num_lines:]
 
 
 def write_json(path: Path, value: dict[str, Any], mode: int = 0o644, is_synced: bool = False) -> None:
