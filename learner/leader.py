@@ -157,12 +157,23 @@ class Leader:
         if opened.steps_trained or commit:
             self._resume(step, refused)
             log.info("resumed at step %d; %d steps had been trained", step, opened.steps_trained)
+        refused += self._find_unknown(step)
         self.torn = [f"{why}; going on from step {step}" for why in refused]
         for sentence in self.torn:
             log.warning("%s", sentence)
         yield from self._stand_at(commit)
         # Without a checkpoint there would be nothing to go back to.
         yield from self._checkpoint_if(self._watch.may_roll_back and commit is None)
+
+    def _find_unknown(self, step: int) -> list[str]:
+        """Return what to tell of whole checkpoints later than `step` that the journal does not know."""
+        known = {commit.step for commit in self._commits}
+        unknown = [found for found in self._store.steps() if found > step and found not in known]
+        if not unknown:
+            return []
+        which = f"step{'s'[: len(unknown) > 1]} {', '.join(map(str, unknown))}"
+        why = "they were not committed, or it has lost that since"
+        return [f"the journal does not know the checkpoints of {which} in {self._store.root}: {why}"]
 
     def _resume(self, step: int, refused: Sequence[str]) -> None:
         """Have the ledger go back to `step`. Steps before a rollback are trained again with what it changed.

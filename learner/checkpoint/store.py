@@ -68,22 +68,23 @@ class CheckpointStore:
     """The checkpoints of one run, under `root`. Rank 0 owns it; other ranks write into `prepare`'s folder.
 
     Args:
+        root: Made if it is missing.
         keep: How many of the newest stay.
         keep_best: How many of those with the highest score stay besides. They are for export: the
             journal forgets them, so that the groups after them need not be kept.
     """
 
     def __init__(self, root: Path, keep: int, keep_best: int = 0) -> None:
-        self._root = root
+        self.root = root
         self._keep = keep
         self._keep_best = keep_best
         root.mkdir(parents=True, exist_ok=True)
 
     def folder(self, step: int) -> Path:
-        return self._root / f"step-{step:08d}"
+        return self.root / f"step-{step:08d}"
 
     def temporary(self, step: int) -> Path:
-        return self._root / f".step-{step:08d}.partial"
+        return self.root / f".step-{step:08d}.partial"
 
     def prepare(self, step: int) -> Path:
         """Return an empty temporary folder for the state of `step`, and forget an abandoned step's score."""
@@ -115,7 +116,7 @@ class CheckpointStore:
         fault_point("checkpoint.synced", step)
         shutil.rmtree(self.folder(step), ignore_errors=True)  # an uncommitted one of an earlier life
         folder.rename(self.folder(step))
-        sync_path(self._root)
+        sync_path(self.root)
         fault_point("checkpoint.renamed", step)
         return xxhash.xxh3_128_hexdigest(manifest.encode())
 
@@ -148,7 +149,7 @@ class CheckpointStore:
     def scores(self) -> dict[int, float]:
         """Return the known scores by step. They are advice: a file that is damaged holds none."""
         try:
-            table = json.loads((self._root / SCORES).read_text())
+            table = json.loads((self.root / SCORES).read_text())
             return {int(step): float(score) for step, score in table.items()}
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
@@ -160,7 +161,7 @@ class CheckpointStore:
         for step in self.steps():
             if step not in kept:
                 shutil.rmtree(self.folder(step))
-        for partial in self._root.glob(".step-*.partial"):
+        for partial in self.root.glob(".step-*.partial"):
             shutil.rmtree(partial)
 
     def newest_valid(self, commits: Iterable[Commit], warn: Callable[[str], None]) -> Commit | None:
@@ -216,12 +217,12 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints on disk, ascending, committed or not."""
-        return sorted(int(folder.name.removeprefix("step-")) for folder in self._root.glob("step-*"))
+        return sorted(int(folder.name.removeprefix("step-")) for folder in self.root.glob("step-*"))
 
     def _write_scores(self, scores: Mapping[int, float]) -> None:
-        temporary = self._root / f".{SCORES}"
+        temporary = self.root / f".{SCORES}"
         temporary.write_text(json.dumps({str(step): scores[step] for step in sorted(scores)}))
-        temporary.replace(self._root / SCORES)
+        temporary.replace(self.root / SCORES)
 
 
 def digest_file(path: Path) -> str:

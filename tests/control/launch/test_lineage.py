@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.experience import encode_group
 from learner.checkpoint import CheckpointStore, Commit
 from learner.leader import Leader
+from learner.orders import Restore
 from tests.buffer.parts import GROUP_SIZE, make_group, serving
 from tests.control.model_folder import write_model_folder
 
@@ -209,12 +210,39 @@ def test_another_model_under_the_same_path_is_refused_before_its_head_is_started
         start()
 
 
-def test_a_learner_whose_checkpoints_are_all_gone_is_not_started_again(folder: RunDir) -> None:
+def open_leader(client: LearnerClient, folder: RunDir, checkpoints: str) -> Leader:
+    store = CheckpointStore(folder.path / checkpoints, 3)
+    return Leader(make_config(folder.path.parent), client, lambda token: None, store)
+
+
+@pytest.fixture
+def client(folder: RunDir) -> Iterator[LearnerClient]:
+    """A learner's client of the ended run's buffer, which serves again."""
     config = make_config(folder.path.parent)
     journal = open_journal(config.buffer, folder.path)
     store = ExperienceStore(ledger_settings(config), journal, GROUP_SIZE, True, now=0.0)
     with serving(store) as service, closing(LearnerClient(service.status()["address"])) as client:
-        leader = Leader(config, client, lambda token: None, CheckpointStore(folder.path / "elsewhere", 3))
-        with pytest.raises(ConfigError, match=r"step 3 is torn: .*is missing; step 1 is torn.*put one back"):
-            next(leader.orders(threading.Event()))
+        yield client
+
+
+def test_a_learner_whose_checkpoints_are_all_gone_is_not_started_again(
+    folder: RunDir, client: LearnerClient
+) -> None:
+    leader = open_leader(client, folder, "elsewhere")
+    with pytest.raises(ConfigError, match=r"step 3 is torn: .*is missing; step 1 is torn.*put one back"):
+        next(leader.orders(threading.Event()))
     assert leader.torn == [], "it goes on from nowhere"
+
+
+def test_a_resume_from_before_checkpoints_that_the_journal_does_not_know_says_so(
+    folder: RunDir, client: LearnerClient
+) -> None:
+    store = CheckpointStore(folder.checkpoints, 9)
+    for step in (5, 6):
+        store.prepare(step)
+        store.seal(step, token=1)
+    leader = open_leader(client, folder, "checkpoints")
+    assert next(leader.orders(threading.Event())) == Restore(3, has_checkpoint=True, controllers={})
+    (said,) = leader.torn
+    assert said.startswith("the journal does not know the checkpoints of steps 5, 6 in ")
+    assert said.endswith("; going on from step 3")
