@@ -37,13 +37,14 @@ from asyncrl.control.record.recorder import (
     lost_rows,
     training_rows,
 )
-from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.control.record.rundir import RunDir, write_outcome
 from asyncrl.control.record.summary import write_summary
 from asyncrl.control.record.syncing import weights_answer
 from asyncrl.control.roster import Roster
 from asyncrl.control.row_fetcher import RowFetcher
 from asyncrl.control.upkeep.keeper import Upkeep
-from asyncrl.errors import AsyncrlError, ConfigError, ServiceFailed, WouldRepeat
+from asyncrl.durable import reserve_room
+from asyncrl.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFailed, WouldRepeat
 from asyncrl.faults import fault_point
 from asyncrl.metrics.row_log import read_rows
 from asyncrl.states import SERVICE_ENDS, RunState, ServiceState
@@ -59,7 +60,7 @@ FAILED_BATCHES_LIMIT = 2
 LEARNER_STOP_S = 120.0
 SERVICE_STOP_S = 20.0
 EVENTS_TOLD = 50
-EVENTS_RESERVE_BYTES = 1 << 18
+EVENTS_RESERVE_BYTES, OUTCOME_RESERVE_BYTES = 1 << 18, 1 << 15
 SAME_ROW = ("training/global_step", "timing_s/step")
 """No two rows have both alike, save one that was taken down twice."""
 TOLD_OF_SERVICES = ("state", "version", "pid", "address", "gateway", "node", "trajectories")
@@ -78,6 +79,7 @@ class Supervisor:
         self._recorder = recorder
         self._run_dir = RunDir(roster.run_dir)
         self._events = EventLog(self._run_dir.events, EVENTS_RESERVE_BYTES)
+        reserve_room(self._run_dir.reserve, OUTCOME_RESERVE_BYTES)
         self._upkeep = Upkeep(roster, launcher, self._events)
         self._fetcher = RowFetcher(launcher)
         self._operations = Operations(roster, self, self._events)
@@ -111,6 +113,7 @@ class Supervisor:
     def run(self, stop: threading.Event) -> None:
         """Run to the end of training, to a stop, or to the first failure; then end every service."""
         outcome: dict[str, Any] = {"state": RunState.FINISHED, "error": "", "service": "", "tail": []}
+        self._identity = self._run_dir.identity
         try:
             self._begin()
             if self._upkeep.ending is None:
@@ -123,8 +126,10 @@ class Supervisor:
             outcome.update(state=RunState.FAILED, error=str(failure), service=service)
             outcome["would_repeat"] = would_repeat(self._statuses.get(service, {}), failure)
             outcome["tail"] = self._run_dir.tail(service)
+            outcome["is_removed"] = isinstance(failure, FolderRemoved)
             log.error("the run failed: %s", failure)
-            self._save_what_can_be()
+            if not outcome["is_removed"]:
+                self._save_what_can_be()
         self._end(outcome)
 
     def status(self) -> dict[str, Any]:
@@ -270,6 +275,8 @@ class Supervisor:
         return self._learner_has_trained is not False
 
     def _observe(self) -> None:
+        if self._run_dir.identity != self._identity:
+            raise FolderRemoved(f"supervisor.0 failed: the run's folder {self._run_dir.path} was removed")
         self._statuses = self._upkeep.pulse()
         if (end := self._upkeep.given_up) is not None:
             raise (WouldRepeat if end.would_repeat else ServiceFailed)(end.reason)
@@ -443,10 +450,8 @@ class Supervisor:
             write_summary(self._run_dir, self._roster.config, self._statuses, outcome)
         except (OSError, AsyncrlError) as error:
             log.error("the summary could not be written: %s", error)
-        try:
-            write_json(self._run_dir.outcome, outcome, is_synced=True)
-        except OSError as error:  # whoever watches is told by the disk's own state (`launch/handle.py`)
-            log.error("the outcome could not be written: %s", error)
+        if why := write_outcome(self._run_dir, outcome):  # a terminal that watches has it from the snapshot
+            log.error("the outcome could not be written: %s", why)
         text = outcome["error"] or f"the run has {outcome['state']}"
         self._events.add("finish", outcome["service"] or "run", text)
         self._events.close()

@@ -61,6 +61,6 @@ def test_a_service_that_died_as_the_count_rose_is_told_with_it(tmp_path: Path) -
     write(tmp_path, "root/proc/vmstat", "oom_kill 1\n")
     run.launcher.gone.add("learner.0")
     run.pulse()
+    run.upkeep.stop(5.0, {})
     (told,) = [one["text"] for one in load_events(RunDir(tmp_path).events) if one["kind"] == "exit"]
     assert told == f"learner.0 gone: it was killed; {WHOLE}"
-    run.upkeep.stop(5.0, {})

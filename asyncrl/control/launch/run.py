@@ -99,11 +99,15 @@ def finished_run(config: Config) -> RunDir | None:
     return folder if is_finished and (summary or {})["steps"] >= config.learner.steps else None
 
 
+class AlreadyStarted(ConfigError):
+    """Another `asyncrl up` has started the run, or is about to."""
+
+
 def refuse_second_start(folder: RunDir) -> None:
-    """Raise ConfigError if the run in `folder` lives."""
+    """Raise AlreadyStarted if the run in `folder` lives."""
     handle = attach(folder)
     if handle is not None:
-        raise ConfigError(
+        raise AlreadyStarted(
             f"run.name: the run in {folder.path} is live (pid {handle.pid})",
             hint="Watch it with 'asyncrl status', end it with 'asyncrl down', or choose another run.name",
         )
@@ -117,7 +121,7 @@ def _take_lock(folder: RunDir) -> int:
     except BlockingIOError as error:
         os.close(lock)
         what = f"run.name: another 'asyncrl up' is starting the run in {folder.path}"
-        raise ConfigError(what, hint="Call it again in a second to watch that run") from error
+        raise AlreadyStarted(what, hint="Call it again in a second to watch that run") from error
     return lock
 
 
@@ -194,7 +198,7 @@ def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
         assert head.stdin is not None
         head.stdin.close()  # it waits for that: nobody else writes the file meanwhile
         fault_point("up.head")
-    return RunHandle(folder, head.pid, run_id, sockets, head)
+    return RunHandle(folder, head.pid, run_id, sockets, head, command)
 
 
 @contextmanager

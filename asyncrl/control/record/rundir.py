@@ -75,6 +75,20 @@ class RunDir:
         return self.path / "events.jsonl"
 
     @property
+    def reserve(self) -> Path:
+        """Room that is kept on the disk for how the run ended."""
+        return self.path / "outcome.reserve"
+
+    @property
+    def identity(self) -> tuple[int, int] | None:
+        """What tells the folder from another of its name; None if there is none."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+    @property
     def fleet(self) -> Path:
         """What a new supervisor of the same start needs to go on: which services there are, and why."""
         return self.path / "fleet.json"
@@ -104,7 +118,7 @@ class RunDir:
         return self.logs / f"{name}.log"
 
     def log_sizes(self) -> dict[str, int]:
-        """Return the bytes of each service's log: what a life that begins now finds there of the ones before."""
+        """Return the bytes of each service's log: at the beginning of a life those of the lives before."""
         return {path.stem: path.stat().st_size for path in self.logs.glob("*.log")}
 
     def tail(self, name: str, num_lines: int = TAIL_LINES) -> list[str]:
@@ -126,6 +140,21 @@ class RunDir:
 def write_json(path: Path, value: dict[str, Any], mode: int = 0o644, is_synced: bool = False) -> None:
     """Write `value` so that a reader sees the old file or the new one, never a part; see `replace_text`."""
     replace_text(path, json.dumps(value, indent=2) + "\n", mode, is_synced)
+
+
+def write_outcome(folder: RunDir, outcome: dict[str, Any]) -> str:
+    """Write down how a run ended: in the room that was reserved for it, and also if its folder was removed.
+
+    Returns:
+        Why that is not possible, empty if it is done.
+    """
+    try:
+        folder.path.mkdir(exist_ok=True)
+        folder.reserve.unlink(missing_ok=True)
+        write_json(folder.outcome, outcome, is_synced=True)
+    except OSError as error:
+        return f"{error}"
+    return ""
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

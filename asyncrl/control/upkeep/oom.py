@@ -40,7 +40,9 @@ class OomKills:
 
     def _read(self) -> dict[str, int]:
         counts = {MACHINE: _count_in(self._root / "proc/vmstat")}
-        counts[OWN] = next((count for path in self._of_group() if (count := _count_in(path)) is not None), None)
+        counts[OWN] = next(
+            (count for path in self._of_group() if (count := _count_in(path)) is not None), None
+        )
         return {where: count for where, count in counts.items() if count is not None}
 
     def _of_group(self) -> list[Path]:
