@@ -28,10 +28,11 @@ class Cause(StrEnum):
     GROUPS_FAIL = "groups_fail"
     NO_AGENT = "no_agent"
     STALL = "stall"
+    CHECKPOINT_FAILS = "checkpoint_fails"
     JOURNAL_EVICTS = "journal_evicts"
 
 
-ADVISORY = (Cause.JOURNAL_EVICTS,)
+ADVISORY = (Cause.CHECKPOINT_FAILS, Cause.JOURNAL_EVICTS)
 """Kinds with which a run goes on."""
 
 

@@ -7,6 +7,7 @@ while training goes on: it owns its bytes. Must never use pickle.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -113,3 +114,10 @@ def piece_key(index: int, kind: str) -> str:
 def tensor_file(folder: Path, rank: int) -> Path:
     """Return where `rank` keeps its tensors."""
     return folder / f"rank-{rank:05d}.safetensors"
+
+
+def remove_files(folder: Path, rank: int) -> None:
+    """Remove what `rank` has written into `folder`, as far as the disk lets it."""
+    for path in (tensor_file(folder, rank), record_file(folder, rank)):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)

@@ -96,6 +96,10 @@ class CheckpointStore:
             self._write_scores(scores)
         return folder
 
+    def discard(self, step: int) -> None:
+        """Remove what was written of a checkpoint that cannot be sealed, as far as the disk lets it."""
+        shutil.rmtree(self.temporary(step), ignore_errors=True)
+
     def seal(self, step: int, token: int, cut: Cut | None = None) -> str:
         """Sync and rename what the ranks wrote; return the digest to commit in the journal."""
         folder, cut = self.temporary(step), cut or Cut()
