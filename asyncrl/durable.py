@@ -51,6 +51,11 @@ def replace_text(path: Path, text: str, mode: int = 0o644, is_synced: bool = Fal
         sync_path(path.parent)
 
 
+def is_read_only(folder: Path) -> bool:
+    """Tell whether the file system of a folder takes no writes."""
+    return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+
+
 def reserve_room(path: Path, num_bytes: int) -> None:
     """Make a file whose room on the disk is had by removing it; without room there is none to reserve."""
     try:

@@ -18,6 +18,7 @@ from typing import Any
 from asyncrl.control.api.client import connect
 from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
 from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.durable import is_read_only
 from asyncrl.errors import AsyncrlError
 from asyncrl.states import RunState
 
@@ -154,7 +155,7 @@ def _trouble_of_disk(path: Path) -> str:
     free = shutil.disk_usage(path).free
     if free < LITTLE_BYTES:
         return f": the disk of {path} is full ({free:,} bytes free)"
-    return f": {path} is read-only" if os.statvfs(path).f_flag & os.ST_RDONLY else ""
+    return f": {path} is read-only" if is_read_only(path) else ""
 
 
 def attach(folder: RunDir) -> RunHandle | None:
