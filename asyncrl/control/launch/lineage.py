@@ -37,7 +37,7 @@ def refuse_other_lineage(folder: RunDir, config: Config) -> None:
     if changed:
         raise ConfigError(
             f"the run in {folder.path} cannot be resumed with other values:\n" + "\n".join(changed),
-            hint="Choose another run.name, or remove that folder",
+            hint="Give them as they were to go on. Choose another run.name for a new run",
         )
 
 

@@ -6,11 +6,13 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.ledger.events import Checkpointed
 from asyncrl.errors import CheckpointError
 from asyncrl.obstacle import OBSTACLES
@@ -18,7 +20,7 @@ from learner import leader
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.writer import BackgroundWriter, CheckpointKeeper
 from tests.learner.checkpoint.test_checkpoint_writer import WAIT_S, Journal, take
-from tests.learner.guard.guarded_run import NUM_STEPS, Faults, running
+from tests.learner.guard.guarded_run import NUM_STEPS, Faults, make_config, running
 from tests.small_disk import fill
 from tests.weight_sync.cluster import running_cluster
 
@@ -96,9 +98,12 @@ def test_a_rank_on_a_full_disk_says_so_at_once_and_rank_0_hears_it_when_there_is
 
 def test_a_disk_that_takes_no_folder_is_told_as_a_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
-    (tmp_path / "checkpoints").rmdir()
-    with pytest.raises(CheckpointError, match=r"step 5 could not be written: .*No such file"):
-        CheckpointKeeper(store, Journal().commit, 1, max_stall_s=0.0).begin(5)
+    with closing(LearnerClient("tcp://127.0.0.1:1")) as client:
+        one = leader.Leader(make_config(tmp_path), client, lambda token: None, store)
+        (tmp_path / "checkpoints").rmdir()
+        assert not one._begin_checkpoint()
+    (told,) = one.failures.report()
+    assert "step 0 could not be written: [Errno 2] No such file" in told["reason"]
 
 
 def wait_for(claim: Callable[[], bool]) -> None:
