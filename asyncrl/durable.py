@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 def sync_path(path: Path) -> None:
@@ -46,6 +49,19 @@ def replace_text(path: Path, text: str, mode: int = 0o644, is_synced: bool = Fal
         temporary.unlink(missing_ok=True)
     if is_synced:
         sync_path(path.parent)
+
+
+def is_read_only(folder: Path) -> bool:
+    """Tell whether the file system of a folder takes no writes."""
+    return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+
+
+def reserve_room(path: Path, num_bytes: int) -> None:
+    """Make a file whose room on the disk is had by removing it; without room there is none to reserve."""
+    try:
+        path.write_bytes(bytes(num_bytes))
+    except OSError as error:
+        log.warning("no room could be reserved in %s: %s", path, error)
 
 
 def append_lines(path: Path, text: str) -> int:

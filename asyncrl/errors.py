@@ -97,6 +97,10 @@ class WouldRepeat(ServiceFailed):
     """A service of the run ended with an error that the next start would meet again."""
 
 
+class FolderRemoved(ServiceFailed):
+    """Somebody has removed the folder of a live run: there is nothing left to go on from."""
+
+
 BY_NAME: dict[str, type[AsyncrlError]] = {
     cls.__name__: cls
     for cls in (
@@ -115,5 +119,6 @@ BY_NAME: dict[str, type[AsyncrlError]] = {
         EngineError,
         ServiceFailed,
         WouldRepeat,
+        FolderRemoved,
     )
 }

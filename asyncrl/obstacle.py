@@ -17,17 +17,23 @@ MAX_REASON_CHARACTERS = 1000
 
 
 class Cause(StrEnum):
-    """The kinds of obstacles, the gravest first."""
+    """The kinds of obstacles, the gravest first: one without which others may not be there."""
 
-    SERVICE_DOWN = "service_down"
     JOURNAL_AWAY = "journal_away"
     DISK_FULL = "disk_full"
+    SERVICE_DOWN = "service_down"
     WEIGHTS_REFUSED = "weights_refused"
     WEIGHTS_UNDELIVERED = "weights_undelivered"
     REWARDS_FAIL = "rewards_fail"
     GROUPS_FAIL = "groups_fail"
     NO_AGENT = "no_agent"
     STALL = "stall"
+    CHECKPOINT_FAILS = "checkpoint_fails"
+    JOURNAL_EVICTS = "journal_evicts"
+
+
+ADVISORY = (Cause.CHECKPOINT_FAILS, Cause.JOURNAL_EVICTS)
+"""Kinds with which a run goes on."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from typing import Any
 from asyncrl.buffer.client import LearnerClient, Reservation
 from asyncrl.clock import Clock
 from asyncrl.config.tree import Config
-from asyncrl.errors import CheckpointError, DeadlineExceeded
+from asyncrl.errors import CheckpointError, ConfigError, DeadlineExceeded, LedgerError
 from asyncrl.faults import fault_point
+from asyncrl.obstacle import Cause, FailureStreak
 from learner.batching.probe import is_probe_due
 from learner.checkpoint import CheckpointStore, Commit
 from learner.checkpoint.store import Cut
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 RESERVE_WAIT_S = 0.5
 UNPUBLISHED_WAIT_S = 0.01
 LAST_PUBLISH_S = 30.0
+WRITE_AGAIN_S = 10.0
+"""From a checkpoint that could not be written to the next try: it costs a copy of the state."""
 PAUSED_WAIT_S = 0.1
 
 
@@ -88,6 +91,9 @@ class Leader:
         self._num_published = 0
         self._evaluated_step = -1
         self._checkpointed_step = -1
+        self.failures = FailureStreak(Cause.CHECKPOINT_FAILS)
+        self._unwritten: CheckpointError | None = None
+        self._write_again_at = 0.0
         self._number = 0
         self._token = 0
 
@@ -122,6 +128,8 @@ class Leader:
         yield from self._checkpoint_if(self.step > max(self._checkpointed_step, 0))
         yield from self._publish_last()
         self._finish_checkpoint()
+        if self._unwritten is not None:
+            raise self._unwritten
         yield Finish(is_complete=self.step >= self._config.learner.steps)
 
     @property
@@ -152,18 +160,44 @@ class Leader:
         refused: list[str] = []
         commit = self._store.newest_valid(self._commits, refused.append)
         step = commit.step if commit else 0
-        self.torn = [f"{why}; going on from step {step}" for why in refused]
-        for sentence in self.torn:
-            log.warning("%s", sentence)
         kept = self._store.cut(step).controllers.get("guard", {}) if commit else {}
         self._watch.restore(kept, opened.note)
         if opened.steps_trained or commit:
-            # Steps before a rollback are trained again with what it changed: no replay.
-            self._client.resume(step, is_fork=step < self._watch.rolled_back_to)
+            self._resume(step, refused)
             log.info("resumed at step %d; %d steps had been trained", step, opened.steps_trained)
+        refused += self._find_unknown(step)
+        self.torn = [f"{why}; going on from step {step}" for why in refused]
+        for sentence in self.torn:
+            log.warning("%s", sentence)
         yield from self._stand_at(commit)
         # Without a checkpoint there would be nothing to go back to.
         yield from self._checkpoint_if(self._watch.may_roll_back and commit is None)
+
+    def _find_unknown(self, step: int) -> list[str]:
+        """Return what to tell of whole checkpoints later than `step` that the journal does not know."""
+        known = {commit.step for commit in self._commits}
+        unknown = [found for found in self._store.steps() if found > step and found not in known]
+        if not unknown:
+            return []
+        which = f"step{'s'[: len(unknown) > 1]} {', '.join(map(str, unknown))}"
+        why = "they were not committed, or it has lost that since"
+        return [f"the journal does not know the checkpoints of {which} in {self._store.root}: {why}"]
+
+    def _resume(self, step: int, refused: Sequence[str]) -> None:
+        """Have the ledger go back to `step`. Steps before a rollback are trained again with what it changed.
+
+        Raises:
+            ConfigError: It cannot go back to the beginning, and no checkpoint is whole.
+        """
+        try:
+            self._client.resume(step, is_fork=step < self._watch.rolled_back_to)
+        except LedgerError as error:
+            if not refused:
+                raise
+            raise ConfigError(
+                f"no checkpoint that the journal knows can be loaded: {'; '.join(refused)}",
+                hint="The groups before them are gone: put one back, or choose another run.name",
+            ) from error
 
     def _stand_at(self, commit: Commit | None) -> Iterator[Order]:
         """Take up the weights of `commit`, which the ledger has gone back to."""
@@ -317,33 +351,66 @@ class Leader:
         self.step = step + 1
 
     def _checkpoint_if(self, is_due: bool) -> Iterator[Checkpoint]:
-        self.keeper.commit_finished()
-        if not is_due or self.step == self._checkpointed_step:
+        self._commit_finished()
+        if not (is_due or self._is_to_be_written_again) or self.step == self._checkpointed_step:
             return
         with self.waits.on(CHECKPOINT):
-            has_room = self.keeper.has_room()
-        if not has_room:
+            is_begun = self._has_room() and self._begin_checkpoint()
+        if not is_begun:
             return
-        self.keeper.begin(self.step)
         yield Checkpoint(self.step)
         cut = Cut(self._number, {"guard": self._watch.state(), "objective": self.controllers})
         self.keeper.seal_in_background(self.step, self._token, cut)
         self._checkpointed_step = self.step
+
+    @property
+    def _is_to_be_written_again(self) -> bool:
+        return self._unwritten is not None and time.monotonic() >= self._write_again_at
+
+    def _has_room(self) -> bool:
+        try:
+            return self.keeper.has_room()
+        except CheckpointError as error:
+            return self._note_unwritten(error)
+
+    def _begin_checkpoint(self) -> bool:
+        try:
+            self.keeper.begin(self.step)
+        except CheckpointError as error:
+            return self._note_unwritten(error)
+        return True
+
+    def _commit_finished(self, wait_s: float = 0.0) -> bool:
+        """Commit what was written meanwhile; return whether nothing is being written any more."""
+        try:
+            return self.keeper.commit_finished(wait_s)
+        except CheckpointError as error:
+            self._note_unwritten(error)
+            return True
+
+    def _note_unwritten(self, error: CheckpointError) -> bool:
+        """Take note that a checkpoint could not be written: training goes on, and a later step's is tried."""
+        log.error("%s; it is tried again after a later step", error)
+        self.failures.fail(error.message)
+        self._unwritten = error
+        self._write_again_at = time.monotonic() + WRITE_AGAIN_S
+        self._checkpointed_step = -1
+        return False
 
     def _checkpoint_if_asked(self) -> Iterator[Checkpoint]:
         """Write one that was asked for, once the one before is done; nothing waits for that.
 
         After a rollback, once the step that was done when it was asked for is done again.
         """
-        is_free, asked = self.keeper.commit_finished(), self.asked_step
+        is_free, asked = self._commit_finished(), self.asked_step
         if is_free and asked is not None and asked <= self.step:
             self.asked_step = None
             yield from self._checkpoint_if(True)
 
     def _finish_checkpoint(self) -> None:
-        """Wait for the checkpoint that is being written and commit it. Raises CheckpointError."""
+        """Wait for the checkpoint that is being written, commit it; raise CheckpointError if that hangs."""
         with self.waits.on(CHECKPOINT):
-            is_written = self.keeper.commit_finished(WRITE_DEADLINE_S)
+            is_written = self._commit_finished(WRITE_DEADLINE_S)
         if not is_written:
             raise CheckpointError(f"a checkpoint was not written within {WRITE_DEADLINE_S:g} s")
 
@@ -353,6 +420,8 @@ class Leader:
             self._client.checkpointed(step, digest, kept)
         fresh = [*self._commits, Commit(self._token, step, digest)]
         self._commits = [commit for commit in fresh if commit.step in kept]
+        self._unwritten = None
+        self.failures.succeed()
         self._note_scores()
 
     def _note_scores(self) -> None:

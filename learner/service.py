@@ -18,6 +18,7 @@ from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.metrics.row_log import append_row
+from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
 from asyncrl.states import ServiceState
 from asyncrl.versions import PolicyVersion
 from learner.algorithms.diagnostics.summary import throughput_metrics
@@ -108,7 +109,15 @@ class LearnerService:
             "torn": self._leader.torn if self._leader else [],
             "checkpointed_step": self._leader.checkpointed_step if self._leader else 0,
             "findings": self._leader.findings if self._leader else [],
+            OBSTACLES: self._obstacles(),
         }
+
+    def _obstacles(self) -> list[dict[str, Any]]:
+        """Return why checkpoints cannot be written: by the leader's word, else by this rank's own."""
+        if self._leader is not None and (found := self._leader.failures.report()):
+            return found
+        problem = self._writer.problem
+        return [Obstacle("", Cause.CHECKPOINT_FAILS, problem).as_values()] if problem else []
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """Do what the supervisor asks; of what it asks of the leader, the other ranks know nothing.

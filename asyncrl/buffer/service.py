@@ -46,6 +46,8 @@ MAX_EVALUATIONS_TOLD = 64
 MAX_METRICS_TOLD = 4096
 """Of all evaluations in a status."""
 AWAY_PAUSE_S = 0.01
+SLOW_SHARE = 0.1
+"""Of a lease: a turn that takes longer leaves no time to renew it."""
 
 
 @dataclass(frozen=True)
@@ -181,11 +183,18 @@ class Desk:
             self._take_back(now)
         if not self.store.settle(now):
             return
+        self._forgive_slowness(now)
         outbox, self._outbox = self._outbox, []
         for answer in outbox:
             answer.send()
         if outbox:
             fault_point("buffer.sent", self.store.num_turns)
+
+    def _forgive_slowness(self, began: float) -> None:
+        """Let leases start afresh after a turn that the disk held up: nobody could renew them meanwhile."""
+        if self.clock.now() - began > self.store.ledger.settings.lease_s * SLOW_SHARE:
+            self.counters["slow_turns"] += 1
+            self.store.ledger.restart(self.clock.now())
 
     def _take_back(self, now: float) -> None:
         """While the journal is away, take back leases whose callers stopped waiting to hear of them.

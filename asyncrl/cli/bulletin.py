@@ -9,7 +9,7 @@ from asyncrl.obstacle import sentence_of
 
 Snapshot = Mapping[str, Any]
 
-TOLD_KINDS = ("obstacle", "exit", "stall", "guard")
+TOLD_KINDS = ("obstacle", "exit", "stall", "guard", "journal", "checkpoint")
 """Kinds of events that keep a run from its next step or from learning, or that end an obstacle."""
 
 

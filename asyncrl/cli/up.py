@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 AUTO, NEVER = "auto", "never"
 KEY = re.compile(r"[a-z_]+(\.\w+)+|[a-z_]+(?=:)")
 """A key, or a section before a colon, at the beginning of a line."""
+OTHER_START_S, OTHER_START_POLL_S = 30.0, 0.1
+"""What another `asyncrl up` may take from the run's lock to the run's head."""
 ENDING = (RunState.STOPPING, *RUN_ENDS)
 """States of a run whose head still cleans up."""
 
@@ -54,15 +56,13 @@ def up(
     loaded = load([find_config(name) for name in configs], overrides)
     say(f"{loaded.config.run.name}: checking the configuration and what it names")
     from asyncrl.control.launch.handle import attach
-    from asyncrl.control.launch.run import finished_run, folder_of
+    from asyncrl.control.launch.run import AlreadyStarted, finished_run, folder_of
 
     folder = folder_of(loaded.config)
     try:
         live = _await_end_of_ending(attach(folder))
         if live is not None:
-            _refuse_difference(folder, loaded.config, resume)
-            say(f"the run in {folder.path} is live (process {live.pid}): nothing is started")
-            return _detach(live) if is_detached else watch.follow(live)
+            return _join(live, loaded.config, resume, is_detached)
         if resume == AUTO and finished_run(loaded.config) is not None:
             say(
                 f"the run in {folder.path} has done its steps; raise learner.steps or choose another run.name"
@@ -71,11 +71,35 @@ def up(
             return exits.OK
         try:
             handle = _start(loaded.config, resume, step, command_of(configs, overrides))
+        except AlreadyStarted:
+            if (live := _await_other_start(folder)) is None:
+                raise
+            return _join(live, loaded.config, resume, is_detached)
         except KeyboardInterrupt:
             return _interrupted(folder)
     except ConfigError as error:
         raise placed(error, loaded) from error
     return _detach(handle) if is_detached else watch.follow(handle)
+
+
+def _join(live: RunHandle, config: Config, resume: str, is_detached: bool) -> int:
+    """Watch a live run that was started with `config`; return the exit code."""
+    from asyncrl.cli import watch
+
+    _refuse_difference(live.folder, config, resume)
+    say(f"the run in {live.folder.path} is live (process {live.pid}): nothing is started")
+    return _detach(live) if is_detached else watch.follow(live)
+
+
+def _await_other_start(folder: RunDir) -> RunHandle | None:
+    """Return the run that another `asyncrl up` starts at this moment; None if nothing comes of it."""
+    from asyncrl.control.launch.handle import attach
+
+    clock = SystemClock()
+    end = clock.now() + OTHER_START_S
+    while (live := attach(folder)) is None and clock.now() < end:
+        clock.sleep(OTHER_START_POLL_S)
+    return live
 
 
 def _interrupted(folder: RunDir) -> int:

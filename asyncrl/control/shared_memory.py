@@ -12,7 +12,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,18 +102,25 @@ def count_weights(folder: Path, without: Container[str] = ()) -> int | None:
     Args:
         without: Names of tensors that do not count.
     """
+    shapes = read_shapes(folder)
+    return sum(math.prod(shape) for name, shape in shapes.items() if name not in without) or None
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of each tensor in a folder's safetensors; none if they cannot be told."""
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     try:
-        return sum(_count_in_file(file, without) for file in files) or None
+        return {name: shape for file in files for name, shape in _read_header(file)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
-        return None
+        return {}
 
 
-def _count_in_file(file: Path, without: Container[str]) -> int:
+def _read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"'{file}' is not a safetensors file")
         header: dict[str, Any] = json.loads(stream.read(length))
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    return sum(math.prod(entry["shape"]) for name, entry in tensors.items() if name not in without)
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield name, tuple(entry["shape"])

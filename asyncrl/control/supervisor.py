@@ -23,10 +23,11 @@ from asyncrl.control.fleet.units import STARTING_STATES
 from asyncrl.control.fleet.watchdog import Watchdog
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.lookout import Lookout, would_repeat
+from asyncrl.control.notices import Notices
 from asyncrl.control.operations import Operations
 from asyncrl.control.phases import phase_of
 from asyncrl.control.record import metering
-from asyncrl.control.record.events import KEPT, EventLog
+from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.pace import Pace
 from asyncrl.control.record.recorder import (
     Recorder,
@@ -36,13 +37,14 @@ from asyncrl.control.record.recorder import (
     lost_rows,
     training_rows,
 )
-from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.control.record.rundir import RunDir, write_outcome
 from asyncrl.control.record.summary import write_summary
 from asyncrl.control.record.syncing import weights_answer
 from asyncrl.control.roster import Roster
 from asyncrl.control.row_fetcher import RowFetcher
 from asyncrl.control.upkeep.keeper import Upkeep
-from asyncrl.errors import AsyncrlError, ConfigError, ServiceFailed, WouldRepeat
+from asyncrl.durable import reserve_room
+from asyncrl.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFailed, WouldRepeat
 from asyncrl.faults import fault_point
 from asyncrl.metrics.row_log import read_rows
 from asyncrl.states import SERVICE_ENDS, RunState, ServiceState
@@ -58,7 +60,7 @@ FAILED_BATCHES_LIMIT = 2
 LEARNER_STOP_S = 120.0
 SERVICE_STOP_S = 20.0
 EVENTS_TOLD = 50
-EVENTS_RESERVE_BYTES = 1 << 18
+EVENTS_RESERVE_BYTES, OUTCOME_RESERVE_BYTES = 1 << 18, 1 << 15
 SAME_ROW = ("training/global_step", "timing_s/step")
 """No two rows have both alike, save one that was taken down twice."""
 TOLD_OF_SERVICES = ("state", "version", "pid", "address", "gateway", "node", "trajectories")
@@ -77,6 +79,7 @@ class Supervisor:
         self._recorder = recorder
         self._run_dir = RunDir(roster.run_dir)
         self._events = EventLog(self._run_dir.events, EVENTS_RESERVE_BYTES)
+        reserve_room(self._run_dir.reserve, OUTCOME_RESERVE_BYTES)
         self._upkeep = Upkeep(roster, launcher, self._events)
         self._fetcher = RowFetcher(launcher)
         self._operations = Operations(roster, self, self._events)
@@ -90,7 +93,7 @@ class Supervisor:
         self._over_since = 0.0
         self._statuses: dict[str, dict[str, Any]] = {}
         self._row: dict[str, Any] = {}
-        self._told_findings = {event["text"] for event in self._events.newest(KEPT)}
+        self._notices = Notices(self._events)
         self._evaluation: Row = {}
         self._refusal = ""
         self._num_rows = 0
@@ -102,7 +105,6 @@ class Supervisor:
         self._state = RunState.STARTING
         self._error = self._outcome = ""
         self._is_saving = False
-        self._torn_told: set[str] = set()
         self._learner_has_trained: bool | None = None
         self.see_off: Callable[[], None] = lambda: None
 
@@ -111,6 +113,7 @@ class Supervisor:
     def run(self, stop: threading.Event) -> None:
         """Run to the end of training, to a stop, or to the first failure; then end every service."""
         outcome: dict[str, Any] = {"state": RunState.FINISHED, "error": "", "service": "", "tail": []}
+        self._identity = self._run_dir.identity
         try:
             self._begin()
             if self._upkeep.ending is None:
@@ -123,8 +126,10 @@ class Supervisor:
             outcome.update(state=RunState.FAILED, error=str(failure), service=service)
             outcome["would_repeat"] = would_repeat(self._statuses.get(service, {}), failure)
             outcome["tail"] = self._run_dir.tail(service)
+            outcome["is_removed"] = isinstance(failure, FolderRemoved)
             log.error("the run failed: %s", failure)
-            self._save_what_can_be()
+            if not outcome["is_removed"]:
+                self._save_what_can_be()
         self._end(outcome)
 
     def status(self) -> dict[str, Any]:
@@ -270,6 +275,8 @@ class Supervisor:
         return self._learner_has_trained is not False
 
     def _observe(self) -> None:
+        if self._run_dir.identity != self._identity:
+            raise FolderRemoved(f"supervisor.0 failed: the run's folder {self._run_dir.path} was removed")
         self._statuses = self._upkeep.pulse()
         if (end := self._upkeep.given_up) is not None:
             raise (WouldRepeat if end.would_repeat else ServiceFailed)(end.reason)
@@ -290,7 +297,7 @@ class Supervisor:
         self._watch_for_stalls()
 
     def _keep_time(self, now: float) -> None:
-        """Take note of how fast steps are done and tokens come, and of checkpoints that are torn."""
+        """Take note of how fast steps are done and tokens come."""
         self._meter.note(now, self._statuses)
         learner = self._statuses.get("learner.0", {})
         if learner.get("state") in STARTING_STATES:
@@ -298,10 +305,6 @@ class Supervisor:
         if "step" in learner:
             self._learner_has_trained = int(learner["step"]) > int(learner.get("resumed_step", 0))
             self._pace.note(now, int(learner["step"]), is_working=not self._operations.is_paused)
-        for sentence in learner.get("torn", ()):
-            if sentence not in self._torn_told:
-                self._torn_told.add(sentence)
-                self._events.add("checkpoint", "learner.0", sentence)
 
     def _check_groups(self) -> None:
         """A run whose first groups all fail would never take a step."""
@@ -336,7 +339,7 @@ class Supervisor:
 
     def _collect_rows(self) -> list[Row]:
         """Take down the learner's rows since the last pulse, and return them."""
-        self._tell_of_findings()
+        self._notices.look(self._statuses)
         if "step" not in self._statuses.get("learner.0", {}):
             return []
         if (life := self._upkeep.num_restarts("learner.0")) != self._learner_life:
@@ -359,14 +362,6 @@ class Supervisor:
             recorded.append(self._recorder.record({**row, **rates, **first}))
         self._row = recorded[-1]
         return recorded
-
-    def _tell_of_findings(self) -> None:
-        """Make an event of each finding of the guard that the learner tells of, once."""
-        for finding in self._statuses.get("learner.0", {}).get("findings", []):
-            text = f"the guard found, {finding['text']}"
-            if text not in self._told_findings:
-                self._told_findings.add(text)
-                self._events.add("guard", "learner.0", text, finding=finding["kind"], step=finding["step"])
 
     def _autoscale(self, rows: list[Row]) -> None:
         if self._autoscaler is None or self._state != RunState.RUNNING or self._operations.is_paused:
@@ -455,10 +450,8 @@ class Supervisor:
             write_summary(self._run_dir, self._roster.config, self._statuses, outcome)
         except (OSError, AsyncrlError) as error:
             log.error("the summary could not be written: %s", error)
-        try:
-            write_json(self._run_dir.outcome, outcome, is_synced=True)
-        except OSError as error:  # whoever watches is told by the disk's own state (`launch/handle.py`)
-            log.error("the outcome could not be written: %s", error)
+        if why := write_outcome(self._run_dir, outcome):  # a terminal that watches has it from the snapshot
+            log.error("the outcome could not be written: %s", why)
         text = outcome["error"] or f"the run has {outcome['state']}"
         self._events.add("finish", outcome["service"] or "run", text)
         self._events.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -106,3 +107,8 @@ def pieces_of_range(
                 Piece(run.name, run.shape, (top, top + max(1, num_whole_rows)), (left, left + width)),
             )
             at += count
+
+
+def record_file(folder: Path, rank: int) -> Path:
+    """Return where `rank` says which pieces it has written."""
+    return folder / f"rank-{rank:05d}.json"

@@ -7,6 +7,7 @@ while training goes on: it owns its bytes. Must never use pickle.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from asyncrl.durable import sync_path
-from learner.checkpoint.pieces import Piece
+from learner.checkpoint.pieces import Piece, record_file
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")
 """What a piece holds, each in float32: the parameter as the optimizer keeps it, and AdamW's two moments."""
@@ -115,6 +116,8 @@ def tensor_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.safetensors"
 
 
-def record_file(folder: Path, rank: int) -> Path:
-    """Return where `rank` says what its tensors are."""
-    return folder / f"rank-{rank:05d}.json"
+def remove_files(folder: Path, rank: int) -> None:
+    """Remove what `rank` has written into `folder`, as far as the disk lets it."""
+    for path in (tensor_file(folder, rank), record_file(folder, rank)):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ import asyncrl
 from asyncrl.durable import sync_path
 from asyncrl.errors import CheckpointError
 from asyncrl.faults import fault_point
+from learner.checkpoint.pieces import record_file
 
 FORMAT = 3
 """Of the folder, manifest and state files. 2 did not say which asyncrl wrote it."""
@@ -67,22 +68,23 @@ class CheckpointStore:
     """The checkpoints of one run, under `root`. Rank 0 owns it; other ranks write into `prepare`'s folder.
 
     Args:
+        root: Made if it is missing.
         keep: How many of the newest stay.
         keep_best: How many of those with the highest score stay besides. They are for export: the
             journal forgets them, so that the groups after them need not be kept.
     """
 
     def __init__(self, root: Path, keep: int, keep_best: int = 0) -> None:
-        self._root = root
+        self.root = root
         self._keep = keep
         self._keep_best = keep_best
         root.mkdir(parents=True, exist_ok=True)
 
     def folder(self, step: int) -> Path:
-        return self._root / f"step-{step:08d}"
+        return self.root / f"step-{step:08d}"
 
     def temporary(self, step: int) -> Path:
-        return self._root / f".step-{step:08d}.partial"
+        return self.root / f".step-{step:08d}.partial"
 
     def prepare(self, step: int) -> Path:
         """Return an empty temporary folder for the state of `step`, and forget an abandoned step's score."""
@@ -93,6 +95,10 @@ class CheckpointStore:
         if scores.pop(step, None) is not None:
             self._write_scores(scores)
         return folder
+
+    def discard(self, step: int) -> None:
+        """Remove what was written of a checkpoint that cannot be sealed, as far as the disk lets it."""
+        shutil.rmtree(self.temporary(step), ignore_errors=True)
 
     def seal(self, step: int, token: int, cut: Cut | None = None) -> str:
         """Sync and rename what the ranks wrote; return the digest to commit in the journal."""
@@ -114,7 +120,7 @@ class CheckpointStore:
         fault_point("checkpoint.synced", step)
         shutil.rmtree(self.folder(step), ignore_errors=True)  # an uncommitted one of an earlier life
         folder.rename(self.folder(step))
-        sync_path(self._root)
+        sync_path(self.root)
         fault_point("checkpoint.renamed", step)
         return xxhash.xxh3_128_hexdigest(manifest.encode())
 
@@ -147,7 +153,7 @@ class CheckpointStore:
     def scores(self) -> dict[int, float]:
         """Return the known scores by step. They are advice: a file that is damaged holds none."""
         try:
-            table = json.loads((self._root / SCORES).read_text())
+            table = json.loads((self.root / SCORES).read_text())
             return {int(step): float(score) for step, score in table.items()}
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
@@ -159,7 +165,7 @@ class CheckpointStore:
         for step in self.steps():
             if step not in kept:
                 shutil.rmtree(self.folder(step))
-        for partial in self._root.glob(".step-*.partial"):
+        for partial in self.root.glob(".step-*.partial"):
             shutil.rmtree(partial)
 
     def newest_valid(self, commits: Iterable[Commit], warn: Callable[[str], None]) -> Commit | None:
@@ -201,14 +207,26 @@ class CheckpointStore:
         body = _read_body(self.folder(step))
         return Cut(body["version"], body["controllers"])
 
+    def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Return name and full shape of the parameters that the first rank wrote into the one of `step`.
+
+        Raises:
+            CheckpointError: Its record is missing or damaged.
+        """
+        path = record_file(self.folder(step), 0)
+        try:
+            return {row["name"]: tuple(row["shape"]) for row in json.loads(path.read_text())["pieces"]}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints on disk, ascending, committed or not."""
-        return sorted(int(folder.name.removeprefix("step-")) for folder in self._root.glob("step-*"))
+        return sorted(int(folder.name.removeprefix("step-")) for folder in self.root.glob("step-*"))
 
     def _write_scores(self, scores: Mapping[int, float]) -> None:
-        temporary = self._root / f".{SCORES}"
+        temporary = self.root / f".{SCORES}"
         temporary.write_text(json.dumps({str(step): scores[step] for step in sorted(scores)}))
-        temporary.replace(self._root / SCORES)
+        temporary.replace(self.root / SCORES)
 
 
 def digest_file(path: Path) -> str:

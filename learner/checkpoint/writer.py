@@ -19,25 +19,30 @@ from pathlib import Path
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.errors import CheckpointError, DeadlineExceeded
 from asyncrl.faults import fault_point
-from learner.checkpoint.snapshot import Snapshot
+from learner.checkpoint.snapshot import Snapshot, remove_files
 from learner.checkpoint.store import CheckpointStore, Cut
 
 WRITE_DEADLINE_S = 1800.0
 POLL_S = 0.01
 MARK = "written-"
+MARK_AGAIN_S = 0.5
 
 CommitCall = Callable[[int, str, Sequence[int]], None]
 """(step, digest, kept steps): the journal's commit."""
 
 
 class BackgroundWriter:
-    """Writes one rank's snapshots, one checkpoint at a time, each within `deadline_s`."""
+    """Writes one rank's snapshots, one checkpoint at a time, each within `deadline_s`.
+
+    `problem` is why the last one could not be written, empty if it was or is not done yet.
+    """
 
     def __init__(self, rank: int, deadline_s: float = WRITE_DEADLINE_S) -> None:
         self._rank = rank
         self._deadline_s = deadline_s
         self._thread: threading.Thread | None = None
         self._folder = Path()
+        self.problem = ""
 
     def begin(self, folder: Path, take: Mapping[str, Callable[[], Snapshot]]) -> None:
         """Take snapshots and begin to write them; returns when they are taken.
@@ -81,10 +86,24 @@ class BackgroundWriter:
                 snapshot.write(folder / name)
         except Exception as error:  # the end of a thread: rank 0 must hear of it, whatever it was
             problem = f"rank {self._rank}: {error}"
+            for name in snapshots:  # half a checkpoint is room that others may wait for
+                remove_files(folder / name, self._rank)
+        self.problem = problem
+        self._mark(folder, problem)
+
+    def _mark(self, folder: Path, problem: str) -> None:
+        """Tell rank 0 that this rank is done, as soon as the disk takes it; for so long rank 0 waits."""
         mark = folder / f"{MARK}{self._rank:05d}"
         partial = mark.with_name(f".{mark.name}")
-        partial.write_text(problem)
-        partial.replace(mark)
+        end = time.monotonic() + self._deadline_s
+        while time.monotonic() < end:
+            try:
+                partial.write_text(problem)
+                partial.replace(mark)
+                return
+            except OSError as error:
+                self.problem = problem or f"rank {self._rank}: {error}"
+            time.sleep(MARK_AGAIN_S)
 
 
 @dataclass(frozen=True)
@@ -149,10 +168,17 @@ class CheckpointKeeper:
         return has_room
 
     def begin(self, step: int) -> Path:
-        """Return the empty folder that every rank is to write into."""
+        """Return the empty folder that every rank is to write into.
+
+        Raises:
+            CheckpointError: The disk takes none.
+        """
         assert self._thread is None, "one checkpoint is written at a time"
         fault_point("checkpoint.begun", step)
-        return self._store.prepare(step)
+        try:
+            return self._store.prepare(step)
+        except OSError as error:
+            raise _unwritten(step, error) from error
 
     def seal_in_background(self, step: int, token: int, cut: Cut | None = None) -> None:
         """Seal the checkpoint of `step` as soon as all ranks have written theirs."""
@@ -176,10 +202,8 @@ class CheckpointKeeper:
             return False
         self._thread = None
         if self._sealed.error is not None:
-            raise CheckpointError(
-                f"the checkpoint of step {self._step} could not be written: {self._sealed.error}",
-                hint="Make room on the disk that holds the run, and start it again",
-            ) from self._sealed.error
+            self._store.discard(self._step)
+            raise _unwritten(self._step, self._sealed.error) from self._sealed.error
         kept = self._store.kept_after(self._step, self._committed())
         self._commit(self._step, self._sealed.digest, kept)
         fault_point("checkpoint.committed", self._step)
@@ -212,6 +236,13 @@ class CheckpointKeeper:
 
     def _add(self, name: str, value: float) -> None:
         self._metrics[name] = self._metrics.get(name, 0.0) + value
+
+
+def _unwritten(step: int, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint of step {step} could not be written: {error}",
+        hint="Make room on the disk that holds the run, or make it writable",
+    )
 
 
 def await_marks(folder: Path, world_size: int, deadline_s: float) -> None:

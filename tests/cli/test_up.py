@@ -151,6 +151,29 @@ def test_two_starts_at_once_make_one_run(folder: RunDir) -> None:
     assert not folder.live.exists()
 
 
+def test_a_start_beside_another_one_watches_that_ones_run(
+    folder: RunDir, head: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.resolved.unlink()
+    live = folder.live.rename(folder.path / "not yet")
+    with (folder.path / run.LOCK).open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)  # it has checked everything, and is about to start the head
+        threading.Timer(1.0, live.rename, (folder.live,)).start()
+        assert up(["a.yaml"], [], is_detached=True) == exits.OK
+    assert f"is live (process {head.pid}): nothing is started" in capsys.readouterr().err
+
+
+def test_a_start_beside_another_one_that_comes_to_nothing_is_refused(
+    folder: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.resolved.unlink()
+    monkeypatch.setattr("asyncrl.cli.up.OTHER_START_S", 0.2)
+    with (folder.path / run.LOCK).open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another 'asyncrl up' is starting"):
+            up(["a.yaml"], [])
+
+
 def test_the_command_of_a_run_is_what_a_shell_reads_back() -> None:
     command = command_of(["my run.yaml", "b.yaml"], ["run.name=x y"])
     assert command == "asyncrl up 'my run.yaml' b.yaml --set 'run.name=x y'"

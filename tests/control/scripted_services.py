@@ -257,6 +257,13 @@ class AwayBuffer(ScriptedBuffer):
         return {**super().status(), OBSTACLES: [] if is_back else [away.as_values()]}
 
 
+class LosingBuffer(ScriptedBuffer):
+    """Its journal has lost what it held, once."""
+
+    def status(self) -> dict[str, Any]:
+        return {**super().status(), "journal": {"losses": ["Redis at localhost:1 lost acknowledged data"]}}
+
+
 REPLACE = {
     "buffer": "scripted_services:ScriptedBuffer",
     "learner": "scripted_services:ScriptedLearner",

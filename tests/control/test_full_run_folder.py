@@ -10,7 +10,7 @@ from test_supervisor import make_supervisor, start, wait_for
 from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.record.events import EventLog, load_events
 from asyncrl.control.record.recorder import Recorder, load_rows, training_rows
-from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from tests.small_disk import fill
 
 
@@ -76,7 +76,32 @@ def test_events_that_could_not_be_written_are_written_with_the_next_one(tmp_path
 
 
 def test_a_head_that_died_without_a_word_on_a_full_disk_is_told_of_as_such(small_disk: Path) -> None:
+    write_json(RunDir(small_disk).live, {})
     handle = RunHandle(RunDir(small_disk), pid=1, run_id="x", sockets=small_disk)
     assert handle.result()["error"] == "the head process died"
     fill(small_disk / "ballast")
     assert f"the disk of {small_disk} is full (" in handle.result()["error"]
+
+
+def test_how_a_run_ended_on_a_full_disk_is_recorded_in_room_that_was_reserved(small_disk: Path) -> None:
+    replace = {**REPLACE, "learner": "scripted_services:WaitingLearner"}
+    supervisor, _ = make_supervisor(small_disk, steps=8, replace=replace)
+    thread, _ = start(supervisor)
+    wait_for(lambda: supervisor.status()["state"] == "running")
+    fill(small_disk / "ballast")
+    supervisor.command("scale", {"replicas": 3})
+    wait_for(lambda: bool(supervisor.status()["obstacles"]))
+    fill(small_disk / "more ballast")  # where events were told
+    supervisor.stop()
+    thread.join(30.0)
+    assert not thread.is_alive()
+    outcome = read_json(RunDir(small_disk).outcome)
+    assert outcome is not None and outcome["state"] == "stopped"
+
+
+def test_what_nobody_could_write_down_is_told_by_the_terminal_that_heard_it(tmp_path: Path) -> None:
+    write_json(RunDir(tmp_path).live, {})
+    handle = RunHandle(
+        RunDir(tmp_path), pid=1, run_id="x", sockets=tmp_path, last_error="learner.0 failed: nan"
+    )
+    assert (handle.result()["service"], handle.result()["error"]) == ("learner.0", "learner.0 failed: nan")

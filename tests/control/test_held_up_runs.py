@@ -11,7 +11,9 @@ from test_supervisor import make_supervisor, start, wait_for
 
 from asyncrl.cli.bulletin import Bulletin
 from asyncrl.control.diagnosis import watch
-from asyncrl.control.record.events import load_events
+from asyncrl.control.fleet import watchdog
+from asyncrl.control.notices import Notices
+from asyncrl.control.record.events import EventLog, load_events
 from asyncrl.control.record.rundir import RunDir, read_json
 
 WAITING = {**REPLACE, "learner": "scripted_services:WaitingLearner"}
@@ -52,6 +54,41 @@ def test_an_obstacle_is_in_the_snapshot_while_it_holds_and_its_end_is_an_event(
     stop.set()
     thread.join(10.0)
     assert not thread.is_alive()
+
+
+def test_a_stall_while_the_journal_is_away_blames_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "FIRST_STEP_S", 0.1)
+    replace = {**WAITING, "buffer": "scripted_services:AwayBuffer"}
+    supervisor, _ = make_supervisor(tmp_path, steps=10**6, replace=replace)
+    thread, stop = start(supervisor)
+    wait_for(lambda: any(one["kind"] == "stall" for one in load_events(RunDir(tmp_path).events)))
+    stop.set()
+    thread.join(10.0)
+    stall = next(one for one in load_events(RunDir(tmp_path).events) if one["kind"] == "stall")
+    assert stall["service"] == "buffer.0"
+    assert stall["waiting"] == [
+        "the run waits for buffer.0: Redis at localhost:1 is away: Connection refused"
+    ]
+
+
+def test_what_a_journal_lost_is_an_event_once_in_each_life(tmp_path: Path) -> None:
+    replace = {**REPLACE, "buffer": "scripted_services:LosingBuffer"}
+    supervisor, _ = make_supervisor(tmp_path, steps=9, replace=replace)
+    supervisor.run(threading.Event())
+
+    def told() -> list[str]:
+        return [one["text"] for one in load_events(RunDir(tmp_path).events) if one["kind"] == "journal"]
+
+    assert told() == ["Redis at localhost:1 lost acknowledged data"]
+    statuses = {"buffer.0": {"journal": {"losses": told()}}}
+    events = EventLog(RunDir(tmp_path).events)
+    Notices(events).look(statuses)
+    assert len(told()) == 1, "a supervisor that takes over finds it told"
+    events.add("start", "run", "the run starts with 2 replicas")
+    Notices(events).look(statuses)
+    assert len(told()) == 2, "in another life it happened again"
 
 
 def test_each_finding_of_the_guard_is_one_event_for_terminal_and_page(tmp_path: Path) -> None:

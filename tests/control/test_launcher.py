@@ -90,7 +90,7 @@ def test_a_process_that_dies_is_gone_and_its_log_stays(ray_started: None, tmp_pa
     await_state(launcher, "c.0", "serving")
     with pytest.raises(ServiceFailed, match=r"c\.0 failed 'die'"):
         launcher.command("c.0", "die", {}, 10.0)
-    await_state(launcher, "c.0", "DEAD")
+    assert await_state(launcher, "c.0", "DEAD")["error"] == ray_launcher.KILLED
     assert "c.0 runs" in (tmp_path / "c.0.log").read_text()
 
 

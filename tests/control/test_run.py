@@ -307,7 +307,8 @@ def test_a_project_that_was_moved_goes_on_with_its_own_files_and_with_no_others(
     assert compare_with_run(folder, now) == [], "plan says the same"
     for key, path in (("model.path", f"{new}/other"), ("data.train", f"{new}/other.jsonl")):
         other = load_config(tmp_path / "now.yaml", [f"{key}={path}"])
-        with pytest.raises(ConfigError, match=key):
+        said = rf"{key}: was '[^']*', is '{path}'; .*\. Give them as they were to go on"
+        with pytest.raises(ConfigError, match=said):
             lineage.refuse_other_lineage(folder, other)
         (change,) = compare_with_run(folder, other)
         assert change.key == key and not change.at_resume

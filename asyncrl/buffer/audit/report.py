@@ -16,7 +16,7 @@ from asyncrl.buffer.audit.account import Moment, TimedEvent, describe_account, t
 from asyncrl.buffer.audit.payloads import Payloads, payloads_in_files, payloads_in_redis
 from asyncrl.buffer.audit.recount import Finding, Recount
 from asyncrl.buffer.composition import expand_variables, ledger_settings, run_key
-from asyncrl.buffer.journals.file_journal import read_turns
+from asyncrl.buffer.journals.file_journal import read_newest, read_turns
 from asyncrl.buffer.journals.journal import Turn
 from asyncrl.buffer.journals.redis_past import asking, keys_of, read_living
 from asyncrl.buffer.journals.redis_server import RedisServer
@@ -65,8 +65,11 @@ def open_past(run: str, runs_dir: str) -> RunPast:
 
 
 @contextlib.contextmanager
-def opened_past(folder: Path) -> Iterator[RunPast]:
+def opened_past(folder: Path, *, is_whole: bool = True) -> Iterator[RunPast]:
     """Open the past of the run in `folder`.
+
+    Args:
+        is_whole: From the beginning, where the journal has kept it; otherwise from its newest snapshot on.
 
     Raises:
         ConfigError: It keeps no journal, or the journal cannot be reached.
@@ -78,7 +81,8 @@ def opened_past(folder: Path) -> Iterator[RunPast]:
         raise ConfigError(f"run '{folder.name}' keeps no journal (buffer.journal: none)")
     if section.journal == "file":
         buffer = folder / "buffer"
-        yield RunPast(config, None, read_turns(buffer), payloads_in_files(buffer / "payloads"))
+        snapshot, turns = (None, read_turns(buffer)) if is_whole else read_newest(buffer)
+        yield RunPast(config, snapshot, turns, payloads_in_files(buffer / "payloads"))
         return
     with _redis_of(config, folder) as url, asking(url) as (ask, label):
         keys = keys_of(run_key(folder))
@@ -107,7 +111,7 @@ def committed_steps(folder: Path) -> list[int]:
 
     Raises as `opened_past`.
     """
-    with opened_past(folder) as past:
+    with opened_past(folder, is_whole=False) as past:
         state = past.start()
         for timed in past.events():
             state.apply(timed.event)

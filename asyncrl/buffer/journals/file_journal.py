@@ -6,8 +6,8 @@ under every `fsync`; a power cut costs nothing under `always`, and under `everys
 since the last sync but one began, see `unsynced_s`. Payloads are deleted once the commits that made them
 needless are as safe as that `fsync` makes them.
 
-A full disk is waited for, as a Redis that is away is: what could not be written is kept in memory and written
-again, and nobody is answered before it is.
+A disk that is full or read-only is waited for, as a Redis that is away is: what it did not take is kept in
+memory and written again, and nobody is answered before it is.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ FORMAT = 2
 SYNC_EVERY_S = 1.0
 LITTLE_BYTES = 1 << 20
 RETRY_S = 1.0
-"""Between two tries to write to a disk that is full."""
+"""Between two tries to write to a disk that takes nothing."""
+SLOW_S = 5.0
+"""That one write may take before it is told."""
 EVENTS = "events.sqlite"
 
 
@@ -94,8 +96,10 @@ class FileJournal:
         self._folder = folder
         self._unwritten: dict[tuple[int, int], list[bytes]] = {}
         self._backlog: list[tuple[str, bytes, float, int]] = []
-        self._full_reason = ""
+        self._refusal = ""
+        self._is_read_only = False
         self._next_try = 0.0
+        self._writing_since: float | None = None
 
     @property
     def need(self) -> Need:
@@ -107,7 +111,7 @@ class FileJournal:
         Raises:
             CheckpointError: A row's checksum does not fit, or the database is malformed.
         """
-        turn, values = self._newest_snapshot()
+        turn, values = _newest_snapshot(self._database, self.counters)
         events = [event for row in self.turns(turn) for event in row.events]
         self._num_new_events = len(events)
         return Recovery(values, events)
@@ -129,24 +133,15 @@ class FileJournal:
         """
         return _read_turns(self._database, after)
 
-    def _newest_snapshot(self) -> tuple[int, dict[str, Any] | None]:
-        query = "SELECT turn, digest, data FROM snapshots ORDER BY turn DESC"
-        for turn, digest, data in self._database.execute(query).fetchall():
-            try:
-                return turn, unpack_snapshot(data, digest)
-            except CheckpointError:  # an older one, or all the events, tell the same
-                self.counters["damaged_snapshots"] += 1
-        return 0, None
-
     def append(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
-        if self._full_reason:  # in order: what came first is written first
+        if self._refusal:  # in order: what came first is written first
             self._keep(ticket, attempt, frames)
             return
         try:
             self._segments.append(ticket, attempt, frames)
             self._has_new_payload = True
         except OSError as error:
-            self._note_full(error)
+            self._note_refusal(error)
             self._keep(ticket, attempt, frames)
 
     def _keep(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
@@ -176,16 +171,19 @@ class FileJournal:
             self._backlog.append((digest, data, time.time(), len(events)))
         if not (self._backlog or self._unwritten):
             return True
-        if self._full_reason and time.monotonic() < self._next_try:
+        if self._refusal and time.monotonic() < self._next_try:
             return False
+        self._writing_since = time.monotonic()
         try:
             self._write()
         except (OSError, sqlite3.OperationalError) as error:
-            self._note_full(error)
+            self._note_refusal(error)
             return False
-        if self._full_reason:
-            log.warning("the disk of %s has room again", self._folder)
-            self._full_reason = ""
+        finally:
+            self._writing_since = None
+        if self._refusal:
+            log.warning("the disk of %s takes what is written again", self._folder)
+            self._refusal = ""
         return True
 
     def _write(self) -> None:
@@ -205,14 +203,15 @@ class FileJournal:
         if self._fsync == "everysec":
             self._disk.note_commit()
 
-    def _note_full(self, error: OSError | sqlite3.OperationalError) -> None:
-        """Wait for room; raise `error` again if it is not about that."""
-        if not is_about_room(error, self._folder):
+    def _note_refusal(self, error: OSError | sqlite3.OperationalError) -> None:
+        """Wait for the disk; raise `error` again if it is not about that."""
+        if not is_about_disk(error, self._folder):
             raise error
-        if not self._full_reason:
+        self._is_read_only = is_about_reading(error)
+        if not self._refusal:
             self.counters["disk_full"] += 1
-            log.error("the disk of %s is full (%s): the buffer waits for room", self._folder, error)
-        self._full_reason = f"{error}"
+            log.error("%s (%s): the buffer waits for it", self._describe_disk(), error)
+        self._refusal = f"{error}"
         self._next_try = time.monotonic() + RETRY_S
 
     def write_snapshot(self, values: Mapping[str, Any]) -> None:
@@ -221,7 +220,7 @@ class FileJournal:
         except sqlite3.OperationalError as error:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
-            self._note_full(error)  # the events are there: it only spares a restart the way through them
+            self._note_refusal(error)  # the events are there: it only spares a restart the way through them
 
     def _write_snapshot(self, values: Mapping[str, Any]) -> None:
         data, digest = pack_snapshot(values)
@@ -244,25 +243,41 @@ class FileJournal:
     def tick(self, now: float) -> None:
         if self._fsync == "everysec":
             if self._disk.take_success():
-                self._segments.delete(self._deletable)
-                self._deletable = []
+                self._delete()
             if self._disk.sync_if_due(self._segments.take_unsynced):
                 self._deletable = self._segments.unneeded()
         elif self._fsync == "never":
             self._segments.forget_finished()
 
+    def _delete(self) -> None:
+        """Delete the files that nobody needs; what a read-only disk keeps is tried after the next sync."""
+        try:
+            self._segments.delete(self._deletable)
+        except OSError as error:
+            self._note_refusal(error)
+        self._deletable = []
+
     def status(self) -> dict[str, Any]:
         """`unsynced_s`: how long ago the oldest commit was that a power cut could cost."""
         unsynced_s = self._disk.unsynced_s
-        is_away = bool(self._full_reason)
+        is_away = bool(self._refusal)
         return {"kind": "file", "is_away": is_away, "fsync": self._fsync, "unsynced_s": unsynced_s}
 
     def obstacles(self) -> list[Obstacle]:
-        if not self._full_reason:
+        since = self._writing_since  # one look: the buffer's own thread may be done just now
+        if self._refusal:
+            what = f"{self._describe_disk()}, and nothing can be journalled: {self._refusal}"
+            return [Obstacle("", Cause.DISK_FULL, what)]
+        if since is None or (took_s := time.monotonic() - since) < SLOW_S:
             return []
+        what = f"the disk of {self._folder} has not finished a write for {took_s:.0f} s"
+        return [Obstacle("", Cause.JOURNAL_AWAY, f"{what}, and what is not journalled is not done")]
+
+    def _describe_disk(self) -> str:
+        if self._is_read_only:
+            return f"the disk of {self._folder} is read-only"
         free = shutil.disk_usage(self._folder).free
-        what = f"the disk of {self._folder} is full ({free:,} bytes free), and nothing can be journalled"
-        return [Obstacle("", Cause.DISK_FULL, f"{what}: {self._full_reason}")]
+        return f"the disk of {self._folder} is full ({free:,} bytes free)"
 
     def close(self) -> None:
         self._disk.close()
@@ -275,16 +290,25 @@ class FileJournal:
         os.close(self._lock)
 
 
-def is_about_room(error: OSError | sqlite3.OperationalError, folder: Path) -> bool:
-    """Tell whether an error says that the disk of `folder`, or a quota on it, takes no more.
+def is_about_disk(error: OSError | sqlite3.OperationalError, folder: Path) -> bool:
+    """Tell whether an error says that the disk of `folder`, or a quota on it, takes no more, or nothing.
 
     SQLite calls it an I/O error where its index of the log, a mapped file, cannot grow.
     """
+    if is_about_reading(error):
+        return True
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     code = error.sqlite_errorcode & 0xFF
     is_full = code == sqlite3.SQLITE_IOERR and shutil.disk_usage(folder).free < LITTLE_BYTES
     return code == sqlite3.SQLITE_FULL or is_full
+
+
+def is_about_reading(error: OSError | sqlite3.OperationalError) -> bool:
+    """Tell whether an error says that nothing may be written."""
+    if isinstance(error, OSError):
+        return error.errno == errno.EROFS
+    return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_READONLY
 
 
 class DiskSync:
@@ -358,13 +382,30 @@ def read_turns(folder: Path) -> list[Turn]:
     Raises:
         CheckpointError: There is none, or it is damaged.
     """
+    with _reading(folder) as database:
+        return list(_read_turns(database, 0))
+
+
+def read_newest(folder: Path) -> tuple[dict[str, Any] | None, list[Turn]]:
+    """Return the newest whole snapshot and the turns after it, as `read_turns` does all of them.
+
+    Raises:
+        CheckpointError: As `read_turns`.
+    """
+    with _reading(folder) as database:
+        turn, values = _newest_snapshot(database, Counter())
+        return values, list(_read_turns(database, turn))
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[sqlite3.Connection]:
     path = folder / EVENTS
     if not path.is_file():
         raise CheckpointError(f"there is no journal {path}", hint="Did the run ever start?")
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             _refuse_newer(database, path)
-            return list(_read_turns(database, 0))
+            yield database
     except sqlite3.Error as error:
         raise CheckpointError(f"the journal {path} cannot be read: {error}") from error
 
@@ -377,6 +418,19 @@ def _read_turns(database: sqlite3.Connection, after: int) -> Iterator[Turn]:
             yield Turn(number, time_s, unpack_turn(number, data, digest))
     except sqlite3.DatabaseError as error:
         raise CheckpointError(f"the journal cannot be read: {error}", hint="Restore its folder") from error
+
+
+def _newest_snapshot(
+    database: sqlite3.Connection, counters: Counter[str]
+) -> tuple[int, dict[str, Any] | None]:
+    """Return the newest whole snapshot and the turn that it was made after; 0 and None if there is none."""
+    query = "SELECT turn, digest, data FROM snapshots ORDER BY turn DESC"
+    for turn, digest, data in database.execute(query).fetchall():
+        try:
+            return turn, unpack_snapshot(data, digest)
+        except CheckpointError:  # an older one, or all the events, tell the same
+            counters["damaged_snapshots"] += 1
+    return 0, None
 
 
 def _take_lock(path: Path) -> int:

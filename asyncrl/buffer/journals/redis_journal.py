@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +32,7 @@ from asyncrl.buffer.journals.payload_index import PayloadIndex
 from asyncrl.buffer.journals.records import make_record, read_frames
 from asyncrl.buffer.journals.redis_link import Argument, LinkDown, RedisLink, Refusal, explain_refusal
 from asyncrl.buffer.journals.redis_past import FORMAT, keys_of, read_past, refuse_newer
+from asyncrl.buffer.journals.redis_settings import HINT, check_settings, read_eviction
 from asyncrl.buffer.ledger.events import Event
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.errors import ConfigError, DeadlineExceeded, FencedError
@@ -45,6 +46,8 @@ BACKOFF_S = (0.05, 2.0)
 """The first wait for a Redis that is away, and the longest; each is twice the one before."""
 READ_DEADLINE_S = 20.0
 LOOK_EVERY_S = 1.0
+LOSSES_TOLD = 8
+"""The newest."""
 _RIGHTS_HINT = "The user needs ~asyncrl:* +@read +@write +@transaction +@connection; docs/journals.md"
 
 
@@ -88,6 +91,9 @@ class RedisJournal:
         self._index = PayloadIndex()
         self._away_since: float | None = None
         self._away_reason = ""
+        self._reasons_logged: set[str] = set()
+        self._eviction = ""
+        self._losses: deque[str] = deque(maxlen=LOSSES_TOLD)
         self._backoff_s = BACKOFF_S[0]
         self._next_try = 0.0
         self._next_look = 0.0
@@ -102,7 +108,7 @@ class RedisJournal:
             try:
                 link = RedisLink(self._url())
                 link.connect()
-                self._check_server(link)
+                self._shows_settings = check_settings(link, self.counters)
                 owner = self._become_owner(link)
                 if owner is not None:
                     return link, owner
@@ -136,24 +142,6 @@ class RedisJournal:
         is_done = link.call("EXEC") is not None
         link.call("WATCH", *self._watched)
         return owner if is_done else None
-
-    def _check_server(self, link: RedisLink) -> None:
-        try:
-            text = link.call("INFO")
-        except Refusal as error:
-            log.warning("Redis at %s does not show its settings (%s): unchecked", link.label, error)
-            return
-        facts = dict(line.split(":", 1) for line in text.decode().splitlines() if ":" in line)
-        if facts.get("maxmemory", "0") != "0" and facts.get("maxmemory_policy") != "noeviction":
-            raise ConfigError(
-                f"Redis at {link.label} evicts keys when it is full ({facts.get('maxmemory_policy')})",
-                hint="Set its maxmemory-policy to noeviction",
-            )
-        if facts.get("aof_enabled") == "0":
-            self.counters["redis_without_aof"] = 1
-            log.warning(
-                "Redis at %s has no append-only file: its data is lost when its process ends", link.label
-            )
 
     def recover(self) -> Recovery:
         """Return the snapshot and the events after it.
@@ -267,7 +255,12 @@ class RedisJournal:
             self._work(self._write_turns)
         elif self._clock.now() >= self._next_look:
             self._next_look = self._clock.now() + LOOK_EVERY_S
-            self._work(lambda: self._judge(self._link.call(*self._look)))
+            self._work(self._look_around)
+
+    def _look_around(self) -> None:
+        self._judge(self._link.call(*self._look))
+        if self._shows_settings:
+            self._eviction = read_eviction(self._link)
 
     def write_snapshot(self, values: Mapping[str, Any]) -> None:
         def write() -> None:
@@ -418,12 +411,12 @@ class RedisJournal:
     def _note_wiped(self, why: str) -> None:
         self.counters["redis_wiped"] += 1
         self.need = Need.ALL
-        log.error(
-            "Redis at %s lost acknowledged data (%s): the ledger and the payloads in memory are "
-            "written again, groups whose payload is lost are generated again",
-            self._link.label,
-            why,
+        loss = (
+            f"Redis at {self._link.label} lost acknowledged data ({why}): the ledger and the payloads in "
+            "memory are written again, groups whose payload is lost are generated again"
         )
+        self._losses.append(loss)
+        log.error("%s", loss)
 
     def _note_away(self, error: Exception) -> None:
         now = self._clock.now()
@@ -432,6 +425,9 @@ class RedisJournal:
         if self._away_since is None:
             self._away_since = now
             self.counters["redis_away"] += 1
+            self._reasons_logged.clear()
+        if self._away_reason not in self._reasons_logged:  # the first is often only that the link broke
+            self._reasons_logged.add(self._away_reason)
             log.warning(
                 "Redis at %s is away (%s): the buffer waits for it", self._link.label, self._away_reason
             )
@@ -446,20 +442,26 @@ class RedisJournal:
             log.warning("Redis at %s is back after %.1f s", self._link.label, away_s)
 
     def status(self) -> dict[str, Any]:
-        """`redis`: where; `backlog`: turns that wait for it; `wiped`: how often it lost what it held."""
+        """`redis`: where; `backlog`: turns that wait for it; `wiped`: how often it lost what it held.
+
+        `losses`: a sentence of each of the newest of these.
+        """
         return {
             "kind": "redis",
             "is_away": self._away_since is not None,
             "redis": self._link.label,
             "backlog": len(self._backlog),
             "wiped": self.counters["redis_wiped"],
+            "losses": list(self._losses),
         }
 
     def obstacles(self) -> list[Obstacle]:
-        if self._away_since is None:
-            return []
-        what = f"Redis at {self._link.label} is away, and what is not journalled is not done"
-        return [Obstacle("", Cause.JOURNAL_AWAY, f"{what}: {self._away_reason}")]
+        where = f"Redis at {self._link.label}"
+        if self._away_since is not None:
+            what = f"{where} is away, and what is not journalled is not done: {self._away_reason}"
+            return [Obstacle("", Cause.JOURNAL_AWAY, what)]
+        what = f"{where} evicts keys when it is full ({self._eviction}), the journal's too. {HINT}"
+        return [Obstacle("", Cause.JOURNAL_EVICTS, what)] if self._eviction else []
 
     def close(self) -> None:
         self._link.close()

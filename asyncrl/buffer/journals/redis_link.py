@@ -149,7 +149,8 @@ def explain_refusal(label: str, error: BaseException) -> ConfigError | None:
         error: What connecting raised.
     """
     if isinstance(error, redis.exceptions.AuthenticationError):
-        return ConfigError(f"Redis at {label} refuses the user or the password", hint="Check buffer.url")
+        what = f"Redis at {label} refuses the user or the password ({error})".replace(".)", ")")
+        return ConfigError(what, hint="Check buffer.url")
     for cause in _causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return _explain_certificate(label, cause)

@@ -196,8 +196,8 @@ class SegmentFolder:
     def delete(self, numbers: Sequence[int]) -> None:
         """Delete files that `unneeded` named."""
         for number in numbers:
-            self._unneeded.remove(number)
             self._path(number).unlink(missing_ok=True)
+            self._unneeded.remove(number)
             fault_point("buffer.deleting", number)
 
     def _remember(self, ticket: int, attempt: int, place: _Place) -> None:

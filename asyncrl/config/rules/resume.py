@@ -39,7 +39,7 @@ def find_breaks(before: Config, after: Config) -> Iterator[tuple[str, str]]:
     for key, why in SAME_ON_RESUME.items():
         old, new = _value(before, key), _value(after, key)
         if old != new:
-            yield key, f"{key}: was {old!r}, is {new!r}; {why}"
+            yield key, f"{key}: was {_plain(old)}, is {_plain(new)}; {why}"
     old, new = before.algorithm.advantage, after.algorithm.advantage
     if new in WITH_GREEDY and old not in WITH_GREEDY:
         what = f"algorithm.advantage: was {old!r}, is {new!r}, which needs a greedy answer per group"
@@ -52,3 +52,11 @@ def find_breaks(before: Config, after: Config) -> Iterator[tuple[str, str]]:
 def _value(config: Config, key: str) -> Any:
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
+
+
+def _plain(value: Any) -> str:
+    """Return a value as one writes it in a configuration: of a source its path, and what else was set."""
+    if not isinstance(value, tuple):
+        return repr(value)
+    sources = (one.model_dump(mode="json", exclude_defaults=True) for one in value)
+    return ", ".join(repr(one["path"] if len(one) == 1 else one) for one in sources)

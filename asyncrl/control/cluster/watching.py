@@ -7,6 +7,7 @@ Invariant: one failed connection is no death; `LOST_AFTER` of them in a row are.
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ PULSE_S = 1.0
 LOST_AFTER = 20
 END_S = 10.0
 """For the watching thread to end; it is a daemon, so that one which hangs holds up nobody."""
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+"""Errors of this process or machine, which tell nothing of who listens."""
 
 
 @contextmanager
@@ -51,5 +54,5 @@ def is_open(address: str) -> bool:
     try:
         socket.create_connection((host, int(port)), timeout=PULSE_S).close()
         return True
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in OUT_OF_DESCRIPTORS

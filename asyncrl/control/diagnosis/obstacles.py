@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from asyncrl.obstacle import Cause, Obstacle, parse_obstacles
+from asyncrl.obstacle import ADVISORY, Cause, Obstacle, parse_obstacles
 from asyncrl.states import ServiceState
 
 Statuses = Mapping[str, Mapping[str, Any]]
@@ -70,7 +70,9 @@ def _is_said_by_all(obstacle: Obstacle, statuses: Statuses) -> bool:
 
 
 def _blocks(obstacle: Obstacle, statuses: Statuses, found: Iterable[Obstacle]) -> bool:
-    """Tell whether no replica is free of trouble, for an obstacle of a replica; others always block."""
+    """Tell whether no replica is free of trouble, for an obstacle of a replica; others but advice block."""
+    if obstacle.cause in ADVISORY:
+        return False
     if not obstacle.service.startswith(("rollout.", "receiver.")):
         return True
     troubled = {one.service.partition(".")[2] for one in found}

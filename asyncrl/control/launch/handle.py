@@ -18,6 +18,7 @@ from typing import Any
 from asyncrl.control.api.client import connect
 from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
 from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.durable import is_read_only
 from asyncrl.errors import AsyncrlError
 from asyncrl.states import RunState
 
@@ -33,20 +34,27 @@ Snapshot = dict[str, Any]
 
 @dataclass
 class RunHandle:
-    """A run whose head is process `pid`; `head` is that process where this one started it."""
+    """A run whose head is process `pid`; `head` is that process where this one started it.
+
+    `command` starts the run once more. `last_error` is why it failed, as its supervisor said last.
+    """
 
     folder: RunDir
     pid: int
     run_id: str
     sockets: Path
     head: subprocess.Popen[bytes] | None = None
+    command: str = ""
+    last_error: str = ""
 
     def poll(self) -> Snapshot:
         """Return the newest snapshot; while no supervisor answers, what the head says of itself."""
         client = connect(self.folder)
         try:
             if client is not None:
-                return client.status()
+                snapshot = client.status()
+                self.last_error = str(snapshot.get("error") or "")
+                return snapshot
         except AsyncrlError:
             pass  # it is starting again, or ending, or too busy
         word = self._word()
@@ -102,15 +110,31 @@ class RunHandle:
         remove_leftovers(self.run_id, self.sockets)
 
     def result(self) -> dict[str, Any]:
-        """Return the outcome: `state` is finished, stopped or failed; with `error`, `service`, `tail`."""
-        outcome = read_json(self.folder.outcome)
-        if outcome is not None:
-            return outcome
-        tail = self.folder.tail("head.0")
-        free = shutil.disk_usage(self.folder.path).free if self.folder.path.exists() else LITTLE_BYTES
-        why = f": the disk of {self.folder.path} is full ({free:,} bytes free)" if free < LITTLE_BYTES else ""
-        error = f"the head process died{why}"
-        return {"state": RunState.FAILED, "error": error, "service": "head.0", "tail": tail}
+        """Return the outcome: `state` is finished, stopped or failed; with `error`, `service`, `tail`.
+
+        With `is_removed` the folder is gone; `command` starts the run once more.
+        """
+        outcome = read_json(self.folder.outcome) or self._guess_outcome()
+        return {**outcome, "command": self.command}
+
+    def _guess_outcome(self) -> dict[str, Any]:
+        """Return how a run ended that has left no word of it."""
+        is_removed = not self.folder.live.exists()
+        service = self.last_error.split(" ")[0] or "head.0"
+        signals = {-number.value: f" of {number.name}" for number in signal.Signals}
+        how = signals.get(self.head.poll() or 0, "") if self.head is not None else ""
+        died = (
+            f"the run's folder {self.folder.path} was removed"
+            if is_removed
+            else f"the head process died{how}"
+        )
+        return {
+            "state": RunState.FAILED,
+            "error": f"{self.last_error or died}{'' if is_removed else _trouble_of_disk(self.folder.path)}",
+            "service": service,
+            "tail": self.folder.tail(service),
+            "is_removed": is_removed,
+        }
 
     def _word(self) -> Snapshot:
         word = read_json(self.folder.phase) or {
@@ -126,9 +150,18 @@ class RunHandle:
             pass  # it has just ended
 
 
+def _trouble_of_disk(path: Path) -> str:
+    """Return why nobody could write into a folder, empty if they could."""
+    free = shutil.disk_usage(path).free
+    if free < LITTLE_BYTES:
+        return f": the disk of {path} is full ({free:,} bytes free)"
+    return f": {path} is read-only" if is_read_only(path) else ""
+
+
 def attach(folder: RunDir) -> RunHandle | None:
     """Return a handle of the live run in `folder`, None if there is none."""
     live = read_json(folder.live)
     if live is None or not is_alive(live["pid"], live["run_id"]):
         return None
-    return RunHandle(folder, live["pid"], live["run_id"], Path(live["sockets"]))
+    command = str(live.get("command", ""))
+    return RunHandle(folder, live["pid"], live["run_id"], Path(live["sockets"]), command=command)

@@ -33,7 +33,7 @@ from asyncrl.control.launch.ports import HeldPort, held_row
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.control.record.events import EventLog
-from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.control.record.rundir import RunDir, read_json, write_json, write_outcome
 from asyncrl.control.roster import SERVERS
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys, make_run_keys, write_client_keys
@@ -195,13 +195,17 @@ def _write_termination(run_dir: RunDir) -> None:
     if (read_json(run_dir.live) or {}).get("url"):
         _write_failure(run_dir, "the head process was ended by SIGTERM", HEAD)
     else:
-        stopped = {"state": RunState.STOPPED, "error": "", "service": "", "tail": []}
-        write_json(run_dir.outcome, stopped, is_synced=True)
+        _write_outcome(run_dir, {"state": RunState.STOPPED, "error": "", "service": "", "tail": []})
 
 
 def _write_failure(run_dir: RunDir, error: str, service: str) -> None:
-    outcome = {"state": RunState.FAILED, "error": error, "service": service, "tail": run_dir.tail(service)}
-    write_json(run_dir.outcome, outcome, is_synced=True)
+    tail = run_dir.tail(service)
+    _write_outcome(run_dir, {"state": RunState.FAILED, "error": error, "service": service, "tail": tail})
+
+
+def _write_outcome(run_dir: RunDir, outcome: dict[str, Any]) -> None:
+    if why := write_outcome(run_dir, outcome):  # what comes after it is done all the same
+        print(f"'{outcome['error']}' could not be written down: {why}", file=sys.stderr, flush=True)
 
 
 def _make_keys(config: Config, run_dir: RunDir) -> RunKeys | None:

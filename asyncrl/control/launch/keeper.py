@@ -8,7 +8,9 @@ Invariant: a supervisor that ended by itself, well or badly, is never started ag
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -83,20 +85,22 @@ def _start_again(launcher: Launcher, spec: ServiceSpec, budget: Budget, clock: C
 
 
 @contextmanager
-def watching_ray(on_death: Callable[[str], None]) -> Iterator[None]:
+def watching_ray(on_death: Callable[[str], None]) -> Iterator[Counter[str]]:
     """Call `on_death` with the name of the first of Ray's own processes that dies.
 
-    Only those that this process has started are watched: those of a cluster are not ours.
+    Only those that this process has started are watched: those of a cluster are not ours. Yields the count
+    of looks that failed (`failed_looks`): for want of a descriptor, say, which tells nothing of Ray.
     """
     children = {child: child.name() for child in psutil.Process().children()}
     own = {child: name for child, name in children.items() if name in RAY_PROCESSES}
-    ended = threading.Event()
-    thread = threading.Thread(target=_watch, args=(own, ended, on_death), name="ray-watch", daemon=True)
+    ended, counters = threading.Event(), Counter[str]()
+    arguments = (own, ended, on_death, counters)
+    thread = threading.Thread(target=_watch, args=arguments, name="ray-watch", daemon=True)
     thread.start()
     try:
-        yield
+        yield counters
     except Exception:
-        _tell_death(own, on_death)  # it is the cause of whatever it broke here
+        _tell_death(own, on_death, counters)  # it is the cause of whatever it broke here
         raise
     finally:
         ended.set()
@@ -104,23 +108,33 @@ def watching_ray(on_death: Callable[[str], None]) -> Iterator[None]:
 
 
 def _watch(
-    processes: dict[psutil.Process, str], ended: threading.Event, on_death: Callable[[str], None]
+    processes: dict[psutil.Process, str],
+    ended: threading.Event,
+    on_death: Callable[[str], None],
+    counters: Counter[str],
 ) -> None:
     while not ended.wait(RAY_PULSE_S):
-        if _tell_death(processes, on_death):
+        if _tell_death(processes, on_death, counters):
             return
 
 
-def _tell_death(processes: dict[psutil.Process, str], on_death: Callable[[str], None]) -> bool:
+def _tell_death(
+    processes: dict[psutil.Process, str], on_death: Callable[[str], None], counters: Counter[str]
+) -> bool:
     """Call `on_death` if one of the processes is dead; return whether one is."""
-    dead = next((name for process, name in processes.items() if not _is_alive(process)), None)
+    dead = next((name for process, name in processes.items() if not _is_alive(process, counters)), None)
     if dead is not None:
         on_death(dead)
     return dead is not None
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process, counters: Counter[str]) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+    except (OSError, psutil.Error) as error:
+        if not counters["failed_looks"]:
+            print(f"Ray's processes cannot be looked at for now: {error}", file=sys.stderr, flush=True)
+        counters["failed_looks"] += 1
+        return True

@@ -15,9 +15,10 @@ from typing import Any
 from asyncrl.config.load import load_resolved
 from asyncrl.config.rules.resume import find_breaks
 from asyncrl.config.tree import Config, CriticSection, ModelSection, RewardPart
-from asyncrl.control import prepare
+from asyncrl.control import prepare, shared_memory
 from asyncrl.control.record.recorder import is_evaluation
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.services import function
 from asyncrl.errors import CheckpointError, ConfigError
 
 FetchedSection = ModelSection | CriticSection
@@ -36,7 +37,49 @@ def refuse_other_lineage(folder: RunDir, config: Config) -> None:
     if changed:
         raise ConfigError(
             f"the run in {folder.path} cannot be resumed with other values:\n" + "\n".join(changed),
-            hint="Choose another run.name, or remove that folder",
+            hint="Give them as they were to go on. Choose another run.name for a new run",
+        )
+
+
+def refuse_lost_past(folder: RunDir, model: Path) -> None:
+    """Raise ConfigError if no start can go on from what the run's folder holds.
+
+    A journal that cannot be read from here says so itself, when the buffer opens it.
+
+    Args:
+        model: The folder of the policy's model.
+    """
+    if not folder.resolved.exists() or load_resolved(folder.path).buffer.journal == "none":
+        return
+    from asyncrl.buffer.audit.report import committed_steps  # here: `up` must be quick otherwise
+
+    try:
+        known = committed_steps(folder.path)
+    except (CheckpointError, ConfigError):
+        return
+    there = [step for step in known if step in _steps_on_disk(folder)]
+    if not there and 0 not in known:
+        what = f"the journal in {folder.path} knows the checkpoints of {_list(known)}"
+        raise ConfigError(
+            f"run.name: {what}, and none of them is in {folder.checkpoints}",
+            hint="The groups before them are gone: put one of them back there, or choose another run.name",
+        )
+    if there:
+        _refuse_other_model(folder, there[-1], model)
+
+
+def _refuse_other_model(folder: RunDir, step: int, model: Path) -> None:
+    """Raise ConfigError if the parameters in `model` have other shapes than those in a checkpoint."""
+    try:
+        store = function("learner.checkpoint.store:CheckpointStore")(folder.checkpoints, 1)
+        saved, found = store.shapes(step), shared_memory.read_shapes(model)
+    except CheckpointError:  # the learner takes an older one, and says why
+        return
+    for name in (name for name in saved if name in found and saved[name] != found[name]):
+        what = f"the checkpoint of step {step} in {folder.path} has {name} as {saved[name]}"
+        raise ConfigError(
+            f"model.path: {model} is another model than the run's: {what}, the model as {found[name]}",
+            hint="Put the run's model back there, or choose another run.name for this one",
         )
 
 

@@ -6,10 +6,14 @@ through it. Every service is a detached actor, named as the service, in the run'
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import time
 from collections.abc import Iterable
 from typing import Any, Protocol
+
+import psutil
 
 from asyncrl.control.launch.spec import NODE_VARIABLE, RUN_VARIABLE, SERVICE_VARIABLE, ServiceSpec
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
@@ -17,6 +21,11 @@ from asyncrl.states import ServiceState
 
 NAME_DEADLINE_S = 10.0
 """How long Ray may take to let go of the name of a dead actor."""
+HUNG_UP = "Worker unexpectedly exits with a connection error"
+"""Ray's words for a process that is gone without having said why."""
+KILLED = "its process was killed (SIGKILL), or crashed without a word"
+OVERRUN = "timed out during startup"
+"""Ray's words for processes of its own that are not up in its time, which no setting changes."""
 SUPERVISOR_KIND = "supervisor"
 OBJECT_STORE_BYTES = 100 << 20
 """Of a run's own Ray: nothing but answers of services goes through it."""
@@ -126,7 +135,7 @@ class RayLauncher:
         except ray.exceptions.ActorUnavailableError:  # for now; if it died, the next answer says so
             return {"state": ServiceState.SILENT}
         except ray.exceptions.RayActorError as error:
-            return {"state": ServiceState.DEAD, "error": str(error).strip().splitlines()[0]}
+            return {"state": ServiceState.DEAD, "error": _death_of(error)}
         except ray.exceptions.RayTaskError as error:
             return {"state": ServiceState.FAILED, "error": f"its status failed: {error.cause}"}
 
@@ -183,6 +192,15 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def _death_of(error: Exception) -> str:
+    """Return what Ray knows of an actor's death beyond that, the same for all, it was unexpected."""
+    first, *lines = str(error).strip().splitlines()
+    said = [line for line in lines if line.strip() and not line.startswith("\t")]
+    if any(HUNG_UP in line for line in said):
+        return KILLED
+    return said[0] if said else first
+
+
 def _strategy_of(node: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -190,25 +208,60 @@ def _strategy_of(node: str) -> Any:
 
 
 def start_local(num_cpus: int, num_gpus: int) -> str:
-    """Start a Ray of our own on this machine and return its address.
+    """Start a Ray of our own on this machine and return its address; once more if its own 30 s are over.
 
     It never joins a cluster that is there already, and dies with this process.
-    """
-    import ray
 
+    Raises:
+        ServiceFailed: The machine is too busy.
+    """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.pop("RAY_ADDRESS", None)
-    context = ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=OBJECT_STORE_BYTES,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    try:
+        return _try_local(num_cpus, num_gpus)
+    except _Overrun:
+        print("Ray did not start within its 30 s; it is started once more", file=sys.stderr, flush=True)
+    try:
+        return _try_local(num_cpus, num_gpus)
+    except _Overrun as error:
+        load, num_cores = os.getloadavg()[0], os.cpu_count()
+        raise ServiceFailed(
+            f"Ray did not start within its own 30 s, twice: this machine is too busy (load {load:.0f} on "
+            f"{num_cores} cores)",
+            hint="Start the run again when it is less busy",
+        ) from error
+
+
+class _Overrun(Exception):
+    """Ray has given up its start."""
+
+
+def _try_local(num_cpus: int, num_gpus: int) -> str:
+    """Raise _Overrun if Ray's processes are not up in its time; they are ended then."""
+    import ray
+
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    except Exception as error:  # Ray raises nothing narrower
+        if OVERRUN not in str(error):
+            raise
+        started = set(psutil.Process().children(recursive=True)) - before
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(started, timeout=NAME_DEADLINE_S)
+        raise _Overrun from error
     return str(context.address_info["gcs_address"])
 
 

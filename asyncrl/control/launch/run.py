@@ -22,7 +22,7 @@ from asyncrl.config.tree import Config
 from asyncrl.control import plan, prepare, shared_memory
 from asyncrl.control.cluster import opening
 from asyncrl.control.launch.handle import RunHandle, attach
-from asyncrl.control.launch.lineage import keep_revisions, refuse_other_lineage
+from asyncrl.control.launch.lineage import keep_revisions, refuse_lost_past, refuse_other_lineage
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
@@ -76,6 +76,7 @@ def start(
     folder = RunDir(Path(config.run.dir) / config.run.name)
     refuse_second_start(folder)
     refuse_other_lineage(folder, config)
+    refuse_lost_past(folder, Path(config.model.path))
     keep_others_out()
     folder.logs.mkdir(parents=True, exist_ok=True)
     lock = _take_lock(folder)
@@ -98,11 +99,15 @@ def finished_run(config: Config) -> RunDir | None:
     return folder if is_finished and (summary or {})["steps"] >= config.learner.steps else None
 
 
+class AlreadyStarted(ConfigError):
+    """Another `asyncrl up` has started the run, or is about to."""
+
+
 def refuse_second_start(folder: RunDir) -> None:
-    """Raise ConfigError if the run in `folder` lives."""
+    """Raise AlreadyStarted if the run in `folder` lives."""
     handle = attach(folder)
     if handle is not None:
-        raise ConfigError(
+        raise AlreadyStarted(
             f"run.name: the run in {folder.path} is live (pid {handle.pid})",
             hint="Watch it with 'asyncrl status', end it with 'asyncrl down', or choose another run.name",
         )
@@ -116,7 +121,7 @@ def _take_lock(folder: RunDir) -> int:
     except BlockingIOError as error:
         os.close(lock)
         what = f"run.name: another 'asyncrl up' is starting the run in {folder.path}"
-        raise ConfigError(what, hint="Call it again in a second to watch that run") from error
+        raise AlreadyStarted(what, hint="Call it again in a second to watch that run") from error
     return lock
 
 
@@ -176,6 +181,7 @@ def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
         "node": platform.node(),
         "command": command,
         "earlier": _earlier_lives(folder),
+        "log_sizes": folder.log_sizes(),
     }
     write_json(folder.live, live, mode=0o600, is_synced=True)
     with folder.log("head.0").open("ab") as log_file, _holding_sigterm_back(), _deferring_interrupt():
@@ -192,7 +198,7 @@ def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
         assert head.stdin is not None
         head.stdin.close()  # it waits for that: nobody else writes the file meanwhile
         fault_point("up.head")
-    return RunHandle(folder, head.pid, run_id, sockets, head)
+    return RunHandle(folder, head.pid, run_id, sockets, head, command)
 
 
 @contextmanager

@@ -43,6 +43,7 @@ TONES = {
     "stall": "bad",
     "obstacle": "bad",
     "guard": "warn",
+    "journal": "bad",
     "pause": "warn",
     "restart": "warn",
     "ready": "good",

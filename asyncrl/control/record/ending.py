@@ -33,6 +33,9 @@ def paragraph(folder: RunDir, outcome: dict[str, Any] | None = None, num_lines: 
     service = outcome.get("service") or ""
     where = f" in {service}" if service else ""
     error = _without_repetition(str(outcome.get("error") or "without a message").rstrip("."), service)
+    if outcome.get("is_removed"):
+        again = outcome.get("command") or "asyncrl up CONFIG"
+        return f"the run failed: {error}. What it had saved is gone with it. To begin anew: {again}"
     is_forgetful = _keeps_no_journal(folder)
     sentences = [
         f"the run failed{where}: {error}.",

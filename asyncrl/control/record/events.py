@@ -15,7 +15,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from asyncrl.durable import append_lines
+from asyncrl.durable import append_lines, reserve_room
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ Kind = Literal[
     "autoscale",
     "guard",
     "checkpoint",
+    "journal",
     "stall",
     "obstacle",
     "pause",
@@ -56,7 +57,7 @@ class EventLog:
         self._unwritten: list[str] = []
         self._reserve = path.with_suffix(".reserve") if reserve_bytes else None
         if self._reserve is not None:
-            _allocate(self._reserve, reserve_bytes)
+            reserve_room(self._reserve, reserve_bytes)
         self.num_lost = 0
 
     def add(self, kind: Kind, service: str, text: str, **fields: Any) -> None:
@@ -118,11 +119,3 @@ def _parse(line: str) -> dict[str, Any] | None:
     except ValueError:  # the process died while it wrote
         return None
     return found if isinstance(found, dict) and "kind" in found else None
-
-
-def _allocate(path: Path, num_bytes: int) -> None:
-    """Make a file whose bytes are on the disk; without room there is none to reserve."""
-    try:
-        path.write_bytes(bytes(num_bytes))
-    except OSError as error:
-        log.warning("no room could be reserved for events: %s", error)

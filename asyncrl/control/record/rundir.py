@@ -9,6 +9,7 @@ Face).
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 from asyncrl.durable import replace_text
 from asyncrl.metrics import row_log
 
-TAIL_LINES = 20
+TAIL_LINES, TAIL_BYTES = 20, 1 << 16
+STATE_DUMP = "[state-dump]"
+"""In hundreds of lines that a raylet writes as it ends."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,20 @@ class RunDir:
         return self.path / "events.jsonl"
 
     @property
+    def reserve(self) -> Path:
+        """Room that is kept on the disk for how the run ended."""
+        return self.path / "outcome.reserve"
+
+    @property
+    def identity(self) -> tuple[int, int] | None:
+        """What tells the folder from another of its name; None if there is none."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
+    @property
     def fleet(self) -> Path:
         """What a new supervisor of the same start needs to go on: which services there are, and why."""
         return self.path / "fleet.json"
@@ -100,18 +117,44 @@ class RunDir:
     def log(self, name: str) -> Path:
         return self.logs / f"{name}.log"
 
+    def log_sizes(self) -> dict[str, int]:
+        """Return the bytes of each service's log: at the beginning of a life those of the lives before."""
+        return {path.stem: path.stat().st_size for path in self.logs.glob("*.log")}
+
     def tail(self, name: str, num_lines: int = TAIL_LINES) -> list[str]:
-        """Return the last lines of a service's log, none if there is no log."""
+        """Return the last lines of a service's log in this life of the run, without Ray's dumps of its state.
+
+        None if there is no log.
+        """
+        before = (read_json(self.live) or {}).get("log_sizes", {}).get(name, 0)
         try:
-            text = self.log(name).read_text(errors="replace")
+            with self.log(name).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(before if before <= size else 0, size - TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
         except FileNotFoundError:
             return []
-        return text.splitlines()[-num_lines:]
+        return [line for line in lines if STATE_DUMP not in line][-num_lines:]
 
 
 def write_json(path: Path, value: dict[str, Any], mode: int = 0o644, is_synced: bool = False) -> None:
     """Write `value` so that a reader sees the old file or the new one, never a part; see `replace_text`."""
     replace_text(path, json.dumps(value, indent=2) + "\n", mode, is_synced)
+
+
+def write_outcome(folder: RunDir, outcome: dict[str, Any]) -> str:
+    """Write down how a run ended: in the room that was reserved for it, and also if its folder was removed.
+
+    Returns:
+        Why that is not possible, empty if it is done.
+    """
+    try:
+        folder.path.mkdir(exist_ok=True)
+        folder.reserve.unlink(missing_ok=True)
+        write_json(folder.outcome, outcome, is_synced=True)
+    except OSError as error:
+        return f"{error}"
+    return ""
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -36,6 +36,7 @@ from asyncrl.control.record.events import EventLog, Kind
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
 from asyncrl.control.upkeep.hands import COMMAND_DEADLINE_S, Hands
+from asyncrl.control.upkeep.oom import OomKills
 from asyncrl.control.upkeep.reading import at_home, events_of, in_order
 from asyncrl.errors import ConfigError, ServiceFailed
 from asyncrl.states import ServiceState
@@ -110,6 +111,7 @@ class Upkeep:
         self._stages: dict[str, Stage] = {}
         self._bound: dict[str, Any] = {}
         self._is_bound_told = False
+        self._oom_kills = OomKills()
         self._facts: dict[str, dict[str, Any]] = {}
         self._failures: dict[str, str] = {}  # why a service failed last, until its unit is up again
         self._is_degraded = False
@@ -244,7 +246,8 @@ class Upkeep:
         with self._lock:
             run_id = self._roster.run_id
             heard = self._launcher.statuses(self._machine.names, STATUS_DEADLINE_S)
-            found = {name: at_home(run_id, name, status) for name, status in heard.items()}
+            self._oom_kills.look(self._clock())
+            found = {name: self._explained(at_home(run_id, name, status)) for name, status in heard.items()}
             for name, status in found.items():
                 self._hands.note_processes(name, status)
             for name in self._apply_batch([*events_of(run_id, found), Tick()]):
@@ -256,6 +259,13 @@ class Upkeep:
             self._facts = {name: self._describe(name) for name in self._all_names()}
             self._is_degraded = self._machine.is_degraded or self._machine.is_short
             return self._told(found)
+
+    def _explained(self, status: dict[str, Any]) -> dict[str, Any]:
+        """Add to why a service is gone that the kernel has killed something for want of memory."""
+        why = self._oom_kills.recent(self._clock())
+        if not why or status.get("state") not in (ServiceState.FAILED, DEAD):
+            return status
+        return {**status, "error": f"{status.get('error') or 'it is gone'}; {why}"}
 
     def stop(
         self, deadline_s: float, outcome: dict[str, Any], *, has_work: bool = True

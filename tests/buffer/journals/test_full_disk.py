@@ -1,8 +1,9 @@
-"""A full disk is waited for: nobody is answered meanwhile, it is told, and nothing is lost."""
+"""A full, a read-only and a slow disk are waited for: nobody is answered, it is told, nothing is lost."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sqlite3
 import threading
@@ -15,9 +16,9 @@ from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.journals import file_journal
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.tickets import State
-from asyncrl.buffer.service import BufferService
+from asyncrl.buffer.service import BufferService, Desk
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import SystemClock
+from asyncrl.clock import ManualClock, SystemClock
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.experience import encode_group
 from asyncrl.obstacle import OBSTACLES, Cause
@@ -106,6 +107,96 @@ def test_a_snapshot_that_does_not_fit_costs_nothing(store: ExperienceStore) -> N
     push(store)
     settle(store)
     assert journal.obstacles() == []
+
+
+def test_a_disk_that_became_read_only_is_waited_for(
+    store: ExperienceStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = journal_of(store)
+    journal._database.execute("PRAGMA query_only=ON")  # SQLite's own SQLITE_READONLY
+    ticket = push(store)
+    assert not store.settle(0.0)
+    (found,) = journal.obstacles()
+    assert found.reason.startswith(f"the disk of {tmp_path} is read-only, and nothing can be journalled: ")
+    journal._database.execute("PRAGMA query_only=OFF")
+    settle(store)
+    assert journal.obstacles() == []
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", refuse)
+        patched.setattr(os, "ftruncate", refuse)
+        patched.setattr(os, "open", refuse)
+        with pytest.raises(OSError, match="Read-only"):
+            journal._segments.append(ticket, 2, [b"x"])
+        journal.append(ticket, 2, [b"x"])
+    assert "is read-only" in journal.obstacles()[0].reason and journal.holds(ticket, 2)
+    settle(store)
+    assert journal.obstacles() == [] and journal.read(ticket, 2) == [b"x"]
+
+
+def test_files_that_a_read_only_disk_keeps_are_deleted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Place("file", tmp_path, settings={"segment_bytes": 1}).open_store()
+    begin(store)
+    ticket = push(store)
+    settle(store)
+    journal = journal_of(store)
+    path = journal._segments._path(1)
+    journal.release(ticket)
+    journal._deletable = journal._segments.unneeded()
+    with monkeypatch.context() as patched:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        patched.setattr(Path, "unlink", refuse)
+        journal._delete()
+    assert path.exists() and journal.obstacles()
+    journal._deletable = journal._segments.unneeded()
+    journal._delete()
+    assert not path.exists()
+
+
+def test_a_write_that_takes_long_is_told_while_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_journal, "SLOW_S", 0.0)
+    may_end = threading.Event()
+
+    def sync(file: int) -> None:
+        assert may_end.wait(60.0)
+
+    store = Place("file", tmp_path, settings={"fsync": "always", "sync": sync}).open_store()
+    begin(store)
+    push(store)
+    writing = threading.Thread(target=settle, args=(store,))
+    writing.start()
+    journal, end = journal_of(store), time.monotonic() + 30.0
+    while not (found := journal.obstacles()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    may_end.set()
+    writing.join(30.0)
+    assert found[0].cause is Cause.JOURNAL_AWAY and "has not finished a write for" in found[0].reason
+    assert journal.obstacles() == []
+
+
+def test_no_lease_runs_out_in_a_turn_that_the_disk_held_up(tmp_path: Path) -> None:
+    clock = ManualClock()
+    settings = {"fsync": "always", "sync": lambda file: clock.advance(SETTINGS.lease_s + 1.0)}
+    store = Place("file", tmp_path, settings=settings).open_store()
+    begin(store)
+    store.ledger.lease("a", 1, 1, clock.now())
+    push(store, clock.now())
+    desk = Desk(store, clock)
+    desk.end_turn()
+    desk.tick(clock.now())
+    assert clock.now() > SETTINGS.lease_s, "the disk was slow"
+    assert store.ledger.state.counts[State.LEASED] == 1 and desk.counters["slow_turns"] == 1
 
 
 def test_an_error_that_is_not_about_room_is_not_waited_for(store: ExperienceStore) -> None:

@@ -323,6 +323,8 @@ def test_a_redis_that_lost_its_last_turns_gets_them_again(
     filled.ledger.open("successor")
     settle(filled)
     assert filled.journal.counters["redis_wiped"] == 1
+    (loss,) = filled.journal.status()["losses"]
+    assert "lost acknowledged data (it stands after turn" in loss
     assert filled.counters["lost_payloads"] == 0
     check_same_after_restart(place, filled).journal.close()
 

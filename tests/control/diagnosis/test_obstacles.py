@@ -63,13 +63,18 @@ def test_what_blocks_comes_first_and_then_the_graver_cause() -> None:
         "publisher.0": {"state": "DEAD", "error": "failed: OSError: no room"},
     }
     assert [(one.service, one.blocks) for one in gather(statuses)] == [
-        ("publisher.0", True),
         ("buffer.0", True),
+        ("publisher.0", True),
         ("rollout.1", True),
         ("rollout.0", True),
     ]
     statuses["rollout.2"] = replica()
     assert [one.service for one in gather(statuses) if not one.blocks] == ["rollout.1"]
+
+
+def test_a_redis_that_evicts_is_told_and_blocks_nothing() -> None:
+    (found,) = gather({"buffer.0": {"state": "READY", "obstacles": told(Cause.JOURNAL_EVICTS)}})
+    assert not found.blocks
 
 
 def test_nobody_asks_only_where_every_replica_that_works_says_so() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 from asyncrl.clock import ManualClock
 from asyncrl.config.tree import Config
+from asyncrl.control.cluster.watching import is_open
 from asyncrl.control.fleet.budget import Budget
 from asyncrl.control.launch.keeper import SILENCE_LIMIT_S, keep, watching_ray
 from asyncrl.control.launch.spec import RUN_VARIABLE, SERVICE_VARIABLE, ServiceSpec
@@ -158,6 +161,32 @@ def test_the_death_of_one_of_rays_own_processes_is_noticed_by_name(tmp_path: Pat
             process.kill()
             process.wait(5)
     assert deaths == [victim]
+
+
+def test_the_watch_of_ray_goes_on_after_it_found_no_descriptor_left(tmp_path: Path) -> None:
+    raylet, noticed = named_process(tmp_path, "raylet"), threading.Event()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with watching_ray(lambda name: noticed.set()) as counters:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            try:
+                wait_until(lambda: counters["failed_looks"] >= 2)
+                assert is_open("127.0.0.1:1"), "that nobody could ask tells nothing of a cluster either"
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert not is_open("127.0.0.1:1") and not noticed.is_set()
+            raylet.kill()
+            assert noticed.wait(20.0)
+    finally:
+        raylet.kill()
+        raylet.wait(5)
+
+
+def wait_until(claim: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20.0
+    while not claim():
+        assert time.monotonic() < end, "waited 20 s"
+        time.sleep(0.05)
 
 
 def fail_after_the_death_of(process: subprocess.Popen[bytes]) -> None:

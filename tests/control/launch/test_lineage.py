@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.composition import ledger_settings, open_journal
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
+from asyncrl.control.launch import run
 from asyncrl.control.launch.lineage import (
     ABANDONED,
     check_step,
@@ -26,7 +30,10 @@ from asyncrl.control.record.rundir import RunDir
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.experience import encode_group
 from learner.checkpoint import CheckpointStore, Commit
-from tests.buffer.parts import GROUP_SIZE, make_group
+from learner.leader import Leader
+from learner.orders import Restore
+from tests.buffer.parts import GROUP_SIZE, make_group, serving
+from tests.control.model_folder import write_model_folder
 
 
 def make_config(folder: Path, **sections: object) -> Config:
@@ -166,3 +173,76 @@ def test_each_key_that_differs_is_named_with_both_values(tmp_path: Path) -> None
     found = differences(one, other)
     assert [line.partition(":")[0] for line in found] == ["reward.fn", "staleness.max_lag"]
     assert found[1].endswith("there, 7 here")
+
+
+@pytest.fixture
+def start(folder: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], object]:
+    """Start the run again, which ends where its head would begin."""
+    model = write_model_folder(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "ground_truth": "2"}\n')
+    data = {"train": str(tmp_path / "train.jsonl")}
+    config = make_config(tmp_path, model={"path": str(model)}, data=data)
+    folder.resolved.write_text(dump_resolved(config))
+    monkeypatch.setattr(run, "_start_head", lambda *_: "started")
+    return lambda: run.start(config)
+
+
+def test_a_run_without_any_checkpoint_that_its_journal_knows_is_refused_before_its_head_is_started(
+    folder: RunDir, start: Callable[[], object]
+) -> None:
+    assert start() == "started"
+    shutil.rmtree(folder.checkpoints / checkpoint_name(1))
+    assert start() == "started", "one is enough"
+    shutil.rmtree(folder.checkpoints / checkpoint_name(3))
+    said = "knows the checkpoints of steps 1, 3, and none of them is in .*put one of them back there"
+    with pytest.raises(ConfigError, match=said):
+        start()
+
+
+def test_another_model_under_the_same_path_is_refused_before_its_head_is_started(
+    folder: RunDir, start: Callable[[], object]
+) -> None:
+    record = folder.checkpoints / checkpoint_name(3) / "rank-00000.json"
+    record.write_text(json.dumps({"pieces": [{"name": "model.norm.weight", "shape": [4]}]}))
+    assert start() == "started"
+    record.write_text(json.dumps({"pieces": [{"name": "model.norm.weight", "shape": [8]}]}))
+    with pytest.raises(ConfigError, match=r"model\.path: .*another model.*weight as \(8,\), .* as \(4,\)"):
+        start()
+
+
+def open_leader(client: LearnerClient, folder: RunDir, checkpoints: str) -> Leader:
+    store = CheckpointStore(folder.path / checkpoints, 3)
+    return Leader(make_config(folder.path.parent), client, lambda token: None, store)
+
+
+@pytest.fixture
+def client(folder: RunDir) -> Iterator[LearnerClient]:
+    """A learner's client of the ended run's buffer, which serves again."""
+    config = make_config(folder.path.parent)
+    journal = open_journal(config.buffer, folder.path)
+    store = ExperienceStore(ledger_settings(config), journal, GROUP_SIZE, True, now=0.0)
+    with serving(store) as service, closing(LearnerClient(service.status()["address"])) as client:
+        yield client
+
+
+def test_a_learner_whose_checkpoints_are_all_gone_is_not_started_again(
+    folder: RunDir, client: LearnerClient
+) -> None:
+    leader = open_leader(client, folder, "elsewhere")
+    with pytest.raises(ConfigError, match=r"step 3 is torn: .*is missing; step 1 is torn.*put one back"):
+        next(leader.orders(threading.Event()))
+    assert leader.torn == [], "it goes on from nowhere"
+
+
+def test_a_resume_from_before_checkpoints_that_the_journal_does_not_know_says_so(
+    folder: RunDir, client: LearnerClient
+) -> None:
+    store = CheckpointStore(folder.checkpoints, 9)
+    for step in (5, 6):
+        store.prepare(step)
+        store.seal(step, token=1)
+    leader = open_leader(client, folder, "checkpoints")
+    assert next(leader.orders(threading.Event())) == Restore(3, has_checkpoint=True, controllers={})
+    (said,) = leader.torn
+    assert said.startswith("the journal does not know the checkpoints of steps 5, 6 in ")
+    assert said.endswith("; going on from step 3")
