@@ -174,6 +174,7 @@ _ROLLOUT = singles(
     ),
     ("buffer/dropped/poison", "groups", "Groups given up so far after every attempt failed"),
     ("buffer/dropped/guard", "groups", "Groups so far whose update the guard refused"),
+    ("buffer/dropped/oversized", "groups", "Groups so far with a row longer than a microbatch"),
     ("buffer/residue", "tickets", "What the laws of the ledger leave unexplained; anything but 0 is a bug"),
 )
 
