@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from asyncrl.buffer.service import Desk
 
 MAX_NOTE_VALUES = 16
+MAX_KEPT = 1024
+"""Checkpoints that a learner may name."""
 
 
 class LearnerOps:
@@ -62,7 +64,7 @@ class LearnerOps:
             field(args, "step", int),
             field(args, "is_fork", bool),
         )
-        note, refused = _read_note(args), _read_ints(args, "refused")
+        note, refused = _read_note(args), _read_ids(args, "refused", self._most_groups)
         self._store.resume(token, step, is_fork=is_fork, note=note, refused=refused)
         self._reply(request)
 
@@ -74,7 +76,7 @@ class LearnerOps:
         """Reserve the batch, or with `have` the next part of it."""
         args = request.args
         token, step = self._token(request), field(args, "step", int)
-        have = _read_ints(args, "have") if args.get("have") is not None else None
+        have = _read_ids(args, "have", self._most_groups) if args.get("have") is not None else None
         at_least = field(args, "at_least", int) if "at_least" in args else 1
 
         def attempt() -> dict[str, Any] | None:
@@ -111,14 +113,14 @@ class LearnerOps:
         num_groups = field(request.args, "num_groups", int)
         if not 0 <= num_groups <= MAX_PREFETCHED:
             raise WireError(f"a learner prefetches {num_groups} groups, allowed are 0 to {MAX_PREFETCHED}")
-        found = self._store.peek(num_groups)
+        found = self._store.peek(min(num_groups, self._most_groups))
         pairs = [[number, attempt] for number, attempt, _ in found]
         self._send_payloads(request, [frames for _, _, frames in found], groups=pairs)
 
     def fetch(self, request: Request) -> None:
         """Send payloads of reserved tickets; none for those that the learner has of the right attempt."""
         self._token(request)
-        numbers = _read_ints(request.args, "tickets")
+        numbers = _read_ids(request.args, "tickets", self._most_groups)
         have = dict(read_pairs(request.args, "have")) if "have" in request.args else {}
         is_known = {number for number in numbers if self._store.is_reserved(number, have.get(number, 0))}
         payloads, lost = self._store.fetch([number for number in numbers if number not in is_known])
@@ -144,13 +146,18 @@ class LearnerOps:
             field(args, "step", int),
             field(args, "digest", str),
         )
-        self._ledger.checkpointed(token, step, digest, _read_ints(args, "kept"))
+        self._ledger.checkpointed(token, step, digest, _read_ids(args, "kept", MAX_KEPT))
         self._reply(request)
 
     def request_evaluation(self, request: Request) -> None:
         token, step = self._token_in_turn(request), field(request.args, "step", int)
         number = self._ledger.request_evaluation(token, step)
         self._reply(request, id=number)
+
+    @property
+    def _most_groups(self) -> int:
+        """Groups of the largest step: no honest request names more, one from before a resume neither."""
+        return max(self._ledger.settings.groups_per_step, *self._ledger.state.replay_sizes.values(), 0)
 
     def _token(self, request: Request) -> int:
         token = int(field(request.args, "token", int))
@@ -180,10 +187,13 @@ def _not_ready() -> dict[str, Any]:
     return {"ready": False, "tickets": [], "versions": []}
 
 
-def _read_ints(args: dict[str, Any], name: str) -> list[int]:
+def _read_ids(args: dict[str, Any], name: str, most: int) -> list[int]:
+    """Return the checked ids of a request: whole numbers, each once, `most` of them at most."""
     values = field(args, name, list)
-    if not all(type(value) is int for value in values):
-        raise WireError(f"the field '{name}' holds whole numbers")
+    if len(values) > most:
+        raise WireError(f"the field '{name}' holds {len(values)} numbers, allowed are {most}")
+    if not all(type(value) is int for value in values) or len(set(values)) < len(values):
+        raise WireError(f"the field '{name}' holds whole numbers, each once")
     return list(values)
 
 

@@ -46,6 +46,8 @@ MAX_EVALUATIONS_TOLD = 64
 MAX_METRICS_TOLD = 4096
 """Of all evaluations in a status."""
 AWAY_PAUSE_S = 0.01
+MAX_OUTBOX_BYTES = 64 << 20
+"""Payloads that one turn answers with, about: they may be copies, read from the journal."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Desk:
         self.wire_counters: Counter[str] = Counter()
         self._parked = ParkingLot()
         self._outbox: list[Answer] = []
+        self._outbox_bytes = 0
         self._has_changed = False
         self._next_status = 0.0
         self._replicas = ReplicaOps(store, self)
@@ -128,6 +131,11 @@ class Desk:
     def answer(self, request: Request, args: dict[str, Any], frames: Sequence[Frame] = ()) -> None:
         """Send this once the turn's events are durable."""
         self._outbox.append(Answer(request, self._given_up(request), args, frames))
+        self._outbox_bytes += sum(len(frame) for frame in frames)
+
+    def is_full(self) -> bool:
+        """Tell whether the turn must end: its answers are large."""
+        return self._outbox_bytes >= MAX_OUTBOX_BYTES
 
     def park_until(
         self,
@@ -181,7 +189,7 @@ class Desk:
             self._take_back(now)
         if not self.store.settle(now):
             return
-        outbox, self._outbox = self._outbox, []
+        outbox, self._outbox, self._outbox_bytes = self._outbox, [], 0
         for answer in outbox:
             answer.send()
         if outbox:
@@ -314,7 +322,7 @@ class BufferService:
         self._state = ServiceState.READY
         log.info("the buffer listens on %s", self.address)
         try:
-            self._server.serve(self._desk, stop, end_turn=self._desk.end_turn)
+            self._server.serve(self._desk, stop, end_turn=self._desk.end_turn, is_full=self._desk.is_full)
             self._desk.refresh_status()
             self._state = ServiceState.ENDED
         except BaseException:  # process boundary, SystemExit too: whoever asks must see how it ended
