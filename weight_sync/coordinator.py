@@ -24,10 +24,11 @@ from asyncrl.rpc import Request, Server
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED, PolicyVersion
 from asyncrl.wire import field
+from weight_sync.bounds import limits_of
 from weight_sync.coordination.journal import Journal
 from weight_sync.coordination.mail import KnownVersion, Mailbox, ReportLog, fill, forget_versions
 from weight_sync.coordination.picture import picture_members, picture_obstacles, picture_rounds
-from weight_sync.memory.manifest import Manifest
+from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.protocol.members import Card, PublisherSeat
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.records import BlameRecord, LoadFailureRecord, Record, RoundRecord
@@ -47,6 +48,7 @@ class CoordinatorService:
 
     Args:
         run_dir: Where its rounds are journalled; None keeps no journal.
+        bounds: What a version may be.
     """
 
     def __init__(
@@ -56,10 +58,12 @@ class CoordinatorService:
         bind: str = "tcp://127.0.0.1:*",
         keys: ServerKeys | None = None,
         run_dir: Path | None = None,
+        bounds: VersionBounds = ANY_VERSION,
     ) -> None:
         self._coordination = coordination
         self._clock = clock
-        self._server = Server(bind, keys)
+        self._server = Server(bind, keys, limits_of(bounds))
+        self._bounds = bounds
         self._journal = Journal(run_dir, coordination.token, fences=coordination.fences)
         self._mail: dict[str, Mailbox] = {}
         self._outdated: list[tuple[Request, str, bool]] = []
@@ -179,7 +183,7 @@ class CoordinatorService:
         if not request.frames:
             return None
         data = bytes(request.frames[0])
-        manifest = Manifest.from_bytes(data)
+        manifest = Manifest.from_bytes(data, bounds=self._bounds)
         self._versions[manifest.version.number] = KnownVersion.of(data, manifest)
         return manifest.version
 

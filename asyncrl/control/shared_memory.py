@@ -102,18 +102,23 @@ def count_weights(folder: Path, without: Container[str] = ()) -> int | None:
     Args:
         without: Names of tensors that do not count.
     """
+    sizes = read_sizes(folder)
+    return None if sizes is None else sum(size for name, size in sizes.items() if name not in without) or None
+
+
+def read_sizes(folder: Path) -> dict[str, int] | None:
+    """Return the number of weights of each tensor in a folder's safetensors, None if that cannot be told."""
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     try:
-        return sum(_count_in_file(file, without) for file in files) or None
+        return {name: size for file in files for name, size in _sizes_in(file)} or None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return None
 
 
-def _count_in_file(file: Path, without: Container[str]) -> int:
+def _sizes_in(file: Path) -> list[tuple[str, int]]:
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"'{file}' is not a safetensors file")
         header: dict[str, Any] = json.loads(stream.read(length))
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    return sum(math.prod(entry["shape"]) for name, entry in tensors.items() if name not in without)
+    return [(name, math.prod(entry["shape"])) for name, entry in header.items() if name != "__metadata__"]
