@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.buffer.client import MAX_PREFETCHED
-from asyncrl.buffer.replica_ops import MAX_NAME_CHARACTERS, read_pairs, read_wait_s
+from asyncrl.buffer.replica_ops import MAX_NAME_CHARACTERS, read_name, read_pairs, read_wait_s
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import LedgerError, WireError
 from asyncrl.rpc import Request
@@ -144,7 +144,7 @@ class LearnerOps:
         token, step, digest = (
             self._token_in_turn(request),
             field(args, "step", int),
-            field(args, "digest", str),
+            read_name(args, "digest"),
         )
         self._ledger.checkpointed(token, step, digest, _read_ids(args, "kept", MAX_KEPT))
         self._reply(request)
@@ -210,6 +210,7 @@ def _read_note(args: dict[str, Any]) -> dict[str, float]:
 def _read_drops(args: dict[str, Any]) -> list[tuple[int, str]]:
     rows = field(args, "dropped", list)
     for row in rows:
-        if not (isinstance(row, list) and len(row) == 2 and type(row[0]) is int and isinstance(row[1], str)):
+        is_pair = isinstance(row, list) and len(row) == 2 and type(row[0]) is int
+        if not (is_pair and isinstance(row[1], str) and len(row[1]) <= MAX_NAME_CHARACTERS):
             raise WireError("the field 'dropped' holds pairs of a ticket and a reason")
     return [(ticket, reason) for ticket, reason in rows]

@@ -19,7 +19,7 @@ from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.rpc import Client, Limits, Request, Server
 from asyncrl.rpc.delays import MAX_CALLERS, WINDOW_S, Delays
 from asyncrl.rpc.memory import MemoryGuard, resident_bytes
-from asyncrl.rpc.request import read_request
+from asyncrl.rpc.request import MAX_ERROR_CHARACTERS, read_request
 from asyncrl.wire import pack_header
 from tests.buffer.hostile.hostile_parts import dealer, raw_part, raw_peer, raw_socket, shake_hands
 
@@ -245,3 +245,25 @@ def test_a_turn_whose_answers_are_large_ends_early_and_is_followed_by_the_guard_
         end.send(b"wake up")
         thread.join(20.0)
     assert not thread.is_alive() and max(turns) == 1
+
+
+class Repeats:
+    """Refuses everything, at full length."""
+
+    def handle(self, request: Request) -> None:
+        raise WireError(str(request.args["text"]), hint=str(request.args["text"]))
+
+    def tick(self, now: float) -> None: ...
+
+
+def test_an_error_does_not_bring_back_what_its_request_held() -> None:
+    server, stop = Server(), threading.Event()
+    thread = threading.Thread(target=server.serve, args=(Repeats(), stop), daemon=True)
+    thread.start()
+    client = Client(server.address)
+    with pytest.raises(WireError) as caught:
+        client.call("repeat", deadline_s=30.0, text="x" * 200_000)
+    assert len(caught.value.message) == len(caught.value.hint) == MAX_ERROR_CHARACTERS
+    client.close()
+    stop.set()
+    thread.join(20.0)

@@ -68,6 +68,29 @@ def test_no_more_than_a_step_of_groups_travels_ahead(running: tuple[BufferServic
     client.close()
 
 
+LONG = "x" * 100_000
+TOO_LONG: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("describe_data", {"num_prompts": 100, "digest": LONG}),
+    ("checkpointed", {"step": 0, "digest": LONG, "kept": [0]}),
+    ("trained", {"step": 0, "dropped": [[1, LONG]], "lag_max": 0}),
+    ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"val-aux/" + LONG: 1.0}}),
+    ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"any": 1.0}}),
+    ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"val-aux/\x1b[2J": 1.0}}),
+)
+
+
+@pytest.mark.parametrize(("op", "args"), TOO_LONG, ids=lambda value: str(value)[:30])
+def test_texts_that_are_kept_or_come_back_are_short_and_metrics_have_known_names(
+    running: tuple[BufferService, dict[str, Any]], op: str, args: dict[str, Any]
+) -> None:
+    service, found = running
+    client = Client(service.address)
+    with pytest.raises(WireError) as caught:
+        client.call(op, deadline_s=10.0, **{"token": found["token"], **args})
+    assert len(str(caught.value)) < 400
+    client.close()
+
+
 class Asked:
     """A request that keeps its answer."""
 
