@@ -26,7 +26,7 @@ MAX_COUNT, MAX_TOTAL, MAX_SQUARES = 10**15, 1e150, 1e300
 
 
 class ReplicaOps:
-    """Operations of replicas. `_last_seen` is when each one last spoke, the most silent one first."""
+    """Operations of replicas. `_last_seen` is when those that evaluate last spoke, the most silent first."""
 
     def __init__(self, store: ExperienceStore, desk: Desk) -> None:
         self._store = store
@@ -180,8 +180,8 @@ class ReplicaOps:
 
     def _replica(self, request: Request) -> str:
         name = read_name(request.args, "replica")
-        self._last_seen.pop(name, None)
-        self._last_seen[name] = self._desk.clock.now()
+        if self._last_seen.pop(name, None) is not None:
+            self._last_seen[name] = self._desk.clock.now()
         return name
 
     def _reply(self, request: Request, **args: Any) -> None:

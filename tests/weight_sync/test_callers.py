@@ -83,3 +83,10 @@ def test_the_journal_stays_within_its_bytes_whatever_its_lines(tmp_path: Path) -
         assert (tmp_path / JOURNAL_FILE).stat().st_size <= MAX_BYTES
     text = (tmp_path / JOURNAL_FILE).read_text()
     assert '"number": 39' in text and '"receiver.1": 7' in text
+
+
+def test_a_line_that_does_not_fit_the_journal_drives_no_other_out(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 1, max_bytes=4000)
+    journal.note(BlameRecord("a", "silent", 17))
+    journal.note(LoadFailureRecord("receiver.0", 18, "e" * 4000))
+    assert '"number": 17' in (tmp_path / JOURNAL_FILE).read_text()

@@ -120,3 +120,24 @@ def test_a_turn_ends_where_its_answers_are_large(monkeypatch: pytest.MonkeyPatch
         assert len(asked) <= 3, "one payload has about 250 bytes"
     desk.end_turn()
     assert not desk.is_full() and [one.replies for one in asked] == [1] * len(asked)
+
+
+def test_only_replicas_that_evaluate_are_remembered_whatever_names_are_used() -> None:
+    store, clock = make_store(lease_s=10.0), ManualClock()
+    desk = Desk(store, clock)
+    store.ledger.register_version(store.ledger.open("learner"), 0)
+    store.ledger.describe_data(100, "d")
+    store.ledger.request_evaluation(1, 0)
+    ask = {"version": 1, "want": 0, "wait_s": 0.0, "evaluating": None}
+    for name in ("evaluates", *map(str, range(10))):
+        desk.handle(Asked("lease", replica=name, **ask))  # type: ignore[arg-type]
+        desk.tick(0.0)
+    assert list(desk._replicas._last_seen) == ["evaluates"]
+    clock.advance(9.0)
+    desk.handle(Asked("renew", replica="evaluates", tickets=[]))  # type: ignore[arg-type]
+    clock.advance(9.0)
+    desk.tick(0.0)
+    assert store.ledger.state.evaluations[1].holders == {0: "evaluates"}
+    clock.advance(2.0)
+    desk.tick(0.0)
+    assert store.ledger.state.evaluations[1].holders == {}, "it has fallen silent"
