@@ -91,18 +91,21 @@ class Server:
         try:
             while not stop.is_set():
                 if poller.poll(max(0, int((next_tick - time.monotonic()) * 1000))):
-                    self._answer_gate()
-                    self._drain(handler)
-                    was_full = is_full()
-                    end_turn()
-                    if was_full:
-                        self._guard_memory(poller)
+                    self._take_turn(handler, end_turn, poller)
                 if time.monotonic() >= next_tick:
                     handler.tick(time.monotonic())
                     self._guard_memory(poller)
                     next_tick = time.monotonic() + tick_s
         finally:
             self.close()
+
+    def _take_turn(self, handler: Handler, end_turn: Callable[[], None], poller: zmq.Poller) -> None:
+        self._answer_gate()
+        self._drain(handler)
+        was_full = self._is_full()
+        end_turn()
+        if was_full:
+            self._guard_memory(poller)
 
     def _answer_gate(self) -> None:
         if self._gate is not None:
