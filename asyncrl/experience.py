@@ -100,6 +100,11 @@ class Group:
         return self.num_response_tokens + len(self.prompt_ids) * len(self.trajectories)
 
     @property
+    def longest_row(self) -> int:
+        """Tokens of the longest trajectory with its prompt."""
+        return len(self.prompt_ids) + max(trajectory.num_tokens for trajectory in self.trajectories)
+
+    @property
     def is_whole(self) -> bool:
         """Whether every trajectory has come to its end; only then may the group be pushed."""
         return all(trajectory.finish_reason != UNFINISHED for trajectory in self.trajectories)
@@ -124,6 +129,7 @@ class Outline:
         lengths: Response tokens of each trajectory.
         mask_max: Largest value of each trajectory's loss mask; 0 for one without a token.
         finish: Why each trajectory ended.
+        turns: How often the model spoke in each.
         versions: Numbers of all policy versions that sampled a token.
         token_ids: The lowest and the highest id of prompt and responses.
     """
@@ -134,6 +140,7 @@ class Outline:
     lengths: tuple[int, ...]
     mask_max: tuple[int, ...]
     finish: tuple[str, ...]
+    turns: tuple[int, ...]
     versions: frozenset[int]
     token_ids: tuple[int, int]
     rewards: npt.NDArray[np.float32]
@@ -287,6 +294,7 @@ def outline_group(frames: Sequence[wire.Frame]) -> Outline:
         lengths=tuple(columns.lengths),
         mask_max=_largest_by_sample(columns.masks, columns.lengths),
         finish=tuple(_FINISH_CODES[code] for code in columns.finish),
+        turns=tuple(columns.turns),
         versions=frozenset(span[1] for span in columns.spans),
         token_ids=_range_of(columns.prompt_ids, columns.response_ids),
         rewards=columns.rewards,

@@ -42,14 +42,30 @@ def pack_header(fields: Mapping[str, Any]) -> bytes:
 
 
 def unpack_header(data: Frame, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Any]:
-    """Return the fields of a header: numbers, text, bytes, None, and lists and maps of them.
+    """Return the fields of a header, see `unpack_map`.
 
     Raises:
-        WireError: The bytes are no msgpack map of this schema version, are too long, are nested
-            deeper than `MAX_DEPTH`, or hold anything else.
+        WireError: As `unpack_map`; or the header is of another schema version.
+    """
+    fields = unpack_map(data, "header", max_bytes)
+    version = fields.get("v")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        raise WireError(
+            f"a header has schema version {str(version)[:20]}, this process speaks {SCHEMA_VERSION}",
+            hint="Run the same asyncrl version on both sides",
+        )
+    return fields
+
+
+def unpack_map(data: Frame, what: str, max_bytes: int) -> dict[str, Any]:
+    """Return a map of numbers, text, bytes, None, and lists and maps of them; `what` names it in errors.
+
+    Raises:
+        WireError: The bytes are no msgpack map, are too long, are nested deeper than `MAX_DEPTH`, or hold
+            a longer list than `MAX_ITEMS` or anything else.
     """
     if len(data) > max_bytes:
-        raise WireError(f"a header of {len(data)} bytes is over the limit of {max_bytes}")
+        raise WireError(f"a {what} of {len(data)} bytes is over the limit of {max_bytes}")
     try:
         fields = msgpack.unpackb(
             data,
@@ -59,29 +75,23 @@ def unpack_header(data: Frame, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, A
             max_map_len=MAX_ITEMS,
         )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise WireError(f"a header is not msgpack: {error}") from error
+        raise WireError(f"a {what} is not msgpack: {error}") from error
     if not isinstance(fields, dict):
-        raise WireError(f"a header must be a map, not {type(fields).__name__}")
-    version = fields.get("v")
-    if type(version) is not int or version != SCHEMA_VERSION:
-        raise WireError(
-            f"a header has schema version {str(version)[:20]}, this process speaks {SCHEMA_VERSION}",
-            hint="Run the same asyncrl version on both sides",
-        )
-    _check_plain(fields, MAX_DEPTH)
+        raise WireError(f"a {what} must be a map, not {type(fields).__name__}")
+    _check_plain(fields, MAX_DEPTH, what)
     return fields
 
 
-def _check_plain(value: dict[str, Any] | list[Any], depth: int) -> None:
+def _check_plain(value: dict[str, Any] | list[Any], depth: int, what: str) -> None:
     for item in value.values() if isinstance(value, dict) else value:
         kind = type(item)
         if kind in _PLAIN:
             continue
         if kind is not dict and kind is not list:
-            raise WireError(f"a header holds a {kind.__name__}, which is not a plain value")
+            raise WireError(f"a {what} holds a {kind.__name__}, which is not a plain value")
         if depth <= 1:
-            raise WireError(f"a header is nested deeper than {MAX_DEPTH}")
-        _check_plain(item, depth - 1)
+            raise WireError(f"a {what} is nested deeper than {MAX_DEPTH}")
+        _check_plain(item, depth - 1, what)
 
 
 def field(fields: Mapping[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:

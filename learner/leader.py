@@ -78,6 +78,7 @@ class Leader:
         self.step = 0
         self.waits = Waits(clock)
         self.stale_tickets: list[int] = []
+        self.oversized_tickets: list[int] = []
         self.refused_tickets: list[int] = []
         self.lag_max = 0
         self.seen_ids: list[int] = []
@@ -326,7 +327,7 @@ class Leader:
         commit = self._store.newest_valid(self._commits_to_go_back_to(), log.warning)
         if commit is None:
             raise self._watch.no_checkpoint(step)
-        num_trainable = num_groups - len(self.stale_tickets)
+        num_trainable = num_groups - len(self.stale_tickets) - len(self.oversized_tickets)
         offenders = self._watch.offenders(self.refused_tickets, num_trainable)
         self._watch.roll_back(step, commit.step, offenders)
         note = self._watch.state()
@@ -342,8 +343,10 @@ class Leader:
         return [commit for commit in self._commits if commit.step < newest] or self._commits
 
     def _book_trained(self, step: int) -> None:
-        """Report the step. Groups that changed no weights are dropped: over age, or refused by the guard."""
-        dropped = dict.fromkeys(self.refused_tickets, "guard") | dict.fromkeys(self.stale_tickets, "stale")
+        """Report the step. Groups that changed no weights are dropped, each with its reason."""
+        dropped = dict.fromkeys(self.refused_tickets, "guard")
+        dropped |= dict.fromkeys(self.oversized_tickets, "oversized")
+        dropped |= dict.fromkeys(self.stale_tickets, "stale")
         fault_point("learner.updated", step)
         with self.waits.on(BUFFER):
             self._client.trained(step, list(dropped.items()), self.lag_max)

@@ -214,6 +214,7 @@ class LearnerService:
         if self._leader is None:
             return
         self._leader.stale_tickets = trained.stale_tickets
+        self._leader.oversized_tickets = trained.oversized_tickets
         self._leader.refused_tickets = trained.refused_tickets
         self._leader.seen_ids = trained.seen_ids
         self._leader.lag_max = int(trained.metrics["staleness/lag_max_trained"])

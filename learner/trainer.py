@@ -18,7 +18,7 @@ from learner.algorithms.objective import Objective
 from learner.backend import Models
 from learner.guard.models import GuardedModels
 from learner.guard.seams import KlFallback
-from learner.intake import Source
+from learner.intake import FittingGroups, Source
 from learner.orders import Adjust, Train, split_parts
 from learner.ranks import Ranks
 from learner.report import Stopwatch, measure_memory, reduce_over_ranks
@@ -39,6 +39,7 @@ class Trained:
     Attributes:
         metrics: Of the whole step, without times.
         stale_tickets: Groups without a trainable token.
+        oversized_tickets: Groups with a row longer than a microbatch.
         refused_tickets: Groups that no model learned from.
         num_refused: Updates beyond the order's limits.
         order: For the whole batch, with its parts if it came in any.
@@ -47,6 +48,7 @@ class Trained:
 
     metrics: dict[str, float]
     stale_tickets: list[int]
+    oversized_tickets: list[int]
     refused_tickets: list[int]
     num_refused: int
     order: Train
@@ -70,7 +72,7 @@ class Trainer:
         self._policy, self._critic = models.policy, models.critic
         self._guarded = GuardedModels(models)
         self._objective = objective
-        self._intake = intake
+        self._intake = FittingGroups(intake, config.learner.max_tokens_per_microbatch)
         self._watch = watch
         self._streamed: StreamedStep | None = None
         self.adjustment = Adjust(lr_scale=1.0, is_kl_off=False)
@@ -128,6 +130,7 @@ class Trainer:
         num_rows = len(order.tickets) * self._config.rollout.group_size
         self._objective.update_controllers(metrics, num_rows)
         stale = self._ranks.gather(result.stale_tickets)
+        oversized = self._ranks.gather(self._intake.take_left_out())
         refused = self._ranks.gather(self._guarded.refused_tickets)
         num_trained, num_masked, num_out_of_memory = self._ranks.add(
             [result.num_trained, result.num_masked, self._guarded.num_out_of_memory]
@@ -137,7 +140,8 @@ class Trainer:
         metrics["staleness/masked_tokens"] = num_masked / self._policy.num_copies
         metrics["staleness/masked_share"] = num_masked / max(1, num_masked + num_trained)
         metrics["guard/out_of_memory"] = float(num_out_of_memory)
-        return Trained(metrics, stale, refused, self._guarded.num_refused, order, result.seen_ids)
+        dropped = (stale, oversized, refused)
+        return Trained(metrics, *dropped, self._guarded.num_refused, order, result.seen_ids)
 
     def _train_whole(self, order: Train) -> tuple[Train, StepResult]:
         self._guarded.begin_step(order.limits)

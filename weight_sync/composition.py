@@ -18,6 +18,7 @@ from weight_sync.backends.choice import GLOO, NCCL
 from weight_sync.backends.contract import Transport
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
 from weight_sync.backends.meeting import open_store, own_address
+from weight_sync.bounds import bounds_of
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.shelf import Shelf
 from weight_sync.protocol.rounds import Timing
@@ -43,6 +44,7 @@ def build_publisher(context: ServiceContext, num_segments: int = 3) -> Publisher
         clock,
         context.bind,
         context.keys,
+        bounds_of(context.config),
     )
 
 
@@ -64,6 +66,7 @@ def build_receiver(
         on_bucket=on_bucket,
         bind=context.bind,
         keys=context.keys,
+        bounds=bounds_of(context.config),
     )
 
 

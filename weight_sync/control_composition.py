@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncrl.clock import SystemClock
 from asyncrl.service import ServiceContext
 from weight_sync.backends.choice import choose_backend
+from weight_sync.bounds import bounds_of
 from weight_sync.coordination.journal import read_fences, take_token
 from weight_sync.coordinator import CoordinatorService
 from weight_sync.protocol.protocol import Coordination
@@ -23,4 +24,6 @@ def build_coordinator(context: ServiceContext, timing: Timing | None = None) -> 
         uses_delta=section.encoding == "delta",
         fences=read_fences(context.run_dir),
     )
-    return CoordinatorService(coordination, SystemClock(), context.bind, context.server_keys, context.run_dir)
+    bounds = bounds_of(context.config)
+    place = (context.bind, context.server_keys, context.run_dir)
+    return CoordinatorService(coordination, SystemClock(), *place, bounds)

@@ -22,13 +22,21 @@ from asyncrl.keys import ServerKeys
 from asyncrl.obstacle import OBSTACLES
 from asyncrl.rpc import Request, Server
 from asyncrl.states import ServiceState
-from asyncrl.versions import UNLOADED, PolicyVersion
+from asyncrl.versions import PolicyVersion
 from asyncrl.wire import field
+from weight_sync.bounds import limits_of
+from weight_sync.coordination.callers import (
+    read_card,
+    read_name,
+    read_optional,
+    read_reason,
+    read_seat,
+    read_text,
+)
 from weight_sync.coordination.journal import Journal
 from weight_sync.coordination.mail import KnownVersion, Mailbox, ReportLog, fill, forget_versions
 from weight_sync.coordination.picture import picture_members, picture_obstacles, picture_rounds
-from weight_sync.memory.manifest import Manifest
-from weight_sync.protocol.members import Card, PublisherSeat
+from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.records import BlameRecord, LoadFailureRecord, Record, RoundRecord
 
@@ -47,6 +55,7 @@ class CoordinatorService:
 
     Args:
         run_dir: Where its rounds are journalled; None keeps no journal.
+        bounds: What a version may be.
     """
 
     def __init__(
@@ -56,10 +65,12 @@ class CoordinatorService:
         bind: str = "tcp://127.0.0.1:*",
         keys: ServerKeys | None = None,
         run_dir: Path | None = None,
+        bounds: VersionBounds = ANY_VERSION,
     ) -> None:
         self._coordination = coordination
         self._clock = clock
-        self._server = Server(bind, keys)
+        self._server = Server(bind, keys, limits_of(bounds))
+        self._bounds = bounds
         self._journal = Journal(run_dir, coordination.token, fences=coordination.fences)
         self._mail: dict[str, Mailbox] = {}
         self._outdated: list[tuple[Request, str, bool]] = []
@@ -128,17 +139,21 @@ class CoordinatorService:
     # --- hellos -----------------------------------------------------------------------------------
 
     def _welcome(self, request: Request) -> None:
-        name, incarnation = field(request.args, "name", str), field(request.args, "incarnation", str)
-        seq = _optional(request.args, "seq", int, 0)
+        name, incarnation = read_name(request.args), read_text(request.args, "incarnation")
+        seq = read_optional(request.args, "seq", int, 0)
         if seq and not self._hellos.is_new(name, incarnation, seq):
             # It was read behind a later one, and its card is old: a member would be thought to serve nothing.
             self._reply(request, poll_s=self._coordination.timing.poll_s, welcome=True)
             return
-        if _optional(request.args, "told", int, sys.maxsize) < self._reports.newest(name, incarnation):
+        if read_optional(request.args, "told", int, sys.maxsize) < self._reports.newest(name, incarnation):
             # A report that was made after its card was read before it: the card would undo what that said.
             self._reply(request, poll_s=self._coordination.timing.poll_s, welcome=True, outdated=True)
             return
-        is_welcome = self._seat_publisher(request) if name == PUBLISHER else self._seat_receiver(request)
+        is_welcome = (
+            self._seat_publisher(request)
+            if name == PUBLISHER
+            else self._coordination.hello(read_card(request.args), self._clock.now())
+        )
         if is_welcome:
             box = self._mail.get(name)
             if box is not None and box.parked is not None:
@@ -148,45 +163,22 @@ class CoordinatorService:
         self._reply(request, poll_s=self._coordination.timing.poll_s, welcome=is_welcome)
 
     def _seat_publisher(self, request: Request) -> bool:
-        args, now = request.args, self._clock.now()
-        seat = PublisherSeat(
-            field(args, "incarnation", str),
-            frozenset(field(args, "abilities", list)),
-            field(args, "store_host", str),
-            field(args, "store_port", int),
-            now,
-            born=_optional(args, "born", int, 0),
-        )
+        now = self._clock.now()
+        seat = read_seat(request.args, now)
         return self._coordination.publisher_hello(seat, self._take_manifest(request), now)
-
-    def _seat_receiver(self, request: Request) -> bool:
-        args = request.args
-        card = Card(
-            field(args, "name", str),
-            field(args, "incarnation", str),
-            frozenset(field(args, "abilities", list)),
-            serving=field(args, "serving", int),
-            staged=field(args, "staged", int),
-            is_attended=field(args, "attended", bool),
-            is_pinned=field(args, "pinned", bool),
-            is_draining=_optional(args, "draining", bool, False),
-            born=_optional(args, "born", int, 0),
-            base=_optional(args, "base", int, UNLOADED),
-        )
-        return self._coordination.hello(card, self._clock.now())
 
     def _take_manifest(self, request: Request) -> PolicyVersion | None:
         if not request.frames:
             return None
         data = bytes(request.frames[0])
-        manifest = Manifest.from_bytes(data)
+        manifest = Manifest.from_bytes(data, bounds=self._bounds)
         self._versions[manifest.version.number] = KnownVersion.of(data, manifest)
         return manifest.version
 
     # --- polls and reports ------------------------------------------------------------------------
 
     def _park(self, request: Request) -> None:
-        name = field(request.args, "name", str)
+        name = read_name(request.args)
         box = self._mail.get(name)
         if box is None or not self._is_known(request):
             self._reply(request, known=False, orders=[], fenced=False)
@@ -198,7 +190,7 @@ class CoordinatorService:
         box.parked_until = self._clock.now() + self._coordination.timing.poll_s
 
     def _is_known(self, request: Request) -> bool:
-        name, incarnation = field(request.args, "name", str), field(request.args, "incarnation", str)
+        name, incarnation = read_name(request.args), read_text(request.args, "incarnation")
         return self._coordination.seen(name, incarnation, self._clock.now())
 
     def _take_report(self, request: Request) -> None:
@@ -206,9 +198,9 @@ class CoordinatorService:
         if not self._is_known(request):
             self._reply(request, known=False)
             return
-        name, event = field(args, "name", str), field(args, "event", str)
+        name, event = read_name(args), read_text(args, "event")
         fields = field(args, "fields", dict)
-        seq = _optional(args, "seq", int, 0)
+        seq = read_optional(args, "seq", int, 0)
         if not seq or self._reports.is_new(name, field(args, "incarnation", str), seq):
             if name == PUBLISHER:
                 self._hear_publisher(request, event, fields)
@@ -226,7 +218,7 @@ class CoordinatorService:
         elif event == "sent":
             coordination.sent(field(fields, "round", int), field(fields, "num_bytes", int), now)
         elif event == "send_failed":
-            cause, has_begun = field(fields, "cause", str), _optional(fields, "has_begun", bool, True)
+            cause, has_begun = read_reason(fields, "cause"), read_optional(fields, "has_begun", bool, True)
             coordination.send_failed(field(fields, "round", int), cause, now, has_begun)
         elif event == GOODBYE:
             coordination.publisher_leaves(now)
@@ -248,7 +240,7 @@ class CoordinatorService:
             coordination.restarted(name, field(fields, "serving", int), now)
         elif event == "loaded":
             number, is_ok = field(fields, "number", int), field(fields, "ok", bool)
-            coordination.loaded(name, number, is_ok, field(fields, "error", str), now)
+            coordination.loaded(name, number, is_ok, read_reason(fields, "error"), now)
         else:
             self._hear_of_round(name, event, fields, now)
 
@@ -260,8 +252,8 @@ class CoordinatorService:
             fault_point("coordinator.verified", field(fields, "number", int))
             self._coordination.verified(name, round_id, field(fields, "number", int), now)
         elif event == "failed":
-            num_buckets = _optional(fields, "num_buckets", int, 0)
-            self._coordination.failed(name, round_id, field(fields, "cause", str), now, num_buckets)
+            num_buckets = read_optional(fields, "num_buckets", int, 0)
+            self._coordination.failed(name, round_id, read_reason(fields, "cause"), now, num_buckets)
         else:
             raise WireError(f"{name} reports '{event}', which is unknown here")
 
@@ -366,7 +358,3 @@ class CoordinatorService:
             "counters": dict(coordination.counters),
             "members": members,
         }
-
-
-def _optional(fields: dict[str, Any], name: str, kind: type, default: Any) -> Any:
-    return field(fields, name, kind) if name in fields else default

@@ -28,12 +28,13 @@ from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
 from asyncrl.wire import field
 from weight_sync.backends.contract import Transport
+from weight_sync.bounds import limits_of
 from weight_sync.carrier import Carrier, TransferOrder
 from weight_sync.encoding.choice import choose_widths
 from weight_sync.encoding.courier import CarryBucket, DeltaSender, carry_whole
 from weight_sync.inbox import WAKE, Inbox
 from weight_sync.liaison import RESET, Introduction, Liaison
-from weight_sync.memory.manifest import Manifest
+from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.memory.pool import SegmentPool, Slot
 from weight_sync.protocol.peer import Attendance
 from weight_sync.protocol.protocol import PUBLISHER
@@ -82,6 +83,7 @@ class PublisherService:
         pool: The segments; closed with the service.
         endpoint: Told to the coordinator.
         make_transport: Makes a transport of the named backend.
+        bounds: What a version may be.
     """
 
     def __init__(
@@ -94,8 +96,10 @@ class PublisherService:
         clock: Clock,
         bind: str = "tcp://127.0.0.1:*",
         keys: RunKeys | None = None,
+        bounds: VersionBounds = ANY_VERSION,
     ) -> None:
-        self._server = Server(bind, keys.server if keys else None)
+        self._server = Server(bind, keys.server if keys else None, limits_of(bounds))
+        self._bounds = bounds
         client_keys = keys.client if keys else None
         self._inbox = Inbox(self._server.address, client_keys)
         self._pool = pool
@@ -174,6 +178,7 @@ class PublisherService:
         return max([self._longest_transfer_s, *(now - start for start in self._transfer_starts.values())])
 
     def _acquire(self, token: int, num_bytes: int) -> str:
+        self._bounds.check_size(num_bytes)
         path = self._pool.acquire(token, num_bytes)
         if self._liaison.is_fenced:  # another process has its place: what it took would reach nobody
             path = None
@@ -194,7 +199,7 @@ class PublisherService:
         if not request.frames:
             raise WireError("a commit without a manifest")
         data = bytes(request.frames[0])
-        manifest = Manifest.from_bytes(data, self._current)
+        manifest = Manifest.from_bytes(data, self._current, self._bounds)
         fault_point("publisher.commit", manifest.version.number)
         self._pool.commit(field(request.args, "token", int), field(request.args, "path", str), manifest)
         if manifest != self._current:

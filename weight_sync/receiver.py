@@ -31,12 +31,13 @@ from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
 from asyncrl.wire import field
 from weight_sync.backends.contract import Transport
+from weight_sync.bounds import limits_of
 from weight_sync.carrier import AfterBucket, Carrier, Check, DigestMismatch, TransferOrder
 from weight_sync.coordination.mail import ReportLog
 from weight_sync.encoding.courier import CarryBucket, DeltaReceiver, carry_whole
 from weight_sync.inbox import WAKE, Inbox
 from weight_sync.liaison import RESET, Introduction, Liaison
-from weight_sync.memory.manifest import Manifest
+from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.memory.shelf import Copy, Shelf
 from weight_sync.protocol.peer import Attendance, Pin, Stage
 from weight_sync.protocol.rounds import ABORTED
@@ -79,6 +80,7 @@ class ReceiverService:
         lost_s: Without the coordinator for so long, unverified rounds are aborted and a verified one
             is committed alone.
         on_bucket: See `OnBucket`.
+        bounds: What a version may be.
     """
 
     def __init__(
@@ -94,8 +96,10 @@ class ReceiverService:
         on_bucket: OnBucket = ignore_bucket,
         bind: str = "tcp://127.0.0.1:*",
         keys: RunKeys | None = None,
+        bounds: VersionBounds = ANY_VERSION,
     ) -> None:
-        self._server = Server(bind, keys.server if keys else None)
+        self._server = Server(bind, keys.server if keys else None, limits_of(bounds))
+        self._bounds = bounds
         client_keys = keys.client if keys else None
         self._inbox = Inbox(self._server.address, client_keys)
         self._shelf = shelf
@@ -303,7 +307,7 @@ class ReceiverService:
     def _accept(self, round_id: int, manifest: bytes) -> None:
         if self._rounds.offer(round_id):
             try:
-                copy = self._shelf.make_room(Manifest.from_bytes(manifest))
+                copy = self._shelf.make_room(Manifest.from_bytes(manifest, bounds=self._bounds))
             except (SyncError, WireError) as error:
                 self._rounds.abort(round_id)
                 self._liaison.report("failed", round=round_id, cause=f"refused: {error.message}"[:200])

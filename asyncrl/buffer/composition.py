@@ -10,13 +10,14 @@ from pathlib import Path
 import xxhash
 
 from asyncrl.allocation import keep_freed_memory
+from asyncrl.buffer.bounds import UNTOLD, GroupBounds
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import Journal, MemoryJournal
 from asyncrl.buffer.journals.redis_journal import RedisJournal
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
-from asyncrl.buffer.store import MAX_VOCAB_SIZE, ExperienceStore
+from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.conflicts import WITH_GREEDY
 from asyncrl.config.tree import BufferSection, Config
@@ -56,6 +57,22 @@ def ledger_settings(config: Config) -> LedgerSettings:
         max_wait_s=config.staleness.max_wait_s,
         is_ascending=config.data.curriculum is not None,
         evaluation_parts=config.eval.replicas,
+    )
+
+
+def group_bounds(config: Config) -> GroupBounds:
+    """Return what a group of this run may be; `max_group_bytes` bounds its bytes.
+
+    Without an environment a generator has its own loop (a gateway's agent, another maker's): each of its
+    turns takes a token at least.
+    """
+    rollout = config.rollout
+    models = (config.model.path, config.critic.path)
+    return GroupBounds(
+        prompt_tokens=config.data.max_prompt_tokens,
+        answer_tokens=rollout.max_tokens,
+        turns=rollout.max_tokens if rollout.environment is None else rollout.environment.max_turns,
+        vocab_size=min(read_vocab_size(Path(path)) or UNTOLD for path in models if path is not None),
     )
 
 
@@ -127,10 +144,6 @@ def build(context: ServiceContext, clock: Clock | None = None) -> BufferService:
         drops_constant_groups=config.algorithm.drop_constant_groups,
         now=clock.now(),
         needs_baseline=config.algorithm.advantage in WITH_GREEDY,
-        vocab_size=min(
-            read_vocab_size(Path(path)) or MAX_VOCAB_SIZE
-            for path in (config.model.path, config.critic.path)
-            if path is not None
-        ),
+        bounds=group_bounds(config),
     )
     return BufferService(store, clock, context.bind, context.server_keys, context.is_paused)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.buffer.client import MAX_PREFETCHED
-from asyncrl.buffer.replica_ops import MAX_NAME_CHARACTERS, read_pairs, read_wait_s
+from asyncrl.buffer.replica_ops import MAX_NAME_CHARACTERS, read_name, read_pairs, read_wait_s
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import LedgerError, WireError
 from asyncrl.rpc import Request
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from asyncrl.buffer.service import Desk
 
 MAX_NOTE_VALUES = 16
+MAX_KEPT = 1024
+"""Checkpoints that a learner may name."""
 
 
 class LearnerOps:
@@ -62,7 +64,7 @@ class LearnerOps:
             field(args, "step", int),
             field(args, "is_fork", bool),
         )
-        note, refused = _read_note(args), _read_ints(args, "refused")
+        note, refused = _read_note(args), _read_ids(args, "refused", self._most_groups)
         self._store.resume(token, step, is_fork=is_fork, note=note, refused=refused)
         self._reply(request)
 
@@ -74,7 +76,7 @@ class LearnerOps:
         """Reserve the batch, or with `have` the next part of it."""
         args = request.args
         token, step = self._token(request), field(args, "step", int)
-        have = _read_ints(args, "have") if args.get("have") is not None else None
+        have = _read_ids(args, "have", self._most_groups) if args.get("have") is not None else None
         at_least = field(args, "at_least", int) if "at_least" in args else 1
 
         def attempt() -> dict[str, Any] | None:
@@ -111,14 +113,14 @@ class LearnerOps:
         num_groups = field(request.args, "num_groups", int)
         if not 0 <= num_groups <= MAX_PREFETCHED:
             raise WireError(f"a learner prefetches {num_groups} groups, allowed are 0 to {MAX_PREFETCHED}")
-        found = self._store.peek(num_groups)
+        found = self._store.peek(min(num_groups, self._most_groups))
         pairs = [[number, attempt] for number, attempt, _ in found]
         self._send_payloads(request, [frames for _, _, frames in found], groups=pairs)
 
     def fetch(self, request: Request) -> None:
         """Send payloads of reserved tickets; none for those that the learner has of the right attempt."""
         self._token(request)
-        numbers = _read_ints(request.args, "tickets")
+        numbers = _read_ids(request.args, "tickets", self._most_groups)
         have = dict(read_pairs(request.args, "have")) if "have" in request.args else {}
         is_known = {number for number in numbers if self._store.is_reserved(number, have.get(number, 0))}
         payloads, lost = self._store.fetch([number for number in numbers if number not in is_known])
@@ -142,15 +144,20 @@ class LearnerOps:
         token, step, digest = (
             self._token_in_turn(request),
             field(args, "step", int),
-            field(args, "digest", str),
+            read_name(args, "digest"),
         )
-        self._ledger.checkpointed(token, step, digest, _read_ints(args, "kept"))
+        self._ledger.checkpointed(token, step, digest, _read_ids(args, "kept", MAX_KEPT))
         self._reply(request)
 
     def request_evaluation(self, request: Request) -> None:
         token, step = self._token_in_turn(request), field(request.args, "step", int)
         number = self._ledger.request_evaluation(token, step)
         self._reply(request, id=number)
+
+    @property
+    def _most_groups(self) -> int:
+        """Groups of the largest step: no honest request names more, one from before a resume neither."""
+        return max(self._ledger.settings.groups_per_step, *self._ledger.state.replay_sizes.values(), 0)
 
     def _token(self, request: Request) -> int:
         token = int(field(request.args, "token", int))
@@ -180,10 +187,13 @@ def _not_ready() -> dict[str, Any]:
     return {"ready": False, "tickets": [], "versions": []}
 
 
-def _read_ints(args: dict[str, Any], name: str) -> list[int]:
+def _read_ids(args: dict[str, Any], name: str, most: int) -> list[int]:
+    """Return the checked ids of a request: whole numbers, each once, `most` of them at most."""
     values = field(args, name, list)
-    if not all(type(value) is int for value in values):
-        raise WireError(f"the field '{name}' holds whole numbers")
+    if len(values) > most:
+        raise WireError(f"the field '{name}' holds {len(values)} numbers, allowed are {most}")
+    if not all(type(value) is int for value in values) or len(set(values)) < len(values):
+        raise WireError(f"the field '{name}' holds whole numbers, each once")
     return list(values)
 
 
@@ -200,6 +210,7 @@ def _read_note(args: dict[str, Any]) -> dict[str, float]:
 def _read_drops(args: dict[str, Any]) -> list[tuple[int, str]]:
     rows = field(args, "dropped", list)
     for row in rows:
-        if not (isinstance(row, list) and len(row) == 2 and type(row[0]) is int and isinstance(row[1], str)):
+        is_pair = isinstance(row, list) and len(row) == 2 and type(row[0]) is int
+        if not (is_pair and isinstance(row[1], str) and len(row[1]) <= MAX_NAME_CHARACTERS):
             raise WireError("the field 'dropped' holds pairs of a ticket and a reason")
     return [(ticket, reason) for ticket, reason in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,14 @@ MAX_WAIT_S = 600.0
 MAX_WANT = 4096
 MAX_NAME_CHARACTERS = 200
 MAX_METRICS = 1024
+METRIC = re.compile(r"(accuracy|reward_mean|val-(core|aux)/.+)")
+"""Figures of an evaluation that somebody reads."""
 MAX_COUNT, MAX_TOTAL, MAX_SQUARES = 10**15, 1e150, 1e300
 """Of a tally: sums of many such, and the square of their mean, stay finite. Rewards reach 3.4e38."""
 
 
 class ReplicaOps:
-    """Operations of replicas. `_last_seen` is when each one last spoke, the most silent one first."""
+    """Operations of replicas. `_last_seen` is when those that evaluate last spoke, the most silent first."""
 
     def __init__(self, store: ExperienceStore, desk: Desk) -> None:
         self._store = store
@@ -46,7 +49,7 @@ class ReplicaOps:
         }
 
     def describe_data(self, request: Request) -> None:
-        num_prompts, digest = field(request.args, "num_prompts", int), field(request.args, "digest", str)
+        num_prompts, digest = field(request.args, "num_prompts", int), read_name(request.args, "digest")
         self._ledger.describe_data(num_prompts, digest, _read_sources(request.args))
         self._reply(request)
 
@@ -176,12 +179,10 @@ class ReplicaOps:
         return has_silent
 
     def _replica(self, request: Request) -> str:
-        name = field(request.args, "replica", str)
-        if not 0 < len(name) <= MAX_NAME_CHARACTERS:
-            raise WireError(f"a replica's name has 1 to {MAX_NAME_CHARACTERS} characters")
-        self._last_seen.pop(name, None)
-        self._last_seen[name] = self._desk.clock.now()
-        return str(name)
+        name = read_name(request.args, "replica")
+        if self._last_seen.pop(name, None) is not None:
+            self._last_seen[name] = self._desk.clock.now()
+        return name
 
     def _reply(self, request: Request, **args: Any) -> None:
         self._desk.answer(request, args)
@@ -190,6 +191,16 @@ class ReplicaOps:
 def no_grant() -> dict[str, Any]:
     """Return the answer to a lease that grants nothing."""
     return {"grants": [], "evaluate": None}
+
+
+def read_name(args: dict[str, Any], name: str) -> str:
+    """Return a text that is kept, or comes back in errors: a name, or a digest."""
+    text = str(field(args, name, str))
+    if not 0 < len(text) <= MAX_NAME_CHARACTERS:
+        raise WireError(
+            f"the field '{name}' has {len(text)} characters, allowed are 1 to {MAX_NAME_CHARACTERS}"
+        )
+    return text
 
 
 def read_wait_s(args: dict[str, Any]) -> float:
@@ -219,6 +230,11 @@ def read_pairs(args: dict[str, Any], name: str = "tickets") -> list[tuple[int, i
     return [(ticket, attempt) for ticket, attempt in pairs]
 
 
+def _is_metric(name: Any) -> bool:
+    is_text = isinstance(name, str) and len(name) <= MAX_NAME_CHARACTERS and name.isprintable()
+    return is_text and METRIC.fullmatch(name) is not None
+
+
 def _read_tallies(number: int, metrics: dict[Any, Any]) -> dict[str, Tally]:
     """Return the checked result of a part: by name a finite number, or [count, total, squares, trials]."""
     if len(metrics) > MAX_METRICS:
@@ -226,9 +242,11 @@ def _read_tallies(number: int, metrics: dict[Any, Any]) -> dict[str, Tally]:
     tallies = {}
     for name, value in metrics.items():
         sums = value if isinstance(value, list) else [1, value, 0.0, 0]
-        is_named = isinstance(name, str) and len(name) <= MAX_NAME_CHARACTERS
-        if not is_named or len(sums) != 4 or not all(type(one) in (int, float) for one in sums):
-            raise WireError(f"evaluation {number}: metrics are finite numbers, or four sums each, by name")
+        if not _is_metric(name) or len(sums) != 4 or not all(type(one) in (int, float) for one in sums):
+            raise WireError(
+                f"evaluation {number}: metrics are finite numbers, or four sums each, by name: "
+                "accuracy, reward_mean, val-core/..., val-aux/..."
+            )
         count, total, squares, trials = sums
         if not (type(count) is int and type(trials) is int and min(count, trials, squares) >= 0):
             raise WireError(f"evaluation {number}: counts and squares are never below 0")

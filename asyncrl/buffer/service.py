@@ -48,6 +48,8 @@ MAX_METRICS_TOLD = 4096
 AWAY_PAUSE_S = 0.01
 SLOW_SHARE = 0.1
 """Of a lease: a turn that takes longer leaves no time to renew it."""
+MAX_OUTBOX_BYTES = 64 << 20
+"""Payloads that one turn answers with, about: they may be copies, read from the journal."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Desk:
         self.wire_counters: Counter[str] = Counter()
         self._parked = ParkingLot()
         self._outbox: list[Answer] = []
+        self._outbox_bytes = 0
         self._has_changed = False
         self._next_status = 0.0
         self._replicas = ReplicaOps(store, self)
@@ -130,6 +133,11 @@ class Desk:
     def answer(self, request: Request, args: dict[str, Any], frames: Sequence[Frame] = ()) -> None:
         """Send this once the turn's events are durable."""
         self._outbox.append(Answer(request, self._given_up(request), args, frames))
+        self._outbox_bytes += sum(len(frame) for frame in frames)
+
+    def is_full(self) -> bool:
+        """Tell whether the turn must end: its answers are large."""
+        return self._outbox_bytes >= MAX_OUTBOX_BYTES
 
     def park_until(
         self,
@@ -184,7 +192,7 @@ class Desk:
         if not self.store.settle(now):
             return
         self._forgive_slowness(now)
-        outbox, self._outbox = self._outbox, []
+        outbox, self._outbox, self._outbox_bytes = self._outbox, [], 0
         for answer in outbox:
             answer.send()
         if outbox:
@@ -323,7 +331,7 @@ class BufferService:
         self._state = ServiceState.READY
         log.info("the buffer listens on %s", self.address)
         try:
-            self._server.serve(self._desk, stop, end_turn=self._desk.end_turn)
+            self._server.serve(self._desk, stop, end_turn=self._desk.end_turn, is_full=self._desk.is_full)
             self._desk.refresh_status()
             self._state = ServiceState.ENDED
         except BaseException:  # process boundary, SystemExit too: whoever asks must see how it ended

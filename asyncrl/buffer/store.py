@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
+from asyncrl.buffer.bounds import UNBOUNDED, GroupBounds
 from asyncrl.buffer.journals.journal import Journal, Need
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.tickets import PAYLOAD_STATES, LedgerSettings, State, Ticket
@@ -17,9 +18,6 @@ from asyncrl.errors import LedgerError, WireError
 from asyncrl.experience import CUT_REASONS, UNFINISHED, Outline, outline_group
 from asyncrl.faults import fault_point
 from asyncrl.wire import Frame
-
-MAX_VOCAB_SIZE = 1 << 31
-"""Of a model whose vocabulary nobody told: every id that is not negative passes."""
 
 SHOWN_DROPPED_BYTES, MAX_SHOWN_DROPPED = 16 << 20, 64
 """How much of the newest dropped groups the journal keeps, so that one can look at what was dropped: none
@@ -33,7 +31,7 @@ class ExperienceStore:
         group_size: Trajectories that a group must have.
         drops_constant_groups: A group whose rewards are all equal is dropped as `uniform`.
         needs_baseline: A group must bring the reward of a greedy answer.
-        vocab_size: Token ids are below it; an id that the model lacks would end the learner at every start.
+        bounds: What a group may be at most.
 
     `counters` counts what was refused: `duplicates`, `late`, `malformed`, `failed/<reason>`, and so on.
     `num_turns` counts turns that changed something, since this process began. `is_settled` tells whether
@@ -48,7 +46,7 @@ class ExperienceStore:
         drops_constant_groups: bool,
         now: float,
         needs_baseline: bool = False,
-        vocab_size: int = MAX_VOCAB_SIZE,
+        bounds: GroupBounds = UNBOUNDED,
     ) -> None:
         self.journal = journal
         self.counters: Counter[str] = Counter()
@@ -57,7 +55,7 @@ class ExperienceStore:
         self._group_size = group_size
         self._drops_constant_groups = drops_constant_groups
         self._needs_baseline = needs_baseline
-        self._vocab_size = vocab_size
+        self._bounds = bounds
         self._payloads: dict[int, list[Frame]] = {}
         num_shown = min(MAX_SHOWN_DROPPED, SHOWN_DROPPED_BYTES // settings.max_group_bytes)
         self._num_shown = max(1, num_shown)
@@ -190,14 +188,7 @@ class ExperienceStore:
             raise WireError(
                 f"ticket {ticket}: a group has {self._group_size} trajectories, not {len(group.lengths)}"
             )
-        if not group.num_prompt_tokens:
-            raise WireError(f"ticket {ticket}: the prompt is empty")
-        if group.token_ids[0] < 0 or group.token_ids[1] >= self._vocab_size:
-            raise WireError(
-                f"ticket {ticket}: token ids from {group.token_ids[0]} to {group.token_ids[1]} are not those "
-                f"of a vocabulary of {self._vocab_size}",
-                hint="Use the tokenizer of the run's model",
-            )
+        self._bounds.check(group)
         if not group.versions <= self.ledger.state.versions.registered.keys():
             raise WireError(f"ticket {ticket}: a version that was never registered")
         return group

@@ -202,6 +202,7 @@ _ROLLOUT = singles(
     ),
     ("buffer/dropped/poison", "groups", "Groups so far whose every attempt failed"),
     ("buffer/dropped/guard", "groups", "Groups so far whose update the guard refused"),
+    ("buffer/dropped/oversized", "groups", "Groups so far with a row longer than a microbatch"),
     (
         "buffer/residue",
         "tickets",

@@ -16,6 +16,8 @@ from asyncrl.errors import BY_NAME, AsyncrlError, RemoteError, WireError
 from asyncrl.rpc.frames import send_parts
 
 MAX_OP_CHARACTERS = 64
+MAX_ERROR_CHARACTERS = 4000
+"""Of a message or a hint: what a request holds must not come back at full length."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,9 @@ class Request:
 
     def fail(self, error: AsyncrlError) -> None:
         """Send an error, which the caller sees raised with the same class."""
-        kind = type(error).__name__
-        self._send({"id": self.id, "ok": False, "kind": kind, "message": error.message, "hint": error.hint})
+        said = {"message": error.message, "hint": error.hint}
+        said = {name: text[:MAX_ERROR_CHARACTERS] for name, text in said.items()}
+        self._send({"id": self.id, "ok": False, "kind": type(error).__name__, **said})
 
     def _send(self, header: dict[str, Any], frames: Sequence[wire.Frame] = ()) -> None:
         assert not self.is_answered, f"request '{self.op}' was answered twice"

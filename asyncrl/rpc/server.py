@@ -63,6 +63,7 @@ class Server:
         self._delays = Delays()
         self._memory = MemoryGuard(self._limits.memory_bytes)
         self._complain_at = 0.0
+        self._is_full: Callable[[], bool] = lambda: False
         self._socket: zmq.Socket[bytes] = self._open(bind)
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -72,13 +73,16 @@ class Server:
         stop: threading.Event,
         tick_s: float = 0.05,
         end_turn: Callable[[], None] = lambda: None,
+        is_full: Callable[[], bool] = lambda: False,
     ) -> None:
         """Answer requests until `stop` is set, then close the socket.
 
         Args:
             end_turn: Called when all messages that had come were handled, or `MAX_TURN` of them: for what
                 is cheaper done once for many requests.
+            is_full: Asked after each message: whether the turn ends here, because its answers are large.
         """
+        self._is_full = is_full
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         if self._gate is not None:
@@ -87,15 +91,21 @@ class Server:
         try:
             while not stop.is_set():
                 if poller.poll(max(0, int((next_tick - time.monotonic()) * 1000))):
-                    self._answer_gate()
-                    self._drain(handler)
-                    end_turn()
+                    self._take_turn(handler, end_turn, poller)
                 if time.monotonic() >= next_tick:
                     handler.tick(time.monotonic())
                     self._guard_memory(poller)
                     next_tick = time.monotonic() + tick_s
         finally:
             self.close()
+
+    def _take_turn(self, handler: Handler, end_turn: Callable[[], None], poller: zmq.Poller) -> None:
+        self._answer_gate()
+        self._drain(handler)
+        was_full = self._is_full()
+        end_turn()
+        if was_full:
+            self._guard_memory(poller)
 
     def _answer_gate(self) -> None:
         if self._gate is not None:
@@ -154,6 +164,8 @@ class Server:
             except zmq.Again:
                 return
             self._dispatch(handler, message, is_oversized)
+            if self._is_full():
+                return
 
     def _receive(self) -> tuple[list[Frame], bool]:
         """Return the next message and whether it passed a limit; then only its first two parts.

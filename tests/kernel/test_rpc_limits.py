@@ -16,12 +16,12 @@ import pytest
 import zmq
 
 from asyncrl.errors import DeadlineExceeded, WireError
-from asyncrl.rpc import Client
+from asyncrl.rpc import Client, Limits, Request, Server
 from asyncrl.rpc.delays import MAX_CALLERS, WINDOW_S, Delays
 from asyncrl.rpc.memory import MemoryGuard, resident_bytes
-from asyncrl.rpc.request import read_request
+from asyncrl.rpc.request import MAX_ERROR_CHARACTERS, read_request
 from asyncrl.wire import pack_header
-from tests.buffer.hostile.hostile_parts import raw_part, raw_peer, raw_socket, shake_hands
+from tests.buffer.hostile.hostile_parts import dealer, raw_part, raw_peer, raw_socket, shake_hands
 
 
 @contextlib.contextmanager
@@ -207,3 +207,63 @@ def test_a_request_that_was_sent_at_no_time_is_malformed(times: dict[str, object
     header = pack_header({"id": 1, "op": "echo", "args": {}, **times})
     with zmq.Context() as context, context.socket(zmq.ROUTER) as end, pytest.raises(WireError):
         read_request([b"client", header], end)
+
+
+class Keeps:
+    """Grows by 8 MiB with each message."""
+
+    def __init__(self) -> None:
+        self.kept: list[bytearray] = []
+        self.num_handled = 0
+
+    def handle(self, request: Request) -> None:
+        self.num_handled += 1
+        self.kept.append(bytearray(b"x" * (8 << 20)))
+        request.reply()
+
+    def tick(self, now: float) -> None: ...
+
+
+def test_a_turn_whose_answers_are_large_ends_early_and_is_followed_by_the_guard_of_memory() -> None:
+    server, handler, stop = Server(limits=Limits(memory_bytes=12 << 20)), Keeps(), threading.Event()
+    turns: list[int] = []
+
+    def end_turn() -> None:
+        turns.append(handler.num_handled - sum(turns))
+
+    with dealer(server.address) as end:
+        for _ in range(10):
+            end.send(pack_header({"id": 1, "op": "keep", "args": {}}))
+        given = {"tick_s": 600.0, "end_turn": end_turn, "is_full": lambda: handler.num_handled > sum(turns)}
+        thread = threading.Thread(target=server.serve, args=(handler, stop), kwargs=given, daemon=True)
+        thread.start()
+        end_s = time.monotonic() + 30.0
+        while not server.counters["reopened"]:
+            assert time.monotonic() < end_s, "nobody has looked at the memory"
+            time.sleep(0.01)
+        stop.set()
+        end.send(b"wake up")
+        thread.join(20.0)
+    assert not thread.is_alive() and max(turns) == 1
+
+
+class Repeats:
+    """Refuses everything, at full length."""
+
+    def handle(self, request: Request) -> None:
+        raise WireError(str(request.args["text"]), hint=str(request.args["text"]))
+
+    def tick(self, now: float) -> None: ...
+
+
+def test_an_error_does_not_bring_back_what_its_request_held() -> None:
+    server, stop = Server(), threading.Event()
+    thread = threading.Thread(target=server.serve, args=(Repeats(), stop), daemon=True)
+    thread.start()
+    client = Client(server.address)
+    with pytest.raises(WireError) as caught:
+        client.call("repeat", deadline_s=30.0, text="x" * 200_000)
+    assert len(caught.value.message) == len(caught.value.hint) == MAX_ERROR_CHARACTERS
+    client.close()
+    stop.set()
+    thread.join(20.0)

@@ -225,6 +225,12 @@ class Cluster:
     def shm_prefix(self) -> str:
         return self._context.shm_prefix
 
+    def set_model(self, folder: Path) -> None:
+        """Give the services that are started from now on a model that they know the size of."""
+        config = self._context.config
+        section = config.model.model_copy(update={"path": str(folder), "dtype": "float32"})
+        self._context = replace(self._context, config=config.model_copy(update={"model": section}))
+
     @property
     def coordinator(self) -> Child:
         return self.children["weight_sync.0"]

@@ -70,7 +70,7 @@ class Asked(Request):
 
 
 CARD = {"abilities": ["gloo"], "serving": 0, "staged": 0, "attended": True, "pinned": False}
-ME = {"name": "a", "incarnation": "1"}
+ME = {"name": "receiver.0", "incarnation": "1"}
 
 
 @contextmanager
@@ -96,10 +96,10 @@ def test_a_fence_is_written_down_before_its_member_hears_of_it(tmp_path: Path) -
             fields = {"number": 1, "ok": False, "error": "no room"}
             service.handle(Asked("report", **ME, event="loaded", fields=fields, seq=seq))
         service.handle(Asked("next_order", **ME, after=3 << ID_BITS))
-        assert coordination.members["a"].is_fenced and not poll.answers
+        assert coordination.members["receiver.0"].is_fenced and not poll.answers
         service.end_turn()
     [(answer, written)] = poll.answers
-    assert answer["fenced"] and not answer["orders"] and written == {"a": 1}
+    assert answer["fenced"] and not answer["orders"] and written == {"receiver.0": 1}
 
 
 def test_a_coordinator_that_hears_of_its_successor_keeps_what_the_same_turn_led_to(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_hello_that_a_report_has_overtaken_undoes_nothing_and_is_said_again(
         late = Asked("hello", **ME, **CARD | card, seq=2, told=0)  # written before the report, read behind it
         service.handle(late)
         service.end_turn()
-        assert getattr(coordination.members["a"], attribute) == wanted
+        assert getattr(coordination.members["receiver.0"], attribute) == wanted
         assert late.answers[0][0]["outdated"]
         after = Asked("hello", **ME, **CARD | card, seq=3, told=1)
         service.handle(after)

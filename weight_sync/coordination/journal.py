@@ -4,7 +4,7 @@
 a line: `start`, `round`, `blame`, `load_failure`, `members`; `asyncrl inspect weights` reads it. `fences` is
 for the next coordinator: who takes no leases before which version.
 Invariants: a token is never given twice, also if the clock was set back; the journal stays under
-`MAX_BYTES`, its oldest half goes first, the fences never; who is no longer the newest coordinator writes
+`MAX_BYTES`, its oldest lines go first, the fences never; who is no longer the newest coordinator writes
 nothing.
 """
 
@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -111,11 +112,15 @@ class Journal:
             self.write(self._fences_line())
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append one line, unless a newer coordinator writes here."""
+        """Append one line, unless a newer coordinator writes here; one that would not fit is left out."""
         if self._path is None or newest_token(self._path.parent) > self._token:
             return
+        text = json.dumps({"time": time.time(), **line}) + "\n"
+        if len(text) > self._max_bytes // 2:
+            log.warning("a line of %d bytes does not fit the journal of weight sync", len(text))
+            return
         try:
-            num_bytes = append_lines(self._path, json.dumps({"time": time.time(), **line}) + "\n")
+            num_bytes = append_lines(self._path, text)
             if num_bytes > self._max_bytes:
                 self._shorten()
         except OSError as error:  # a full disk must not end weight sync
@@ -123,10 +128,14 @@ class Journal:
 
     def _shorten(self) -> None:
         assert self._path is not None, "only what is written grows"
-        lines = self._path.read_text().splitlines(keepends=True)
+        lines = self._path.read_text(errors="replace").splitlines(keepends=True)
+        fences = json.dumps(self._fences_line()) + "\n"  # which may have been in what goes
+        kept: deque[str] = deque()
+        room = self._max_bytes // 2 - len(fences)
+        while lines and (room := room - len(lines[-1].encode())) >= 0:
+            kept.appendleft(lines.pop())
         temporary = self._path.with_name(f".{JOURNAL_FILE}.{os.getpid()}")
-        fences = json.dumps(self._fences_line()) + "\n"  # which may have been in the half that goes
-        temporary.write_text("".join([*lines[len(lines) // 2 :], fences]))
+        temporary.write_text("".join([*kept, fences]))
         temporary.replace(self._path)
 
     def _fences_line(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ WHY_DROPPED: Mapping[str, str] = {
     "masked": "all its answers were cut, and cut answers are masked",
     "poison": "every attempt at it failed",
     "guard": "the guard refused its update",
+    "oversized": "a row of it was longer than a microbatch of the learner",
 }
 
 

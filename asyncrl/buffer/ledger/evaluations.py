@@ -10,7 +10,7 @@ Invariant: the parts of a result were answered at one version, each counted once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.state import LedgerState
@@ -18,6 +18,8 @@ from asyncrl.buffer.ledger.tickets import Evaluation, Part
 from asyncrl.errors import LedgerError
 from asyncrl.metrics.tallies import Tally, add_up, conclude
 
+MAX_OPEN = 64
+"""Orders that are not done: a lease looks at each."""
 REFUSED = "val-aux/num_refused"
 """Parts whose result could not be used. What the others found is no figure of the whole, so it goes."""
 
@@ -39,10 +41,18 @@ class EvaluationOrders:
         return any(one.next_free() is not None for one in self._open())
 
     def request(self, step: int) -> int:
-        """Order an evaluation at weights of at least `step`; return its id, the same while it waits."""
-        for evaluation in self._open():
+        """Order an evaluation at weights of at least `step`; return its id, the same while it waits.
+
+        With `MAX_OPEN` orders open the oldest that nobody has begun is skipped: late as it is, its answers
+        would be those of a newer one.
+        """
+        waiting = self._open()
+        for evaluation in waiting:
             if evaluation.step == step:
                 return evaluation.id
+        if len(waiting) >= MAX_OPEN:
+            unbegun = [one for one in waiting if one.served is None]
+            self._emit(ev.EvaluationSkipped((unbegun or waiting)[0].id))
         number = self._state.num_evaluations + 1
         self._emit(ev.EvaluationRequested(number, step, self._state.settings.evaluation_parts))
         return number
@@ -143,5 +153,5 @@ class EvaluationOrders:
             return
         self.finish(number, version, {REFUSED: Tally(0, 1.0)}, part)
 
-    def _open(self) -> Iterable[Evaluation]:
+    def _open(self) -> list[Evaluation]:
         return [one for one in self._state.evaluations.values() if not one.is_done]

@@ -149,6 +149,12 @@ class EvaluationRestarted(NamedTuple):
     id: int
 
 
+class EvaluationSkipped(NamedTuple):
+    """Too many orders are open: this one will have no result."""
+
+    id: int
+
+
 class EvaluationPartDone(NamedTuple):
     """`tallies`: (name, count, total, squares, trials) each."""
 
@@ -184,6 +190,7 @@ Event = (
     | EvaluationRequested
     | EvaluationGiven
     | EvaluationRestarted
+    | EvaluationSkipped
     | EvaluationPartDone
     | EvaluationDone
 )

@@ -124,6 +124,7 @@ class LedgerState:
             ev.EvaluationRequested: self._request_evaluation,
             ev.EvaluationGiven: self._give_evaluation,
             ev.EvaluationRestarted: self._restart_evaluation,
+            ev.EvaluationSkipped: lambda event: self.evaluations.__delitem__(event.id),
             ev.EvaluationPartDone: self._finish_part,
             ev.EvaluationDone: self._finish_evaluation,
         }
@@ -247,9 +248,8 @@ class LedgerState:
         self._trim_reserved()
         self.acked_steps = min(self.acked_steps, event.step)
         self.checkpoints = {step: kept for step, kept in self.checkpoints.items() if step <= event.step}
-        pending = [one.id for one in self.evaluations.values() if not one.is_done and one.step > event.step]
-        for evaluation in pending:
-            del self.evaluations[evaluation]
+        kept = [one for one in self.evaluations.values() if one.is_done or one.step <= event.step]
+        self.evaluations = {one.id: one for one in kept}
 
     def _trim_reserved(self) -> None:
         """Leave to the journal what is reserved for later steps and more than one batch in memory."""

@@ -42,7 +42,8 @@ class DropReason(enum.Enum):
 
     STALE: over age. UNIFORM: all its rewards are equal, so it has no advantage (DAPO's dynamic
     sampling, arXiv:2503.14476). MASKED: all its answers were cut, and such are not trained. POISON: it
-    fails or kills its replicas. GUARD: its update was refused, or it spoilt one.
+    fails or kills its replicas. GUARD: its update was refused, or it spoilt one. OVERSIZED: it has a row that
+    is longer than a microbatch, as a journal from before a smaller `learner.max_tokens_per_microbatch` may.
     """
 
     STALE = "stale"
@@ -50,6 +51,7 @@ class DropReason(enum.Enum):
     MASKED = "masked"
     POISON = "poison"
     GUARD = "guard"
+    OVERSIZED = "oversized"
 
 
 class Reissue(enum.Enum):

@@ -18,6 +18,7 @@ from typing import Any
 
 from asyncrl.errors import AsyncrlError, ConfigError
 from rollout_service.rewards.served.frames import HEAD_BYTES, body_bytes, pack_frame, unpack_body
+from rollout_service.rewards.served.surroundings import allowed_environment
 
 ROOT = Path(__file__).resolve().parents[3]
 END_DEADLINE_S = 5.0
@@ -48,7 +49,7 @@ class Child:
             *(sys.executable, "-m", module),
             stdin=PIPE,
             stdout=PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**allowed_environment(os.environ), "PYTHONPATH": os.pathsep.join(paths)},
             start_new_session=True,  # Ctrl-C is not for it, and all that it starts can be killed at once
         )
         child = cls(process)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from asyncrl.buffer.ledger import events as ev
-from asyncrl.buffer.ledger.evaluations import REFUSED, EvaluationOrders
+from asyncrl.buffer.ledger.evaluations import MAX_OPEN, REFUSED, EvaluationOrders
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import MAX_KEPT_EVALUATIONS, Part
@@ -249,6 +249,19 @@ def test_any_order_of_deaths_swaps_and_crashes_ends_with_one_whole_result_of_one
     run_state_machine_as_test(
         EvaluationMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None)
     )
+
+
+def test_no_more_than_so_many_orders_wait_and_the_oldest_that_nobody_has_begun_is_skipped():
+    run = Run()
+    orders, shadow = order_of(run), Shadow(run.ledger.settings, LedgerState(run.ledger.settings))
+    assert orders.give("a", 1, None) == Part(1, 0, 0, 1)
+    for step in range(1, MAX_OPEN + 3):
+        run.ledger.request_evaluation(run.token, step)
+    shadow.follow(run.ledger)
+    for state in (run.state, shadow.recover(0).state):
+        waiting = [one.id for one in state.evaluations.values() if not one.is_done]
+        assert waiting == [1, *range(5, MAX_OPEN + 4)], "the first one is being answered"
+    assert orders.finish(1, 1, RIGHT)
 
 
 def test_a_journal_of_before_parts_is_read():

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 
 from asyncrl.buffer.client import FETCHED_AT_ONCE, LearnerClient, ReplicaClient
-from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.service import BufferService, Desk
-from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import ManualClock
 from asyncrl.errors import FencedError, LedgerError, WireError
 from asyncrl.experience import encode_group
 from asyncrl.metrics.tallies import Tally
 from asyncrl.rpc import Client
-from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group, make_store, serving
+from tests.buffer.parts import SETTINGS, make_group, make_store, serving
 
 NUM_GROUPS = 2 * FETCHED_AT_ONCE + 1
 
@@ -128,21 +126,6 @@ def test_a_fetch_of_more_parts_than_a_service_keeps_replies_loses_none() -> None
         tickets = [one.ticket for one in reserved.tickets]
         assert [group.ticket for group in learner.fetch(tickets)] == tickets
         learner.close()
-
-
-@pytest.mark.parametrize("token_id", [-1, 100])
-def test_a_group_with_a_token_that_the_model_lacks_is_refused_and_its_attempt_has_failed(
-    token_id: int,
-) -> None:
-    store = ExperienceStore(SETTINGS, MemoryJournal(), GROUP_SIZE, True, now=0.0, vocab_size=100)
-    store.ledger.describe_data(10, "d")
-    store.ledger.register_version(store.ledger.open("learner"), 0)
-    (grant,) = store.ledger.lease("a", 1, 1, 0.0)
-    group = make_group(grant.ticket)
-    group.trajectories[1].response_ids[-1] = token_id
-    with pytest.raises(WireError, match="vocabulary of 100"):
-        store.push("a", grant.ticket, grant.attempt, encode_group(group))
-    assert store.ledger.state.tickets[grant.ticket].num_failures == 1
 
 
 def test_a_status_tells_the_newest_evaluations_only() -> None:

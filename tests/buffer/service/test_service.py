@@ -269,10 +269,10 @@ def test_an_evaluation_is_handed_to_another_replica_when_the_first_falls_silent(
             orders.append((await first.lease(version=1, want=0, wait_s=0.0)).evaluate)
             orders.append((await second.lease(version=1, want=0, wait_s=WAIT_S)).evaluate)
             assert orders[2] is not None
-            await second.evaluated(orders[2], 1, {"score": 0.5})
+            await second.evaluated(orders[2], 1, {"accuracy": 0.5})
             orders.append((await second.lease(version=1, want=0, wait_s=0.0)).evaluate)
             status = await second.status()
-        assert status["evaluations"] == [{"id": 1, "step": 0, "version": 1, "metrics": {"score": 0.5}}]
+        assert status["evaluations"] == [{"id": 1, "step": 0, "version": 1, "metrics": {"accuracy": 0.5}}]
         return orders
 
     with serving(make_store(lease_s=0.3)) as service:
@@ -299,7 +299,7 @@ def test_an_evaluation_whose_result_is_refused_ends(
     learner.request_evaluation(0)
     assert raw.call("lease", replica="a", version=1, want=0, wait_s=1.0).args["evaluate"] is not None
     with pytest.raises(WireError, match="not finite"):
-        raw.call("evaluated", replica="a", id=1, version=1, metrics={"r": [1, total, 0.0, 0]})
+        raw.call("evaluated", replica="a", id=1, version=1, metrics={"accuracy": [1, total, 0.0, 0]})
     status = learner.status()
     assert (status["evaluations_pending"], status["counters"]["evaluations_refused"]) == (0, 1)
     assert status["evaluations"][0]["metrics"] == {"val-aux/num_refused": 1.0}
@@ -311,8 +311,8 @@ def test_rewards_of_any_size_that_a_group_may_have_can_be_evaluated(
     learner.request_evaluation(0)
     raw.call("lease", replica="a", version=1, want=0, wait_s=1.0)
     sums = list(tally_values([3.4e38, 3.4e38]))
-    raw.call("evaluated", replica="a", id=1, version=1, metrics={"r": sums})
-    assert learner.status()["evaluations"][0]["metrics"]["r"] == 3.4e38
+    raw.call("evaluated", replica="a", id=1, version=1, metrics={"accuracy": sums})
+    assert learner.status()["evaluations"][0]["metrics"]["accuracy"] == 3.4e38
 
 
 @pytest.mark.parametrize(
@@ -331,11 +331,11 @@ def test_rewards_of_any_size_that_a_group_may_have_can_be_evaluated(
         ("renew", {"replica": "a", "tickets": [[1, "x"]]}),
         ("release", {"replica": "a", "tickets": {"1": 2}}),
         ("push", {"replica": "a", "ticket": "1", "attempt": 1}),
-        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"score": "high"}}),
-        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"score": float("inf")}}),
-        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"score": [1, 0.5]}}),
-        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"score": [-1, 0.5, 0.5, 1]}}),
-        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"score": [1, 1e300, 0.0, 1]}}),
+        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"accuracy": "high"}}),
+        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"accuracy": float("inf")}}),
+        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"accuracy": [1, 0.5]}}),
+        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"accuracy": [-1, 0.5, 0.5, 1]}}),
+        ("evaluated", {"replica": "a", "id": 1, "version": 1, "metrics": {"accuracy": [1, 1e300, 0.0, 1]}}),
         ("evaluated", {"replica": "a", "id": 1, "version": 1, "part": "x", "metrics": {}}),
         ("describe_data", {"num_prompts": 10, "digest": "d", "sources": [[10]]}),
         ("describe_data", {"num_prompts": 10, "digest": "d", "sources": [[5, "x"], [5, 1.0]]}),

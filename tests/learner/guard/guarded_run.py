@@ -175,7 +175,8 @@ def running(
     store = make_store(folder / "buffer", drops_constant_groups=False, groups_per_step=size)
     checkpoints = CheckpointStore(folder / "checkpoints", sections.get("checkpoint", {}).get("keep", 3))
     objective = replace(open_objective(**algorithm), max_lag=config.staleness.max_lag)
-    kept = {name: getattr(config.learner, name) for name in ("minibatches", "lr", "lr_schedule", "steps")}
+    names = ("minibatches", "lr", "lr_schedule", "steps", "max_tokens_per_microbatch")
+    kept = {name: getattr(config.learner, name) for name in names}
     models = open_models(model, objective, faults, config.critic.lr, warmup_steps=0, **kept)
     with serving(store) as service, contextlib.ExitStack() as stack:
         address = service.status()["address"]

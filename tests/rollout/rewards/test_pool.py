@@ -215,3 +215,34 @@ def test_a_pool_whose_process_cannot_start_is_a_config_error(tmp_path: Path):
 
     with pytest.raises(ConfigError, match="did not start"):
         judge(reward_of(write(tmp_path, body)), nothing)
+
+
+TELLS_ITS_ENVIRONMENT = """
+import os
+
+def score(response, ground_truth):
+    with open(response, "w") as file:
+        file.write("\\n".join(f"{name}={value}" for name, value in os.environ.items()))
+    return 1.0
+"""
+
+
+def test_a_reward_process_gets_no_secret_of_the_run_and_what_is_meant_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = {
+        "ASYNCRL_GATEWAY_KEY": "gateway",
+        "REDIS_PASSWORD": "redis",
+        "WANDB_API_KEY": "wandb",
+        "HF_TOKEN": "hub",
+        "ANY_OTHER": "other",
+        "HTTPS_PROXY": "http://user:proxy@example.com:3128",
+    }
+    meant = {"REWARD_API_KEY": "judge", "HF_HOME": "/cache", "LC_ALL": "C.UTF-8"}
+    for name, value in (secrets | meant).items():
+        monkeypatch.setenv(name, value)
+    told = tmp_path / "told"
+    assert score_all(reward_of({"fn": write(tmp_path, TELLS_ITS_ENVIRONMENT)}), str(told)) == [1.0]
+    found = dict(line.partition("=")[::2] for line in told.read_text().splitlines())
+    assert not secrets.keys() & found.keys()
+    assert meant.items() <= found.items() and "PATH" in found and "PYTHONPATH" in found

@@ -1,0 +1,92 @@
+"""What a holder of the run's keys may say of itself to the coordinator, and what that leaves behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.clock import SystemClock
+from asyncrl.errors import WireError
+from asyncrl.rpc import Client
+from tests.weight_sync.test_protocol_peer import CARD, TIMING, WAIT_S
+from weight_sync.coordination.callers import MAX_ABILITIES, MAX_MEMBERS, MAX_TEXT
+from weight_sync.coordination.journal import JOURNAL_FILE, MAX_BYTES, Journal
+from weight_sync.coordinator import CoordinatorService
+from weight_sync.protocol.protocol import Coordination
+from weight_sync.protocol.records import BlameRecord, LoadFailureRecord
+
+WHO = {"name": "receiver.0", "incarnation": "1"}
+SEAT = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 9}
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    service = CoordinatorService(Coordination(TIMING, token=5), SystemClock(), run_dir=tmp_path)
+    stop = threading.Event()
+    thread = threading.Thread(target=service.run, args=(stop,))
+    thread.start()
+    made = Client(str(service.status()["address"]))
+    yield made
+    made.close()
+    stop.set()
+    thread.join(WAIT_S)
+
+
+TOO_MUCH: tuple[dict[str, Any], ...] = (
+    {"name": "receiver.0" + "n" * 20_000},
+    {"name": f"receiver.{MAX_MEMBERS}"},
+    {"name": "receiver.00"},
+    {"name": "receiver.٣"},
+    {"name": "receiver"},
+    {"name": ""},
+    {"name": "x\x1b[2J\n"},
+    {"incarnation": "i" * (MAX_TEXT + 1)},
+    {"abilities": [[]]},
+    {"abilities": [None]},
+    {"abilities": ["gloo"] * (MAX_ABILITIES + 1)},
+    {"abilities": ["g" * (MAX_TEXT + 1)]},
+    {"name": "publisher", **SEAT, "abilities": [{}]},
+    {"name": "publisher", **SEAT, "store_host": "h" * (MAX_TEXT + 1)},
+)
+
+
+@pytest.mark.parametrize("changes", TOO_MUCH, ids=lambda changes: str(list(changes.items())[-1])[:40])
+def test_a_peer_whose_name_or_abilities_are_none_is_refused_and_not_remembered(
+    client: Client, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(WireError):
+        client.call("hello", deadline_s=30.0, **{**CARD, **WHO, "seq": 1, **changes})
+    assert client.call("status", deadline_s=30.0).args["members"] == {}
+    assert client.call("hello", deadline_s=30.0, **CARD, **WHO).args["welcome"]
+
+
+def test_a_reason_that_a_peer_reports_is_cut(client: Client, tmp_path: Path) -> None:
+    client.call("hello", deadline_s=30.0, **CARD, **WHO)
+    fields = {"number": 1, "ok": False, "error": "e" * 100_000}
+    client.call("report", deadline_s=30.0, **WHO, event="loaded", fields=fields)
+    with pytest.raises(WireError, match=f"allowed are {MAX_TEXT}"):
+        client.call("report", deadline_s=30.0, **WHO, event="x" * 100_000, fields={})
+    assert (tmp_path / JOURNAL_FILE).stat().st_size < 10_000
+
+
+def test_the_journal_stays_within_its_bytes_whatever_its_lines(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 1)
+    journal.note_fences({"receiver.1": 7})
+    for number in range(40):
+        journal.note(LoadFailureRecord("receiver.0", number, "e" * (MAX_BYTES // 3)))
+        journal.note(LoadFailureRecord("receiver.0", number, "e" * MAX_BYTES))
+        journal.note(BlameRecord("a", "silent", number))
+        assert (tmp_path / JOURNAL_FILE).stat().st_size <= MAX_BYTES
+    text = (tmp_path / JOURNAL_FILE).read_text()
+    assert '"number": 39' in text and '"receiver.1": 7' in text
+
+
+def test_a_line_that_does_not_fit_the_journal_drives_no_other_out(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 1, max_bytes=4000)
+    journal.note(BlameRecord("a", "silent", 17))
+    journal.note(LoadFailureRecord("receiver.0", 18, "e" * 4000))
+    assert '"number": 17' in (tmp_path / JOURNAL_FILE).read_text()
