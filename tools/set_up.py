@@ -104,7 +104,7 @@ def install_list(command: list[str], environment: dict[str, str]) -> None:
 
 
 def is_torch_missing(output: str) -> bool:
-    """Tell whether uv stopped because it found no CPU build of torch, and not because it found a changed one."""
+    """Tell whether uv stopped because it found no CPU build of torch; a changed one is something else."""
     return "Hash mismatch" not in output and any(
         "torch==" in line and "+cpu" in line for line in output.splitlines()
     )
