@@ -59,6 +59,6 @@ def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) 
     for option, (variable, separator) in MANY.items():
         if option in settings:
             wanted[variable] = separator.join(settings[option].split())
-    # pip takes the best version from all indexes; uv's default stops at the first that has the name.
+    # As pip does: uv's default stops at the first index that has the name. Hashes decide on the file.
     wanted["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     return {**wanted, **environment}

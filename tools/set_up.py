@@ -1,7 +1,8 @@
 """Makes `.venv` from a pinned list: `python3.11 tools/set_up.py [cpu|gpu]` (standard library only).
 
-Every package comes from where the machine's pip is configured to look. Repeating it is cheap and
-changes nothing. The stamp `.venv/.set-up-<list>` is written last, so that a broken try is repeated.
+Every package comes from where the machine's pip is configured to look, and is one of the files whose hashes
+are in the list, wherever it lies. Repeating it is cheap and changes nothing. The stamp `.venv/.set-up-<list>`
+is written last, so that a broken try is repeated.
 """
 
 from __future__ import annotations
@@ -62,13 +63,10 @@ def set_up(name: str) -> None:
     """Bring `.venv` to the pinned list `name`."""
     start = time.monotonic()
     make_venv()
-    run(
-        [str(PYTHON), "-m", "pip", "install", "--quiet", "--requirement", "requirements/uv.txt"],
-        dict(os.environ),
-    )
+    run([str(PYTHON), "-m", "pip", "install", "--quiet", *of_list("uv")], dict(os.environ))
     environment = uv_environment(read_pip_settings(PYTHON), os.environ)
     uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "--no-deps"]
-    install_list([*uv, "--requirement", f"requirements/{name}.txt"], environment)
+    install_list([*uv, *of_list(name)], environment)
     with compiling():
         run([*uv, "--no-build-isolation", "--editable", "."], environment)
     check_installed(name)
@@ -76,6 +74,11 @@ def set_up(name: str) -> None:
         (VENV / f".set-up-{other}").unlink(missing_ok=True)
     (VENV / f".set-up-{name}").write_text("")
     print(f"set-up: .venv is ready ({time.monotonic() - start:.0f} s)", file=sys.stderr)
+
+
+def of_list(name: str) -> list[str]:
+    """Return the options of pip and uv that install a list, and no file whose hash it has not."""
+    return ["--require-hashes", "--requirement", f"requirements/{name}.txt"]
 
 
 def make_venv() -> None:
@@ -101,8 +104,10 @@ def install_list(command: list[str], environment: dict[str, str]) -> None:
 
 
 def is_torch_missing(output: str) -> bool:
-    """Tell whether uv stopped because it found no CPU build of torch."""
-    return any("torch==" in line and "+cpu" in line for line in output.splitlines())
+    """Tell whether uv stopped because it found no CPU build of torch; a changed one is something else."""
+    return "Hash mismatch" not in output and any(
+        "torch==" in line and "+cpu" in line for line in output.splitlines()
+    )
 
 
 @contextlib.contextmanager

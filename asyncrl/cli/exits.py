@@ -1,4 +1,4 @@
-"""Exit codes, and how an error reaches the terminal. stdout is data, stderr is talk."""
+"""Exit codes, and how texts reach the terminal, which they never steer. stdout is data, stderr is talk."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import traceback
 
 from asyncrl.config.problems import ConfigProblems
 from asyncrl.errors import AsyncrlError, ConfigError, DataError
+from asyncrl.printable import INDENTED, printable
 
 OK = 0
 FAILED = 1
@@ -42,7 +43,14 @@ def message_of_defect(error: Exception) -> str:
     return f"asyncrl: a defect of asyncrl: {what}\nPlease report it with {path}"
 
 
+def show(*lines: object) -> None:
+    """Print lines of data to stdout."""
+    for line in lines:
+        print(printable(str(line), INDENTED))
+    sys.stdout.flush()
+
+
 def say(sentence: str) -> None:
     """Print to stderr; nothing when there is nothing to say."""
     if sentence:
-        print(sentence, file=sys.stderr, flush=True)
+        print(printable(sentence), file=sys.stderr, flush=True)

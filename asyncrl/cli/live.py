@@ -20,6 +20,7 @@ from asyncrl.cli.reports.table import align
 from asyncrl.control.page.figures import DASH
 from asyncrl.control.page.view import view_of
 from asyncrl.control.record.metering import FIRST_OF_LIFE
+from asyncrl.printable import ESCAPED, INDENTED, printable, printable_values
 
 Snapshot = Mapping[str, Any]
 
@@ -85,10 +86,10 @@ def row_of(snapshot: Snapshot) -> dict[str, str]:
     }
 
 
-def table_of(values: Mapping[str, Any]) -> str:
+def table_of(values: Mapping[str, Any]) -> list[str]:
     """Return plain values by name as aligned lines."""
     width = max(map(len, values), default=0)
-    return "\n".join(f"{name:<{width}}  {_plain(value)}" for name, value in values.items())
+    return [printable(f"{name:<{width}}  {_plain(value)}", ESCAPED) for name, value in values.items()]
 
 
 # --- one run as text --------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def text_of(snapshot: Snapshot) -> list[str]:
     lines: list[str] = []
     for section in filter(None, sections):
         lines += ["", *section] if lines else section
-    return lines
+    return [printable(line, INDENTED) for line in lines]
 
 
 def _head(snapshot: Snapshot, view: Mapping[str, Any]) -> list[str]:
@@ -188,6 +189,7 @@ def _events(events: list[dict[str, Any]]) -> list[str]:
 
 def panel_of(snapshot: Snapshot, width: int = PANEL_WIDTH) -> RenderableType:
     """Return the snapshot as a panel of a fixed width: progress, rates, who waits for whom, services."""
+    snapshot = printable_values(snapshot)
     view = view_of(snapshot)
     title = Text.assemble(view["run"], "  ", (state_of(snapshot), TONE_STYLES.get(view["tone"], "")))
     parts: list[RenderableType] = [
@@ -211,21 +213,24 @@ def _progress(snapshot: Snapshot, view: Mapping[str, Any], width: int) -> Render
 
 
 def _figures(snapshot: Snapshot, view: Mapping[str, Any]) -> Table:
+    accuracy = f", held-out accuracy {view['accuracy']}" if view["accuracy"] != DASH else ""
+    lag, found = view["lag"], view["bottleneck"]
+    generated, trained = _rates(snapshot).split("/")
+    replicas, learner = _idle(snapshot).split("/")
+    rows = {
+        "reward": f"{_number(snapshot, 'critic/rewards/mean', '.3f')}{accuracy}",
+        "lag": f"mean {lag['mean']}, largest {lag['max']}, bound {lag['max_lag']} steps",
+        "tokens/s": f"replicas {generated}, learner {trained}",
+        "idle": f"replicas {replicas}, learner {learner} of their time",
+        "pace": f"{found['title']} {found['why']}" if found["node"] else "",
+        "account": f"residue {view['account']['residue']}",
+    }
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    accuracy = f", held-out accuracy {view['accuracy']}" if view["accuracy"] != DASH else ""
-    table.add_row("reward", f"{_number(snapshot, 'critic/rewards/mean', '.3f')}{accuracy}")
-    lag = view["lag"]
-    table.add_row("lag", f"mean {lag['mean']}, largest {lag['max']}, bound {lag['max_lag']} steps")
-    rollout, learner = _rates(snapshot).split("/")
-    table.add_row("tokens/s", f"replicas {rollout}, learner {learner}")
-    rollout, learner = _idle(snapshot).split("/")
-    table.add_row("idle", f"replicas {rollout}, learner {learner} of their time")
-    found = view["bottleneck"]
-    if found["node"]:
-        table.add_row("pace", Text(f"{found['title']} {found['why']}"))
-    table.add_row("account", f"residue {view['account']['residue']}")
+    for name, text in rows.items():
+        if text:
+            table.add_row(name, Text(text))  # a plain string would be read as markup
     return table
 
 

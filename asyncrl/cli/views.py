@@ -12,6 +12,7 @@ from asyncrl.cli.bulletin import Bulletin
 from asyncrl.cli.live import LEGEND, PANEL_WIDTH, Snapshot, fields_of, panel_of, state_line_of
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.control.page.view import resumed_of
+from asyncrl.printable import INDENTED, printable
 
 LINE_S = 10.0
 PAINT_S = 1.0
@@ -68,7 +69,7 @@ class LineView:
         self._fields, self._printed_at = fields, now
 
     def _print(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        print(printable(line, INDENTED), file=self._stream, flush=True)
 
 
 class PanelView:

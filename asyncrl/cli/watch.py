@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl.cli import exits
-from asyncrl.cli.exits import say
+from asyncrl.cli.exits import say, show
 from asyncrl.cli.live import Snapshot, table_of
 from asyncrl.cli.views import View, view_on
 from asyncrl.clock import Clock, SystemClock
@@ -173,7 +173,7 @@ def print_summary(folder: RunDir) -> None:
 
     summary = read_json(folder.summary)
     if summary:
-        print(table_of(summary))
+        show(*table_of(summary))
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import uuid
@@ -28,6 +27,7 @@ from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.roster import Roster
 from asyncrl.errors import ServiceFailed
+from asyncrl.log_records import log_to_stderr
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = (
@@ -169,8 +169,7 @@ def _redirect_output(path: Path) -> None:
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=form, force=True)
+    log_to_stderr()
 
 
 def two_cores() -> tuple[frozenset[int], frozenset[int]]:

@@ -29,6 +29,7 @@ from rollout_service.gateway.history import Asked, Step, asked_in_chat, asked_in
 from rollout_service.gateway.keys import GatewayKey
 from rollout_service.gateway.refusal import EpisodeFailed, Refusal, error_body
 from rollout_service.gateway.rules import admit
+from rollout_service.gateway.server import admit_connection
 from rollout_service.gateway.sessions import Call, Desk, Session
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class Routes:
     async def open_session(self, request: Request) -> Response:
         if not self.key.admits(_bearer(request)):
             raise Refusal("the bearer key is missing or wrong", status=401, code="unauthorized")
+        admit_connection(request)
         body = await read_body(request)
         wait_s = _number(body.get("wait_s", DEFAULT_WAIT_S), "wait_s")
         if not 0 <= wait_s <= MAX_WAIT_S:
@@ -188,7 +190,9 @@ class Routes:
         return None
 
     def _session(self, request: Request) -> Session:
-        return self.desk.find(request.path_params.get("key") or _bearer(request))
+        session = self.desk.find(request.path_params.get("key") or _bearer(request))
+        admit_connection(request)
+        return session
 
     def _describe(self, session: Session) -> Body:
         group, prompt = session.group, session.group.prompt.prompt

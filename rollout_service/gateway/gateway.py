@@ -58,8 +58,6 @@ NEEDED = (
 LOOPBACK = "127.0.0.1"
 MODEL = "policy"
 """What clients read as the model's name; they may ask for it by any."""
-MAX_CONNECTIONS = 2048
-KEEP_ALIVE_S = 30
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 2.0
 WATCH_S = 0.5
@@ -121,24 +119,13 @@ class Gateway:
             EngineError: vLLM lacks what serving needs.
             ServiceFailed: The server did not come up.
         """
-        import uvicorn
+        from rollout_service.gateway.server import make_server
 
         self.desk.on_demand = on_demand
         check_features(NEEDED)
         listener = _listen(self._settings.host, self._settings.port)
         self.url = "http://{}:{}".format(*listener.getsockname()[:2])
-        config = uvicorn.Config(
-            self.build_app(),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=int(STOP_DEADLINE_S),
-        )
-        self._server = uvicorn.Server(config)
+        self._server = make_server(self.build_app(), STOP_DEADLINE_S)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         try:
             async with asyncio.timeout(START_DEADLINE_S):

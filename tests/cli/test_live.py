@@ -101,7 +101,12 @@ def test_where_agents_reach_a_gateway_is_shown_if_there_is_one() -> None:
 
 
 def test_a_table_is_aligned_and_shows_nothing_as_a_dash() -> None:
-    assert table_of({"a": 1.23456789, "long": None, "d": {}}) == "a     1.235\nlong  \u2013\nd     \u2013"
+    values = {"a": 1.23456789, "long": None, "d": {}}
+    assert table_of(values) == [
+        "a     1.235",
+        "long  \u2013",
+        "d     \u2013",
+    ]
 
 
 def test_a_run_is_a_row_of_a_table_and_what_is_unusual_stands_beside_its_state() -> None:

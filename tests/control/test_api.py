@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from asyncrl.control.api import client as api_client
+from asyncrl.control.api import server
 from asyncrl.control.api.client import NotRunning, RunClient, find_run
 from asyncrl.control.api.server import MAX_BODY_BYTES, MAX_CONNECTIONS, ControlApi
 from asyncrl.control.record.rundir import RunDir, write_json
@@ -106,6 +107,25 @@ def test_a_body_that_makes_no_sense_is_refused(
     connection.close()
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "Host: evil.example",
+        "Host: localhost\r\nHost: evil.example",
+        "Content-Length: 0_2",
+        "Content-Length: +2",
+        "Content-Length: 2\r\nContent-Length: 50",
+        "Transfer-Encoding: chunked\r\nContent-Length: 2",
+    ],
+)
+def test_a_head_that_two_readers_could_understand_in_two_ways_is_refused(api: ControlApi, head: str) -> None:
+    """Without the guard the command is heard: 409."""
+    with connect(
+        api, f"POST /pause HTTP/1.1\r\n{head}\r\nAuthorization: Bearer key\r\n\r\n{{}}".encode()
+    ) as end:
+        assert answer_of(end).startswith(b"HTTP/1.0 400 ")
+
+
 def test_a_thousand_silent_connections_take_a_bounded_number_of_threads(
     api: ControlApi, client: RunClient
 ) -> None:
@@ -120,6 +140,92 @@ def test_a_thousand_silent_connections_take_a_bounded_number_of_threads(
     while threading.active_count() > before:
         time.sleep(0.01)
     assert client.status() == {"state": "running"}
+
+
+def connect(api: ControlApi, said: bytes) -> socket.socket:
+    host, port = api.url.removeprefix("http://").split(":")
+    end = socket.create_connection((host, int(port)), timeout=30.0)
+    end.sendall(said)
+    return end
+
+
+def answer_of(end: socket.socket) -> bytes:
+    return b"".join(iter(lambda: end.recv(4096), b""))
+
+
+def test_the_owner_gets_in_while_strangers_hold_every_place(api: ControlApi, client: RunClient) -> None:
+    ends = []
+    try:
+        for _ in range(3):
+            ends += [connect(api, b"G") for _ in range(MAX_CONNECTIONS)]
+            assert client.status() == {"state": "running"}
+    finally:
+        for end in ends:
+            end.close()
+
+
+def test_who_has_shown_the_key_keeps_the_place_whoever_comes(tmp_path: Path) -> None:
+    """An answer is in the making while more strangers come than there are places."""
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def take_time(body: dict[str, Any]) -> dict[str, Any]:
+        is_asked.set()
+        assert may_answer.wait(60.0)
+        return {"done": 1}
+
+    api = ControlApi(0, "key", {"POST /stop": take_time})
+    owner = connect(api, b"POST /stop HTTP/1.0\r\nAuthorization: Bearer key\r\n\r\n")
+    assert is_asked.wait(60.0)
+    ends = [connect(api, b"G") for _ in range(2 * MAX_CONNECTIONS)]
+    with connect(api, b"GET / HTTP/1.0\r\n\r\n") as last:
+        assert answer_of(last), "those before it have come in"
+    may_answer.set()
+    assert answer_of(owner).endswith(b'{"done": 1}')
+    for end in (owner, *ends):
+        end.close()
+    api.close()
+
+
+@pytest.mark.parametrize("key", ["", "key"])
+def test_a_request_has_its_time_in_all_and_not_for_each_byte(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """Without the key the head never ends, with it the body."""
+    head = f"POST /pause HTTP/1.0\r\nContent-Length: 900\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
+    monkeypatch.setattr(server, "HEAD_DEADLINE_S", 0.3 if not key else 30.0)
+    api = ControlApi(0, "key", {"POST /pause": lambda _: {}}, deadline_s=0.3 if key else 30.0)
+    end = connect(api, head if key else head[:-4])
+    end.settimeout(0.05)
+    try:
+        assert any(is_hung_up_on(end) for _ in range(200))
+    finally:
+        end.close()
+        api.close()
+
+
+def is_hung_up_on(end: socket.socket) -> bool:
+    """Send one more byte, and look whether the server has closed the connection meanwhile."""
+    try:
+        end.sendall(b"x")
+        return end.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "localhost", "LOCALHOST:8000", "[::1]:80"])
+def test_a_tunnel_to_this_machine_may_have_a_port_of_its_own(api: ControlApi, host: str) -> None:
+    head = f"GET /status HTTP/1.0\r\nHost: {host}\r\nAuthorization: Bearer key\r\n\r\n"
+    with connect(api, head.encode()) as end:
+        assert answer_of(end).startswith(b"HTTP/1.0 200 ")
+
+
+@pytest.mark.parametrize("said", [b"GET /status HTTP/1.0", b"PUT / HTTP/1.0"])
+def test_a_stranger_learns_no_version(api: ControlApi, said: bytes) -> None:
+    with connect(api, said + b"\r\n\r\n") as end:
+        answer = answer_of(end)
+    assert b"\r\nServer: asyncrl" in answer and b"Python" not in answer
 
 
 @pytest.mark.parametrize(("is_dropped", "error"), [(False, DeadlineExceeded), (True, ConnectionLost)])

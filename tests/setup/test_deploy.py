@@ -43,8 +43,8 @@ def calls(pattern: str) -> list[tuple[str, list[str]]]:
 
 
 def manifest(kind: str) -> dict:
-    (found,) = [one for one in MANIFESTS if one["kind"] == kind]
-    return found
+    """Return the first one of a kind."""
+    return next(one for one in MANIFESTS if one["kind"] == kind)
 
 
 def groups() -> list[dict]:
@@ -180,7 +180,8 @@ def test_the_images_user_can_write_to_what_is_mounted():
     pods = [group["template"]["spec"] for group in groups()]
     for text in [path.read_text() for path in DOCKERFILES]:
         (uid,) = re.findall(r"useradd .*--uid (\d+) asyncrl", text)
-        assert all(pod["securityContext"] == {"fsGroup": int(uid)} for pod in pods)
+        names = ("runAsUser", "runAsGroup", "fsGroup")
+        assert all([pod["securityContext"][name] for name in names] == 3 * [int(uid)] for pod in pods)
         # A volume that Docker makes takes over whose the image's folder is; a folder that it makes is root's.
         assert "mkdir -p /asyncrl/runs && chown -R asyncrl:asyncrl /asyncrl\n" in text
     mounts = [words for path in PLACES for words in re.findall(r"docker run.* -v (\S+)", path.read_text())]
@@ -196,6 +197,50 @@ def test_strangers_cannot_reach_the_pods():
     labels = policy["podSelector"]["matchLabels"]
     assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": labels}}]}]
     assert all(group["template"]["metadata"]["labels"] == labels for group in groups())
+
+
+def test_the_pods_reach_each_other_names_and_the_hub_alone():
+    private, hub = [one["spec"] for one in MANIFESTS if one["kind"] == "NetworkPolicy"]
+    labels = private["podSelector"]["matchLabels"]
+    assert set(private["policyTypes"]) == {"Ingress", "Egress"}
+    peers, names = private["egress"]
+    assert peers == {"to": [{"podSelector": {"matchLabels": labels}}]}
+    assert {port["port"] for port in names["ports"]} == {53} and names["to"]
+    assert hub["podSelector"]["matchLabels"] == {**labels, "ray.io/node-type": "head"}
+    assert hub["egress"] == [{"ports": [{"protocol": "TCP", "port": 443}]}]
+
+
+def test_the_pods_keep_the_restricted_standard():
+    """Kubernetes' Pod Security standard, of the fields that such pods have."""
+    for group in groups():
+        pod = group["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        kinds = {kind for volume in pod["volumes"] for kind in volume if kind != "name"}
+        assert kinds <= {"configMap", "emptyDir", "persistentVolumeClaim"}
+        (container,) = pod["containers"]
+        restricted = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert container["securityContext"] == restricted
+        assert "ports" not in container or not any("hostPort" in port for port in container["ports"])
+
+
+def test_a_pod_of_replicas_has_no_secret_of_the_learners_pod():
+    head, rollouts = [
+        {source["secretRef"]["name"] for source in group["template"]["spec"]["containers"][0]["envFrom"]}
+        for group in groups()
+    ]
+    assert (head, rollouts) == ({"asyncrl-home", "asyncrl-replicas"}, {"asyncrl-replicas"})
+    named = set(re.findall(r"create secret generic (\S+)", (DEPLOY / "kuberay.yaml").read_text()))
+    assert named == head, "each is made by a command that the file names"
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_the_base_of_an_image_can_be_named_by_its_digest(path):
+    steps = [line for line in lines_of(path) if line and not line.startswith("#")]
+    assert steps[0].startswith("ARG BASE=") and steps[1] == "FROM ${BASE}"
+    assert "--build-arg BASE=python:3.11-slim-bookworm@sha256:" in path.read_text()
 
 
 def test_the_probes_ask_a_port_that_ray_was_told_to_listen_on():

@@ -1,6 +1,8 @@
+import re
 import tomllib
 from pathlib import Path
 
+import lock
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -44,21 +46,36 @@ def test_what_the_user_gave_to_uv_stays():
     assert uv_environment({"index-url": "pip's"}, {"UV_INDEX_URL": "uv's"})["UV_INDEX_URL"] == "uv's"
 
 
-def test_lists_hold_names_and_versions_only():
-    for name in ("cpu", "gpu"):
-        lines = (Path("requirements") / f"{name}.txt").read_text().splitlines()
-        pins = [line for line in lines if not line.startswith("#")]
-        assert all(line.count("==") == 1 and not set(" /@:\\;").intersection(line) for line in pins)
-        assert any(line.startswith("setuptools==") for line in pins)
+def pins_of(name: str) -> dict[str, str]:
+    """Return the versions of a list by name; assert that it holds names, versions and hashes only."""
+    text = Path("requirements", f"{name}.txt").read_text()
+    text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#"))
+    pins = re.findall(PIN, text, re.MULTILINE)
+    assert "".join(re.sub(PIN, "", text, flags=re.MULTILINE).split()) == "", "a line is no pin"
+    return dict(pins)
+
+
+PIN = r"^([a-z0-9][a-z0-9-]*)==([a-z0-9.+]+)(?: \\\n    --hash=sha256:[0-9a-f]{64})+$"
+
+
+def test_lists_hold_names_versions_and_the_hashes_of_each():
+    assert all("setuptools" in pins_of(name) for name in ("cpu", "gpu"))
+    assert list(pins_of("uv")) == ["uv"]
+
+
+def test_a_list_is_made_from_one_index():
+    settings = {"index-url": "one", "extra-index-url": "two three", "find-links": "folder"}
+    environment = lock.of_one_index(uv_environment(settings, {}))
+    assert (environment["UV_INDEX_URL"], environment["UV_EXTRA_INDEX_URL"]) == ("one", "")
+    assert (environment["UV_INDEX_STRATEGY"], environment["UV_FIND_LINKS"]) == ("first-index", "folder")
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
 def test_a_list_pins_whatever_the_project_asks_for_to_a_version_that_it_takes(name):
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = Path("requirements", f"{name}.txt").read_text().splitlines()
-    assert lines[1:] == sorted(lines[1:], key=lambda line: line.split("==")[0])
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pins = pins_of(name)
+    assert list(pins) == sorted(pins)
     for text in [*project["dependencies"], *extras[name], *extras["dev"]]:
         asked = Requirement(text)
         version = pins.get(canonicalize_name(asked.name))
@@ -66,5 +83,6 @@ def test_a_list_pins_whatever_the_project_asks_for_to_a_version_that_it_takes(na
 
 
 def test_the_cpu_list_has_no_cuda_package():
-    names = [line.split("==")[0] for line in Path("requirements/cpu.txt").read_text().splitlines()]
-    assert not [name for name in names if name.startswith(("nvidia-", "triton", "torchvision", "cuda-"))]
+    assert not [
+        name for name in pins_of("cpu") if name.startswith(("nvidia-", "triton", "torchvision", "cuda-"))
+    ]

@@ -1,5 +1,9 @@
+import contextlib
+import hashlib
 import importlib.util
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -35,9 +39,50 @@ def test_a_missing_cpu_build_of_torch_is_recognized():
         "Because there is no version of torch==2.13.0+cpu and you require torch==2.13.0+cpu, we can conclude"
     )
     assert set_up.is_torch_missing(said)
+    assert not set_up.is_torch_missing(f"error: Hash mismatch for `torch==2.13.0+cpu`\n{said}")
     assert not set_up.is_torch_missing(
         "Because there is no version of rich==15.0.0 and you require rich==15.0.0"
     )
+
+
+INSTALLERS = {
+    "pip": [sys.executable, "-m", "pip", "install", "--no-deps"],
+    "uv": [str(Path(sys.executable).parent / "uv"), "pip", "install", "--no-deps"],
+}
+
+
+@pytest.mark.parametrize("program", INSTALLERS)
+@pytest.mark.parametrize("case", ["as listed", "changed on its way", "listed without a hash"])
+def test_a_file_with_another_hash_than_in_the_list_is_not_installed(tmp_path, monkeypatch, program, case):
+    """Both ways that set-up installs a list."""
+    wheel = make_wheel(tmp_path)
+    pin = f"ours==1 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "cpu.txt").write_text("ours==1" if case.endswith("without a hash") else pin)
+    if case == "changed on its way":
+        make_wheel(tmp_path, "import os")
+    monkeypatch.setattr(set_up, "ROOT", tmp_path)
+    where = ["--no-index", "--find-links", str(tmp_path), "--target", str(tmp_path / "site")]
+    command = [*INSTALLERS[program], *where, *set_up.of_list("cpu")]
+    is_refused = case != "as listed"
+    with pytest.raises(set_up.SetUpFailed, match=r"(?i)hash") if is_refused else contextlib.nullcontext():
+        set_up.run(command, {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)})
+    assert (tmp_path / "site" / "ours.py").exists() is not is_refused
+
+
+def make_wheel(folder: Path, code: str = "") -> Path:
+    """Return a wheel of a package `ours`."""
+    path = folder / "ours-1-py3-none-any.whl"
+    info = {
+        "METADATA": "Metadata-Version: 2.1\nName: ours\nVersion: 1\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "ours.py,,\n",
+    }
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("ours.py", code)
+        for name, text in info.items():
+            file.writestr(f"ours-1.dist-info/{name}", text)
+    return path
 
 
 def test_a_failing_command_s_words_are_in_the_error(capsys):

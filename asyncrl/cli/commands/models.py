@@ -103,4 +103,4 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face model."""
     folder = find_folder(runs_dir, run, run_option)  # before the learner is imported: it takes seconds
-    print(function("learner.checkpoint.export:export_run")(str(folder), runs_dir, step, to))
+    exits.show(function("learner.checkpoint.export:export_run")(str(folder), runs_dir, step, to))

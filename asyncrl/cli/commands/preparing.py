@@ -35,8 +35,7 @@ def init(
     from asyncrl.cli.reports.starter import write_starter
 
     written, recipes = write_starter(folder, preset)
-    for path in written:
-        print(path)
+    exits.show(*written)
     for recipe in recipes:
         exits.say(f"needed, and not here: {recipe}")
     exits.say(f"next: cd {folder}; asyncrl plan cluster.yaml; asyncrl up cluster.yaml")

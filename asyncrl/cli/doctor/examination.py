@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from asyncrl.cli.doctor import machine, packages, ray
 from asyncrl.cli.doctor.finding import Finding
+from asyncrl.cli.exits import show
 from asyncrl.cli.reports.table import align
 from asyncrl.control.plan import count_gpus
 
@@ -39,7 +40,7 @@ def print_findings(runs_dir: str, as_json: bool, address: str = "") -> bool:
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        print("\n".join(text_of(findings)))
+        show(*text_of(findings))
     return all(finding.verdict != "fail" for finding in findings)
 
 

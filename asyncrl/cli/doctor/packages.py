@@ -71,7 +71,8 @@ def check_packages(requirements: Path | None = None) -> Iterator[Finding]:
 
 def read_pins(file: Path) -> dict[str, str]:
     """Return the versions of a requirement list by name."""
-    lines = (line.partition("#")[0].partition(";")[0].strip() for line in file.read_text().splitlines())
+    text = file.read_text().replace(" \\\n", " ")  # hashes follow their requirement
+    lines = (line.partition("#")[0].partition(";")[0].partition(" ")[0] for line in text.splitlines())
     pairs = (line.split("==") for line in lines if "==" in line)
     return {name.strip(): version.strip() for name, version in pairs}
 
@@ -114,7 +115,8 @@ def install_advice(kind: str) -> str:
         return "Run 'make setup'" if kind == "cpu" else f"Run 'make setup LIST={kind}'"
     place = tree or "CHECKOUT"
     where = "" if tree else " (CHECKOUT: a clone of asyncrl's repository)"
-    install = f"NEW/bin/python -m pip install --no-deps -r {place}/requirements/{kind}.txt {place}"
+    pip = "NEW/bin/python -m pip install --no-deps"
+    install = f"{pip} -r {place}/requirements/{kind}.txt && {pip} {place}"
     return f"Make a new environment of the tested versions: python3.11 -m venv NEW && {install}{where}"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.buffer.audit import report
-from asyncrl.cli.exits import say
+from asyncrl.cli.exits import say, show
 
 
 def print_account(run: Path, as_json: bool) -> None:
@@ -18,7 +18,7 @@ def print_account(run: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    print("\n".join(lines_of(found)))
+    show(*lines_of(found))
 
 
 def lines_of(found: dict[str, Any]) -> list[str]:
@@ -55,8 +55,7 @@ def print_ticket(run: Path, number: int, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(moment) for moment in moments], indent=2))
         return
-    for moment in moments:
-        print(f"{_clock_time(moment.time_s):<24} {moment.what}")
+    show(*(f"{_clock_time(moment.time_s):<24} {moment.what}" for moment in moments))
 
 
 def _clock_time(time_s: float | None) -> str:
@@ -69,9 +68,7 @@ def print_verdict(run: Path, as_json: bool) -> bool:
     if as_json:
         print(json.dumps(found, indent=2))
     else:
-        for finding in found["findings"]:
-            print(f"{finding['law']}: {finding['message']}")
-        print(_verdict(found))
+        show(*(f"{finding['law']}: {finding['message']}" for finding in found["findings"]), _verdict(found))
     if found["findings"]:
         say(f"run '{run.name}' breaks {', '.join(sorted({one['law'] for one in found['findings']}))}")
     return not found["findings"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.cli.exits import say
+from asyncrl.cli.exits import say, show
 from asyncrl.cli.options import find_folder
 from asyncrl.cli.reports.table import align
 from asyncrl.config.load import find_run_folder, load_config, load_resolved
@@ -73,8 +73,7 @@ def print_evaluation(target: str, runs_dir: str, step: str, wishes: Wishes, as_j
     if as_json:
         print(json.dumps({"target": target, "metrics": metrics}, indent=2))
         return
-    for line in table_of(metrics):
-        print(line)
+    show(*table_of(metrics))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from asyncrl.clock import Clock, SystemClock
 from asyncrl.control.launch.handle import attach
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.errors import ConfigError
+from asyncrl.printable import printable
 
 POLL_S = 0.25
 BLOCK_BYTES = 1 << 16
@@ -213,4 +214,4 @@ class Writer:
             color = self._color_of.setdefault(record.service, COLORS[len(self._color_of) % len(COLORS)])
             name = f"\x1b[{color}m{name}\x1b[0m"
         for line in record.lines:
-            yield f"{name} {line}"
+            yield f"{name} {printable(line)}"

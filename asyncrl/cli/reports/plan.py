@@ -55,9 +55,9 @@ def print_plan(
     if as_json:
         print(json.dumps(_values(found, changes, folder, is_live), indent=2))
         return
-    print("\n".join(_lines(found)))
+    exits.show(*_lines(found))
     if changes is not None:
-        print("\n".join(["", *_difference(changes, folder, is_live)]))
+        exits.show("", *_difference(changes, folder, is_live))
     if found.shared_memory is not None:
         told = found.shared_memory.describe(free_bytes())
         exits.say(told if told.startswith("warning") else "")

@@ -73,7 +73,7 @@ def print_prediction(asked: Asked) -> None:
     if asked.as_json:
         print(json.dumps(_values(base, choices, words, rates) | {"not_modelled": caveats}, indent=2))
         return
-    print("\n".join([*_lines(base, choices, words, rates, setting), *_tell_caveats(caveats)]))
+    exits.show(*_lines(base, choices, words, rates, setting), *_tell_caveats(caveats))
 
 
 def count_learner_units(config: Config) -> float | None:
@@ -107,9 +107,9 @@ def print_comparison(asked: Asked, run: str) -> None:
     if asked.as_json:
         print(json.dumps({"measured": asdict(measured), "predicted": outcome.as_values()}, indent=2))
         return
-    print(f"rates: {rates.source}; measured: steps {later[0]['training/global_step']} and later")
+    exits.show(f"rates: {rates.source}; measured: steps {later[0]['training/global_step']} and later")
     caveats = find_caveats(config, setting, rates, MAX_PERIOD)
-    print("\n".join([*compare(outcome, measured), *_tell_caveats(list(caveats))]))
+    exits.show(*compare(outcome, measured), *_tell_caveats(list(caveats)))
 
 
 def compare(outcome: Outcome, measured: Measured) -> list[str]:

@@ -32,7 +32,7 @@ def print_replay(
     if as_json:
         print(json.dumps(_without_nan(asdict(found) | {"is_exact": found.is_exact}), allow_nan=False))
     else:
-        print("\n".join(_lines(found, shows_difference)))
+        exits.show(*_lines(found, shows_difference))
     return exits.OK if found.is_exact else exits.FAILED
 
 

@@ -158,9 +158,9 @@ def _print(snapshots: Sequence[Snapshot], asked: Asked, as_json: bool) -> None:
     if as_json:
         print(json.dumps(list(snapshots) if asked.is_several else snapshots[0], indent=2, sort_keys=True))
     elif asked.is_several:
-        print("\n".join(table_of(snapshots)))
+        exits.show(*table_of(snapshots))
     else:
-        print("\n".join(text_of(snapshots[0])))
+        exits.show(*text_of(snapshots[0]))
         _say_page(asked, snapshots[0])
 
 
@@ -195,7 +195,7 @@ class _Text:
             return
         if sys.stdout.isatty():
             print("\x1b[H\x1b[2J", end="")
-        print("\n".join(table_of(snapshots)), flush=True)
+        exits.show(*table_of(snapshots))
 
     def close(self) -> None:
         if self._view is not None:

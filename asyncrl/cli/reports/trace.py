@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.buffer.audit.report import opened_past
-from asyncrl.cli.exits import say
+from asyncrl.cli.exits import say, show
 from asyncrl.control.record.events import load_events
 from asyncrl.control.record.recorder import load_rows
 from asyncrl.control.record.rundir import RunDir
@@ -38,7 +38,7 @@ def print_trace(folder: Path, steps: str | None, target: Path | None, as_json: b
         return
     path = target or folder / TRACE_FILE
     path.write_text(trace + "\n", encoding="utf-8")
-    print(path)
+    show(path)
     say("open it at https://ui.perfetto.dev, or in chrome://tracing")
 
 

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from asyncrl.cli.exits import show
 from asyncrl.cli.reports.table import align
 from asyncrl.control.api.client import connect
 from asyncrl.control.record.rundir import RunDir
@@ -16,7 +17,10 @@ from asyncrl.control.record.sync_history import report_weights
 def print_weights(folder: Path, as_json: bool) -> None:
     """Print the report of the run in `folder`."""
     report = inspect_weights(folder)
-    print(json.dumps(report, indent=2) if as_json else text_of(report))
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(*lines_of(report))
 
 
 def inspect_weights(folder: Path) -> dict[str, Any]:
@@ -25,7 +29,7 @@ def inspect_weights(folder: Path) -> dict[str, Any]:
     return report_weights(folder, client.weights() if client else None)
 
 
-def text_of(report: dict[str, Any]) -> str:
+def lines_of(report: dict[str, Any]) -> list[str]:
     """Return the report as lines of text."""
     counters = "  ".join(f"{name} {count}" for name, count in sorted(report["counters"].items()))
     head = [
@@ -34,7 +38,7 @@ def text_of(report: dict[str, Any]) -> str:
         f"membership  {_membership(report)}",
         f"counters    {counters or '-'}",
     ]
-    return "\n".join([*head, "", *_replicas(report), "", *_rounds(report), "", *_failures(report)])
+    return [*head, "", *_replicas(report), "", *_rounds(report), "", *_failures(report)]
 
 
 def _version(report: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from asyncrl.cli.exits import say
+from asyncrl.cli.exits import say, show
 from asyncrl.cli.rollouts.page import sheet_as_page
 from asyncrl.cli.rollouts.reading import Choice, make_sheet
 from asyncrl.cli.rollouts.sheet import Sheet, values_of
@@ -31,7 +31,7 @@ def print_rollouts(
     if as_json:
         print(json.dumps(values_of(sheet), indent=2))
     elif as_page:
-        print(_write_page(folder, sheet))
+        show(_write_page(folder, sheet))
     else:
         _print(sheet)
 

@@ -1,6 +1,6 @@
 """Tokens as text, cut where something changes (pure).
 
-Owns what is shown for each token: its own text, printable whatever a model wrote, how likely it was, whether
+Owns what is shown for each token: its own text, how likely it was, whether
 it was trained, and where a version begins. It prints nothing and knows no terminal and no page.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from unicodedata import category
 
 from asyncrl.buffer.audit.rollouts import AgedSpan, Rollout
 
@@ -78,18 +77,6 @@ def shade_of(logprob: float) -> int:
     (0, 2, 6)
     """
     return bisect.bisect_right(SHADE_BOUNDS, -logprob)
-
-
-def printable(text: str) -> str:
-    """Return `text` with what would steer a terminal, or turn its line around, written out.
-
-    >>> printable("a\\x1b[2Jb")
-    'a\\\\x1b[2Jb'
-    """
-    return "".join(
-        letter if letter in "\n\t" or letter.isprintable() or category(letter) == "Zs" else repr(letter)[1:-1]
-        for letter in text
-    )
 
 
 def badge_of(aged: AgedSpan) -> str:

@@ -13,11 +13,12 @@ from pathlib import Path
 from asyncrl.buffer.audit.report import RunPast, opened_past
 from asyncrl.buffer.audit.rollouts import Fate, FateBook, Rollout, order_rollouts
 from asyncrl.cli.exits import say
-from asyncrl.cli.rollouts.pieces import pieces_of, printable
+from asyncrl.cli.rollouts.pieces import pieces_of
 from asyncrl.cli.rollouts.sheet import Entry, Sheet
 from asyncrl.control.page.decoding import decoder_of
 from asyncrl.errors import WireError
 from asyncrl.experience import decode_group
+from asyncrl.printable import printable
 
 MAX_DROPPED_GROUPS = 4096
 """Of the newest ones; older payloads are long gone."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.buffer.audit.rollouts import WHY_DROPPED, Fate, Rollout
-from asyncrl.cli.rollouts.pieces import Piece, printable
+from asyncrl.cli.rollouts.pieces import Piece
+from asyncrl.printable import ESCAPED, printable
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def headline_of(entry: Entry) -> str:
         f"{trajectory.num_tokens} tokens",
         fate.state if fate.state != "trained" else "",
     ]
-    return " · ".join(printable(part) for part in fields if part)
+    return " · ".join(printable(part, ESCAPED) for part in fields if part)
 
 
 def masks_line_of(entry: Entry) -> str:
@@ -71,8 +72,9 @@ def fate_line_of(fate: Fate) -> str:
         return f"ticket {fate.ticket}: {fate.state} at step {fate.step}, {why}"
     making = f" while step {fate.step} was in the making" if fate.step >= 0 else ""
     given_up = "; its prompt is given up" if fate.is_given_up else ""
-    why = WHY_DROPPED.get(fate.reason, fate.reason)
-    return f"ticket {fate.ticket}: dropped ({fate.reason}){making}: {why}{given_up}"
+    reason = printable(fate.reason, ESCAPED)
+    why = WHY_DROPPED.get(reason, reason)
+    return f"ticket {fate.ticket}: dropped ({reason}){making}: {why}{given_up}"
 
 
 def values_of(sheet: Sheet) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from asyncrl.buffer.audit.rollouts import CUT, OBSERVED, OVER_AGE
-from asyncrl.cli.rollouts.pieces import SHADE_BOUNDS, Piece, badge_of, printable
+from asyncrl.cli.rollouts.pieces import SHADE_BOUNDS, Piece, badge_of
 from asyncrl.cli.rollouts.sheet import Entry, Sheet, fate_line_of, headline_of, masks_line_of
+from asyncrl.printable import printable
 
 SHADES = ("", "green", "green_yellow", "yellow", "dark_orange", "red", "bold red")
 SIGNS = {OBSERVED: ("⟦", "⟧"), CUT: ("⟦", "⟧"), OVER_AGE: ("⟪", "⟫"), "": ("", "")}

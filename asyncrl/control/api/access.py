@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
+from collections.abc import Sequence
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlsplit
 
 from asyncrl.errors import AsyncrlError
 
 READ_METHODS = ("GET",)
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
+"""As browsers name this machine, also before a tunnel to it."""
 TOKEN_CHARACTERS = 32
 
 
@@ -83,6 +87,22 @@ class Gate:
         except CookieError:
             return ""
         return "" if found is None else found.value
+
+
+def check_host(named: Sequence[str]) -> None:
+    """Refuse a request that a browser was led to send here by another site's name (DNS rebinding).
+
+    Args:
+        named: The values of its Host headers; with any port, since a tunnel has one of its own.
+
+    Raises:
+        ValueError: One of them is not this machine.
+
+    >>> check_host(["localhost:8000"])
+    """
+    for host in named:
+        if re.sub(r":\d*$", "", host).lower() not in HOSTS:
+            raise ValueError(f"this server is called {', '.join(HOSTS)}, and not as the Host header says")
 
 
 def token_in(target: str) -> str:

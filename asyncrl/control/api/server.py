@@ -2,13 +2,17 @@
 
 Owns who is let in, how large a body and how many connections may be, and the three forms of an answer:
 values as JSON, a text, or a stream of server-sent events. What is answered, the routes know.
-Invariant: a connection costs one thread of at most `MAX_CONNECTIONS`; a reader that is too slow is hung
-up on after `REQUEST_DEADLINE_S`; nobody else waits for it.
+Invariants: a connection costs one thread of at most `MAX_CONNECTIONS`; the head of a request has
+`HEAD_DEADLINE_S` in all, its body and a reader of answers `REQUEST_DEADLINE_S`; nobody else waits for them.
+Whoever has shown a secret keeps the place; of all others the oldest yields to a newcomer, so that strangers
+shut nobody out.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import socket
 import sys
 import threading
 import time
@@ -18,15 +22,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from asyncrl.control.api.access import Gate, NoAccess
+from asyncrl.control.api.access import Gate, NoAccess, check_host
 from asyncrl.errors import AsyncrlError
 
 MAX_BODY_BYTES = 1 << 16
+HEAD_DEADLINE_S = 5.0
 REQUEST_DEADLINE_S = 10.0
 FAREWELL_S = 2.5
 """Two pulses of a stream and some: what a page needs to see how a run ended."""
 MAX_CONNECTIONS = 64
-"""Each has a thread; further ones are hung up on."""
+"""Each has a thread; for a further one the oldest is hung up on that has shown no secret, or it itself."""
+YIELD_S = 1.0
+"""How long the thread of who is hung up on has to leave its place."""
 MAX_STREAMS = 16
 """Of them, streams: however many pages are open, the CLI gets through."""
 SENT_WITH_EVERYTHING = {
@@ -73,6 +80,8 @@ class _BoundedServer(ThreadingHTTPServer):
 
     def __init__(self, port: int, key: str, routes: Mapping[str, Route], deadline_s: float) -> None:
         self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._lock = threading.Lock()
         self.free_streams = threading.BoundedSemaphore(MAX_STREAMS)
         self.is_closing = threading.Event()
         self.routes = routes
@@ -81,15 +90,38 @@ class _BoundedServer(ThreadingHTTPServer):
         self.gate = Gate(key, self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        has_place = self._free.acquire(blocking=False)
+        if not has_place and self._hang_up_on_oldest_stranger():
+            has_place = self._free.acquire(timeout=YIELD_S)
+        if not has_place:
             self.shutdown_request(request)
+            return
+        with self._lock:
+            self._strangers[request] = None
+        super().process_request(request, client_address)
+
+    def admit(self, request: socket.socket) -> None:
+        """Let a connection that has shown a secret keep its place."""
+        with self._lock:
+            self._strangers.pop(request, None)
+
+    def _hang_up_on_oldest_stranger(self) -> bool:
+        with self._lock:
+            oldest = next(iter(self._strangers), None)
+            if oldest is None:
+                return False
+            del self._strangers[oldest]
+            try:
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it, and frees the place
+            except OSError:
+                pass  # it has hung up itself
+            return True
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.admit(request)  # forget it
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -102,7 +134,7 @@ class ControlApi:
     """Serves `routes` ("GET /status", "POST /stop" ...) in a thread until `close`.
 
     Args:
-        deadline_s: How long a peer may take to send its request, or to take in what it is sent at once.
+        deadline_s: How long a peer may take to send a body, or to take in what it is sent at once.
     """
 
     def __init__(
@@ -128,11 +160,49 @@ class ControlApi:
         self._thread.join(5.0)
 
 
+class _TimedReader(io.RawIOBase):
+    """Reads from a connection until a deadline, however few bytes come at a time."""
+
+    def __init__(self, connection: socket.socket, deadline_s: float) -> None:
+        self._connection = connection
+        self.allow(deadline_s)
+
+    def allow(self, deadline_s: float) -> None:
+        """Read for `deadline_s` from now on; each write has as long."""
+        self._deadline_s = deadline_s
+        self._end = time.monotonic() + deadline_s
+        self._connection.settimeout(deadline_s)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._end - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the request is not complete in time")
+        self._connection.settimeout(left_s)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(self._deadline_s)
+
+
 class _Handler(BaseHTTPRequestHandler):
+    server_version = "asyncrl"
+    sys_version = ""
+
     def setup(self) -> None:
-        """Give the connection its deadline."""
+        """Read under a deadline for the whole head."""
         super().setup()
-        self.connection.settimeout(self._owner.deadline_s)
+        self.rfile.close()
+        self._reader = _TimedReader(self.connection, HEAD_DEADLINE_S)
+        self.rfile = io.BufferedReader(self._reader)
+
+    def parse_request(self) -> bool:
+        """Read the head; what follows has a deadline of its own."""
+        is_whole = super().parse_request()
+        self._reader.allow(self._owner.deadline_s)
+        return is_whole
 
     @property
     def _owner(self) -> _BoundedServer:
@@ -161,17 +231,31 @@ class _Handler(BaseHTTPRequestHandler):
             return _refusal(409, str(error), type(error).__name__)
 
     def _check(self, method: str) -> None:
+        check_host(self.headers.get_all("Host", []))
         authorization, cookies = self.headers.get("Authorization", ""), self.headers.get("Cookie", "")
         self._owner.gate.check(method, self.path, authorization, cookies)
+        self._owner.admit(self.connection)
 
     def _body(self) -> dict[str, Any]:
-        length = int(self.headers.get("Content-Length") or 0)
-        if not 0 <= length <= MAX_BODY_BYTES:
-            raise ValueError(f"a body of {length} bytes is over the limit of {MAX_BODY_BYTES}")
+        length = self._body_length()
         body = json.loads(self.rfile.read(length) or b"{}")
         if not isinstance(body, dict):
             raise ValueError("the body must be a JSON object")
         return body
+
+    def _body_length(self) -> int:
+        """Return how many bytes follow the head.
+
+        Raises:
+            ValueError: They are too many, or the head is not clear about it.
+        """
+        told = self.headers.get_all("Content-Length", ["0"])
+        is_clear = len(told) == 1 and told[0].isascii() and told[0].isdigit()
+        if not is_clear or "Transfer-Encoding" in self.headers:
+            raise ValueError("the length of a body is told by one Content-Length and no Transfer-Encoding")
+        if int(told[0]) > MAX_BODY_BYTES:
+            raise ValueError(f"a body of {told[0]} bytes is over the limit of {MAX_BODY_BYTES}")
+        return int(told[0])
 
     def _send(self, answer: Answer) -> None:
         if isinstance(answer, EventStream):

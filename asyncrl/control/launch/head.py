@@ -37,6 +37,7 @@ from asyncrl.control.record.rundir import RunDir, read_json, write_json, write_o
 from asyncrl.control.roster import SERVERS
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys, make_run_keys, write_client_keys
+from asyncrl.log_records import log_to_stderr
 from asyncrl.service import ServiceContext
 from asyncrl.states import RunState, ServiceState
 
@@ -48,6 +49,7 @@ TEAR_DOWN_DEADLINE_S = 90.0
 
 def main() -> int:
     """Run the head to the end of the run; returns the process's exit code."""
+    log_to_stderr()
     run_dir = RunDir(Path(sys.argv[1]))
     os.set_inheritable(int(sys.argv[2]), False)
     sys.stdin.read()

@@ -23,6 +23,7 @@ from typing import Any
 from asyncrl.control.cluster.settling import settle
 from asyncrl.control.launch.spec import NODE_VARIABLE
 from asyncrl.errors import AsyncrlError
+from asyncrl.log_records import log_to_stderr
 from asyncrl.service import Service, ServiceContext
 from asyncrl.states import ServiceState
 
@@ -143,5 +144,4 @@ def _redirect_output(path: Path) -> None:
     os.close(target)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    layout = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=layout, force=True)
+    log_to_stderr()

@@ -1,6 +1,6 @@
 """What the page shows of a group of rollouts: tokens as text, cut to a length (pure).
 
-What a model wrote is passed on as it is: the page never makes markup of it.
+What a model wrote is passed on with its control characters written out; the page never makes markup of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.control.page.figures import DASH, count_of, figure_of
 from asyncrl.experience import Group, Trajectory
+from asyncrl.printable import printable
 
 MAX_ANSWERS = 2
 HEAD_TOKENS, TAIL_TOKENS = 300, 100
@@ -43,7 +44,7 @@ def _answer(one: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str
         "text": text_of(one.response_ids.tolist(), decode),
         "reward": figure_of(one.reward),
         "tone": "good" if one.reward > 0 else "bad" if one.reward < 0 else "none",
-        "finish": one.finish_reason,
+        "finish": printable(one.finish_reason),
         "num_tokens": count_of(one.num_tokens),
         "versions": DASH.join(str(version) for version in versions[:1] + versions[1:][-1:]) or DASH,
     }
@@ -52,5 +53,5 @@ def _answer(one: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str
 def text_of(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
     """Return the text of some tokens, without the middle of what is long."""
     if len(ids) <= HEAD_TOKENS + TAIL_TOKENS:
-        return decode(ids)
-    return f"{decode(ids[:HEAD_TOKENS])} […] {decode(ids[-TAIL_TOKENS:])}"
+        return printable(decode(ids))
+    return printable(f"{decode(ids[:HEAD_TOKENS])} […] {decode(ids[-TAIL_TOKENS:])}")

@@ -1,6 +1,7 @@
 """What the page shows of a run's snapshot, as plain values and finished texts (pure).
 
-Owns every word and figure of the page but those of models and services, which it passes on as data. The
+Owns every word and figure of the page but those of models and services, which it passes on as data, with
+what is not printable written out. The
 page's script only puts texts where they belong. A figure that the snapshot lacks is a dash.
 """
 
@@ -20,6 +21,7 @@ from asyncrl.control.page.snapshot import (
     share_done,
     state_of,
 )
+from asyncrl.printable import printable_values
 from asyncrl.states import RUN_ENDS, RunState, ServiceState
 
 MAX_EVENTS = 50
@@ -59,6 +61,7 @@ def view_of(snapshot: Snapshot, rates: Mapping[str, float] | None = None) -> dic
         snapshot: `Supervisor.status()`.
         rates: What flows between the boxes of the pipeline, by `pipeline.counters_of`.
     """
+    snapshot = printable_values(snapshot)
     ledger = mapping_of(snapshot.get("ledger"))
     state = str(snapshot.get("state") or DASH)
     if state in RUN_ENDS:

@@ -14,6 +14,7 @@ from asyncrl.config.load import load_resolved
 from asyncrl.control.record.recorder import load_rows, newest_rows, training_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.errors import ConfigError
+from asyncrl.printable import ESCAPED, INDENTED, printable
 from asyncrl.states import RunState
 
 SHOWN_LINES = 20
@@ -32,7 +33,8 @@ def paragraph(folder: RunDir, outcome: dict[str, Any] | None = None, num_lines: 
     outcome = outcome or read_json(folder.outcome) or {}
     service = outcome.get("service") or ""
     where = f" in {service}" if service else ""
-    error = _without_repetition(str(outcome.get("error") or "without a message").rstrip("."), service)
+    reason = str(outcome.get("error") or "without a message").rstrip(".")
+    error = printable(_without_repetition(reason, service), INDENTED)
     if outcome.get("is_removed"):
         again = outcome.get("command") or "asyncrl up CONFIG"
         return f"the run failed: {error}. What it had saved is gone with it. To begin anew: {again}"
@@ -48,7 +50,7 @@ def paragraph(folder: RunDir, outcome: dict[str, Any] | None = None, num_lines: 
     if not tail or not num_lines:
         return " ".join(sentences)
     lines = [" ".join(sentences), f"The last lines of {log}:"]
-    return "\n".join([*lines, *(f"  | {line}" for line in tail[-num_lines:])])
+    return "\n".join([*lines, *(f"  | {printable(line, ESCAPED)}" for line in tail[-num_lines:])])
 
 
 def end_of(folder: RunDir) -> str:

@@ -303,7 +303,8 @@ def test_a_failure_is_told_with_what_to_do_and_by_the_exit_code(monkeypatch: pyt
 
 
 def test_other_versions_than_the_tested_ones_are_named(tmp_path: Path) -> None:
-    pins = "# list\nnumpy==0.0.1\npytest==99 ; python_version > '3'\nnot-there-at-all==1\n"
+    hashes = "".join(f" \\\n    --hash=sha256:{digest}" for digest in ("ab", "cd"))
+    pins = f"# list\nnumpy==0.0.1\npytest==99{hashes}\nnot-there-at-all==1\n"
     for name in ("cpu.txt", "gpu.txt"):
         (tmp_path / name).write_text(pins)
     (found,) = [one for one in packages.check_packages(tmp_path) if one.what == "versions"]
@@ -340,7 +341,8 @@ def test_a_broken_set_of_packages_is_recognised_and_the_commands_that_mend_it_ar
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     (found,) = [one for one in packages.check_packages(tmp_path) if one.verdict == "fail"]
     tree = Path(asyncrl_package.__file__).parents[1]
-    command = f"NEW/bin/python -m pip install --no-deps -r {tree}/requirements/cpu.txt {tree}"
+    pip = "NEW/bin/python -m pip install --no-deps"
+    command = f"{pip} -r {tree}/requirements/cpu.txt && {pip} {tree}"
     assert f"python3.11 -m venv NEW && {command}" in found.advice
 
 

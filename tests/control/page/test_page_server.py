@@ -63,7 +63,7 @@ def open_stream(api: ControlApi) -> socket.socket:
     end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     end.settimeout(10.0)
     end.connect((host, int(port)))
-    end.sendall(f"GET /events?token={TOKEN} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    end.sendall(f"GET /events?token={TOKEN} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
     return end
 
 
