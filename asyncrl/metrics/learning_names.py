@@ -118,6 +118,7 @@ _ACTOR = [
         "Largest |engine - learner| log-prob, on the same rows",
         "max",
     ),
+    Metric("weights/engine_gap_tokens", "tokens", "Tokens that the two gaps above rest on", "sum"),
     Metric("actor/num_updates", "updates", "Optimizer updates of this step", "mean", "ranks"),
     *means(
         "ranks",

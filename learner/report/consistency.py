@@ -46,6 +46,7 @@ def describe_engine_gap(batch: PackedBatch, valid_N: torch.Tensor) -> Metrics:
     return {
         "weights/engine_gap_mean": float(gap_N.mean()) if has_any else math.nan,
         "weights/engine_gap_max": float(gap_N.max()) if has_any else -math.inf,
+        "weights/engine_gap_tokens": float(len(gap_N)),
         "weight/current tokens": float(len(gap_N)),
     }
 
