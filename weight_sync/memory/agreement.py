@@ -29,7 +29,8 @@ class Tolerance:
         usual: Mean difference of equal weights. A first one below it is luck, and counts as this.
         growth, margin: A later mean difference may be `growth` times the first one, and `margin`.
         num_tokens: A mean over fewer tokens says nothing: they are sampled anew for each.
-        change: Largest change of one token's difference; None where rounding hides it.
+        change: Largest change of one token's difference, above the largest first one or this if it is less;
+            None where rounding hides it.
     """
 
     first: float
@@ -78,7 +79,7 @@ def find_disagreement(
         return ""
     changes = [abs(now - (then or 0.0)) for now, then in zip(differences, first, strict=True)]
     worst = max(range(len(changes)), key=lambda index: changes[index])
-    allowed = tolerance.change + max((abs(value) for value in known), default=0.0)
+    allowed = tolerance.change + min(tolerance.change, max((abs(value) for value in known), default=0.0))
     if changes[worst] <= allowed:
         return ""
     return (
