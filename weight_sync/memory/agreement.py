@@ -1,8 +1,9 @@
 """Agreement: whether two computations of the same log-probs come from the same weights (pure).
 
-Owns the limits by dtype. An engine and a learner that hold the same weights differ by rounding alone, and by
-about the same amount at every version; an engine that kept an old copy of a tensor falls behind by more with
-every step. So it is the *change* of the difference that is judged, against the first that was seen.
+Owns the limits by dtype, and which loads are compared. An engine and a learner that hold the same weights
+differ by rounding alone, and by about the same amount at every version; an engine that kept an old copy of a
+tensor falls behind by more with every step. So it is the *change* of the difference that is judged, against
+the first that was seen.
 
 The limits, in nats per token. float32: a small model rounds to 1e-6 and a deep one to 1e-5, so that 1e-4 is
 far from noise; one AdamW step at a learning rate of 1e-3 changes a token by 4e-4 or more, whichever tensor is
@@ -51,6 +52,24 @@ TOLERANCES = {
     "bfloat16": Tolerance(first=0.2, usual=0.013, growth=1.5, margin=5e-3, num_tokens=64),
 }
 """By torch's name of the dtype."""
+
+
+FIRST_CHECKS = 10
+"""Comparisons that an engine passes in its life before `weight_sync.probe_every` counts."""
+
+
+def is_check_due(step: int, every: int, num_passed: int, passed_step: int | None) -> bool:
+    """Tell whether an engine that has loaded the weights of `step` compares them with the learner's.
+
+    Args:
+        every: `weight_sync.probe_every`.
+        num_passed: Comparisons that this engine has passed.
+        passed_step: Step of the last comparison; None if it was not passed: then the next load is compared.
+
+    >>> [step for step in range(40, 80, 4) if is_check_due(step, 10, FIRST_CHECKS, step - 4)]
+    [40, 52, 60, 72]
+    """
+    return num_passed < FIRST_CHECKS or passed_step is None or step // every != passed_step // every
 
 
 def find_disagreement(

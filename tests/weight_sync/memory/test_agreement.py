@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from weight_sync.memory.agreement import TOLERANCES, find_disagreement
+from weight_sync.memory.agreement import FIRST_CHECKS, TOLERANCES, find_disagreement, is_check_due
 
 FLOAT32, BFLOAT16 = TOLERANCES["float32"], TOLERANCES["bfloat16"]
 ROUNDING = [1e-6, -2e-6, 0.0, 1e-6]
@@ -65,3 +65,14 @@ def test_another_model_and_what_is_not_a_number_are_found_at_the_first_compariso
     assert find_disagreement(tolerance, [1.01 * tolerance.first] * 4, None)
     assert find_disagreement(tolerance, [math.nan, 0.0], None)
     assert find_disagreement(tolerance, [0.0, math.nan], [0.0, 0.0])
+
+
+def test_an_engine_checks_its_first_loads_and_then_one_in_every_so_many_steps():
+    passed_steps = [0, 3, 4, 9, 10, 11, 31]
+    steps = [3, 4, 9, 10, 11, 31, 12]
+    pairs = list(zip(steps, passed_steps, strict=True))
+    assert [is_check_due(step, 10, FIRST_CHECKS, passed) for step, passed in pairs] == [
+        False, False, False, True, False, True, True,
+    ], "a step back, as of a rollback, is another"  # fmt: skip
+    assert all(is_check_due(step, 10, FIRST_CHECKS - 1, passed) for step, passed in pairs)
+    assert all(is_check_due(step, 10, FIRST_CHECKS, None) for step in steps), "the last check has failed"
