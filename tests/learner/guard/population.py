@@ -37,6 +37,7 @@ from rollout_service.tasks.digit_sort.examples import draw_digits
 from rollout_service.tasks.digit_sort.vocabulary import EOS, PAD, encode_prompt
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+HEAD = "lm_head.weight"
 STATES = ("guard/lr_scale", "guard/is_kl_off")
 """Of the guard's metrics those that count nothing."""
 LAGS = ((1, 2), (2, 3), (2, 4), (1, 3))
@@ -51,7 +52,7 @@ class Fault:
         lr_factor: What the learner's rate is multiplied by.
         is_flipped: Whether the loss has the other sign.
         mask_shift: Positions by which the loss mask is wrong.
-        stale: Whether the engine keeps its first copy of a tensor, by name.
+        stale: Whether the engine keeps its first copy of a tensor, by name; of `HEAD` also where it is tied.
     """
 
     lr_factor: float = 1.0
@@ -74,6 +75,9 @@ class ScriptedEngine:
 
     def __init__(self, model: Path, stale: Callable[[str], bool]) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        if stale(HEAD):  # a tied one becomes a copy, which no tensor that is loaded names
+            head = self._model.get_output_embeddings()
+            head.weight = torch.nn.Parameter(head.weight.detach().clone())
         self._stale = stale
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
