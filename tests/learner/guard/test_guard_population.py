@@ -110,10 +110,17 @@ def test_a_tied_head_that_the_engine_kept_beside_a_new_embedding_is_found_in_the
     assert find_stale(save_model(tmp_path, "qwen2_tied", vocab_size=31), HEAD) == (2, "weights_differ")
 
 
-def find_stale(model: Path, name: str) -> tuple[int, str]:
+def test_at_a_lag_it_is_found_in_the_tokens_that_follow_a_swap(task: Path):
+    changes = (*ON_POLICY, "staleness.max_lag=4")
+    assert find_stale(task, HEAD, *changes, num_before_swap=2) == (2, "weights_differ")
+    assert find_stale(task, "", *changes, num_before_swap=2) == (0, "")
+
+
+def find_stale(model: Path, name: str, *changes: str, num_before_swap: int = 0) -> tuple[int, str]:
     """Return the first finding in three steps with the tensor `name` kept."""
-    changes = make_config(model, 7, *ON_POLICY)
-    population = Population(changes, model, 7, Fault(stale=lambda one: one == name), begins_even)
+    config = make_config(model, 7, *ON_POLICY, *changes)
+    fault = Fault(stale=lambda one: one == name)
+    population = Population(config, model, 7, fault, begins_even, num_before_swap)
     return next(findings_of(population.go(3)), (0, ""))
 
 
