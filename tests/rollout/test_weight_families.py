@@ -157,6 +157,19 @@ def test_a_tied_head_that_vllm_s_own_reload_leaves_packed_is_found_by_the_probe_
         assert served.step_of_refusal(steps, probes, stale="") in (1, 2)
 
 
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_in_bfloat16_each_probe_passes_and_a_kept_tensor_is_refused_in_the_end(tmp_path: Path, is_tied: bool):
+    form = Form("qwen3", is_tied=is_tied, vocab_size=131)
+    base = form.build(0)
+    steps = [model.bfloat16() for model in (base, *train(base, NUM_SWAPS))]
+    assert_all_differ(steps)
+    probes = [probe_rows_of(model, tmp_path) for model in steps]
+    with opened(form, steps[0], tmp_path / "model", dtype="bfloat16") as served:
+        for model, probe in zip(steps, probes, strict=True):
+            served.swap(model, probe)
+        assert served.step_of_refusal(steps, probes, "model.embed_tokens.weight")
+
+
 def with_another(form: Form, name: str, seed: int) -> PreTrainedModel:
     """Return the model of seed 0 with the tensor `name` drawn anew."""
     model = form.build(0)
