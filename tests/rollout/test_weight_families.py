@@ -26,8 +26,8 @@ from weight_sync.memory.manifest import Probe
 
 FORMS = (
     Form("qwen3", is_tied=True, vocab_size=131),
-    Form("llama", is_tied=True, vocab_size=87, width=WIDTHS[3]),
-    Form("qwen2", is_tied=False, vocab_size=96, width=WIDTHS[2]),
+    Form("llama", is_tied=False, vocab_size=87, width=WIDTHS[3]),
+    Form("qwen2", is_tied=True, vocab_size=96, width=WIDTHS[2]),
 )
 NUM_SWAPS = 20
 NUM_TOKENS = 24
