@@ -23,7 +23,6 @@ from asyncrl.config.tree import Config
 from asyncrl.errors import CheckpointError, ConfigError, DeadlineExceeded, LedgerError
 from asyncrl.faults import fault_point
 from asyncrl.obstacle import Cause, FailureStreak
-from learner.batching.probe import is_probe_due
 from learner.checkpoint import CheckpointStore, Commit
 from learner.checkpoint.store import Cut
 from learner.checkpoint.writer import WRITE_DEADLINE_S, CheckpointKeeper
@@ -89,7 +88,6 @@ class Leader:
         self._away_since = 0.0
         self._taken: list[int] = []
         self._published_step = -1
-        self._num_published = 0
         self._evaluated_step = -1
         self._checkpointed_step = -1
         self.failures = FailureStreak(Cause.CHECKPOINT_FAILS)
@@ -222,15 +220,11 @@ class Leader:
         fault_point("learner.publishing", self.step)
         with self.waits.on(BUFFER):
             self._number = self._client.register_version(self.step)
-        every = self._config.weight_sync.probe_every
-        has_probe = is_probe_due(self.step, self._published_step, every, self._num_published)
-        ids = self.seen_ids if has_probe else []
-        yield Publish(self._number, self.step, has_probe, self.handoff.shared_path, ids)
+        yield Publish(self._number, self.step, self.handoff.shared_path, self.seen_ids)
         taken = self.handoff.published
         if taken is None or taken.number != self._number:
             return  # the publisher has died meanwhile; the next try gets another number
         self._published_step = self.step
-        self._num_published += 1
         fault_point("learner.published", self.step)
         self._evaluate_if_due()
 

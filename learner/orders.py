@@ -35,17 +35,16 @@ class Adjust:
 
 @dataclass(frozen=True)
 class Publish:
-    """Hand the current weights over as version `number`, with the log-probs of a probe if `has_probe`.
+    """Hand the current weights over as version `number`.
 
-    `probe_ids` are ids that the last batch held, for the probe.
+    `seen_ids` are ids that the last batch held, for the probe.
     `path` is the segment that every rank may write to; without one, shards are gathered to rank 0.
     """
 
     number: int
     step: int
-    has_probe: bool = False
     path: str = ""
-    probe_ids: list[int] = field(default_factory=list)
+    seen_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -263,10 +263,10 @@ class LearnerService:
 
     def _publish(self, order: Publish) -> None:
         probe = None
-        if order.has_probe:
+        if every := self._config.weight_sync.probe_every:
             with self._watch.time("probe"):
-                batch = self._probe_rows.build(order.probe_ids)
-                probe = measure_probe(self._policy, batch, self._config.rollout.temperature)
+                batch = self._probe_rows.build(order.seen_ids)
+                probe = measure_probe(self._policy, batch, self._config.rollout.temperature, every)
         with self._watch.time("update_weights"):
             handoff = self._leader.handoff if self._leader is not None else None
             version = PolicyVersion(order.number, order.step)

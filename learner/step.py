@@ -82,8 +82,15 @@ def train_step(
     num_minibatches: int,
     watch: Stopwatch,
     max_prompt_tokens: int,
+    *,
+    keeps_cache: bool = False,
 ) -> StepResult:
-    """Train this rank's share of one reserved batch; `max_prompt_tokens` is the limit on prompts."""
+    """Train this rank's share of one reserved batch.
+
+    Args:
+        max_prompt_tokens: The limit on prompts.
+        keeps_cache: Whether tokens may have been sampled over a cache of an older version.
+    """
     plan = plan_minibatches(order.tickets, num_minibatches)
     share = take_share(order, plan, intake, models, objective, watch)
     asked = ask_models(share.batch, models, objective, watch)
@@ -92,7 +99,8 @@ def train_step(
     updated = _update(batch, plan, models, objective, watch)
     with watch.time("check"):
         updated |= check_update(batch, models.policy)
-    return make_result(order, share, batch, objective, max_prompt_tokens, prepared | updated)
+    gap = describe_engine_gap(batch, share.batch.loss_mask_N, keeps_cache=keeps_cache)
+    return make_result(order, share, batch, objective, max_prompt_tokens, prepared | gap | updated)
 
 
 def take_share(
@@ -151,8 +159,7 @@ def make_result(
         metrics |= describe_baselines(share.whole)
     metrics |= describe_rewards(share.whole, batch)
     valid_N = share.batch.loss_mask_N
-    metrics |= describe_probabilities(batch, valid_N) | describe_engine_gap(batch, valid_N)
-    metrics |= describe_targets(batch)
+    metrics |= describe_probabilities(batch, valid_N) | describe_targets(batch)
     num_sampled, num_trained = (int(one.loss_mask_N.sum()) for one in (share.whole, share.batch))
     stale = sorted(set(share.whole.tickets_G) - set(share.batch.tickets_G))
     num_masked, seen = num_sampled - num_trained, choose_seen(share.whole.tokens_N)

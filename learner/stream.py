@@ -28,7 +28,7 @@ from learner.batching.batch import PackedBatch, Totals, count_totals
 from learner.batching.parts import join_batches
 from learner.intake import Source
 from learner.orders import Train, join_parts
-from learner.report import Stopwatch, check_update
+from learner.report import Stopwatch, check_update, describe_engine_gap
 from learner.step import Share, StepResult, ask_models, make_result, sum_over_shares, take_share
 
 UNDIVIDED = Totals(1.0, 1.0, 1.0)
@@ -56,9 +56,12 @@ class StreamedStep:
         objective: Objective,
         watch: Stopwatch,
         max_prompt_tokens: int,
+        *,
+        keeps_cache: bool = False,
     ) -> None:
         self._intake, self._models, self._objective = intake, models, objective
         self._watch, self._max_prompt_tokens = watch, max_prompt_tokens
+        self._keeps_cache = keeps_cache
         self._parts: list[Part] = []
         self._sums: dict[str, float] = {}
         self._overlapped_s = 0.0
@@ -99,7 +102,8 @@ class StreamedStep:
             "stream/parts": float(len(self._parts)),
             "stream/overlapped_s": self._overlapped_s,
         }
-        found |= prepared | updated
+        gap = describe_engine_gap(batch, share.batch.loss_mask_N, keeps_cache=self._keeps_cache)
+        found |= prepared | gap | updated
         return order, make_result(order, share, batch, self._objective, self._max_prompt_tokens, found)
 
     def _find_divisor(self, totals: Totals) -> float:

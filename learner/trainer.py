@@ -110,9 +110,13 @@ class Trainer:
         """Compute a part of a batch that is not its last: that one goes to `train`."""
         if order.is_first:
             self._guarded.begin_step(order.limits)
-            limit = self._config.data.max_prompt_tokens
             self._streamed = StreamedStep(
-                self._intake, self._guarded.models, self._objective, self._watch, limit
+                self._intake,
+                self._guarded.models,
+                self._objective,
+                self._watch,
+                self._config.data.max_prompt_tokens,
+                keeps_cache=self._keeps_cache,
             )
         assert self._streamed is not None, "a step begins with its first part"
         self._streamed.add(order)
@@ -143,6 +147,10 @@ class Trainer:
         dropped = (stale, oversized, refused)
         return Trained(metrics, *dropped, self._guarded.num_refused, order, result.seen_ids)
 
+    @property
+    def _keeps_cache(self) -> bool:
+        return self._config.rollout.kv_cache == "keep"
+
     def _train_whole(self, order: Train) -> tuple[Train, StepResult]:
         self._guarded.begin_step(order.limits)
         result = train_step(
@@ -153,6 +161,7 @@ class Trainer:
             self._config.learner.minibatches,
             self._watch,
             self._config.data.max_prompt_tokens,
+            keeps_cache=self._keeps_cache,
         )
         return order, result
 

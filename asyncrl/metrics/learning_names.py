@@ -109,15 +109,16 @@ _ACTOR = [
         (
             "weights/engine_gap_mean",
             "nats",
-            "Mean |engine - learner| log-prob, on rows whose every token has lag 0",
+            "Mean |engine - learner| log-prob, on tokens of lag 0 (cache kept: in rows without older ones)",
         ),
     ),
     Metric(
         "weights/engine_gap_max",
         "nats",
-        "Largest |engine - learner| log-prob, on the same rows",
+        "Largest |engine - learner| log-prob, on the same tokens",
         "max",
     ),
+    Metric("weights/engine_gap_tokens", "tokens", "Tokens that the two gaps above rest on", "sum"),
     Metric("actor/num_updates", "updates", "Optimizer updates of this step", "mean", "ranks"),
     *means(
         "ranks",

@@ -1,9 +1,10 @@
 """The probe of a version: rows of tokens, and the learner's log-probs of them.
 
-Owns the choice of the tokens. An engine that has loaded the version computes the same log-probs and serves it
-only if they have changed as the learner's have. A version changes the embedding only where tokens were
-trained, so half of the rows are drawn from the whole vocabulary and stay the same for the run, and half from
-the tokens of the last batch. Invariant: the fixed rows depend on the vocabulary and the seed alone.
+Owns the choice of the tokens. Every version brings a probe, as a replica may start at any step; each engine
+decides which ones it checks. It computes the same log-probs and serves the version only if they have changed
+as the learner's have. A version changes the embedding only where tokens were trained, so half of the rows are
+drawn from the whole vocabulary and stay the same for the run, and half from the tokens of the last batch.
+Invariant: the fixed rows depend on the vocabulary and the seed alone.
 
 Shapes: T tokens of the probe, N packed positions.
 """
@@ -27,23 +28,8 @@ from weight_sync.memory.manifest import Probe
 ROW_TOKENS = 16
 NUM_ROWS = 8
 """Fixed rows, and rows of trained tokens: 256 tokens in all, as long as one short answer each."""
-FIRST_VERSIONS = 10
-"""Versions of a learner's life that bring a probe whatever `weight_sync.probe_every` is."""
 SEEN_TOKENS = 4096
 """Of a batch that are looked through for ids."""
-
-
-def is_probe_due(step: int, published_step: int, every: int, num_published: int) -> bool:
-    """Tell whether the version of `step` brings a probe; `every` 0 is never.
-
-    It does if it is one of the first, or a multiple of `every` lies after the step published last.
-
-    >>> [step for step in range(40, 80, 4) if is_probe_due(step, step - 4, 10, FIRST_VERSIONS)]
-    [40, 52, 60, 72]
-    """
-    if not every:
-        return False
-    return num_published < FIRST_VERSIONS or step // every > published_step // every
 
 
 def choose_seen(tokens_N: torch.Tensor) -> list[int]:
@@ -92,12 +78,12 @@ class ProbeRows:
         return np.concatenate(rounds)[:wanted].astype(np.int32)
 
 
-def measure_probe(policy: LearnerBackend, batch: PackedBatch, temperature: float) -> Probe:
+def measure_probe(policy: LearnerBackend, batch: PackedBatch, temperature: float, every: int) -> Probe:
     """Return the probe of the current weights. Collective: every rank hands in the same `batch`."""
     logprobs_N, _ = policy.logprobs(batch)
     row_tokens = batch.num_tokens // batch.num_rows
     kept_N = logprobs_N.view(batch.num_rows, row_tokens)[:, :-1].flatten()
-    return Probe(tuple(batch.tokens_N.tolist()), tuple(kept_N.tolist()), row_tokens, temperature)
+    return Probe(tuple(batch.tokens_N.tolist()), tuple(kept_N.tolist()), row_tokens, temperature, every)
 
 
 def _as_group(ticket: int, row_T: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Group:

@@ -36,7 +36,9 @@ MAY_BE_NAN = ("critic/score", "critic/rewards")
 """verl's names that are not a number where a batch has no row to average."""
 SPEED_PREFIXES = ("perf/", "timing_s/", "timing_per_token_ms/")
 """What no change of the training mends."""
-GAP = "weights/engine_gap_mean"
+GAP, GAP_TOKENS = "weights/engine_gap_mean", "weights/engine_gap_tokens"
+GAP_STEPS = 5
+"""The first gaps, whose median later ones are compared with: one step alone may be far from it."""
 REWARD = "critic/rewards/mean"
 SPIKES = ("kl_spike", "grad_norm_spike")
 CERTAIN = ("weights_differ", "unsampled_tokens", "wrong_direction", "large_steps")
@@ -77,7 +79,7 @@ class Signal:
         way: The form of the limit, as in the configuration.
         limit: In the metric's unit, or a share of its first values, or a multiple of its last ones.
         over_steps: Values whose median is compared with it.
-        tolerance: In place of `limit`, one that follows from the first value.
+        tolerance: In place of `limit`, one that follows from the first values.
     """
 
     kind: str
@@ -176,8 +178,9 @@ class Past:
         return median(value for _, value in self._first) if is_known else None
 
     @property
-    def very_first(self) -> float | None:
-        return self._first[0][1] if self._first else None
+    def baseline(self) -> float | None:
+        """Median of the first `GAP_STEPS` values, or of those that there are."""
+        return median(value for _, value in self._first[:GAP_STEPS]) if self._first else None
 
     @property
     def has_risen(self) -> bool:
@@ -218,9 +221,14 @@ class Past:
 
 
 def read_value(signal: Signal, metrics: Mapping[str, float]) -> float | None:
-    """Return the signal's value, or None if it is not there or not finite. A KL estimate may be negative."""
+    """Return the signal's value; None if it is not there, not finite, or of too few tokens.
+
+    A KL estimate may be negative: its size is returned.
+    """
     value = metrics.get(signal.metric)
     if value is None or not math.isfinite(value):
+        return None
+    if signal.tolerance is not None and metrics.get(GAP_TOKENS, math.inf) < signal.tolerance.num_tokens:
         return None
     return abs(value) if signal.kind == "kl_spike" else value
 
@@ -228,7 +236,7 @@ def read_value(signal: Signal, metrics: Mapping[str, float]) -> float | None:
 def limit_of(signal: Signal, past: Past) -> float | None:
     """Return the limit in the metric's unit; None while a relative one has nothing to relate to."""
     if signal.tolerance is not None:
-        return signal.tolerance.largest_mean(past.very_first)
+        return signal.tolerance.largest_mean(past.baseline)
     if signal.way == "min_share":
         return None if past.first is None else signal.limit * past.first
     if signal.way == "max_times":

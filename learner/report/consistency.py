@@ -24,28 +24,30 @@ CHECKED_SHARE = 8
 _NOTHING = dict.fromkeys(("actor/step_kl", "actor/step_gain"), math.nan) | {"weight/checked tokens": 0.0}
 
 
-def describe_engine_gap(batch: PackedBatch, valid_N: torch.Tensor) -> Metrics:
+def describe_engine_gap(batch: PackedBatch, valid_N: torch.Tensor, *, keeps_cache: bool) -> Metrics:
     """Return how far the engine's log-probs are from the learner's where both have the same weights.
 
-    Only rows count whose every sampled token has lag 0: their cache held nothing of another version either,
-    whatever `rollout.kv_cache` says.
+    Tokens of lag 0 count. Where a swap keeps the cache only rows count whose every sampled token has lag 0:
+    others had keys of older weights.
 
     Args:
         batch: With prox log-probs, if the objective has them.
         valid_N: 1 at tokens within the bound on lag, also those that a correction rejects later.
+        keeps_cache: Whether `rollout.kv_cache` is `keep`.
     """
     if batch.prox_N is None:
         return {}
-    counted_N = batch.counted_N > 0
-    is_older_R = torch.zeros(batch.num_rows).index_add_(
-        0, batch.row_N, (counted_N & (batch.lag_N > 0)).float()
-    )
-    is_current_N = (valid_N > 0) & (is_older_R[batch.row_N] == 0)
+    is_older_N = (batch.counted_N > 0) & (batch.lag_N > 0)
+    is_current_N = (valid_N > 0) & ~is_older_N
+    if keeps_cache:
+        num_older_R = torch.zeros(batch.num_rows).index_add_(0, batch.row_N, is_older_N.float())
+        is_current_N &= num_older_R[batch.row_N] == 0
     gap_N = (batch.prox_N - batch.behaviour_N).abs()[is_current_N]
     has_any = len(gap_N) > 0
     return {
         "weights/engine_gap_mean": float(gap_N.mean()) if has_any else math.nan,
         "weights/engine_gap_max": float(gap_N.max()) if has_any else -math.inf,
+        "weights/engine_gap_tokens": float(len(gap_N)),
         "weight/current tokens": float(len(gap_N)),
     }
 

@@ -1,6 +1,6 @@
 """The probe: does the model that was just loaded say what the learner's model says? Runs in vLLM's workers.
 
-The learner ships its log-probs of some rows of tokens with some versions. Here the loaded model computes
+The learner ships its log-probs of some rows of tokens with each version. Here the loaded model computes
 its own, in passes outside of the scheduler: generation is paused, and no request and no block of the
 KV cache may be touched. So attention over a row is plain PyTorch; everything that is loaded
 from weights is vLLM's own, shards and packed matrices included. The first probe that agrees is kept: those
@@ -23,7 +23,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from asyncrl.errors import SyncError
-from weight_sync.memory.agreement import TOLERANCES, find_disagreement
+from weight_sync.memory.agreement import TOLERANCES, find_disagreement, is_check_due
 from weight_sync.memory.manifest import Probe
 
 Row = tuple[int, ...]
@@ -34,16 +34,26 @@ class ProbeCheck:
 
     def __init__(self) -> None:
         self._first: dict[Row, list[float]] = {}
+        self._num_passed = 0
+        self._passed_step: int | None = None
 
-    def check(self, model: torch.nn.Module, config: VllmConfig, probe: Probe) -> None:
-        """Return if the loaded `model` agrees with `probe`.
+    def check(self, model: torch.nn.Module, config: VllmConfig, probe: Probe, step: int) -> None:
+        """Return if the `model`, loaded with the weights of `step`, agrees with `probe` or no check is due.
+
+        Collective over the workers that share the model, as all of them load the same versions.
 
         Raises:
             SyncError: It does not, or its attention is of a kind that cannot be probed.
         """
+        if not is_check_due(step, probe.every, self._num_passed, self._passed_step):
+            return
+        self._passed_step = None
         differences = _measure(model, config, probe)
-        if differences is None:
-            return  # the logits are gathered on another worker, which judges
+        if differences is not None:  # else the logits are gathered on another worker, which judges
+            self._judge(differences, config, probe)
+        self._num_passed, self._passed_step = self._num_passed + 1, step
+
+    def _judge(self, differences: dict[Row, list[float]], config: VllmConfig, probe: Probe) -> None:
         unknown: list[float | None] = [None] * (probe.row_tokens - 1)
         first = [value for row in differences for value in self._first.get(row, unknown)]
         now = [value for row in differences.values() for value in row]

@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from asyncrl.errors import SyncError
+from asyncrl.faults import is_wanted
 
 # It warns at every load of the modules that have buffers only; `_find_missing` names what is really missing.
 logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
@@ -102,6 +103,8 @@ def reload(model: Any, config: ModelConfig, tensors: Iterable[tuple[str, torch.T
         initialize_layerwise_reload(model)
         with _noted_calls(shared) as calls:
             model.load_weights(tensors)
+            if is_wanted("engine.unrepeated"):
+                return  # as vLLM's own reload does: a tied head stays packed from older weights
             _repeat(shared, calls)
         if missing := list(_find_missing(model)):
             raise SyncError(f"the load brought nothing for the engine's parameters {missing[:5]}")

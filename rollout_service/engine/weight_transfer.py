@@ -135,7 +135,8 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
             self._load(manifest.version.number, tensors)
         if manifest.probe is not None:
             with self._together("match the probe"):
-                self._probe_check.check(self.model, self.vllm_config, manifest.probe)
+                step = manifest.version.step
+                self._probe_check.check(self.model, self.vllm_config, manifest.probe, step)
 
     def shutdown(self) -> None:
         """Do nothing: no resource outlives an update."""

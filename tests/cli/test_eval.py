@@ -7,17 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from asyncrl.cli.reports.evaluation import Wishes, read_target, table_of
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
+from learner.batching.batch import build_batch
 from learner.checkpoint import CheckpointStore
 from rollout_service.tasks.digit_sort.examples import draw_split
 from rollout_service.tasks.digit_sort.folder import write_prompts
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
 from rollout_service.tasks.digit_sort.warm_start import build_model
+from tests.different import assert_all_differ, digests_of
+from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_backend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,10 +65,20 @@ def runs(model, tmp_path_factory):
     (folder / "resolved.yaml").write_text(dump_resolved(Config(**sections)))
     store = CheckpointStore(folder / "checkpoints", keep=3, keep_best=1)
     backend = open_backend(model, dtype="float32")
+    groups = make_groups(vocab_size=len(build_tokenizer()))
+    batch = build_batch(groups, 0, {1: 0}).select_groups([group.ticket for group in groups])
+    for _ in range(2):
+        backend.update(batch, lambda logprobs_N, *_: (logprobs_N.mean(), {}))
     backend.save_state(store.prepare(2))
     store.seal(2, token=1)
+    backend.save_hf(folder / "weights")
     backend.close()
+    assert_all_differ(weights_in(one) for one in (model, folder / "weights"))
     return folder.parent
+
+
+def weights_in(folder):
+    return load_file(folder / "model.safetensors")
 
 
 def test_the_table_shows_each_metric_with_its_interval():
@@ -95,6 +109,7 @@ print("result")
 def test_a_run_s_checkpoint_is_evaluated_as_the_run_does_it_unless_told_otherwise(runs, tmp_path):
     config = read_target("mine", str(runs), "newest", Wishes(), tmp_path)
     assert config.model.path == str(tmp_path / "model")
+    assert digests_of(weights_in(tmp_path / "model")) == digests_of(weights_in(runs / "mine" / "weights"))
     assert len(AutoTokenizer.from_pretrained(config.model.path)) == len(build_tokenizer())
     assert (config.eval.samples, config.rollout.max_tokens, config.reward.fn[0].fn) == (3, 6, "digit_sort")
     other = tmp_path / "other"

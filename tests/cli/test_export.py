@@ -15,6 +15,7 @@ from asyncrl.config.tree import Config
 from asyncrl.errors import CheckpointError, ConfigError
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.export import export_run
+from tests.different import assert_all_differ, digests_of
 from tests.learner.parts.samples import save_model
 from tests.learner.parts.training import open_backend, train
 
@@ -46,7 +47,7 @@ def export(*arguments, cwd):
 
 
 def write_run(folder, model, dtype):
-    """Write what a run leaves: its configuration and two checkpoints; return the weights of the second."""
+    """Write what a run leaves: its configuration and two checkpoints; return their weights by step."""
     folder.mkdir(parents=True)
     values = {
         "model": {"path": str(model), "dtype": dtype},
@@ -55,21 +56,23 @@ def write_run(folder, model, dtype):
     }
     (folder / "resolved.yaml").write_text(dump_resolved(Config(**values)))
     store = CheckpointStore(folder / "checkpoints", keep=3, keep_best=1)
-    backend = open_backend(model, dtype=dtype)
+    backend, weights = open_backend(model, dtype=dtype), {}
     for begin, step in ((0, EARLIER_STEP), (EARLIER_STEP, STEP)):
         train(backend, range(begin, step))
         backend.save_state(store.prepare(step))
         store.seal(step, token=1)
+        backend.save_hf(folder / f"weights-{step}")
+        weights[step] = load_file(folder / f"weights-{step}" / "model.safetensors")
     store.note_score(EARLIER_STEP, 0.9)
     store.note_score(STEP, 0.1)
-    backend.save_hf(folder / "weights")
     backend.close()
-    return load_file(folder / "weights" / "model.safetensors")
+    assert_all_differ(weights.values())
+    return weights
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Return (folder of the runs, weights of the run's last step)."""
+    """Return (folder of the runs, weights of the run's checkpoints by step)."""
     runs = tmp_path_factory.mktemp("runs")
     model = save_model(runs / "builtin" / "model", "qwen2_tied")
     return runs, write_run(runs / "mine", model, "bfloat16")
@@ -81,8 +84,7 @@ def test_the_export_is_bit_for_bit_what_the_learner_held_and_transformers_runs_i
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "out/model"
     exported = load_file(tmp_path / "out/model/model.safetensors")
-    assert exported.keys() == weights.keys()
-    assert all(torch.equal(exported[name], weights[name]) for name in weights)
+    assert digests_of(exported) == digests_of(weights[STEP])
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out/model")
@@ -92,9 +94,10 @@ def test_the_export_is_bit_for_bit_what_the_learner_held_and_transformers_runs_i
 
 @pytest.mark.parametrize(("step", "found"), [("newest", STEP), ("best", EARLIER_STEP)])
 def test_newest_and_best_are_steps_too_and_a_folder_in_use_is_refused(run, step, found):
-    runs = run[0]
+    runs, weights = run
     target = export_run("mine", str(runs), step)
     assert target == runs / "mine" / "export" / f"step-{found:08d}"
+    assert digests_of(load_file(target / "model.safetensors")) == digests_of(weights[found])
     with pytest.raises(ConfigError, match=r"exists. Name a folder"):
         export_run(str(runs / "mine"), "elsewhere", step)
 

@@ -433,7 +433,7 @@ SHOWN_BY: Mapping[str, tuple[str, str]] = {
     ),
     "weight_sync.probe_every": (
         "tests/system/test_exactness.py",
-        "test_versions_were_served_whose_probe_is_the_learners",
+        "test_every_version_brings_a_probe_of_tokens_that_were_trained_and_says_when_to_check",
     ),
     "data.train.*.path": (
         "tests/rollout/data/test_sources.py",

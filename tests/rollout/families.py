@@ -85,10 +85,12 @@ class Form:
         return model
 
 
-def start_engine(model: PreTrainedModel, folder: Path, loop: LoopThread, workers: int = 1) -> VllmEngine:
+def start_engine(
+    model: PreTrainedModel, folder: Path, loop: LoopThread, workers: int = 1, dtype: str = "float32"
+) -> VllmEngine:
     """Return an engine that was started with `model`. Without a tokenizer vLLM loads no Llama."""
     save_model(model, folder)
-    engine = VllmEngine(VllmSettings(str(folder), "float32", 1024, 16, 64 << 20, cpu_workers=workers))
+    engine = VllmEngine(VllmSettings(str(folder), dtype, 1024, 16, 64 << 20, cpu_workers=workers))
     try:
         loop.call(engine.start(), 280.0)
     except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from tests.rollout.engine_parts import (
     save_model,
     stage,
 )
+from weight_sync.memory.agreement import FIRST_CHECKS
 from weight_sync.memory.staging import Staged
 
 TOLERANCE = 1e-4
@@ -281,6 +282,28 @@ def test_the_label_moves_only_when_the_probe_matches(running: Running):
         running.fail_to_swap(staged, "the probe does not match")
     assert running.distance(running.peek(), loaded) < TOLERANCE
     running.check_logprobs(_generate_at(running, running.swap(9, has_probe=True)))
+
+
+def test_an_engine_checks_its_first_loads_and_then_one_in_so_many_steps(running: Running):
+    every, number = 1000, running.swap(6, has_probe=True)
+
+    def swap(loaded: int, probed: int, step: int) -> None:
+        nonlocal number
+        number += 1
+        running.models[number] = make_model(loaded)
+        probe = replace(probe_of(make_model(probed)), every=every)
+        with stage(running.models[number], PolicyVersion(number, step), probe) as staged:
+            running.loop.call(running.engine.swap(staged))
+
+    for seed in range(FIRST_CHECKS):
+        swap(20 + seed, 20 + seed, step=seed)
+    swap(loaded=40, probed=41, step=every - 1)
+    with pytest.raises(EngineError, match="the probe does not match"):
+        swap(loaded=42, probed=43, step=every)
+    with pytest.raises(EngineError, match="the probe does not match"):
+        swap(loaded=44, probed=45, step=every - 1)
+    swap(46, 46, step=every - 1)
+    running.check_logprobs(running.generate(number))
 
 
 def test_a_load_that_outlasted_its_deadline_does_not_bar_the_next_one(running: Running):

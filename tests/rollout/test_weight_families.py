@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from asyncrl.errors import EngineError
+from asyncrl.faults import VARIABLE
 from asyncrl.versions import PolicyVersion
 from rollout_service.engine.protocol import Sampling
 from rollout_service.engine.vllm_engine import VllmEngine
@@ -24,8 +26,8 @@ from weight_sync.memory.manifest import Probe
 
 FORMS = (
     Form("qwen3", is_tied=True, vocab_size=131),
-    Form("llama", is_tied=True, vocab_size=87, width=WIDTHS[3]),
-    Form("qwen2", is_tied=False, vocab_size=96, width=WIDTHS[2]),
+    Form("llama", is_tied=False, vocab_size=87, width=WIDTHS[3]),
+    Form("qwen2", is_tied=True, vocab_size=96, width=WIDTHS[2]),
 )
 NUM_SWAPS = 20
 NUM_TOKENS = 24
@@ -58,8 +60,11 @@ class Served:
             self.loop.call(self.engine.swap(staged))
 
     def step_of_refusal(self, steps: list[PreTrainedModel], probes: list[Probe], stale: str) -> int:
-        """Send each step with the first one's tensor `stale`; return the step that is refused, 0 for none."""
-        old = steps[0].get_parameter(stale).detach()
+        """Send each step, with the first one's tensor `stale` if it names one.
+
+        Returns the step that is refused, 0 for none.
+        """
+        old = steps[0].get_parameter(stale).detach() if stale else None
         for step in range(1, len(steps)):
             try:
                 self.swap(
@@ -72,16 +77,23 @@ class Served:
         return 0
 
 
-@pytest.fixture(scope="module", params=FORMS, ids=str)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    form: Form = request.param
-    base, loop = form.build(0), LoopThread()
-    engine = start_engine(base, tmp_path_factory.mktemp("model"), loop)
+@contextmanager
+def opened(form: Form, base: PreTrainedModel, folder: Path, **options: Any) -> Iterator[Served]:
+    """Yield an engine that was started with `base`; see `start_engine` for `options`."""
+    loop = LoopThread()
+    engine = start_engine(base, folder, loop, **options)
     try:
         yield Served(form, base, engine, loop)
     finally:
         loop.call(engine.shutdown())
         loop.close()
+
+
+@pytest.fixture(scope="module", params=FORMS, ids=str)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    form: Form = request.param
+    with opened(form, form.build(0), tmp_path_factory.mktemp("model")) as found:
+        yield found
 
 
 def test_every_token_in_flight_through_twenty_versions_is_of_the_version_that_it_names(served: Served):
@@ -129,6 +141,33 @@ def test_each_tensor_that_an_engine_kept_is_found_by_the_probe_within_two_steps(
     assert set(found.values()) <= {1, 2}, {name: step for name, step in found.items() if not step}
     served.swap(steps[2], probes[2])
     assert served.difference(steps[2], served.base)[0] < TOLERANCE
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.is_tied], ids=str)
+def test_a_tied_head_that_vllm_s_own_reload_leaves_packed_is_found_by_the_probe_within_two_steps(
+    form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its embedding is the new one: two tensors that are one in the checkpoint differ."""
+    base = form.build(0)
+    steps = [base, *train(base, 2)]
+    probes = [probe_rows_of(model, tmp_path) for model in steps]
+    monkeypatch.setenv(VARIABLE, "engine.unrepeated")
+    with opened(form, base, tmp_path / "model") as served:
+        served.swap(steps[0], probes[0])
+        assert served.step_of_refusal(steps, probes, stale="") in (1, 2)
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+def test_in_bfloat16_each_probe_passes_and_a_kept_tensor_is_refused_in_the_end(tmp_path: Path, is_tied: bool):
+    form = Form("qwen3", is_tied=is_tied, vocab_size=131)
+    base = form.build(0)
+    steps = [model.bfloat16() for model in (base, *train(base, NUM_SWAPS))]
+    assert_all_differ(steps)
+    probes = [probe_rows_of(model, tmp_path) for model in steps]
+    with opened(form, steps[0], tmp_path / "model", dtype="bfloat16") as served:
+        for model, probe in zip(steps, probes, strict=True):
+            served.swap(model, probe)
+        assert served.step_of_refusal(steps, probes, "model.embed_tokens.weight")
 
 
 def with_another(form: Form, name: str, seed: int) -> PreTrainedModel:

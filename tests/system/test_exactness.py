@@ -20,10 +20,13 @@ from asyncrl.config.load import load_config
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.experience import Group, Trajectory
 from asyncrl.versions import Span
+from learner.batching.probe import NUM_ROWS
 from rollout_service.engine.protocol import Completion, Sampling
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
+from tests.different import assert_all_differ
 from tests.system.harness import Harness
 from weight_sync.link import ReceiverLink
+from weight_sync.memory.manifest import Probe
 from weight_sync.memory.staging import Staged, open_tensors
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -31,6 +34,7 @@ NUM_STEPS = 16
 NUM_TOKENS = 96
 PROMPT = [11, 3, 1, 4, 13]
 TELLING_TOKENS = 5
+PROBE_EVERY = 2
 
 
 @dataclass
@@ -40,7 +44,7 @@ class Record:
     completions: list[Completion] = field(default_factory=list)
     weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     greedy: list[int] = field(default_factory=list)
-    probed: list[int] = field(default_factory=list)
+    probes: dict[int, Probe | None] = field(default_factory=dict)
 
 
 def config_for(folder: Path, tp: int, model: Path) -> list[str]:
@@ -58,7 +62,7 @@ def config_for(folder: Path, tp: int, model: Path) -> list[str]:
         "learner.lr=1e-3",
         "learner.warmup_steps=0",
         f"learner.steps={NUM_STEPS}",
-        "weight_sync.probe_every=2",
+        f"weight_sync.probe_every={PROBE_EVERY}",
     ]
 
 
@@ -136,9 +140,8 @@ class Player:
             return  # the receiver is still starting
         if staged is not None:
             self.record.weights[staged.version.number] = copy_weights(staged)
+            self.record.probes[staged.version.number] = staged.manifest.probe
             await self.engine.swap(staged)
-            if staged.manifest.probe is not None:
-                self.record.probed.append(staged.version.number)
             await self.link.report_loaded(staged.version.number, ok=True)
 
     async def lease(self) -> None:
@@ -196,6 +199,7 @@ def test_every_token_has_the_log_prob_of_the_version_that_it_names(
     played: tuple[Record, Path], model: Path
 ) -> None:
     record, _ = played
+    assert_all_differ(record.weights.values(), in_every_tensor=True)
     crossing = [completion for completion in record.completions if len(completion.spans) >= 2]
     assert len(crossing) >= 30, "too few requests were in flight over a sync"
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -232,10 +236,29 @@ def test_a_span_names_another_version_exactly_where_the_log_probs_change(
     assert num_told_apart == len(telling)
 
 
-def test_versions_were_served_whose_probe_is_the_learners(played: tuple[Record, Path]) -> None:
+def test_every_version_brings_a_probe_of_tokens_that_were_trained_and_says_when_to_check(
+    played: tuple[Record, Path], model: Path
+) -> None:
     record, _ = played
-    assert len(record.probed) >= 3, "the engine compared its log-probs with the learner's too seldom"
-    assert set(record.probed) <= set(record.weights)
+    sampled = set(PROMPT).union(*(one.token_ids.tolist() for one in record.completions))
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    first = min(record.probes)
+    for number, probe in record.probes.items():
+        assert probe is not None and probe.every == PROBE_EVERY
+        assert probe.num_rows == (NUM_ROWS if number == first else 2 * NUM_ROWS)
+        assert set(probe.tokens[NUM_ROWS * probe.row_tokens :]) <= sampled
+        network.load_state_dict(record.weights[number])
+        assert _gap(network, probe) < 1e-4, f"version {number}"
+
+
+@torch.no_grad()
+def _gap(network: torch.nn.Module, probe: Probe) -> float:
+    """Return the largest difference of the probe's log-probs to the model's."""
+    rows, found = zip(*probe.rows(), strict=True)
+    tokens_RL = torch.tensor(rows)
+    wanted_RLV = network(tokens_RL).logits[:, :-1].log_softmax(-1)
+    wanted_RL = wanted_RLV.gather(2, tokens_RL[:, 1:, None])[..., 0]
+    return float((torch.tensor(found) - wanted_RL).abs().max())
 
 
 def _num_tokens(span: Span) -> int:

@@ -122,5 +122,8 @@ def rest(engine: Any, loop: LoopThread, models: dict[int, PreTrainedModel], form
         for index, prompt in enumerate(prompts):
             sampling = Sampling(1.0, 16, index, ignores_eos=True)
             found = loop.call(engine.generate(prompt, sampling, f"{number}.{index}"))
-            wanted = logprobs_of(model, prompt, found.token_ids.tolist())
-            assert (torch.tensor(found.logprobs) - wanted).abs().max() < TOLERANCE, f"version {number}"
+            ids, said = found.token_ids.tolist(), torch.tensor(found.logprobs)
+            assert (said - logprobs_of(model, prompt, ids)).abs().max() < TOLERANCE, f"version {number}"
+            if number:
+                before = logprobs_of(models[number - 1], prompt, ids)
+                assert (said - before).abs().max() > 100 * TOLERANCE, f"{number} is as the one before"

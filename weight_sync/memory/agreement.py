@@ -1,13 +1,17 @@
 """Agreement: whether two computations of the same log-probs come from the same weights (pure).
 
-Owns the limits by dtype. An engine and a learner that hold the same weights differ by rounding alone, and by
-about the same amount at every version; an engine that kept an old copy of a tensor falls behind by more with
-every step. So it is the *change* of the difference that is judged, against the first that was seen.
+Owns the limits by dtype, and which loads are compared. An engine and a learner that hold the same weights
+differ by rounding alone, and by about the same amount at every version; an engine that kept an old copy of a
+tensor falls behind by more with every step. So it is the *change* of the difference that is judged, against
+the first that was seen.
 
 The limits, in nats per token. float32: a small model rounds to 1e-6 and a deep one to 1e-5, so that 1e-4 is
 far from noise; one AdamW step at a learning rate of 1e-3 changes a token by 4e-4 or more, whichever tensor is
 kept (docs/guard.md). bfloat16 has 8 bits and differs by 0.01 to 0.02 whatever the weights are: half as
 much again and 0.005 leave room for noise. float16 has three bits more.
+
+The usual rounding is the demo's in float32, 2e-7, times 2^16 and 2^13: a bfloat16 and a float16 have so many
+bits fewer.
 """
 
 from __future__ import annotations
@@ -23,26 +27,49 @@ class Tolerance:
 
     Attributes:
         first: Largest mean difference before there is one to compare with: other models differ by whole nats.
+        usual: Mean difference of equal weights. A first one below it is luck, and counts as this.
         growth, margin: A later mean difference may be `growth` times the first one, and `margin`.
-        change: Largest change of one token's difference; None where rounding hides it.
+        num_tokens: A mean over fewer tokens says nothing: they are sampled anew for each.
+        change: Largest change of one token's difference, above the largest first one or this if it is less;
+            None where rounding hides it.
     """
 
     first: float
+    usual: float
     growth: float
     margin: float
+    num_tokens: int
     change: float | None = None
 
     def largest_mean(self, first: float | None) -> float:
         """Return the largest mean difference where the first one was `first`; None if there was none."""
-        return self.first if first is None else min(self.first, self.growth * first + self.margin)
+        return self.first if first is None else self.growth * max(first, self.usual) + self.margin
 
 
 TOLERANCES = {
-    "float32": Tolerance(first=1e-3, growth=1.5, margin=2e-5, change=1e-4),
-    "float16": Tolerance(first=0.05, growth=1.5, margin=1e-3),
-    "bfloat16": Tolerance(first=0.2, growth=1.5, margin=5e-3),
+    "float32": Tolerance(first=1e-3, usual=2e-7, growth=1.5, margin=2e-5, num_tokens=1, change=1e-4),
+    "float16": Tolerance(first=0.05, usual=1.6e-3, growth=1.5, margin=1e-3, num_tokens=64),
+    "bfloat16": Tolerance(first=0.2, usual=0.013, growth=1.5, margin=5e-3, num_tokens=64),
 }
 """By torch's name of the dtype."""
+
+
+FIRST_CHECKS = 10
+"""Comparisons that an engine passes in its life before `weight_sync.probe_every` counts."""
+
+
+def is_check_due(step: int, every: int, num_passed: int, passed_step: int | None) -> bool:
+    """Tell whether an engine that has loaded the weights of `step` compares them with the learner's.
+
+    Args:
+        every: `weight_sync.probe_every`.
+        num_passed: Comparisons that this engine has passed.
+        passed_step: Step of the last comparison; None if it was not passed: then the next load is compared.
+
+    >>> [step for step in range(40, 80, 4) if is_check_due(step, 10, FIRST_CHECKS, step - 4)]
+    [40, 52, 60, 72]
+    """
+    return num_passed < FIRST_CHECKS or passed_step is None or step // every != passed_step // every
 
 
 def find_disagreement(
@@ -71,7 +98,7 @@ def find_disagreement(
         return ""
     changes = [abs(now - (then or 0.0)) for now, then in zip(differences, first, strict=True)]
     worst = max(range(len(changes)), key=lambda index: changes[index])
-    allowed = tolerance.change + max((abs(value) for value in known), default=0.0)
+    allowed = tolerance.change + min(tolerance.change, max((abs(value) for value in known), default=0.0))
     if changes[worst] <= allowed:
         return ""
     return (

@@ -83,17 +83,20 @@ class Bucket:
 class Probe:
     """Rows of tokens and the learner's log-prob of each token after its row's first, at `temperature`.
 
-    Shipped unchanged; an engine that loaded the version must agree before it serves it.
+    Shipped unchanged; an engine that loaded the version must agree before it serves it, if a check is due
+    (`weight_sync.memory.agreement.is_check_due`).
 
     Attributes:
         tokens: Rows of `row_tokens` each, one after another.
         logprobs: `row_tokens` - 1 of each row.
+        every: Steps between the checks of an engine that has passed the first ones.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     row_tokens: int
     temperature: float = 1.0
+    every: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -296,7 +299,12 @@ def _to_plain(manifest: Manifest) -> dict[str, Any]:
 
 def _plain_probe(probe: Probe) -> dict[str, Any]:
     lists = {"tokens": list(probe.tokens), "logprobs": list(probe.logprobs)}
-    return {**lists, "row_tokens": probe.row_tokens, "temperature": probe.temperature}
+    return {
+        **lists,
+        "row_tokens": probe.row_tokens,
+        "temperature": probe.temperature,
+        "every": probe.every,
+    }
 
 
 def _rows(layout: Layout) -> list[list[Any]]:
@@ -377,9 +385,11 @@ def _probe(plain: Any) -> Probe:
     temperature, row_tokens = plain.get("temperature", 1.0), field(plain, "row_tokens", int)
     if not isinstance(temperature, float) or not temperature > 0:
         raise WireError("a manifest's probe must hold a temperature")
+    if (every := field(plain, "every", int)) < 1:
+        raise WireError(f"a manifest's probe is checked every {every} steps")
     num_rows, rest = divmod(len(tokens), row_tokens) if row_tokens > 1 else (0, 0)
     if not num_rows or rest or len(logprobs) != num_rows * (row_tokens - 1):
         raise WireError(
             "a manifest's probe must hold rows of one length, and a log-prob for all tokens but one"
         )
-    return Probe(tuple(tokens), tuple(logprobs), row_tokens, temperature)
+    return Probe(tuple(tokens), tuple(logprobs), row_tokens, temperature, every)

@@ -14,10 +14,10 @@ from asyncrl.config.sections.section import Count, NonNegative, Seconds, Section
 class WeightSyncSection(Section):
     """How new weights reach the replicas.
 
-    The first versions, and then one every `probe_every` steps, bring the learner's log-probs of some tokens,
-    and a replica that has loaded one serves it only if its engine's log-probs have changed alike; 0 is
-    never. With `encoding: delta` receivers that hold the version before get what has changed, where that is
-    shorter; publisher and receivers keep one version more in shared memory for it.
+    Versions bring the learner's log-probs of some tokens. A replica compares the first ten versions that it
+    loads, and then one every `probe_every` steps, and serves them only if its engine's log-probs have changed
+    alike; 0 is never. With `encoding: delta` receivers that hold the version before get what has changed,
+    where that is shorter; publisher and receivers keep one version more in shared memory for it.
     """
 
     backend: Literal["auto", "gloo", "nccl"] = "auto"

@@ -11,6 +11,9 @@ from tests.learner.parts.launching import run_ranks
 from tests.learner.parts.samples import KINDS, save_model
 from tests.learner.parts.training import open_backend, open_fsdp2, train
 
+SMALL_SHARE = 0.5
+"""Of the distance that bfloat16's training moves a tensor, by which two ranks may differ from one."""
+
 
 def run_two(model, out, ways):
     run_ranks(2, [{"name": "resume", "kind": "fsdp2", "model": model, "ways": list(ways)}], out)
@@ -112,8 +115,9 @@ def test_bfloat16_on_two_ranks_is_bfloat16_on_one(model, tmp_path):
     found = json.loads((tmp_path / "bfloat16.0.json").read_text())
     for ours, reference in zip(found, metrics, strict=True):
         assert ours["actor/grad_norm"] == pytest.approx(reference["actor/grad_norm"], rel=2e-2)
+    start = load_file(model / "model.safetensors")
     for name, tensor in load_file(tmp_path / "bfloat16" / "model.safetensors").items():
         assert tensor.dtype is torch.bfloat16
-        # One step of bfloat16, and where a gradient is about zero AdamW steps by the sign of its noise:
-        # 6 updates of lr 1e-3.
-        torch.testing.assert_close(tensor, weights[name], rtol=1e-2, atol=6e-3)
+        # Where a gradient is about zero AdamW steps by the sign of its noise: so by their distances.
+        moved, apart = (weights[name] - start[name]).norm(), (tensor.float() - weights[name].float()).norm()
+        assert apart < SMALL_SHARE * moved, f"'{name}': {float(apart):.3g} apart, {float(moved):.3g} moved"

@@ -8,12 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
 from learner.batching.probe import (
-    FIRST_VERSIONS,
     NUM_ROWS,
     ROW_TOKENS,
     ProbeRows,
     choose_seen,
-    is_probe_due,
     measure_probe,
 )
 from learner.fsdp2.backend import Fsdp2Backend
@@ -32,7 +30,7 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize("make", [MegatronBackend, Fsdp2Backend])
 def test_a_probe_holds_the_models_log_probs_of_each_row_at_the_sampling_temperature(model, make):
     backend = open_backend(model, make=make, temperature=0.7)
-    probe = measure_probe(backend, ProbeRows(model, seed=0).build([5, 9, 2]), 0.7)
+    probe = measure_probe(backend, ProbeRows(model, seed=0).build([5, 9, 2]), 0.7, every=3)
     backend.close()
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     rows, found = zip(*probe.rows(), strict=True)
@@ -41,7 +39,8 @@ def test_a_probe_holds_the_models_log_probs_of_each_row_at_the_sampling_temperat
         logprobs = (network(tokens_RL).logits[:, :-1] / 0.7).log_softmax(-1)
     wanted = logprobs.gather(2, tokens_RL[:, 1:, None])[..., 0]
     torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-5, rtol=0)
-    assert probe.temperature == 0.7 and probe.num_rows == 2 * NUM_ROWS and probe.row_tokens == ROW_TOKENS
+    assert probe.temperature == 0.7 and probe.every == 3
+    assert probe.num_rows == 2 * NUM_ROWS and probe.row_tokens == ROW_TOKENS
 
 
 def test_the_fixed_rows_depend_on_the_seed_and_the_vocabulary_alone_and_touch_many_of_its_rows(model):
@@ -59,17 +58,6 @@ def test_half_of_the_rows_are_of_tokens_that_were_trained(model):
     assert set(tokens[NUM_ROWS * ROW_TOKENS :].tolist()) == {7, 11, 90}
     many = choose_seen(torch.arange(50_000))
     assert len(many) <= NUM_ROWS * ROW_TOKENS and max(many) > 4000, "spread over all that are looked through"
-
-
-def test_a_probe_is_due_with_the_first_versions_and_after_every_so_many_steps():
-    published = [-1, 0, 3, 4, 9, 10, 11]
-    steps = [0, 3, 4, 9, 10, 11, 31]
-    pairs = list(zip(steps, published, strict=True))
-    assert [is_probe_due(step, before, 10, FIRST_VERSIONS) for step, before in pairs] == [
-        True, False, False, False, True, False, True,
-    ]  # fmt: skip
-    assert all(is_probe_due(step, before, 10, FIRST_VERSIONS - 1) for step, before in pairs)
-    assert not any(is_probe_due(step, before, 0, 0) for step, before in pairs)
 
 
 def test_a_model_that_does_not_tell_its_vocabulary_is_refused(tmp_path):

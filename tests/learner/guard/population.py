@@ -37,6 +37,7 @@ from rollout_service.tasks.digit_sort.examples import draw_digits
 from rollout_service.tasks.digit_sort.vocabulary import EOS, PAD, encode_prompt
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
+HEAD = "lm_head.weight"
 STATES = ("guard/lr_scale", "guard/is_kl_off")
 """Of the guard's metrics those that count nothing."""
 LAGS = ((1, 2), (2, 3), (2, 4), (1, 3))
@@ -51,7 +52,7 @@ class Fault:
         lr_factor: What the learner's rate is multiplied by.
         is_flipped: Whether the loss has the other sign.
         mask_shift: Positions by which the loss mask is wrong.
-        stale: Whether the engine keeps its first copy of a tensor, by name.
+        stale: Whether the engine keeps its first copy of a tensor, by name; of `HEAD` also where it is tied.
     """
 
     lr_factor: float = 1.0
@@ -74,6 +75,9 @@ class ScriptedEngine:
 
     def __init__(self, model: Path, stale: Callable[[str], bool]) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        if stale(HEAD):  # a tied one becomes a copy, which no tensor that is loaded names
+            head = self._model.get_output_embeddings()
+            head.weight = torch.nn.Parameter(head.weight.detach().clone())
         self._stale = stale
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -86,8 +90,9 @@ class ScriptedEngine:
     ) -> list[tuple[list[int], list[float]]]:
         """Return tokens and log-probs of one answer to each prompt; shorter prompts are padded in front."""
         width = max(len(prompt) for prompt in prompts)
-        tokens_BT = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
-        is_real_BT = (tokens_BT != PAD).long()
+        gaps = [width - len(prompt) for prompt in prompts]
+        tokens_BT = torch.tensor([[PAD] * gap + prompt for gap, prompt in zip(gaps, prompts, strict=True)])
+        is_real_BT = torch.tensor([[0] * gap + [1] * (width - gap) for gap in gaps])
         chosen, logprobs = [], []
         for _ in range(max_tokens):
             positions_BT = (is_real_BT.cumsum(1) - 1).clamp(min=0)
@@ -106,6 +111,30 @@ class ScriptedEngine:
 def _cut(tokens: list[int], logprobs: list[float]) -> tuple[list[int], list[float]]:
     end = tokens.index(EOS) + 1 if EOS in tokens else len(tokens)
     return tokens[:end], logprobs[:end]
+
+
+@dataclass
+class Answer:
+    """What the engine has sampled to a prompt, and which versions."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def add(self, version: int, tokens: list[int], logprobs: list[float]) -> None:
+        self.spans.append(Span(version, len(self.tokens), len(self.tokens) + len(tokens)))
+        self.tokens += tokens
+        self.logprobs += logprobs
+
+    def finish(self, reward: float) -> Trajectory:
+        return Trajectory(
+            response_ids=np.asarray(self.tokens, np.int32),
+            loss_mask=np.ones(len(self.tokens), np.uint8),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            spans=tuple(self.spans),
+            reward=reward,
+            finish_reason="stop" if self.tokens[-1] == EOS else "length",
+        )
 
 
 @dataclass
@@ -148,6 +177,8 @@ class Population:
 
     Attributes:
         score: Reward of an answer, given what is wanted.
+        num_before_swap: Tokens after which an answer of an older version goes on under the newest one,
+            with a new cache; 0 for none that does.
     """
 
     config: Config
@@ -155,6 +186,7 @@ class Population:
     seed: int
     fault: Fault = HEALTHY
     score: Callable[[list[int], list[int]], float] = is_sorted
+    num_before_swap: int = 0
 
     def __post_init__(self) -> None:
         self._source = random.Random(1000 + self.seed)
@@ -193,35 +225,31 @@ class Population:
         pair = self._source.choice(LAGS)
         lags = [min(pair[index % 2], len(self._past) - 1) for index in range(size)]
         for lag in sorted(set(lags)):
-            self._engine.load(self._past[-1 - lag])
-            self._answer([draw_digits(self._source) for one in lags if one == lag], step - lag)
+            self._answer([draw_digits(self._source) for one in lags if one == lag], step, lag)
         groups = list(self._intake.groups.values())
         versions = [(number, number - 1) for number in range(1, step + 2)]
         return Train(step, 1, [one.ticket for one in groups], [one.num_tokens for one in groups], versions)
 
-    def _answer(self, lists: list[tuple[int, ...]], sampled_at: int) -> None:
-        size = self.config.rollout.group_size
+    def _answer(self, lists: list[tuple[int, ...]], step: int, lag: int) -> None:
+        size, most = self.config.rollout.group_size, self.config.rollout.max_tokens
         prompts = [encode_prompt(digits) for digits in lists for _ in range(size)]
-        answers = self._engine.sample(prompts, self.config.rollout.max_tokens, self._generator)
+        answers = [Answer() for _ in prompts]
+        before = self.num_before_swap if lag else 0
+        stages = ((lag, before), (0, most - before)) if before else ((lag, most),)
+        for late, num_tokens in stages:
+            self._engine.load(self._past[-1 - late])
+            going = [pair for pair in zip(prompts, answers, strict=True) if EOS not in pair[1].tokens]
+            assert going, "all answers ended before the swap"
+            open_prompts = [prompt + answer.tokens for prompt, answer in going]
+            found = self._engine.sample(open_prompts, num_tokens, self._generator)
+            for (_, answer), one in zip(going, found, strict=True):
+                answer.add(step - late + 1, *one)
         for index, digits in enumerate(lists):
             mine, wanted = answers[index * size : (index + 1) * size], [*sorted(digits), EOS]
-            trajectories = tuple(
-                _trajectory(*one, self.score(one[0], wanted), sampled_at + 1) for one in mine
-            )
+            trajectories = tuple(one.finish(self.score(one.tokens, wanted)) for one in mine)
             prompt = np.asarray(prompts[index * size], np.int32)
             self._intake.groups[self._next_ticket] = Group(self._next_ticket, 1, prompt, trajectories)
             self._next_ticket += 1
-
-
-def _trajectory(tokens: list[int], logprobs: list[float], reward: float, version: int) -> Trajectory:
-    return Trajectory(
-        response_ids=np.asarray(tokens, np.int32),
-        loss_mask=np.ones(len(tokens), np.uint8),
-        logprobs=np.asarray(logprobs, np.float32),
-        spans=(Span(version, 0, len(tokens)),),
-        reward=reward,
-        finish_reason="stop" if tokens[-1] == EOS else "length",
-    )
 
 
 def make_config(model: Path, seed: int, *changes: str) -> Config:

@@ -165,6 +165,35 @@ def test_the_gap_to_the_engine_may_grow_a_little_over_the_first_one_by_dtype(dty
         assert all(finding.is_severe for finding in verdict.findings), "two steps are enough"
 
 
+@pytest.mark.parametrize(("first", "second"), [(0.001, 0.012), (0.012, 0.001), (0.002, 0.022)])
+def test_a_small_first_gap_of_bfloat16_is_luck_and_no_measure(first, second):
+    guard = make_guard("bfloat16")
+    for step, value in enumerate((first, second, 0.012, 0.015)):
+        assert guard.judge(step, {"weights/engine_gap_mean": value}).findings == ()
+    (finding,) = guard.judge(4, {"weights/engine_gap_mean": 0.04}).findings
+    assert finding.is_severe
+
+
+def test_the_first_gaps_count_by_their_median_and_those_after_them_no_more():
+    guard = make_guard("float32")
+    for step, value in enumerate((9e-5, 1e-5, 1e-5, 1e-5, 1e-5)):
+        assert guard.judge(step, {"weights/engine_gap_mean": value}).findings == ()
+    assert guard.judge(5, {"weights/engine_gap_mean": 3.6e-5}).findings, "one step alone is no measure"
+    for step in range(6, 60):
+        assert guard.judge(step, {"weights/engine_gap_mean": 3.4e-5}).findings == ()
+    assert guard.judge(60, {"weights/engine_gap_mean": 3.6e-5}).findings, "it does not creep after them"
+
+
+@pytest.mark.parametrize(("dtype", "num_tokens"), [("float32", 1), ("float16", 64), ("bfloat16", 64)])
+def test_a_gap_that_rests_on_too_few_tokens_is_neither_judged_nor_a_measure(dtype, num_tokens):
+    guard = make_guard(dtype)
+    few = {"weights/engine_gap_mean": 0.5, "weights/engine_gap_tokens": num_tokens - 1.0}
+    assert guard.judge(0, few).findings == ()
+    enough = {"weights/engine_gap_mean": 1e-7, "weights/engine_gap_tokens": float(num_tokens)}
+    assert guard.judge(1, enough).findings == ()
+    assert guard.judge(2, enough | {"weights/engine_gap_mean": 0.19}).findings
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-3), ("float16", 0.05), ("bfloat16", 0.2)])
 def test_a_first_gap_of_another_model_is_found_at_once_and_the_limit_can_be_set_or_taken_away(dtype, limit):
     for changes, num_found in (

@@ -13,6 +13,7 @@ import torch
 
 from rollout_service.tasks.digit_sort.folder import Recipe, make_folder
 from tests.learner.guard.population import (
+    HEAD,
     HEALTHY,
     PLANTED,
     Fault,
@@ -94,7 +95,7 @@ def test_a_healthy_run_has_no_finding(task: Path, seed: int):
 @pytest.mark.timeout(1200)
 def test_each_tensor_that_the_engine_kept_is_found_in_the_gap_within_two_steps(tmp_path: Path, kind: str):
     model = save_model(tmp_path, kind, vocab_size=31)
-    names = [name for name, _ in _parameters(model)]
+    names = list(dict.fromkeys([HEAD, *(name for name, _ in _parameters(model))]))
     assert len(names) >= 20
     found = {name: find_stale(model, name) for name in names}
     assert set(found.values()) == {(2, "weights_differ")}, found
@@ -102,13 +103,24 @@ def test_each_tensor_that_the_engine_kept_is_found_in_the_gap_within_two_steps(t
 
 
 def test_a_head_that_the_engine_kept_is_found_in_the_gap_of_the_second_step(task: Path):
-    assert find_stale(task, "lm_head.weight") == (2, "weights_differ")
+    assert find_stale(task, HEAD) == (2, "weights_differ")
 
 
-def find_stale(model: Path, name: str) -> tuple[int, str]:
+def test_a_tied_head_that_the_engine_kept_beside_a_new_embedding_is_found_in_the_second_step(tmp_path: Path):
+    assert find_stale(save_model(tmp_path, "qwen2_tied", vocab_size=31), HEAD) == (2, "weights_differ")
+
+
+def test_at_a_lag_it_is_found_in_the_tokens_that_follow_a_swap(task: Path):
+    changes = (*ON_POLICY, "staleness.max_lag=4")
+    assert find_stale(task, HEAD, *changes, num_before_swap=2) == (2, "weights_differ")
+    assert find_stale(task, "", *changes, num_before_swap=2) == (0, "")
+
+
+def find_stale(model: Path, name: str, *changes: str, num_before_swap: int = 0) -> tuple[int, str]:
     """Return the first finding in three steps with the tensor `name` kept."""
-    changes = make_config(model, 7, *ON_POLICY)
-    population = Population(changes, model, 7, Fault(stale=lambda one: one == name), begins_even)
+    config = make_config(model, 7, *ON_POLICY, *changes)
+    fault = Fault(stale=lambda one: one == name)
+    population = Population(config, model, 7, fault, begins_even, num_before_swap)
     return next(findings_of(population.go(3)), (0, ""))
 
 

@@ -56,13 +56,13 @@ class StoredGroups:
 def take_step(
     models: Models, objective: Objective, groups: Sequence[Group], watch: Stopwatch | None = None
 ) -> dict[str, float]:
-    """Train learner step 2 on `groups` of versions 1 and 2, as the service does; return its metrics."""
+    """Train learner step 2 on `groups` of versions 1 to 3, as the service does; return its metrics."""
     order = Train(
         step=2,
         token=1,
         tickets=[group.ticket for group in groups],
         num_tokens=[group.num_tokens for group in groups],
-        versions=[(1, 0), (2, 1)],
+        versions=list(STEP_OF_VERSION.items()),
     )
     intake, watch = StoredGroups(groups), watch or Stopwatch()
     result = train_step(order, intake, models, objective, NUM_MINIBATCHES, watch, max_prompt_tokens=6)
@@ -75,7 +75,8 @@ def take_streamed_step(models: Models, objective: Objective, groups: Sequence[Gr
     half = len(groups) // 2
     for part in (groups[half:], groups[:half]):
         tickets, lengths = [one.ticket for one in part], [one.num_tokens for one in part]
-        streamed.add(Train(2, 1, tickets, lengths, [(1, 0), (2, 1)], is_last=part[0] is groups[0]))
+        versions = list(STEP_OF_VERSION.items())
+        streamed.add(Train(2, 1, tickets, lengths, versions, is_last=part[0] is groups[0]))
     _, result = streamed.finish()
     return reduce_over_ranks(models.policy, result.metrics, result.weight)
 

@@ -36,22 +36,31 @@ def make_batch(*, num_older: int = 2, gap: float = 0.0) -> PackedBatch:
     return replace(batch, prox_N=batch.behaviour_N + gap)
 
 
-def test_the_gap_is_over_rows_that_the_weights_being_trained_have_sampled_whole():
+CURRENT_GROUP, MIXED_GROUP = 2, 3
+
+
+@pytest.mark.parametrize("keeps_cache", [False, True])
+def test_the_gap_is_over_tokens_that_the_weights_being_trained_have_sampled(keeps_cache):
+    """Where the cache is kept, over rows that they have sampled whole."""
     batch = make_batch(gap=0.25)
     assert batch.prox_N is not None
-    is_older_N = batch.group_R[batch.row_N] != 2
-    strange = replace(batch, prox_N=torch.where(is_older_N, batch.prox_N + 5.0, batch.prox_N))
-    found = describe_engine_gap(strange, strange.loss_mask_N)
+    group_N = batch.group_R[batch.row_N]
+    is_current_N = group_N == CURRENT_GROUP
+    if not keeps_cache:
+        is_current_N |= (group_N == MIXED_GROUP) & (batch.lag_N == 0)
+    strange = replace(batch, prox_N=torch.where(is_current_N, batch.prox_N, batch.prox_N + 5.0))
+    found = describe_engine_gap(strange, strange.loss_mask_N, keeps_cache=keeps_cache)
     assert found["weights/engine_gap_mean"] == found["weights/engine_gap_max"] == pytest.approx(0.25)
-    wanted = (batch.loss_mask_N * (batch.group_R[batch.row_N] == 2)).sum()
-    assert found["weight/current tokens"] == float(wanted) > 0
+    wanted = float((batch.loss_mask_N * is_current_N).sum())
+    assert found["weight/current tokens"] == found["weights/engine_gap_tokens"] == wanted > 0
 
 
 def test_without_such_a_row_there_is_no_gap_and_without_prox_it_is_not_measured():
     batch = make_batch(num_older=3)
-    found = describe_engine_gap(batch, batch.loss_mask_N)
+    found = describe_engine_gap(batch, batch.loss_mask_N, keeps_cache=True)
     assert found["weight/current tokens"] == 0.0 and math.isnan(found["weights/engine_gap_mean"])
-    assert describe_engine_gap(replace(batch, prox_N=None), batch.loss_mask_N) == {}
+    without = replace(batch, prox_N=None)
+    assert describe_engine_gap(without, batch.loss_mask_N, keeps_cache=False) == {}
 
 
 @pytest.mark.parametrize("opener", [open_backend, open_fsdp2])
@@ -89,10 +98,13 @@ def test_a_share_without_an_advantage_has_nothing_to_tell_and_takes_part(model):
 @pytest.mark.parametrize("take", [take_step, take_streamed_step])
 def test_every_way_to_take_a_step_measures_it(model, take):
     with contextlib.closing(open_backend(model)) as policy:
-        found = take(Models(policy), open_objective(), make_groups(12, versions=(1, 2)))
+        models, objective = Models(policy), open_objective()
+        found = take(models, objective, make_groups(12, versions=(1, 2)))
+        again = take(models, objective, make_groups(12, versions=(2, 3)))
     assert found["actor/step_kl"] > 0 and -1.0 <= found["actor/step_gain"] <= 1.0
     assert found["actor/unsampled_share"] == 0.0
-    assert "weights/engine_gap_mean" not in found, "all are older"
+    assert "weights/engine_gap_mean" not in found and found["weights/engine_gap_tokens"] == 0, "all are older"
+    assert again["weights/engine_gap_mean"] > 0 and again["weights/engine_gap_tokens"] > 0
 
 
 @pytest.mark.parametrize("shift", [1, -1])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from weight_sync.memory.agreement import TOLERANCES, find_disagreement
+from weight_sync.memory.agreement import FIRST_CHECKS, TOLERANCES, find_disagreement, is_check_due
 
 FLOAT32, BFLOAT16 = TOLERANCES["float32"], TOLERANCES["bfloat16"]
 ROUNDING = [1e-6, -2e-6, 0.0, 1e-6]
@@ -27,9 +27,25 @@ def test_in_float32_one_token_that_changed_otherwise_is_enough():
 
 
 def test_a_deep_model_that_rounds_more_may_change_by_as_much():
-    deep = [3e-4, -2e-4, 3e-4, 1e-4]
-    assert find_disagreement(FLOAT32, [3e-4, 1e-4, 3e-4, 1e-4], deep) == ""
-    assert find_disagreement(FLOAT32, [3e-4, 3e-4, 3e-4, 1e-4], deep)
+    deep = [8e-5, -2e-5, 8e-5, 1e-5]
+    assert find_disagreement(FLOAT32, [8e-5, 1.5e-4, 8e-5, 1e-5], deep) == ""
+    assert find_disagreement(FLOAT32, [8e-5, 1.7e-4, 8e-5, 1e-5], deep)
+
+
+@pytest.mark.parametrize("size", [5e-4, 3e-3])
+def test_an_engine_that_was_wrong_from_the_start_does_not_raise_its_own_limit(size):
+    wrong = [size, *[0.0] * 15]
+    assert find_disagreement(FLOAT32, wrong, None) == "", "its mean is no other model's"
+    assert find_disagreement(FLOAT32, [size + 1.9e-4, *wrong[1:]], wrong) == ""
+    assert "at most 0.0002 are allowed" in find_disagreement(FLOAT32, [size + 2.1e-4, *wrong[1:]], wrong)
+
+
+@pytest.mark.parametrize("tolerance", TOLERANCES.values())
+def test_a_first_mean_that_was_accepted_is_accepted_again(tolerance):
+    first = [0.999 * tolerance.first] * 4
+    later = [value + tolerance.margin / 2 for value in first]
+    assert find_disagreement(tolerance, first, None) == find_disagreement(tolerance, later, first) == ""
+    assert find_disagreement(tolerance, [1.6 * value + tolerance.margin for value in first], first)
 
 
 def test_a_token_that_the_first_comparison_did_not_have_is_judged_by_itself():
@@ -49,3 +65,14 @@ def test_another_model_and_what_is_not_a_number_are_found_at_the_first_compariso
     assert find_disagreement(tolerance, [1.01 * tolerance.first] * 4, None)
     assert find_disagreement(tolerance, [math.nan, 0.0], None)
     assert find_disagreement(tolerance, [0.0, math.nan], [0.0, 0.0])
+
+
+def test_an_engine_checks_its_first_loads_and_then_one_in_every_so_many_steps():
+    passed_steps = [0, 3, 4, 9, 10, 11, 31]
+    steps = [3, 4, 9, 10, 11, 31, 12]
+    pairs = list(zip(steps, passed_steps, strict=True))
+    assert [is_check_due(step, 10, FIRST_CHECKS, passed) for step, passed in pairs] == [
+        False, False, False, True, False, True, True,
+    ], "a step back, as of a rollback, is another"  # fmt: skip
+    assert all(is_check_due(step, 10, FIRST_CHECKS - 1, passed) for step, passed in pairs)
+    assert all(is_check_due(step, 10, FIRST_CHECKS, None) for step in steps), "the last check has failed"

@@ -84,7 +84,7 @@ def test_a_tensor_larger_than_a_bucket_is_split_and_stays_in_one_piece():
 
 
 def test_the_probe_travels_unchanged():
-    probe = Probe((1, 2, 3, 4), (-0.25, -1.5), 2)
+    probe = Probe((1, 2, 3, 4), (-0.25, -1.5), 2, 0.5, 7)
     assert Manifest.from_bytes(make_manifest(probe=probe).to_bytes()).probe == probe
     assert Manifest.from_bytes(make_manifest().to_bytes()).probe is None
 
@@ -109,11 +109,13 @@ def test_the_probe_travels_unchanged():
         (["buckets", 0, 0], 255),
         (["buckets", 0, 1], "00"),
         (["probe"], []),
-        (["probe"], {"tokens": ["a"], "logprobs": [], "row_tokens": 1}),
-        (["probe"], {"tokens": [1, 2, 3], "logprobs": [-0.5, -0.5], "row_tokens": 2}),
-        (["probe"], {"tokens": [1, 2, 3, 4], "logprobs": [-0.5], "row_tokens": 2}),
-        (["probe"], {"tokens": [1, 2], "logprobs": [], "row_tokens": 1}),
-        (["probe"], {"tokens": [], "logprobs": [], "row_tokens": 2}),
+        (["probe"], {"tokens": ["a"], "logprobs": [], "row_tokens": 1, "every": 1}),
+        (["probe"], {"tokens": [1, 2, 3], "logprobs": [-0.5, -0.5], "row_tokens": 2, "every": 1}),
+        (["probe"], {"tokens": [1, 2, 3, 4], "logprobs": [-0.5], "row_tokens": 2, "every": 1}),
+        (["probe"], {"tokens": [1, 2], "logprobs": [], "row_tokens": 1, "every": 1}),
+        (["probe"], {"tokens": [], "logprobs": [], "row_tokens": 2, "every": 1}),
+        (["probe"], {"tokens": [1, 2], "logprobs": [-0.5], "row_tokens": 2, "every": 0}),
+        (["probe"], {"tokens": [1, 2], "logprobs": [-0.5], "row_tokens": 2}),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(path, value):
