@@ -240,6 +240,23 @@ class RefusingReplica(Scripted):
         return {"state": "SYNCING", "version": 0, OBSTACLES: [refused.as_values()]}
 
 
+class UnreachingSync(Scripted):
+    """Versions reach no receiver: one transfer more has failed each time that it is asked."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        super().__init__(context)
+        self._num_failed = 0
+
+    def status(self) -> dict[str, Any]:
+        self._num_failed += 10
+        reason = "a version did not reach it: no room for 4096 bytes in /dev/shm"
+        failed = [
+            Obstacle(f"receiver.{index}", Cause.WEIGHTS_UNDELIVERED, reason, self._num_failed).as_values()
+            for index in range(2)
+        ]
+        return {"state": "READY", OBSTACLES: failed}
+
+
 class GivingUpReplica(Scripted):
     """Its groups fail."""
 

@@ -31,6 +31,19 @@ def test_a_run_whose_replicas_refuse_every_version_ends_with_the_reason(tmp_path
     assert found[0]["text"] == "vLLM refused the load of version 1: the probe does not match"
 
 
+def test_a_run_whose_receivers_no_version_reaches_ends_with_the_reason(tmp_path: Path) -> None:
+    unreached = {"weight_sync": "scripted_services:UnreachingSync", "rollout": "scripted_services:Syncing"}
+    supervisor, _ = make_supervisor(tmp_path, steps=10**6, replace={**WAITING, **unreached})
+    supervisor.run(threading.Event())
+    outcome = read_json(RunDir(tmp_path).outcome)
+    assert outcome is not None and (outcome["state"], outcome["service"]) == ("failed", "receiver.0")
+    assert "no room for 4096 bytes in /dev/shm (60 times in a row)" in outcome["error"]
+    assert not outcome["would_repeat"], "there may be room at the next start"
+    found = [event for event in load_events(RunDir(tmp_path).events) if event["kind"] == "obstacle"]
+    assert {event["service"] for event in found} == {"receiver.0", "receiver.1"}
+    assert {event["cause"] for event in found} == {"weights_undelivered"}
+
+
 def test_an_obstacle_is_in_the_snapshot_while_it_holds_and_its_end_is_an_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
