@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, ServiceFailed
 from asyncrl.metrics.row_log import append_row
 from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
 from asyncrl.service import ServiceContext
@@ -224,6 +224,14 @@ class FailingReplica(Scripted):
 
     def run(self, stop: threading.Event) -> None:
         raise FileNotFoundError("no tokenizer in the model folder")
+
+
+class DyingEngine(Scripted):
+    """Its engine dies as soon as it is up, and says why."""
+
+    def run(self, stop: threading.Event) -> None:
+        time.sleep(0.05)
+        raise ServiceFailed("the engine died: ValueError: head_dim=16 is not supported")
 
 
 class RefusingReplica(Scripted):

@@ -98,13 +98,10 @@ def test_ctrl_c_at_any_moment_of_a_start_ends_it_within_ten_seconds(
     up: Callable[..., UpRun], point: str
 ) -> None:
     run = up(f"nipped-{point.partition('@')[0]}", *SHORT, interrupt=point)
-    assert run.process.stdout is not None
-    told = [(time.monotonic(), line) for line in run.process.stdout]
-    code, ended_at = run.process.wait(30), time.monotonic()
-    output = "".join(line for _, line in told)
+    (code, output), ended_at = run.finish(), time.time()
     assert code == 130, output
-    interrupted_at = next(at for at, line in told if line.startswith("stopping the run; Ctrl-C again"))
-    print(f"{point}: {ended_at - interrupted_at:.1f} s, {told[-1][1].rstrip()}")
+    interrupted_at = run.told_at("stopping the run; Ctrl-C again")
+    print(f"{point}: {ended_at - interrupted_at:.1f} s, {run.told[-1][1].rstrip()}")
     assert "Traceback" not in output and "stopped in" in output
     assert ended_at - interrupted_at < 10.0, output
     assert leftovers(run.folder) == []
