@@ -15,6 +15,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.problems import ConfigProblems, Problem, suggest
 from asyncrl.control.services import function
 from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.faults import fault_point
 from asyncrl.states import RUN_ENDS, RunState
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 AUTO, NEVER = "auto", "never"
 KEY = re.compile(r"[a-z_]+(\.\w+)+|[a-z_]+(?=:)")
 """A key, or a section before a colon, at the beginning of a line."""
+NOTHING_STARTED = "interrupted: nothing was started"
 ENDING = (RunState.STOPPING, *RUN_ENDS)
 """States of a run whose head still cleans up."""
 
@@ -34,6 +36,8 @@ def up(
     configs: Sequence[str], overrides: Sequence[str], is_detached: bool = False, resume: str = AUTO
 ) -> int:
     """Start the run of `configs`, or find it live; watch it to its end and return the exit code.
+
+    Ctrl-C before anything is started is told too.
 
     Args:
         configs: Files, later ones laid over earlier ones, or the name of a shipped one.
@@ -45,14 +49,24 @@ def up(
         ConfigError: The configuration, or what it names, cannot be used, or the run is live with another
             one. Nothing was started.
     """
+    try:
+        return _up(configs, overrides, is_detached, resume)
+    except KeyboardInterrupt:
+        say(NOTHING_STARTED)
+        return exits.INTERRUPTED
+
+
+def _up(configs: Sequence[str], overrides: Sequence[str], is_detached: bool, resume: str) -> int:
     step = _step_of(resume)
     if sys.stderr.isatty():  # before anything heavy is imported: a person waits
         say(f"reading {', '.join(configs)}")
     from asyncrl.cli import watch
     from asyncrl.config.load import load
 
+    fault_point("up.reading")
     loaded = load([find_config(name) for name in configs], overrides)
     say(f"{loaded.config.run.name}: checking the configuration and what it names")
+    fault_point("up.checking")
     from asyncrl.control.launch.handle import attach
     from asyncrl.control.launch.run import finished_run, folder_of
 
@@ -71,11 +85,11 @@ def up(
             return exits.OK
         try:
             handle = _start(loaded.config, resume, step, command_of(configs, overrides))
+            return _detach(handle) if is_detached else watch.follow(handle)
         except KeyboardInterrupt:
             return _interrupted(folder)
     except ConfigError as error:
         raise placed(error, loaded) from error
-    return _detach(handle) if is_detached else watch.follow(handle)
 
 
 def _interrupted(folder: RunDir) -> int:
@@ -86,7 +100,7 @@ def _interrupted(folder: RunDir) -> int:
     if (live := attach(folder)) is not None:
         watch.stop(live)
     else:
-        say("interrupted: nothing was started")
+        say(NOTHING_STARTED)
     return exits.INTERRUPTED
 
 
