@@ -190,7 +190,7 @@ def _events(events: list[dict[str, Any]]) -> list[str]:
 
 
 def panel_of(snapshot: Snapshot, width: int = PANEL_WIDTH) -> RenderableType:
-    """Return the snapshot as a panel of a fixed width: progress, rates, who waits for whom, services, news."""
+    """Return the snapshot as a panel of a fixed width: progress, rates, waits, services, news."""
     view = view_of(snapshot)
     title = Text.assemble(view["run"], "  ", (state_of(snapshot), TONE_STYLES.get(view["tone"], "")))
     parts: list[RenderableType] = [

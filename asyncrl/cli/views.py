@@ -27,8 +27,10 @@ class View(Protocol):
 
 
 class LineView:
-    """A line for each state and phase; in training one per `LINE_S`, with the fields that have changed; one that has
-    ended is a dash."""
+    """A line for each state and phase; in training one per `LINE_S`, with the fields that have changed.
+
+    A field that has ended is a dash.
+    """
 
     def __init__(self, stream: TextIO, clock: Clock | None = None) -> None:
         self._stream = stream
