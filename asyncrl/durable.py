@@ -56,12 +56,15 @@ def is_read_only(folder: Path) -> bool:
     return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
 
 
-def reserve_room(path: Path, num_bytes: int) -> None:
-    """Make a file whose room on the disk is had by removing it; without room there is none to reserve."""
+def reserve_room(path: Path, num_bytes: int) -> bool:
+    """Make a file whose room on the disk is had by removing it; return whether there was room for it."""
     try:
         path.write_bytes(bytes(num_bytes))
     except OSError as error:
+        path.unlink(missing_ok=True)
         log.warning("no room could be reserved in %s: %s", path, error)
+        return False
+    return True
 
 
 def append_lines(path: Path, text: str) -> int:

@@ -6,7 +6,7 @@ gathers them (`asyncrl.control.diagnosis`). Nothing but the end of a run is deci
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -79,6 +79,14 @@ class Obstacle:
     def seen(self, *, since: float, blocks: bool) -> Obstacle:
         """Return the obstacle with what only the supervisor knows."""
         return replace(self, since=since, blocks=blocks)
+
+
+Tell = Callable[[Sequence[Obstacle]], None]
+"""Told what a service that is still being built waits for now."""
+
+
+def tell_nobody(obstacles: Sequence[Obstacle]) -> None:
+    """Do nothing: nobody asks."""
 
 
 class FailureStreak:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from asyncrl.config.tree import Config
 from asyncrl.keys import ClientKeys, RunKeys, ServerKeys
+from asyncrl.obstacle import Tell, tell_nobody
 
 PAUSED_FILE = "paused"
 """In the run's folder."""
@@ -31,6 +32,7 @@ class ServiceContext:
         rendezvous: `host:port` where the learner's ranks meet; empty with one rank.
         keys: Of the run's sockets; None leaves them plain, on loopback or socket files only.
         is_standby: A replica that follows versions and takes no leases until it is told `promote`.
+        tell: Of the host, which has no other status until the service is built.
     """
 
     config: Config
@@ -44,6 +46,7 @@ class ServiceContext:
     rendezvous: str = ""
     keys: RunKeys | None = None
     is_standby: bool = False
+    tell: Tell = tell_nobody
 
     @property
     def kind(self) -> str:

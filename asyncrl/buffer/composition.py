@@ -14,6 +14,7 @@ from asyncrl.buffer.bounds import UNTOLD, GroupBounds
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import Journal, MemoryJournal
 from asyncrl.buffer.journals.redis_journal import RedisJournal
+from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, explain_refusal, find_server
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
@@ -22,10 +23,12 @@ from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.conflicts import WITH_GREEDY
 from asyncrl.config.tree import BufferSection, Config
 from asyncrl.errors import ConfigError
+from asyncrl.obstacle import Tell, tell_nobody
 from asyncrl.service import ServiceContext
 
 _MAX_SPANS = 256
 """Versions that one trajectory can see in the worst case that memory is reserved for."""
+CHECK_DEADLINE_S = 1.0
 
 
 def max_group_bytes(config: Config) -> int:
@@ -76,8 +79,33 @@ def group_bounds(config: Config) -> GroupBounds:
     )
 
 
-def open_journal(section: BufferSection, run_dir: Path) -> Journal:
+def check_redis(section: BufferSection) -> None:
+    """Check that the Redis of `section` can be used from here now: it answers, or there is one to start.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if section.journal != "redis":
+        return
+    if section.redis_url is None:
+        find_server()
+        return
+    link = RedisLink(expand_variables(section.redis_url), CHECK_DEADLINE_S)
+    try:
+        link.connect()
+    except LinkDown as error:
+        refused = explain_refusal(link.label, error)
+        what = f"Redis at {link.label} cannot be reached: {error}"
+        raise refused or ConfigError(what, hint="Start it, or check buffer.url") from None
+    finally:
+        link.close()
+
+
+def open_journal(section: BufferSection, run_dir: Path, tell: Tell = tell_nobody) -> Journal:
     """Open the journal of the run in `run_dir`.
+
+    Args:
+        tell: Told what the opening waits for.
 
     Raises:
         ConfigError: It cannot be opened or reached.
@@ -89,14 +117,14 @@ def open_journal(section: BufferSection, run_dir: Path) -> Journal:
         return FileJournal(folder, section.fsync)
     if section.redis_url is not None:
         url = expand_variables(section.redis_url)
-        return RedisJournal(lambda: url, run_key(run_dir))
+        return RedisJournal(lambda: url, run_key(run_dir), tell=tell)
     server = RedisServer(folder / "redis", section.fsync)
 
     def ensured_url() -> str:
         server.ensure()
         return server.url
 
-    return RedisJournal(ensured_url, run_key(run_dir), on_close=server.stop)
+    return RedisJournal(ensured_url, run_key(run_dir), on_close=server.stop, tell=tell)
 
 
 def read_vocab_size(model: Path) -> int | None:
@@ -139,7 +167,7 @@ def build(context: ServiceContext, clock: Clock | None = None) -> BufferService:
     settings = ledger_settings(config)
     store = ExperienceStore(
         settings,
-        open_journal(config.buffer, context.run_dir),
+        open_journal(config.buffer, context.run_dir, context.tell),
         group_size=config.rollout.group_size,
         drops_constant_groups=config.algorithm.drop_constant_groups,
         now=clock.now(),

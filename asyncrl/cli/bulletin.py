@@ -36,11 +36,12 @@ class Bulletin:
         if self._told_until is None:
             self._told_until = newest
             held_up = snapshot.get("obstacles") or []
-            return [_line(one["service"], sentence_of(one["reason"], one["count"])) for one in held_up]
+            return [line_of(one["service"], sentence_of(one["reason"], one["count"])) for one in held_up]
         new = [event for event in events if float(event.get("time") or 0.0) > (self._told_until or 0.0)]
         self._told_until = max(self._told_until, newest)
-        return [_line(str(event.get("service")), str(event.get("text"))) for event in new]
+        return [line_of(str(event.get("service")), str(event.get("text"))) for event in new]
 
 
-def _line(service: str, text: str) -> str:
+def line_of(service: str, text: str) -> str:
+    """Return what happened to a service as a line that stands out."""
     return f"! {text}" if text.startswith(service) else f"! {service}: {text}"

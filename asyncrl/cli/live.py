@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.cli.bulletin import TOLD_KINDS, line_of
 from asyncrl.cli.reports.table import align
 from asyncrl.control.page.figures import DASH
 from asyncrl.control.page.view import view_of
@@ -27,6 +28,8 @@ Snapshot = Mapping[str, Any]
 TONE_STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "busy": "yellow"}
 PANEL_WIDTH = 100
 NUM_EVENTS = 8
+NUM_NEWS = 3
+"""Events in the panel, of the kinds that lines tell."""
 LEGEND = "lag: mean/largest, in steps; tokens/s and idle: replicas/learner; s: the newest step"
 
 
@@ -188,7 +191,7 @@ def _events(events: list[dict[str, Any]]) -> list[str]:
 
 
 def panel_of(snapshot: Snapshot, width: int = PANEL_WIDTH) -> RenderableType:
-    """Return the snapshot as a panel of a fixed width: progress, rates, who waits for whom, services."""
+    """Return the snapshot as a panel of a fixed width: progress, rates, waits, services, news."""
     snapshot = printable_values(snapshot)
     view = view_of(snapshot)
     title = Text.assemble(view["run"], "  ", (state_of(snapshot), TONE_STYLES.get(view["tone"], "")))
@@ -199,6 +202,7 @@ def panel_of(snapshot: Snapshot, width: int = PANEL_WIDTH) -> RenderableType:
     if view["phase"]:
         parts.append(Text(view["phase"], "yellow"))
     parts += [_progress(snapshot, view, width), _figures(snapshot, view), *_states(view["services"])]
+    parts += _news(view["events"])
     if view["error"]:
         parts += [Text(), Text(view["error"], style="bold red")]
     return Panel(Group(*parts), title=title, title_align="left", width=width)
@@ -244,6 +248,15 @@ def _states(services: list[dict[str, Any]]) -> list[RenderableType]:
         line.append(f"{version}   ")
     gateways = [Text(f"{one['name']} gateway {one['gateway']}") for one in services if one.get("gateway")]
     return [line for line in (replicas, others, *gateways) if line]
+
+
+def _news(events: list[dict[str, Any]]) -> list[RenderableType]:
+    """Return the newest events that hold a run up or keep it from learning, each cut to one line."""
+    told = [one for one in events if one["kind"] in TOLD_KINDS][:NUM_NEWS]
+    lines = [(f"{_clock_time(one['time'])} {line_of(one['service'], one['text'])}", one) for one in told]
+    return [
+        Text(line, TONE_STYLES.get(one["tone"], ""), no_wrap=True, overflow="ellipsis") for line, one in lines
+    ]
 
 
 # --- figures ----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.problems import ConfigProblems, Problem, suggest
 from asyncrl.control.services import function
 from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.faults import fault_point
 from asyncrl.states import RUN_ENDS, RunState
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ KEY = re.compile(r"[a-z_]+(\.\w+)+|[a-z_]+(?=:)")
 """A key, or a section before a colon, at the beginning of a line."""
 OTHER_START_S, OTHER_START_POLL_S = 30.0, 0.1
 """What another `asyncrl up` may take from the run's lock to the run's head."""
+NOTHING_STARTED = "interrupted: nothing was started"
 ENDING = (RunState.STOPPING, *RUN_ENDS)
 """States of a run whose head still cleans up."""
 
@@ -36,6 +38,8 @@ def up(
     configs: Sequence[str], overrides: Sequence[str], is_detached: bool = False, resume: str = AUTO
 ) -> int:
     """Start the run of `configs`, or find it live; watch it to its end and return the exit code.
+
+    Ctrl-C before anything is started is told too.
 
     Args:
         configs: Files, later ones laid over earlier ones, or the name of a shipped one.
@@ -47,14 +51,24 @@ def up(
         ConfigError: The configuration, or what it names, cannot be used, or the run is live with another
             one. Nothing was started.
     """
+    try:
+        return _up(configs, overrides, is_detached, resume)
+    except KeyboardInterrupt:
+        say(NOTHING_STARTED)
+        return exits.INTERRUPTED
+
+
+def _up(configs: Sequence[str], overrides: Sequence[str], is_detached: bool, resume: str) -> int:
     step = _step_of(resume)
     if sys.stderr.isatty():  # before anything heavy is imported: a person waits
         say(f"reading {', '.join(configs)}")
     from asyncrl.cli import watch
     from asyncrl.config.load import load
 
+    fault_point("up.reading")
     loaded = load([find_config(name) for name in configs], overrides)
     say(f"{loaded.config.run.name}: checking the configuration and what it names")
+    fault_point("up.checking")
     from asyncrl.control.launch.handle import attach
     from asyncrl.control.launch.run import AlreadyStarted, finished_run, folder_of
 
@@ -71,6 +85,7 @@ def up(
             return exits.OK
         try:
             handle = _start(loaded.config, resume, step, command_of(configs, overrides))
+            return _detach(handle) if is_detached else watch.follow(handle)
         except AlreadyStarted:
             if (live := _await_other_start(folder)) is None:
                 raise
@@ -79,7 +94,6 @@ def up(
             return _interrupted(folder)
     except ConfigError as error:
         raise placed(error, loaded) from error
-    return _detach(handle) if is_detached else watch.follow(handle)
 
 
 def _join(live: RunHandle, config: Config, resume: str, is_detached: bool) -> int:
@@ -110,7 +124,7 @@ def _interrupted(folder: RunDir) -> int:
     if (live := attach(folder)) is not None:
         watch.stop(live)
     else:
-        say("interrupted: nothing was started")
+        say(NOTHING_STARTED)
     return exits.INTERRUPTED
 
 

@@ -11,6 +11,7 @@ from typing import Protocol, TextIO
 from asyncrl.cli.bulletin import Bulletin
 from asyncrl.cli.live import LEGEND, PANEL_WIDTH, Snapshot, fields_of, panel_of, state_line_of
 from asyncrl.clock import Clock, SystemClock
+from asyncrl.control.page.figures import DASH
 from asyncrl.control.page.view import resumed_of
 from asyncrl.printable import INDENTED, printable
 
@@ -27,7 +28,10 @@ class View(Protocol):
 
 
 class LineView:
-    """A line for each state and phase; in training one per `LINE_S`, with the fields that have changed."""
+    """A line for each state and phase; in training one per `LINE_S`, with the fields that have changed.
+
+    A field that has ended is a dash.
+    """
 
     def __init__(self, stream: TextIO, clock: Clock | None = None) -> None:
         self._stream = stream
@@ -61,6 +65,7 @@ class LineView:
             return
         fields = fields_of(self._last)
         changed = [text for name, text in fields.items() if self._fields.get(name) != text]
+        changed += [f"{name} {DASH}" for name in self._fields if name not in fields]
         if fields["step"] not in changed:
             return
         if not self._fields:

@@ -56,7 +56,7 @@ class Lookout:
             write_error: Why the run's folder cannot be written, empty if it can.
 
         Raises:
-            WouldRepeat: Nobody can go on.
+            ServiceFailed: No replica can take any version; WouldRepeat where the engine refused it.
         """
         own = [Obstacle("", Cause.DISK_FULL, write_error).as_values()] if write_error else []
         found = obstacles.gather(statuses | {"supervisor.0": {OBSTACLES: own}}, stall)
@@ -67,7 +67,9 @@ class Lookout:
             log.warning("%s: %s", service, news.text)
             self._events.add("obstacle", service, news.text, cause=news.obstacle.cause, is_over=news.is_over)
         if (end := obstacles.verdict(found, statuses)) is not None:
-            raise WouldRepeat(f"{end.service} can take no version, nor can another replica: {end.sentence}")
+            is_refusal = end.cause is Cause.WEIGHTS_REFUSED  # a full /dev/shm may be free at the next start
+            error = WouldRepeat if is_refusal else ServiceFailed
+            raise error(f"{end.service} can take no version, nor can another replica: {end.sentence}")
 
 
 def would_repeat(status: dict[str, Any], failure: ServiceFailed) -> bool:

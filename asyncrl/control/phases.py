@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.control.diagnosis.bottleneck import is_scoring
 from asyncrl.states import RunState, ServiceState
 
+ANSWERS_WAIT = "answers wait for their rewards, tools or environments"
 Statuses = Mapping[str, Mapping[str, Any]]
 
 BEGINNING = (ServiceState.WAITING, ServiceState.STARTING, ServiceState.SILENT)
@@ -49,7 +51,7 @@ def _first_of(statuses: Statuses) -> str:
         return busy
     if engines and not any(engine.get("state") == ServiceState.READY for engine in engines):
         return "the first weights go to the replicas"
-    return "the first batch is sampled"
+    return ANSWERS_WAIT if is_scoring(statuses) else "the first batch is sampled"
 
 
 def _after_training(learner: list[Mapping[str, Any]], statuses: Statuses) -> str:

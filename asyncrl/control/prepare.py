@@ -14,6 +14,7 @@ from pathlib import Path
 from asyncrl.config.tree import Config, RewardPart, RolloutSection
 from asyncrl.control.sources import resolve_function, resolve_sources
 from asyncrl.errors import ConfigError, DataError
+from asyncrl.faults import fault_point
 
 BUILTIN = "builtin:"
 BUILTINS = {
@@ -92,6 +93,7 @@ def make_builtin(path: str, root: Path, say: Callable[[str], None]) -> Path:
     folder = root / name
     if not folder.exists():
         say(f"making {path} in {folder} (once)")
+        fault_point("up.making")
     try:
         made: Path = importlib.import_module(BUILTINS[name]).make_folder(folder)
     except (OSError, DataError) as error:
@@ -105,6 +107,7 @@ def _resolve_model(key: str, path: str, root: Path, say: Callable[[str], None]) 
         return str(make_builtin(path, root, say).absolute())
     if is_hub_id(path):
         say(f"fetching {path}")
+        fault_point("up.fetching")
         return fetch(path, key)
     return str(Path(path).absolute())
 

@@ -44,6 +44,27 @@ def test_a_snapshot_without_events_tells_nothing_and_spoils_nothing() -> None:
     ]
 
 
+def test_the_panel_shows_the_newest_three_of_the_events_that_lines_tell() -> None:
+    events = [
+        event(1.0, "stall", "learner.0", "no step for 60 s"),
+        event(2.0, "exit", "rollout.1", "rollout.1 gone: signal 9"),
+        event(3.0, "guard", "learner.0", "the guard found, step 4: large_steps: " + "long " * 100),
+        event(4.0, "scale", "rollout", "3 replicas are wanted"),
+        event(5.0, "obstacle", "buffer.0", "over after 2 s: [away]"),
+    ]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(panel_of({"run": "x", "state": "running", "events": events}))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    told = [line.strip("\u2502 ") for line in lines if "! " in line]
+    assert [line.partition("! ")[2][:30] for line in told] == [
+        "buffer.0: over after 2 s: [away]"[:30],
+        "learner.0: the guard found, step 4: "[:30],
+        "rollout.1 gone: signal 9",
+    ]
+    assert "stall" not in "".join(lines) and "wanted" not in "".join(lines)
+    assert sum("long" in line for line in lines) == 1, "a long one is cut"
+
+
 def test_the_panel_shows_obstacles_above_all_else() -> None:
     console = Console(file=io.StringIO(), width=120)
     console.print(panel_of({"run": "x", "state": "running", "obstacles": [AWAY]}))

@@ -96,6 +96,13 @@ ROWS = {
     ),
     "too few CPUs": Row("rollout.cpus=5000", ("CPUs", "this machine has")),
     "memory": Row("rollout.replicas=100000", ("rollout.replicas: the run takes",)),
+    "Redis that is away": Row(
+        "buffer={journal: redis, url: 'redis://127.0.0.1:1/0'}",
+        ("buffer.url: Redis at redis://127.0.0.1:1/0 cannot be reached:", "refused", "start it, or check"),
+    ),
+    "variable of a Redis": Row(
+        "buffer={journal: redis, url: '${NOPE_URL}'}", ("the environment has no variable NOPE_URL",)
+    ),
     "learning rate": Row("learner.lr=1e9", ("learner.lr is 1000000000.0, but must be 1.0 or less",)),
     "critic without an advantage": Row("critic.lr=1e-5", ("critic is set, but algorithm.advantage: grpo",)),
     "kl_coef": Row("algorithm.kl_coef=0.1", ("unknown key 'kl_coef'", "Write kl: {coef: ...}")),

@@ -20,6 +20,7 @@ from asyncrl.control.launch import run
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.errors import ConfigError
+from asyncrl.faults import VARIABLE
 from tests.control.model_folder import write_model_folder
 
 RUN_ID = f"upon{os.getpid()}"
@@ -140,6 +141,35 @@ def test_a_step_that_the_journal_does_not_know_is_refused_and_nothing_is_written
 def test_what_is_no_way_to_resume_is_refused(resume: str) -> None:
     with pytest.raises(ConfigError, match="'auto', 'never' or the step"):
         up(["nope.yaml"], [], resume=resume)
+
+
+BUILTIN = ("model.path=builtin:digit_sort", "data.train=builtin:digit_sort", "data.max_prompt_tokens=16")
+
+
+@pytest.mark.parametrize(
+    ("point", "overrides"),
+    [
+        ("up.reading", ()),
+        ("up.checking", ()),
+        ("up.preparing", ()),
+        ("up.making", (*BUILTIN, "run.dir=elsewhere", "reward.fn=digit_sort")),
+        ("up.fetching", ("model.path=owner/name",)),
+    ],
+)
+def test_ctrl_c_before_the_head_is_told_and_leaves_nothing(
+    folder: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    point: str,
+    overrides: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"interrupt:{point}")
+    began = ["rollout={replicas: 1, cpus: 0, max_tokens: 16}", "learner.cpus=0"]
+    assert up(["a.yaml"], [*began, *overrides]) == exits.INTERRUPTED
+    told = capsys.readouterr().err.splitlines()
+    assert told[-1] == "interrupted: nothing was started", "and no checkpoint is promised"
+    assert VARIABLE not in os.environ, "the point was passed"
+    assert not folder.live.exists() and not list(Path("elsewhere").glob("builtin/*"))
 
 
 def test_two_starts_at_once_make_one_run(folder: RunDir) -> None:

@@ -54,6 +54,15 @@ def test_a_line_holds_what_changed_since_the_one_before() -> None:
     assert second == "step 101/600"
 
 
+def test_a_field_that_has_ended_is_a_dash_once() -> None:
+    stream, clock = io.StringIO(), ManualClock()
+    view = LineView(stream, clock)
+    for step in (100, 101, 102):
+        view.show(make_snapshot(step=100) | {"step": step} | ({} if step == 100 else {"time_left_s": None}))
+        clock.advance(LINE_S)
+    assert stream.getvalue().splitlines()[3:] == ["step 101/600  left \u2013", "step 102/600"]
+
+
 def test_a_state_or_a_phase_is_told_at_once_and_once() -> None:
     stream, clock = io.StringIO(), ManualClock()
     view = LineView(stream, clock)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, ServiceFailed
 from asyncrl.metrics.row_log import append_row
 from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
 from asyncrl.service import ServiceContext
@@ -226,6 +226,14 @@ class FailingReplica(Scripted):
         raise FileNotFoundError("no tokenizer in the model folder")
 
 
+class DyingEngine(Scripted):
+    """Its engine dies as soon as it is up, and says why."""
+
+    def run(self, stop: threading.Event) -> None:
+        time.sleep(0.05)
+        raise ServiceFailed("the engine died: ValueError: head_dim=16 is not supported")
+
+
 class RefusingReplica(Scripted):
     """Takes no version: its loads fail, one more each time that it is asked."""
 
@@ -238,6 +246,23 @@ class RefusingReplica(Scripted):
         reason = "vLLM refused the load of version 1: the probe does not match"
         refused = Obstacle("", Cause.WEIGHTS_REFUSED, reason, self._num_refused)
         return {"state": "SYNCING", "version": 0, OBSTACLES: [refused.as_values()]}
+
+
+class UnreachingSync(Scripted):
+    """Versions reach no receiver: one transfer more has failed each time that it is asked."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        super().__init__(context)
+        self._num_failed = 0
+
+    def status(self) -> dict[str, Any]:
+        self._num_failed += 10
+        reason = "a version did not reach it: no room for 4096 bytes in /dev/shm"
+        failed = [
+            Obstacle(f"receiver.{index}", Cause.WEIGHTS_UNDELIVERED, reason, self._num_failed).as_values()
+            for index in range(2)
+        ]
+        return {"state": "READY", OBSTACLES: failed}
 
 
 class GivingUpReplica(Scripted):

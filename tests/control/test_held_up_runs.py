@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from scripted_services import REPLACE
 from test_supervisor import make_supervisor, start, wait_for
 
 from asyncrl.cli.bulletin import Bulletin
+from asyncrl.cli.views import LineView
 from asyncrl.control.diagnosis import watch
 from asyncrl.control.fleet import watchdog
 from asyncrl.control.notices import Notices
@@ -31,6 +33,19 @@ def test_a_run_whose_replicas_refuse_every_version_ends_with_the_reason(tmp_path
     assert {event["service"] for event in found} == {"rollout.0", "rollout.1"}
     assert found[0]["cause"] == "weights_refused"
     assert found[0]["text"] == "vLLM refused the load of version 1: the probe does not match"
+
+
+def test_a_run_whose_receivers_no_version_reaches_ends_with_the_reason(tmp_path: Path) -> None:
+    unreached = {"weight_sync": "scripted_services:UnreachingSync", "rollout": "scripted_services:Syncing"}
+    supervisor, _ = make_supervisor(tmp_path, steps=10**6, replace={**WAITING, **unreached})
+    supervisor.run(threading.Event())
+    outcome = read_json(RunDir(tmp_path).outcome)
+    assert outcome is not None and (outcome["state"], outcome["service"]) == ("failed", "receiver.0")
+    assert "no room for 4096 bytes in /dev/shm (60 times in a row)" in outcome["error"]
+    assert not outcome["would_repeat"], "there may be room at the next start"
+    found = [event for event in load_events(RunDir(tmp_path).events) if event["kind"] == "obstacle"]
+    assert {event["service"] for event in found} == {"receiver.0", "receiver.1"}
+    assert {event["cause"] for event in found} == {"weights_undelivered"}
 
 
 def test_an_obstacle_is_in_the_snapshot_while_it_holds_and_its_end_is_an_event(
@@ -118,3 +133,32 @@ def test_why_a_service_is_started_again_is_in_the_snapshot_until_it_is_up(tmp_pa
     assert "no tokenizer in the model folder" in seen[0]
     outcome = read_json(RunDir(tmp_path).outcome)
     assert outcome is not None and outcome["would_repeat"], "it did so twice, and never worked"
+
+
+@pytest.mark.parametrize(
+    ("replica", "reason"),
+    [
+        ("FailingReplica", "no tokenizer in the model folder"),
+        ("DyingEngine", "the engine died: ValueError: head_dim=16 is not supported"),
+    ],
+)
+def test_why_a_replica_ended_is_an_event_and_a_line_of_the_terminal(
+    tmp_path: Path, replica: str, reason: str
+) -> None:
+    replace = {**WAITING, "rollout": f"scripted_services:{replica}"}
+    supervisor, _ = make_supervisor(tmp_path, steps=10**6, replace=replace)
+    terminal = io.StringIO()
+    view = LineView(terminal)
+    thread, stop = start(supervisor)
+
+    def is_told() -> bool:
+        view.show(supervisor.status())
+        lines = terminal.getvalue().splitlines()
+        return any(line.startswith("! rollout.") and reason in line for line in lines)
+
+    wait_for(is_told)
+    stop.set()
+    thread.join(60.0)
+    assert not thread.is_alive()
+    exits = [event for event in load_events(RunDir(tmp_path).events) if event["kind"] == "exit"]
+    assert exits[0]["service"].startswith("rollout.") and reason in exits[0]["text"]

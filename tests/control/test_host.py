@@ -52,6 +52,36 @@ def test_a_failed_service_tells_which_kinds_of_error_it_was(tmp_path: Path) -> N
     assert "kinds ['FileNotFoundError']" in run_host(tmp_path, "build_broken")
 
 
+WAITS = """
+import sys, time
+from pathlib import Path
+from asyncrl.config.tree import Config
+from asyncrl.control.launch.host import ServiceHost
+from asyncrl.obstacle import OBSTACLES
+from asyncrl.service import ServiceContext
+folder = Path(sys.argv[1])
+config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"})
+host = ServiceHost("trivial_service:build_waiting", ServiceContext(config, "a.0", folder, "id"), sys.argv[2])
+while not host.status()[OBSTACLES]:
+    time.sleep(0.01)
+print(host.status()["state"], host.status()[OBSTACLES][0]["reason"], flush=True)
+(folder / "back").touch()
+while host.status()["state"] == "STARTING":
+    time.sleep(0.01)
+print("then", host.status()["state"], OBSTACLES in host.status(), flush=True)
+host.stop(5.0)
+"""
+
+
+def test_what_a_service_waits_for_while_it_is_built_is_in_its_status(tmp_path: Path) -> None:
+    log = tmp_path / "a.0.log"
+    command = [sys.executable, "-c", WAITS, str(tmp_path), str(log)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    subprocess.run(command, env=environment, timeout=60, check=True)
+    assert "STARTING Redis at localhost:1 is away: Connection refused\n" in log.read_text()
+    assert "then serving False\n" in log.read_text(), "the service's own status counts"
+
+
 SEMAPHORES = """
 import multiprocessing, os, signal, sys
 from pathlib import Path

@@ -112,6 +112,20 @@ def test_every_process_of_a_run_is_found_by_its_mark_and_ended(ray_started: None
 
 
 @pytest.mark.long
+def test_a_service_that_is_still_built_refuses_a_command_in_one_plain_sentence(
+    ray_started: None, tmp_path: Path
+) -> None:
+    launcher = ray_launcher.RayLauncher("tests")
+    launcher.start(make_spec(tmp_path, "g.0", "build_waiting"))
+    await_state(launcher, "g.0", "STARTING")
+    with pytest.raises(ServiceFailed) as caught:
+        launcher.command("g.0", "drain", {}, 30.0)
+    assert str(caught.value) == "g.0 is still starting and cannot 'drain'"
+    (tmp_path / "back").touch()
+    await_state(launcher, "g.0", "serving")
+    launcher.kill("g.0")
+
+
 def test_another_launcher_takes_charge_of_who_lives_and_a_stopped_one_is_replaced(
     ray_started: None, tmp_path: Path
 ) -> None:

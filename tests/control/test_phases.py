@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.control.phases import phase_of
+from asyncrl.control.phases import ANSWERS_WAIT, phase_of
 
 LEARNER = {"state": "READY", "step": 100, "resumed_step": 100}
+READY = {"state": "READY"}
+SAMPLED = "the first batch is sampled"
 UP = {"buffer.0": {"state": "serving"}, "learner.0": LEARNER, "rollout.0": {"state": "READY"}}
 
 
@@ -22,7 +24,9 @@ UP = {"buffer.0": {"state": "serving"}, "learner.0": LEARNER, "rollout.0": {"sta
         ),
         ({**UP, "learner.0": {"state": "SILENT"}}, "the learner loads its weights"),
         ({**UP, "rollout.0": {"state": "SYNCING"}}, "the first weights go to the replicas"),
-        (UP, "the first batch is sampled"),
+        (UP, SAMPLED),
+        ({**UP, "rollout.0": {**READY, "in_flight_groups": 2, "in_flight_requests": 1}}, SAMPLED),
+        ({**UP, "rollout.0": {**READY, "in_flight_groups": 2, "in_flight_requests": 0}}, ANSWERS_WAIT),
         ({**UP, "learner.0": {**LEARNER, "step": 101}}, ""),
         (
             {"learner.0": {**LEARNER, "step": 9, "resumed_step": 0}, "rollout.0": {"state": "STARTING"}},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from asyncrl.config.tree import Config
 from asyncrl.control.record.metering import Meter
-from asyncrl.control.record.summary import summarise
+from asyncrl.control.record.summary import draw_curves, smooth, summarise
 
 REQUIRED = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}}
 
@@ -14,6 +16,18 @@ def make_row(step: int, **values: float) -> dict[str, float]:
     names += ("staleness/lag_max_trained", "perf/total_num_tokens", "timing_s/wait")
     names += ("perf/rollout_tokens_per_s", "perf/rollout_idle_share")
     return dict.fromkeys(names, 1.0) | {"training/global_step": step} | values
+
+
+def test_smoothed_curves_follow_what_was_measured_and_swing_less() -> None:
+    smoothed = smooth([0.0, 1.0] * 50)
+    assert all(0.4 < value < 0.6 for value in smoothed[-10:])
+    assert smooth([]) == [] and smooth([0.3]) == [0.3]
+
+
+def test_curves_are_drawn_of_rows_that_lack_some(tmp_path: Path) -> None:
+    row = {"training/global_step": 1, "timing_s/step": 1.0, "staleness/lag_max_trained": 0}
+    draw_curves([row], tmp_path / "curves.png", 4, "a run")
+    assert (tmp_path / "curves.png").stat().st_size > 0
 
 
 def test_the_summary_holds_what_the_guard_counted_last() -> None:

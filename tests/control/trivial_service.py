@@ -9,6 +9,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.service import ServiceContext
 
 
@@ -42,6 +43,15 @@ def build(context: ServiceContext) -> TrivialService:
 
 def build_broken(context: ServiceContext) -> TrivialService:
     raise FileNotFoundError("no model in models/nowhere")
+
+
+def build_waiting(context: ServiceContext) -> TrivialService:
+    """Wait for the file `back`, and say so."""
+    away = Obstacle("", Cause.JOURNAL_AWAY, "Redis at localhost:1 is away: Connection refused")
+    context.tell([away])
+    while not (context.run_dir / "back").exists():
+        time.sleep(0.01)
+    return TrivialService(context)
 
 
 def keep_semaphore(ready: Connection) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -85,6 +86,8 @@ def test_ctrl_c_while_the_run_starts_leaves_nothing(up: Callable[..., UpRun]) ->
     assert leftovers(run.folder) == []
 
 
+PHASE = re.compile(r" +\d+\.\d s: ")
+"""A phase of a stop, with the seconds since it was asked for."""
 START = (
     *("up.head", "head.ray", "head.supervisor", "supervisor.begun", "rollout.engine"),
     *("learner.publishing@0", "learner.reserved@0", "learner.updated@2"),
@@ -98,13 +101,13 @@ def test_ctrl_c_at_any_moment_of_a_start_ends_it_within_ten_seconds(
     up: Callable[..., UpRun], point: str
 ) -> None:
     run = up(f"nipped-{point.partition('@')[0]}", *SHORT, interrupt=point)
-    assert run.process.stdout is not None
-    told = [(time.monotonic(), line) for line in run.process.stdout]
-    code, ended_at = run.process.wait(30), time.monotonic()
-    output = "".join(line for _, line in told)
+    (code, output), ended_at = run.finish(), time.time()
     assert code == 130, output
-    interrupted_at = next(at for at, line in told if line.startswith("stopping the run; Ctrl-C again"))
-    print(f"{point}: {ended_at - interrupted_at:.1f} s, {told[-1][1].rstrip()}")
+    interrupted_at = run.told_at("stopping the run; Ctrl-C again")
+    phases = [float(line.split()[0]) for _, line in run.told if PHASE.match(line)]
+    assert phases and phases == sorted(phases), output
+    assert ("To go on from the checkpoint" in output) == any(run.folder.glob("checkpoints/step-*")), output
+    print(f"{point}: {ended_at - interrupted_at:.1f} s, {run.told[-1][1].rstrip()}")
     assert "Traceback" not in output and "stopped in" in output
     assert ended_at - interrupted_at < 10.0, output
     assert leftovers(run.folder) == []

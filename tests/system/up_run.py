@@ -6,12 +6,16 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
+
+from asyncrl.control.api.access import page_url
 from asyncrl.control.launch.handle import attach
 from asyncrl.control.record.rundir import RunDir
 
@@ -25,10 +29,24 @@ def asyncrl_command(*arguments: str) -> list[str]:
 
 @dataclass
 class UpRun:
-    """One `asyncrl up` and the folder that it writes to."""
+    """One `asyncrl up` and the folder that it writes to.
+
+    Attributes:
+        told: The lines that it has printed, each with the time of the wall clock at which it came.
+    """
 
     folder: Path
     process: subprocess.Popen[str]
+    told: list[tuple[float, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._reader = threading.Thread(target=self._read, name="up-output", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.told.append((time.time(), line))
 
     @property
     def runs_dir(self) -> Path:
@@ -66,8 +84,29 @@ class UpRun:
 
     def finish(self, deadline_s: float = UP_DEADLINE_S) -> tuple[int, str]:
         """Wait for the end; return the exit code and all that was printed."""
-        output, _ = self.process.communicate(timeout=deadline_s)
-        return self.process.returncode, output
+        code = self.process.wait(deadline_s)
+        self._reader.join(10.0)
+        return code, "".join(line for _, line in self.told)
+
+    def told_at(self, *words: str, deadline_s: float = 30.0) -> float:
+        """Wait for a line with all these words; return the time at which it came."""
+        end = time.monotonic() + deadline_s
+        while True:
+            for at, line in list(self.told):
+                if all(word in line for word in words):
+                    return at
+            assert time.monotonic() < end, f"no line has {words}: {''.join(line for _, line in self.told)}"
+            time.sleep(0.05)
+
+    def page_view(self) -> dict[str, Any]:
+        """Return what a browser that opens the page now is shown first."""
+        live = json.loads((self.folder / "run.json").read_text())
+        address = page_url(live["url"], live["key"]).replace("/?", "/events?")
+        with httpx.stream("GET", address, timeout=30.0) as stream:
+            lines = stream.iter_lines()
+            next(line for line in lines if line == "event: view")
+            found: dict[str, Any] = json.loads(next(lines).removeprefix("data: "))
+            return found
 
     def end(self) -> None:
         """End what is left of the run, as a test that failed leaves it."""

@@ -37,7 +37,7 @@ from asyncrl.buffer.ledger.events import Event
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.errors import ConfigError, DeadlineExceeded, FencedError
 from asyncrl.faults import fault_point, is_wanted
-from asyncrl.obstacle import Cause, Obstacle
+from asyncrl.obstacle import Cause, Obstacle, Tell, tell_nobody
 from asyncrl.wire import Frame
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class RedisJournal:
         run: Names the run among all that share the Redis.
         url: Returns where Redis is; asked before every connection.
         connect_deadline_s: How long the first connection may take.
+        tell: Told at once when Redis goes away, and when it is back.
 
     Raises:
         ConfigError: Redis cannot be reached in time, refuses the user, or would evict what it holds.
@@ -71,11 +72,13 @@ class RedisJournal:
         events_per_snapshot: int = EVENTS_PER_SNAPSHOT,
         connect_deadline_s: float = 30.0,
         on_close: Callable[[], None] = lambda: None,
+        tell: Tell = tell_nobody,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.need = Need.NOTHING
         self._url = url
         self._on_close = on_close
+        self._tell = tell
         self._clock = clock or SystemClock()
         self._events_per_snapshot = events_per_snapshot
         self._keys = keys_of(run)
@@ -111,6 +114,7 @@ class RedisJournal:
                 self._shows_settings = check_settings(link, self.counters)
                 owner = self._become_owner(link)
                 if owner is not None:
+                    self._note_back()
                     return link, owner
             except Refusal as error:
                 raise ConfigError(f"Redis at {link.label} refuses: {error}", hint=_RIGHTS_HINT) from None
@@ -123,6 +127,8 @@ class RedisJournal:
                         f"Redis at {link.label} cannot be reached within {deadline_s:g} s: {error}",
                         hint="Start it, or check buffer.url",
                     ) from None
+                self._link = link
+                self._note_away(error)
             self._clock.sleep(0.05)
 
     def _become_owner(self, link: RedisLink) -> bytes | None:
@@ -433,12 +439,14 @@ class RedisJournal:
             )
         self._next_try = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, BACKOFF_S[1])
+        self._tell(self.obstacles())
 
     def _note_back(self) -> None:
         self._backoff_s = BACKOFF_S[0]
         if self._away_since is not None:
             away_s = self._clock.now() - self._away_since
             self._away_since = None
+            self._tell([])
             log.warning("Redis at %s is back after %.1f s", self._link.label, away_s)
 
     def status(self) -> dict[str, Any]:

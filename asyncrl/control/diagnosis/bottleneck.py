@@ -96,7 +96,7 @@ def _compare(metrics: Metrics, statuses: Statuses) -> Diagnosis:
     metrics = _without_spares(metrics)
     learner, rollout = metrics.get("perf/learner_idle_share"), metrics.get("perf/rollout_idle_share")
     if learner is None or rollout is None:
-        if _is_scoring(statuses):
+        if is_scoring(statuses):
             return Diagnosis("reward", _scoring(statuses), "reward")
         if statuses.get("learner.0"):
             return Diagnosis("rollout", "the first batch is being generated", "rollout")
@@ -138,7 +138,7 @@ def _held_up(learner: float, metrics: Metrics) -> Diagnosis | None:
 def _between(learner: float, rollout: float, metrics: Metrics, statuses: Statuses) -> Diagnosis | None:
     """Return what lies between prompts and batches besides the engines, None if that is not the cause."""
     group = metrics.get(f"{ROLLOUT_IDLE}group", 0.0)
-    if _is_scoring(statuses) or (group >= IDLE and group >= rollout / 2):
+    if is_scoring(statuses) or (group >= IDLE and group >= rollout / 2):
         return Diagnosis("reward", _scoring(statuses), "reward")
     weights = sum(metrics.get(f"{ROLLOUT_IDLE}{cause}", 0.0) for cause in ("weights", "swap", "fenced"))
     step = int(statuses.get("learner.0", {}).get("step") or 0)
@@ -184,8 +184,8 @@ def _replicas(statuses: Statuses) -> dict[str, Mapping[str, Any]]:
     return {name: status for name, status in statuses.items() if name.startswith("rollout.")}
 
 
-def _is_scoring(statuses: Statuses) -> bool:
-    """Whether replicas hold groups of which nothing is being generated."""
+def is_scoring(statuses: Statuses) -> bool:
+    """Tell whether replicas hold groups of which nothing is being generated."""
     known = [one for one in _replicas(statuses).values() if "in_flight_requests" in one]
     held = sum(one.get("in_flight_groups", 0) for one in known)
     return held > 0 and not any(one["in_flight_requests"] for one in known)

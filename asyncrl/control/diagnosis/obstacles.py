@@ -17,12 +17,13 @@ Statuses = Mapping[str, Mapping[str, Any]]
 DOWN = (ServiceState.FAILED, ServiceState.DEAD)
 SERVING = (ServiceState.READY, ServiceState.PINNED)
 NOT_JUDGED = (
-    *(ServiceState.WAITING, ServiceState.STARTING, ServiceState.SILENT),
+    *(ServiceState.WAITING, ServiceState.STARTING, ServiceState.SILENT, ServiceState.PINNED),
     *(ServiceState.DRAINING, ServiceState.RETIRED, ServiceState.ENDED),
 )
-"""States of a replica that says nothing yet of whether it can work, or is leaving."""
-MAX_REFUSALS = 6
-"""Loads in a row that every replica refused, after which no version is expected to be taken any more."""
+"""States of a replica that says nothing yet of whether it can work, is offered no version, or is leaving."""
+MAX_TRIES = {Cause.WEIGHTS_REFUSED: 6, Cause.WEIGHTS_UNDELIVERED: 60}
+"""Tries in a row that a version failed to get into a replica, after which none is expected to. Transfers
+are tried again with growing pauses of at most 5 s: 60 take five minutes, in which `/dev/shm` may be freed."""
 
 
 def gather(statuses: Statuses, stall: str = "") -> list[Obstacle]:
@@ -43,14 +44,21 @@ def gather(statuses: Statuses, stall: str = "") -> list[Obstacle]:
 
 
 def verdict(obstacles: Iterable[Obstacle], statuses: Statuses) -> Obstacle | None:
-    """Return the obstacle that a run must end for, because no replica can take any version; None if none."""
+    """Return the obstacle that a run must end for, because no replica can take any version; None if none.
+
+    Versions may fail to load in one replica and fail to reach the receiver of another.
+    """
     replicas = _replicas(statuses)
-    states = [str(status.get("state")) for status in replicas.values()]
-    if not replicas or any(state in SERVING or state in NOT_JUDGED for state in states):
+    if not replicas or any(status.get("state") in NOT_JUDGED for status in replicas.values()):
         return None
-    refusals = [one for one in obstacles if one.cause is Cause.WEIGHTS_REFUSED]
-    refusing = {one.service for one in refusals if one.count >= MAX_REFUSALS}
-    return refusals[0] if refusing >= set(replicas) else None
+    lasting = [one for one in obstacles if one.cause in MAX_TRIES and one.count >= MAX_TRIES[one.cause]]
+    is_lost = {_number_of(name) for name in replicas} <= {_number_of(one.service) for one in lasting}
+    return lasting[0] if is_lost else None
+
+
+def _number_of(service: str) -> str:
+    """Return what a replica and its receiver have in common."""
+    return service.partition(".")[2]
 
 
 def _of_service(name: str, status: Mapping[str, Any]) -> list[Obstacle]:
@@ -75,9 +83,9 @@ def _blocks(obstacle: Obstacle, statuses: Statuses, found: Iterable[Obstacle]) -
         return False
     if not obstacle.service.startswith(("rollout.", "receiver.")):
         return True
-    troubled = {one.service.partition(".")[2] for one in found}
+    troubled = {_number_of(one.service) for one in found}
     working = [name for name, status in _replicas(statuses).items() if status.get("state") in SERVING]
-    return all(name.partition(".")[2] in troubled for name in working)
+    return all(_number_of(name) in troubled for name in working)
 
 
 def _reports(status: Mapping[str, Any], cause: Cause) -> bool:

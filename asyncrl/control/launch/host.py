@@ -17,6 +17,8 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from asyncrl.control.cluster.settling import settle
 from asyncrl.control.launch.spec import NODE_VARIABLE
 from asyncrl.errors import AsyncrlError
 from asyncrl.log_records import log_to_stderr
+from asyncrl.obstacle import OBSTACLES, Obstacle
 from asyncrl.service import Service, ServiceContext
 from asyncrl.states import ServiceState
 
@@ -48,11 +51,12 @@ class ServiceHost:
         name_semaphores(context.shm_prefix + context.name)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         _raise_descriptor_limit()
-        context = settle(context)
+        context = replace(settle(context), tell=self._hear)
         self._factory = factory
         self._context = context
         self._stop = threading.Event()
         self._service: Service | None = None
+        self._waits_for: Sequence[Obstacle] = ()
         self._error = ""
         self._error_kinds: list[str] = []
         self._is_done = False
@@ -65,6 +69,8 @@ class ServiceHost:
         base["node"] = os.environ.get(NODE_VARIABLE, "")
         if self._service is not None:
             base.update(self._service.status())
+        else:
+            base[OBSTACLES] = [one.as_values() for one in self._waits_for]
         if self._error:
             base.update(state=ServiceState.FAILED, error=self._error, error_kinds=self._error_kinds)
         elif self._is_done:
@@ -85,6 +91,9 @@ class ServiceHost:
         self._stop.set()
         self._thread.join(deadline_s)
         return not self._thread.is_alive()
+
+    def _hear(self, obstacles: Sequence[Obstacle]) -> None:
+        self._waits_for = obstacles
 
     def _run(self) -> None:
         try:

@@ -66,6 +66,7 @@ def start(
     """
     asked = with_absolute_dir(config)
     plan.check(config)
+    fault_point("up.preparing")
     config = keep_revisions(config)
     config = prepare.prepare(config, say)
     found = plan.check(config)

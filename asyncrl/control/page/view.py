@@ -243,7 +243,8 @@ def _lag(snapshot: Snapshot) -> dict[str, Any]:
 
 def _services(snapshot: Snapshot) -> list[dict[str, Any]]:
     services = mapping_of(snapshot.get("services"))
-    newest = metric_of(snapshot, "weights/published")
+    told = [mapping_of(one).get("version") or 0 for one in services.values()]
+    newest = max(metric_of(snapshot, "weights/published") or 0, *told, 0)  # a row is older than a status
     return [
         _service(name, mapping_of(services[name]), newest)
         for name in sorted(services, key=lambda name: (_ORDER.get(name.split(".")[0], 9), index_of(name)))
@@ -253,7 +254,7 @@ def _services(snapshot: Snapshot) -> list[dict[str, Any]]:
 _ORDER = {"rollout": 0, "learner": 1, "buffer": 2, "weight_sync": 3, "publisher": 4, "receiver": 5}
 
 
-def _service(name: str, service: Mapping[str, Any], newest: float | None) -> dict[str, Any]:
+def _service(name: str, service: Mapping[str, Any], newest: float) -> dict[str, Any]:
     state, version = state_of(service) or DASH, service.get("version")
     is_replica = name.startswith("rollout.")
     behind = "" if not (is_replica and version and newest) else _behind(newest - version)

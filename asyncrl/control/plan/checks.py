@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from asyncrl.buffer.composition import ledger_settings, max_group_bytes
+from asyncrl.buffer.composition import check_redis, ledger_settings, max_group_bytes
 from asyncrl.config.architectures import ModelSize
 from asyncrl.config.tree import Config
 from asyncrl.control import shared_memory
@@ -24,6 +24,7 @@ NOT_CHECKED_ELSEWHERE = (
     "the CPUs, GPUs and memory of the machine that it will run on: they are checked there, at `up`",
     "the files that model, data, reward and environment name, and what is in them",
     "the addresses and ports that it listens on",
+    "the Redis that buffer.url names",
 )
 NOT_IN_A_CRITIC = ("lm_head.weight",)
 """Its head gives a value instead."""
@@ -98,7 +99,21 @@ def check_buffer(config: Config) -> Iterator[str]:
     try:
         ledger_settings(config)
     except ConfigError as error:
-        yield f"buffer.memory_bytes: {error.message}; {error.hint[:1].lower()}{error.hint[1:]}"
+        yield _line("buffer.memory_bytes", error)
+
+
+def check_journal(config: Config) -> Iterator[str]:
+    """Say if the Redis of the journal cannot be used from here now."""
+    try:
+        check_redis(config.buffer)
+    except ConfigError as error:
+        yield _line("buffer.url", error)
+
+
+def _line(key: str, error: ConfigError) -> str:
+    """Return an error with its hint on a line that begins with the key."""
+    said = error.message if error.message.startswith(key) else f"{key}: {error.message}"
+    return f"{said}; {error.hint[:1].lower()}{error.hint[1:]}"
 
 
 def check_cut_of_engine(config: Config) -> Iterator[str]:

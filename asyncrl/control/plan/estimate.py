@@ -17,6 +17,7 @@ from asyncrl.control.plan.checks import (
     NOT_CHECKED_ELSEWHERE,
     PORTABLE_CHECKS,
     SIZE_CHECKS,
+    check_journal,
     count_nodes,
     find_notes,
     find_unchecked,
@@ -40,6 +41,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     lambda config: machine.check_resources(config, machine.count_replicas(config)),
     machine.check_host,
     check_sinks,
+    check_journal,
     *SIZE_CHECKS,
 )
 THIS_MACHINE, ANY_NODE = "this machine", "any node of the Ray cluster"

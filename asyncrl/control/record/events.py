@@ -47,7 +47,8 @@ class EventLog:
 
     Args:
         path: The file; events that are in it already are remembered too.
-        reserve_bytes: Room on the disk that is let go when it is full, so that this can still be told.
+        reserve_bytes: Room on the disk that is let go when it is full, so that this can still be told, and
+            taken again once there is room.
     """
 
     def __init__(self, path: Path, reserve_bytes: int = 0) -> None:
@@ -55,9 +56,10 @@ class EventLog:
         self._lock = threading.Lock()
         self._newest: deque[dict[str, Any]] = deque(load_events(path, KEPT), maxlen=KEPT)
         self._unwritten: list[str] = []
-        self._reserve = path.with_suffix(".reserve") if reserve_bytes else None
-        if self._reserve is not None:
-            reserve_room(self._reserve, reserve_bytes)
+        self._reserve = path.with_suffix(".reserve")
+        self._reserve_bytes = reserve_bytes
+        self._has_reserve = False
+        self._reserve_again()
         self.num_lost = 0
 
     def add(self, kind: Kind, service: str, text: str, **fields: Any) -> None:
@@ -80,21 +82,29 @@ class EventLog:
                 log.warning("the event '%s' of %s could not be written yet: %s", kind, service, error)
 
     def _write(self) -> None:
-        """Append what is not written yet; a full disk gets the reserve first."""
+        """Append what is not written yet; a full disk gets the reserve first, and gives it back later."""
         text = "".join(self._unwritten)
         try:
             append_lines(self._path, text)
         except OSError:
-            if self._reserve is None:
+            if not self._has_reserve:
                 raise
             self._reserve.unlink(missing_ok=True)
-            self._reserve = None
+            self._has_reserve = False
             append_lines(self._path, text)
+        else:
+            self._reserve_again()
         self._unwritten = []
+
+    def _reserve_again(self) -> None:
+        """Take room on the disk unless it is taken; a disk without room keeps what little it has."""
+        if self._has_reserve or not self._reserve_bytes:
+            return
+        self._has_reserve = reserve_room(self._reserve, self._reserve_bytes)
 
     def close(self) -> None:
         """Let the reserve go; what could not be written yet stays so."""
-        if self._reserve is not None:
+        if self._has_reserve:
             self._reserve.unlink(missing_ok=True)
 
     def newest(self, number: int) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ def write_summary(
     began = (read_json(run_dir.live) or {}).get("began")
     write_json(run_dir.summary, summarise(rows, config, statuses, began) | {"state": outcome["state"]})
     if training_rows(rows):
-        draw_curves(rows, run_dir.curves, config.staleness.max_lag)
+        draw_curves(rows, run_dir.curves, config.staleness.max_lag, config.run.name)
 
 
 def summarise(
@@ -94,6 +94,7 @@ def _steady_rate(rows: list[Row]) -> float | None:
     return 1.0 / times[len(times) // 2] if times else None
 
 
+SMOOTHING = 0.9
 CURVES = (
     ("reward", "critic/rewards/mean"),
     ("lag of trained tokens", "staleness/lag_mean"),
@@ -102,15 +103,31 @@ CURVES = (
 )
 
 
-def draw_curves(rows: list[Row], path: Path, max_lag: int) -> None:
-    """Draw reward, lag, entropy and throughput over steps."""
+def smooth(values: list[float]) -> list[float]:
+    """Return a running mean that weighs each value less by `SMOOTHING` than the one after it.
+
+    >>> smooth([1.0, 1.0, 1.0])
+    [1.0, 1.0, 1.0]
+    """
+    means, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = SMOOTHING * total + value, SMOOTHING * weight + 1.0
+        means.append(total / weight)
+    return means
+
+
+def draw_curves(rows: list[Row], path: Path, max_lag: int, name_of_run: str) -> None:
+    """Draw reward, lag, entropy and throughput over steps: as measured, faint, and smoothed over it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6), layout="constrained")
     steps = training_rows(rows)
+    figure.suptitle(f"{name_of_run}: {len(steps)} steps")
     for axes, (title, name) in zip(figure.subplots(2, 2).flat, CURVES, strict=True):
         points = [(row["training/global_step"], row[name]) for row in steps if name in row]
-        axes.plot(*zip(*points, strict=True), linewidth=0.8, label=name)
+        numbers, values = [step for step, _ in points], [value for _, value in points]
+        (raw,) = axes.plot(numbers, values, linewidth=0.6, alpha=0.3)
+        axes.plot(numbers, smooth(values), linewidth=1.2, color=raw.get_color(), label=name)
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
         if name == "critic/rewards/mean":

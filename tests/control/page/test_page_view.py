@@ -171,6 +171,17 @@ def test_long_texts_lose_their_middle() -> None:
     assert len(shown.split()) < HEAD_TOKENS + 200
 
 
+def test_a_version_is_behind_the_newest_that_a_row_or_a_service_tells_of() -> None:
+    snapshot = make_snapshot()
+    snapshot["metrics"]["weights/published"] = 10.0
+    versions = {"rollout.0": 9, "rollout.1": 12}
+    services = {name: {"state": "READY", "version": number} for name, number in versions.items()}
+    shown = view(snapshot | {"services": services})["services"]
+    assert [one["behind"] for one in shown] == ["3 behind", "newest"]
+    shown = view(snapshot | {"services": {"rollout.0": services["rollout.0"]}})["services"]
+    assert [one["behind"] for one in shown] == ["1 behind"]
+
+
 def test_obstacles_stand_with_reason_count_and_since_when() -> None:
     refused = {"service": "rollout.0", "reason": "vLLM refused version 3", "count": 2, "since": 7.0}
     snapshot = make_snapshot() | {"obstacles": [refused | {"blocks": True}]}
