@@ -7,6 +7,7 @@ special tokens and chat templates count for nothing, and what is too much to loo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ BLOCK_ROWS = 1000
 MAX_ROWS = 50_000
 MAX_BYTES = 4 << 20
 """Of prompts that are tokenised in search of one that fits: about a second."""
+TOKENIZER = "tokenizer.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
@@ -48,7 +50,7 @@ def find_problem(source: SourceSection, max_prompt_tokens: int, model: Path) -> 
 
 def _look(path: Path, filters: Filters, model: Path) -> str:
     """Return the problem of `path`, read block by block until a prompt fits. Raises DataError."""
-    rows, search = enumerate(read_rows(path)), Search(model / "tokenizer.json", filters.max_tokens)
+    rows, search = enumerate(read_rows(path)), Search(_tokenizer_of(model), filters.max_tokens)
     has_no_template, num_rows = _has_no_template(model), 0
     while block := [(row, fields) for row, fields in itertools.islice(rows, BLOCK_ROWS)]:
         num_rows += len(block)
@@ -71,8 +73,8 @@ def _look(path: Path, filters: Filters, model: Path) -> str:
 class Search:
     """Looks for a prompt of at most `max_tokens`, the shortest of each block first."""
 
-    def __init__(self, tokenizer_file: Path, max_tokens: int) -> None:
-        self._tokenizer = _load(tokenizer_file)
+    def __init__(self, tokenizer: Tokenizer | None, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._bytes_left = MAX_BYTES
 
@@ -87,6 +89,14 @@ class Search:
         return False
 
 
+def _tokenizer_of(model: Path) -> Tokenizer | None:
+    """Return the model's tokenizer; None without one that can be loaded, which `find_bad_tokenizer` tells."""
+    try:
+        return _read_tokenizer(model / TOKENIZER)
+    except DataError:
+        return None
+
+
 def _has_no_template(model: Path) -> bool:
     """Tell whether the tokenizer in the folder `model` is known to have no chat template."""
     try:
@@ -96,15 +106,30 @@ def _has_no_template(model: Path) -> bool:
     return not table.get("chat_template") and not any((model / name).exists() for name in TEMPLATES)
 
 
-def _load(tokenizer_file: Path) -> Tokenizer | None:
+def find_bad_tokenizer(model: Path) -> str:
+    """Say why `tokenizer.json` in the folder `model` cannot be loaded; nothing if there is none."""
+    file = model / TOKENIZER
+    try:
+        _read_tokenizer(file)
+    except DataError as error:
+        return f"'{file}' is not a tokenizer: {error}; copy the one that the model was trained with"
+    return ""
+
+
+def _read_tokenizer(file: Path) -> Tokenizer | None:
+    """Return the tokenizer of `file`, or None without the file. Raises DataError if it cannot be loaded."""
+    return _parse_tokenizer(file, file.stat().st_mtime_ns) if file.is_file() else None
+
+
+@functools.lru_cache(maxsize=1)
+def _parse_tokenizer(file: Path, changed_at_ns: int) -> Tokenizer:
+    """Load `file` as it is since `changed_at_ns`, once for all that ask: a large one takes a second."""
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    except (
-        Exception
-    ):  # the library raises nothing narrower; `plan` reads the file itself and says what is wrong
-        return None
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(str(error)) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -86,6 +86,8 @@ ROWS = {
     "garbled weights": Row("model.path=garbled", ("is not a safetensors file, or cut short at 5 bytes",)),
     "missing shard": Row("model.path=without_shard", ("lacks model-2.safetensors of its weights",)),
     "no tokenizer": Row("model.path=without_tokenizer", ("holds no tokenizer (no tokenizer.json)",)),
+    "torn tokenizer": Row("model.path=torn_tokenizer", ("is not a tokenizer: key must be a string",)),
+    "empty tokenizer": Row("model.path=empty_tokenizer", ("is not a tokenizer: data did not match",)),
     "large tokenizer": Row("model.path=small", ("knows 50 tokens (vocab_size), and its tokenizer has",)),
     "head size": Row("model.path=narrow", ("no attention for heads of 16, only of 32,", "rollout.gpus: 1")),
     "run.dir below a file": Row("run.dir=train.jsonl/x", ("run.dir: '", "train.jsonl' is a file")),
@@ -144,6 +146,8 @@ def write_folder(folder: Path) -> None:
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     save_file({"a": np.zeros(4, np.float32)}, sharded / "model.safetensors")
     (write_model_folder(folder / "without_tokenizer", **SIZES) / "tokenizer.json").unlink()
+    for name, text in (("torn_tokenizer", "{not json"), ("empty_tokenizer", '{"model": {}}')):
+        (write_model_folder(folder / name, **SIZES) / "tokenizer.json").write_text(text)
     write_model_folder(folder / "small", **SIZES | {"vocab_size": 50})
     write_model_folder(folder / "narrow", **SIZES | {"head_dim": 16})
 
