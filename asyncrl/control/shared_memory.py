@@ -8,22 +8,18 @@ Invariant: what is counted is the most that is in use at once, with the receiver
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import struct
 from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.tree import Config
+from asyncrl.control.weight_files import read_header
 
 SHM_DIR = Path("/dev/shm")
 NUM_AT_PUBLISHER, NUM_AT_RECEIVER = 3, 2
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-MAX_HEADER_BYTES = 100_000_000
-"""As safetensors allows."""
 GB = 10**9
 
 
@@ -104,16 +100,8 @@ def count_weights(folder: Path, without: Container[str] = ()) -> int | None:
     """
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     try:
-        return sum(_count_in_file(file, without) for file in files) or None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        headers = [read_header(file) for file in files]
+    except (OSError, ValueError):
         return None
-
-
-def _count_in_file(file: Path, without: Container[str]) -> int:
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(f"'{file}' is not a safetensors file")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    return sum(math.prod(entry["shape"]) for name, entry in tensors.items() if name not in without)
+    shapes = {name: shape for header in headers for name, shape in header.shapes.items()}
+    return sum(math.prod(shape) for name, shape in shapes.items() if name not in without) or None

@@ -6,14 +6,14 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from tests.control.model_folder import SIZES, write_model_folder
 
@@ -82,9 +82,18 @@ ROWS = {
     "filter": Row("data.train=[{path: train.jsonl, filter: uniq}]", ("there is no filter 'uniq'",)),
     "no model": Row("model.path=nowhere", ("model.path: 'nowhere' holds no Hugging Face model",)),
     "no weights": Row("model.path=without_weights", ("holds no weights", "save the model as safetensors")),
-    "torn weights": Row("model.path=torn", ("has 92 bytes, and its header tells of 96", "copy it again")),
+    "torn weights": Row("model.path=torn", ("bytes, and its header tells of", "copy it again")),
     "garbled weights": Row("model.path=garbled", ("is not a safetensors file, or cut short at 5 bytes",)),
     "missing shard": Row("model.path=without_shard", ("lacks model-2.safetensors of its weights",)),
+    "shard without a tensor": Row(
+        "model.path=hollow_shard", ("model-2.safetensors' lacks 'b', which model.safetensors.index.json",)
+    ),
+    "norm alone": Row("model.path=norm", ("norm' has no tensor 'model.embed_tokens.weight'",)),
+    "no head": Row("model.path=headless", ("headless' has no tensor 'lm_head.weight'",)),
+    "no second layer": Row("model.path=one_layer", ("no tensor 'model.layers.1.self_attn.q_proj.weight'",)),
+    "another vocabulary": Row(
+        "model.path=padded", ("'model.embed_tokens.weight' has the shape [128, 64], and [144, 64]",)
+    ),
     "no tokenizer": Row("model.path=without_tokenizer", ("holds no tokenizer (no tokenizer.json)",)),
     "torn tokenizer": Row("model.path=torn_tokenizer", ("is not a tokenizer: key must be a string",)),
     "empty tokenizer": Row("model.path=empty_tokenizer", ("is not a tokenizer: data did not match",)),
@@ -97,7 +106,7 @@ ROWS = {
         "rollout={gpus: 2, replicas: 8, cpus: 0, max_tokens: 16}", ("ask for 16 GPUs", "set both to 0")
     ),
     "too few CPUs": Row("rollout.cpus=5000", ("CPUs", "this machine has")),
-    "memory": Row("rollout.replicas=100000", ("rollout.replicas: the run takes",)),
+    "memory": Row("rollout.replicas=10000", ("rollout.replicas: the run takes",)),
     "learning rate": Row("learner.lr=1e9", ("learner.lr is 1000000000.0, but must be 1.0 or less",)),
     "critic without an advantage": Row("critic.lr=1e-5", ("critic is set, but algorithm.advantage: grpo",)),
     "kl_coef": Row("algorithm.kl_coef=0.1", ("unknown key 'kl_coef'", "Write kl: {coef: ...}")),
@@ -121,6 +130,13 @@ ROWS = {
     "option 5,000 deep": Row("model.path=" + "[" * 5000, ("values are nested deeper than 8 levels",)),
 }
 
+KEPT: dict[str, Callable[[str], bool]] = {
+    "norm": lambda tensor: tensor == "model.norm.weight",
+    "headless": lambda tensor: tensor != "lm_head.weight",
+    "one_layer": lambda tensor: ".layers.1." not in tensor,
+}
+"""Folders whose weights are those of the good model, and which tensors are kept."""
+
 
 def write_folder(folder: Path) -> None:
     """Write everything that the rows name."""
@@ -141,10 +157,17 @@ def write_folder(folder: Path) -> None:
     torn = write_model_folder(folder / "torn", **SIZES) / "model.safetensors"
     torn.write_bytes(torn.read_bytes()[:-4])
     (write_model_folder(folder / "garbled", **SIZES) / "model.safetensors").write_bytes(b"short")
-    sharded = write_model_folder(folder / "without_shard", **SIZES)
-    files = {"a": "model.safetensors", "b": "model-2.safetensors"}
-    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    save_file({"a": np.zeros(4, np.float32)}, sharded / "model.safetensors")
+    for name in ("without_shard", "hollow_shard"):
+        sharded = write_model_folder(folder / name, **SIZES)
+        files = {"a": "model.safetensors", "b": "model-2.safetensors"}
+        (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        save_file({"a": np.zeros(4, np.float32)}, sharded / "model.safetensors")
+    save_file({"c": np.zeros(4, np.float32)}, sharded / "model-2.safetensors")
+    for name, kept in KEPT.items():
+        file = write_model_folder(folder / name, **SIZES) / "model.safetensors"
+        save_file({tensor: value for tensor, value in load_file(file).items() if kept(tensor)}, file)
+    padded = write_model_folder(folder / "padded", **SIZES)
+    (padded / "config.json").write_text(json.dumps({"model_type": "qwen3"} | SIZES | {"vocab_size": 144}))
     (write_model_folder(folder / "without_tokenizer", **SIZES) / "tokenizer.json").unlink()
     for name, text in (("torn_tokenizer", "{not json"), ("empty_tokenizer", '{"model": {}}')):
         (write_model_folder(folder / name, **SIZES) / "tokenizer.json").write_text(text)

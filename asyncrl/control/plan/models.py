@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.architectures import find_unsupported
+from asyncrl.config.architectures import find_unsupported, tensor_shapes
 from asyncrl.config.cuts import find_uneven_cuts
 from asyncrl.config.tree import Config, LearnerSection
 from asyncrl.control.plan.folders import find_bad_weights, find_missing_tokenizer
@@ -71,7 +71,8 @@ def _check_model(key: str, path: str, config: Config) -> Iterator[str]:
     except (OSError, ValueError, TypeError) as error:
         yield f"{key}: '{config_file}' cannot be read: {error}"
         return
-    if problem := find_bad_weights(Path(path)):
+    has_head = key == "model.path"  # a critic's head gives a value instead, and starts from zero
+    if problem := find_bad_weights(Path(path), dict(tensor_shapes(table, has_head))):
         yield f"{key}: {problem}"
     if config.learner.backend != "megatron":
         return
