@@ -109,6 +109,13 @@ def tensor_shapes(table: Mapping[str, Any], has_head: bool) -> Iterator[tuple[st
         yield f"model.layers.{index}.{name}.weight", shape
 
 
+def read_max_positions(table: Mapping[str, Any]) -> int | None:
+    """Return how long a row of the model may be, None if that is not told or a rotary factor changes it."""
+    found = table.get("max_position_embeddings")
+    is_plain = rope_type_of(table) in ROPE_TYPES and "model_max_length" not in table
+    return found if isinstance(found, int) and is_plain else None
+
+
 def read_rope(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary parameters: newer files have all in one table, older ones a table of changes."""
     return dict(table.get("rope_scaling") or {}) | dict(table.get("rope_parameters") or {})

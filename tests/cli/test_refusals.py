@@ -99,6 +99,14 @@ ROWS = {
     "empty tokenizer": Row("model.path=empty_tokenizer", ("is not a tokenizer: data did not match",)),
     "large tokenizer": Row("model.path=small", ("knows 50 tokens (vocab_size), and its tokenizer has",)),
     "head size": Row("model.path=narrow", ("no attention for heads of 16, only of 32,", "rollout.gpus: 1")),
+    "long rows": Row(
+        "rollout={max_tokens: 4000, replicas: 1, cpus: 0}",
+        ("rollout.max_tokens = 4512 tokens, and the model knows 4096 positions",),
+    ),
+    "small cache": Row(
+        "rollout={max_tokens: 3000, kv_cache_bytes: 1048576, replicas: 1, cpus: 0}",
+        ("rollout.kv_cache_bytes: 1048576 do not hold one row of", "3512 tokens x 512 bytes = 1798144"),
+    ),
     "run.dir below a file": Row("run.dir=train.jsonl/x", ("run.dir: '", "train.jsonl' is a file")),
     "run.dir over a file": Row("run.dir=/root/../etc/passwd", ("passwd' is a file",)),
     "run.dir that takes nothing": Row("run.dir=/proc/x", ("nothing can be written into '/proc'",)),

@@ -23,6 +23,7 @@ SIZES = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "vocab_size": 128,
+    "max_position_embeddings": 4096,
 }
 
 
