@@ -17,19 +17,24 @@ from asyncrl.config.tree import DataSection, SourceSection
 from asyncrl.control.services import function
 
 
-def check_sources(data: DataSection, model: Path, is_made: Callable[[str], bool]) -> Iterator[str]:
+def check_sources(
+    data: DataSection, model: Path, is_made: Callable[[str], bool], has_environment: bool = False
+) -> Iterator[str]:
     """Yield what is wrong with the data and the functions that are to read it.
 
     Args:
         model: Folder of the policy, whose tokenizer counts prompts.
         is_made: Tells whether a path is one that is made before the start.
+        has_environment: Whether episodes may add to a prompt.
     """
-    find_problem = function("rollout_service.data.inspection:find_problem")
+    look = function("rollout_service.data.inspection:find_problem")
     for key, source in _sources(data):
         for name in source.filter:
             if problem := missing_function(name):
                 yield f"{key}: {problem}"
-        if not is_made(source.path) and (problem := find_problem(source, data.max_prompt_tokens, model)):
+        if is_made(source.path):
+            continue
+        if problem := look(source, data.max_prompt_tokens, model, has_environment):
             yield f"{key}: {problem}"
     if data.curriculum is not None and (problem := missing_function(data.curriculum)):
         yield f"data.order: {problem}"

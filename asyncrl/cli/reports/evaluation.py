@@ -117,9 +117,8 @@ def read_target(target: str, runs_dir: str, step: str, wishes: Wishes, scratch: 
         config = _read_model(target, runs_dir, wishes, scratch)
     else:
         config = _read_run(target, runs_dir, step, wishes, scratch)
-    problems = list(
-        check_sources(config.data.model_copy(update={"train": ()}), Path(config.model.path), is_builtin)
-    )
+    held_out, has_environment = config.data.model_copy(update={"train": ()}), config.rollout.environment
+    problems = list(check_sources(held_out, Path(config.model.path), is_builtin, has_environment is not None))
     if problems:
         raise ConfigError("\n".join(problems))
     gpus = min(max(1, config.rollout.gpus), count_gpus())
