@@ -112,13 +112,14 @@ def _missing_in(file: Path, attribute: str) -> str:
         module = ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
         return f"'{file}' is no Python file: {error}"
-    return "" if attribute in set(names_of(module)) else f"'{file}' defines no function '{attribute}'"
+    is_there = not {attribute, "*"}.isdisjoint(names_of(module))
+    return "" if is_there else f"'{file}' defines no function '{attribute}'"
 
 
 def names_of(module: ast.Module) -> Iterator[str]:
-    """Yield the names that a module binds anywhere; a star import could bind any."""
+    """Yield the names that a module binds anywhere, `*` for a star import: it could bind any."""
     for node in ast.walk(module):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id

@@ -62,12 +62,26 @@ ROWS = {
     "reward without function": Row("reward.fn=rewards.py", ("Name the function too: rewards.py:FUNCTION",)),
     "reward of no file": Row("reward.fn=nowhere.py:score", ("reward.fn: there is no file 'nowhere.py'",)),
     "reward of no function": Row("reward.fn=rewards.py:nope", ("defines no function 'nope'",)),
+    "reward that asks for more": Row(
+        "reward.fn=rewards.py:asks", ("'asks' cannot be called: missing a required argument: 'judge'",)
+    ),
+    "reward of one parameter": Row("reward.fn=rewards.py:one", ("'one' cannot be called: too many pos",)),
+    "argument of a reward of a file": Row(
+        "reward.fn={fn: rewards.py:score, colour: red}", ("'score' takes no argument 'colour'",)
+    ),
+    "reward that returns nothing": Row("reward.fn=rewards.py:silent", ("'silent' returns no number",)),
     "argument of a reward": Row("reward.fn={fn: gsm8k, colour: red}", ("takes no argument 'colour'",)),
     "pattern": Row('reward.fn={fn: format, pattern: "("}', ("is no regular expression: missing )",)),
     "two rewards of one name": Row("reward.fn=[gsm8k, gsm8k]", ("two rewards are called 'gsm8k'",)),
     "reward model": Row("reward.fn={fn: model, path: nowhere}", ("'nowhere' holds no Hugging Face model",)),
     "environment": Row("rollout.environment=nope", ("there is no environment 'nope'", "gymnasium, tools")),
     "environment of no file": Row("rollout.environment=no.py:E", ("there is no file 'no.py'",)),
+    "environment without a step": Row("rollout.environment=envs.py:Idle", ("has no step",)),
+    "environment of nothing": Row("rollout.environment=envs.py:Bare", ("has no start, step, score, close",)),
+    "environment that is not async": Row("rollout.environment=envs.py:Plain", ("step must be `async def`",)),
+    "argument of an environment of a file": Row(
+        "rollout.environment={name: envs.py:Good, y: 1}", ("cannot be made: got an unexpected keyword arg",)
+    ),
     "tool": Row("rollout.environment={name: tools, tools: [calculater]}", ("Did you mean 'calculator'",)),
     "argument of an environment": Row("rollout.environment={name: tools, x: 1}", ("'x'", "It takes tools")),
     "no prompt fits": Row(
@@ -145,6 +159,40 @@ KEPT: dict[str, Callable[[str], bool]] = {
 }
 """Folders whose weights are those of the good model, and which tensors are kept."""
 
+REWARDS = """\
+import not_installed
+
+def score(response, ground_truth):
+    return 1.0
+
+def asks(response, ground_truth, judge):
+    return 1.0
+
+def one(response):
+    return 1.0
+
+def silent(response, ground_truth, **extra):
+    def inner():
+        return 1.0
+    print(inner())
+"""
+ENVIRONMENTS = """\
+from rollout_service.environments import Environment
+import not_installed
+
+class Good(Environment):
+    def __init__(self, prompt, seed, x=1): ...
+    async def step(self, answer): ...
+
+class Idle(Environment):
+    async def start(self): ...
+
+class Bare: ...
+
+class Plain(Environment):
+    def step(self, answer): ...
+"""
+
 
 def write_folder(folder: Path) -> None:
     """Write everything that the rows name."""
@@ -159,7 +207,8 @@ def write_folder(folder: Path) -> None:
     (folder / "unanswered.jsonl").write_text('{"prompt": "1"}\n')
     chat = {"prompt": [{"role": "user", "content": "1+1="}], "ground_truth": "2"}
     (folder / "chats.jsonl").write_text(json.dumps(chat) + "\n")
-    (folder / "rewards.py").write_text("def score(response, ground_truth):\n    return 1.0\n")
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "envs.py").write_text(ENVIRONMENTS)
     write_model_folder(folder / "model", **SIZES)
     (write_model_folder(folder / "without_weights", **SIZES) / "model.safetensors").unlink()
     torn = write_model_folder(folder / "torn", **SIZES) / "model.safetensors"

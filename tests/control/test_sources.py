@@ -46,6 +46,9 @@ def test_functions_of_filters_and_curricula_must_be_there(good: str, tmp_path: P
     assert line.startswith("data.order: there is no file")
     (line,) = problems_of(train=good, order=f"{bad}:key")
     assert "is no Python file" in line
+    for text in ("from elsewhere import *", "async def key(row): ..."):
+        (tmp_path / "mine.py").write_text(text)
+        assert problems_of(train=good, order=f"{mine}:key") == []
     assert problems_of(train=good, order="extra_info.level") == []
 
 
