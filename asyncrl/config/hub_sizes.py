@@ -1,4 +1,4 @@
-"""Sizes of the models that shipped configurations name by their hub id, for use before they are fetched (pure)."""
+"""Sizes, by hub id, of the models of shipped configurations, for use before they are fetched (pure)."""
 
 from __future__ import annotations
 

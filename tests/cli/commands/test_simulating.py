@@ -37,7 +37,9 @@ def test_a_shipped_models_size_is_known_before_it_is_fetched(name: str) -> None:
         return
     assert not Path(config.model.path).exists()
     rates, _ = read_rates("H100", config)
-    pinned = config.model_copy(update={"model": config.model.model_copy(update={"path": f"{config.model.path}@main"})})
+    pinned = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": f"{config.model.path}@main"})}
+    )
     assert read_rates("H100", pinned)[0] == rates
     other = config.model_copy(update={"model": config.model.model_copy(update={"path": "some/other"})})
     with pytest.raises(ConfigError, match="the size of 'some/other' cannot be told"):
