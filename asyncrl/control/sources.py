@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,17 @@ def check_sources(
             continue
         if problem := look(source, data.max_prompt_tokens, model, has_environment):
             yield f"{key}: {problem}"
-    if data.curriculum is not None and (problem := missing_function(data.curriculum)):
-        yield f"data.order: {problem}"
+    if data.curriculum is not None:
+        yield from _check_curriculum(data.curriculum, [one for one in data.train if not is_made(one.path)])
+
+
+def _check_curriculum(name: str, sources: Sequence[SourceSection]) -> Iterator[str]:
+    if is_file_function(name):
+        problems = [missing_function(name)]
+    else:
+        find_bad_key = function("rollout_service.data.inspection:find_bad_key")
+        problems = [find_bad_key(source, name) for source in sources]
+    yield from (f"data.order: {problem}" for problem in problems if problem)
 
 
 def resolve_sources(data: DataSection, find: Callable[[str, str], str]) -> DataSection:

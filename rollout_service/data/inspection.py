@@ -18,6 +18,7 @@ from asyncrl.config.tree import SourceSection
 from asyncrl.errors import ConfigError, DataError
 from rollout_service.data.chat_template import ChatTemplate, has_no_template
 from rollout_service.data.filters import Filters, parse_filters
+from rollout_service.data.functions import load_key
 from rollout_service.data.prompts import Prompt, parse_row
 from rollout_service.data.readers import read_rows
 
@@ -53,6 +54,29 @@ def find_problem(
         return str(error)
     except OSError as error:
         return f"'{source.path}' cannot be read: {error.strerror}"
+
+
+def find_bad_key(source: SourceSection, name: str) -> str:
+    """Say which of the first rows of `source` have no key `name`, a field that a curriculum sorts by.
+
+    Nothing is said where a function of the user's may leave rows out, or rows cannot be read: `find_problem`
+    tells the latter.
+    """
+    if any(".py:" in one for one in source.filter):
+        return ""
+    path, key = Path(source.path), load_key(name)
+    try:
+        keeps_row = parse_filters(source.filter, 0).keeps_row
+        rows = [row for row in itertools.islice(read_rows(path), BLOCK_ROWS) if isinstance(row, dict)]
+    except (ConfigError, DataError, OSError):
+        return ""
+    for number, row in enumerate(rows):
+        try:
+            if keeps_row(row):
+                key(row)
+        except DataError as error:
+            return f"{path}, row {number}: {error}"
+    return ""
 
 
 def _look(path: Path, filters: Filters, search: Search, is_without_template: bool) -> str:

@@ -93,6 +93,10 @@ ROWS = {
     "no prompt in a row": Row("data.train=columns.jsonl", ("row 1: no 'prompt' among ['text']",)),
     "no answer in a row": Row("data.train=unanswered.jsonl", ("row 0: no 'reward_model.ground_truth'",)),
     "chats without a template": Row("data.train=chats.jsonl", ("row 0: it is a chat", "no chat template")),
+    "order": Row(
+        "data={train: train.jsonl, order: extra_info.levl}",
+        ("data.order: train.jsonl, row 0: the key 'extra_info.levl' is None",),
+    ),
     "filter": Row("data.train=[{path: train.jsonl, filter: uniq}]", ("there is no filter 'uniq'",)),
     "no model": Row("model.path=nowhere", ("model.path: 'nowhere' holds no Hugging Face model",)),
     "no weights": Row("model.path=without_weights", ("holds no weights", "save the model as safetensors")),
