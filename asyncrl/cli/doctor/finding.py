@@ -1,14 +1,10 @@
-"""What an examination finds, and how it looks at files that may vanish meanwhile."""
+"""What an examination finds (pure)."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-MAX_NAMED = 20
-"""Files that are named in an advice."""
 Verdict = Literal["ok", "warn", "fail"]
 
 
@@ -32,11 +28,3 @@ class Finding:
 def judge(what: str, found: str, is_ok: bool, advice: str, otherwise: Verdict = "warn") -> Finding:
     """Return the finding, with its advice only where it is needed."""
     return Finding(what, "ok", found) if is_ok else Finding(what, otherwise, found, advice)
-
-
-def look_at(path: str | Path) -> os.stat_result | None:
-    """Return what `lstat` says, None if the file was removed meanwhile."""
-    try:
-        return os.lstat(path)
-    except OSError:
-        return None

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.cli.doctor.finding import MAX_NAMED, Finding, judge, look_at
+from asyncrl.cli.doctor.files import MAX_NAMED, look_at
+from asyncrl.cli.doctor.finding import Finding, judge
 from asyncrl.control.launch.processes import SHM, pids_of_run
 from asyncrl.control.plan import count_gpus
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.cli.doctor.finding import MAX_NAMED, Finding, judge, look_at
+from asyncrl.cli.doctor.files import MAX_NAMED, look_at
+from asyncrl.cli.doctor.finding import Finding, judge
 from asyncrl.cli.doctor.packages import (
     find_checkout,
     install_advice,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.doctor import ray
-from asyncrl.cli.doctor.finding import look_at
+from asyncrl.cli.doctor.files import look_at
 from asyncrl.control.launch.ports import HeldPort
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from tests.cli.commands.calling import asyncrl

@@ -29,16 +29,6 @@ from tests.cli.commands.calling import asyncrl, head_of, make_config, make_folde
 NUM_WEIGHTS = 1_000_000
 
 
-@pytest.mark.parametrize(("replicas", "is_noted"), [("0", True), ("1", False), ("{min: 0, max: 2}", False)])
-def test_a_run_without_replicas_is_noted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: str, is_noted: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = asyncrl("plan", "quickstart", "--set", f"rollout.replicas={replicas}", "--elsewhere")
-    assert done.code == 0, done.err
-    assert ("rollout.replicas is 0: the run waits, and trains nothing, until" in done.out) is is_noted
-
-
 def test_a_plan_says_what_a_run_will_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = asyncrl("plan", "quickstart", "--set", "staleness.max_lag=1")
