@@ -85,6 +85,7 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
         from weight_sync.link import ReceiverLink
 
         tokenizer, prompts, held_out = await asyncio.to_thread(load_data, config, episodes)
+        reward.begin_trial(prompts.prompts[0].prompt)
         bare = (make_engine or build_engine)(config, tokenizer)
         engine = MeteredEngine(bare, SystemClock())
         gateway = build_gateway(context, prompts, bare, engine)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import signal
 import subprocess
 import sys
+import threading
 import time
 import venv
 from collections.abc import Iterator
@@ -117,7 +119,9 @@ def compiling() -> Iterator[None]:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         yield
-        if process.wait(DEADLINE_S):  # only slower without: each process compiles for itself
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(DEADLINE_S)
+        if process.returncode != 0:  # only slower without: each process compiles for itself
             print("set-up: not all packages could be byte-compiled", file=sys.stderr)
     finally:
         process.kill()
@@ -128,19 +132,52 @@ def run(command: list[str], environment: dict[str, str]) -> None:
     """Run `command` in the repository; its talk goes to stderr, without the list of each package.
 
     Raises:
-        SetUpFailed: It failed; the message holds what it said.
+        SetUpFailed: It failed, or took longer than the deadline; the message holds what it said.
     """
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
-    assert process.stdout is not None
-    said = []
-    for line in process.stdout:
-        said.append(line)
-        if not line.startswith((" + ", " - ", " ~ ")):
-            sys.stderr.write(line)
-    if process.wait(DEADLINE_S):
-        raise SetUpFailed(f"'{' '.join(command[:4])} ...' failed:\n{''.join(said[-20:])}")
+    said, what = list[str](), f"'{' '.join(command[:4])} ...'"
+    with ending(process) as is_late:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            if not line.startswith((" + ", " - ", " ~ ")):
+                sys.stderr.write(line)
+        code = process.wait()
+    if code:
+        why = f"took longer than {DEADLINE_S:g} s" if is_late.is_set() else "failed"
+        raise SetUpFailed(f"{what} {why}:\n{''.join(said[-20:])}")
+
+
+@contextlib.contextmanager
+def ending(process: subprocess.Popen[str]) -> Iterator[threading.Event]:
+    """Kill `process` and all that it started at the deadline, which an event tells, or at the end."""
+    is_late = threading.Event()
+
+    def kill() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def end() -> None:
+        is_late.set()
+        kill()
+
+    timer = threading.Timer(DEADLINE_S, end)
+    timer.start()
+    try:
+        yield is_late
+    finally:
+        timer.cancel()
+        if process.returncode is None:
+            kill()
+            process.wait()
 
 
 def check_installed(name: str) -> None:

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 
 from asyncrl.config.tree import Config
-from asyncrl.control.shared_memory import read_shapes
+from asyncrl.weight_files import read_shapes
 from asyncrl.rpc import Limits
 from asyncrl.wire import MAX_REQUEST_BYTES
 from weight_sync.memory.manifest import ANY_VERSION, ITEM_BYTES, VersionBounds

@@ -98,6 +98,18 @@ def find_folder(runs_dir: str, *names: str | None) -> Path:
     return find_run_folder(name, runs_dir)
 
 
+def find_target(runs_dir: str, *names: str | None) -> str:
+    """Return the model folder or the run's folder that is named; without a name, the run started last.
+
+    Raises:
+        UnknownRun: There is neither.
+    """
+    from asyncrl.control.prepare import is_model
+
+    name = one_of(*names)
+    return name if name and is_model(name) else str(find_folder(runs_dir, name))
+
+
 def one_of(*names: str | None) -> str | None:
     """Return the run that was named as an argument or with `--run`; a command is about one."""
     given = {name for name in names if name}

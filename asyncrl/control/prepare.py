@@ -25,12 +25,18 @@ BUILTINS = {
 """Modules with a `make_folder`."""
 REWARD_MODEL = "model"
 """The reward that has a model of its own, in its argument `path`."""
+MODEL_FILE = "config.json"
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 
 
 def is_builtin(path: str) -> bool:
     """Tell whether `path` names something that is made here."""
     return path.startswith(BUILTIN)
+
+
+def is_model(path: str) -> bool:
+    """Tell whether `path` names a model that is here or made here, and not a run."""
+    return is_builtin(path) or (Path(path) / MODEL_FILE).is_file()
 
 
 def is_hub_id(path: str) -> bool:

@@ -8,22 +8,18 @@ Invariant: what is counted is the most that is in use at once, with the receiver
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import struct
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.tree import Config
+from asyncrl.weight_files import read_shapes
 
 SHM_DIR = Path("/dev/shm")
 NUM_AT_PUBLISHER, NUM_AT_RECEIVER = 3, 2
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-MAX_HEADER_BYTES = 100_000_000
-"""As safetensors allows."""
 GB = 10**9
 
 
@@ -104,23 +100,3 @@ def count_weights(folder: Path, without: Container[str] = ()) -> int | None:
     """
     shapes = read_shapes(folder)
     return sum(math.prod(shape) for name, shape in shapes.items() if name not in without) or None
-
-
-def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of each tensor in a folder's safetensors; none if they cannot be told."""
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    try:
-        return {name: shape for file in files for name, shape in _read_header(file)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
-        return {}
-
-
-def _read_header(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(f"'{file}' is not a safetensors file")
-        header: dict[str, Any] = json.loads(stream.read(length))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield name, tuple(entry["shape"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,36 @@ from asyncrl.config.tree import DataSection, SourceSection
 from asyncrl.control.services import function
 
 
-def check_sources(data: DataSection, model: Path, is_made: Callable[[str], bool]) -> Iterator[str]:
+def check_sources(
+    data: DataSection, model: Path, is_made: Callable[[str], bool], has_environment: bool = False
+) -> Iterator[str]:
     """Yield what is wrong with the data and the functions that are to read it.
 
     Args:
         model: Folder of the policy, whose tokenizer counts prompts.
         is_made: Tells whether a path is one that is made before the start.
+        has_environment: Whether episodes may add to a prompt.
     """
-    find_problem = function("rollout_service.data.inspection:find_problem")
+    look = function("rollout_service.data.inspection:find_problem")
     for key, source in _sources(data):
         for name in source.filter:
             if problem := missing_function(name):
                 yield f"{key}: {problem}"
-        if not is_made(source.path) and (problem := find_problem(source, data.max_prompt_tokens, model)):
+        if is_made(source.path):
+            continue
+        if problem := look(source, data.max_prompt_tokens, model, has_environment):
             yield f"{key}: {problem}"
-    if data.curriculum is not None and (problem := missing_function(data.curriculum)):
-        yield f"data.order: {problem}"
+    if data.curriculum is not None:
+        yield from _check_curriculum(data.curriculum, [one for one in data.train if not is_made(one.path)])
+
+
+def _check_curriculum(name: str, sources: Sequence[SourceSection]) -> Iterator[str]:
+    if is_file_function(name):
+        problems = [missing_function(name)]
+    else:
+        find_bad_key = function("rollout_service.data.inspection:find_bad_key")
+        problems = [find_bad_key(source, name) for source in sources]
+    yield from (f"data.order: {problem}" for problem in problems if problem)
 
 
 def resolve_sources(data: DataSection, find: Callable[[str, str], str]) -> DataSection:
@@ -107,13 +121,14 @@ def _missing_in(file: Path, attribute: str) -> str:
         module = ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
         return f"'{file}' is no Python file: {error}"
-    return "" if attribute in set(names_of(module)) else f"'{file}' defines no function '{attribute}'"
+    is_there = not {attribute, "*"}.isdisjoint(names_of(module))
+    return "" if is_there else f"'{file}' defines no function '{attribute}'"
 
 
 def names_of(module: ast.Module) -> Iterator[str]:
-    """Yield the names that a module binds anywhere; a star import could bind any."""
+    """Yield the names that a module binds anywhere, `*` for a star import: it could bind any."""
     for node in ast.walk(module):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id

@@ -5,6 +5,7 @@ Invariant: all that can be known to be wrong before an episode is a ConfigError 
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 from asyncrl.config.problems import suggest
 from asyncrl.config.tree import EnvironmentSection
 from asyncrl.errors import ConfigError
+from rollout_service.declared import find_definition, is_imported, methods_of, names_in, parse, stand_in
 from rollout_service.environments.adapters.gymnasium_text import GymnasiumText
 from rollout_service.environments.adapters.verifiers_library import VerifiersLibrary
 from rollout_service.environments.protocol import METHODS, Environment, EnvironmentFactory
@@ -26,6 +28,9 @@ BUILT_IN: Mapping[str, Callable[..., EnvironmentFactory]] = {
     "gymnasium": GymnasiumText,
     "verifiers": VerifiersLibrary,
 }
+
+PACKAGE = "rollout_service.environments"
+"""Where a user's file has `Environment` from."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,35 @@ def check_registered(environment: EnvironmentSection) -> None:
         ToolUse(**arguments)
 
 
+def check_file(environment: EnvironmentSection) -> None:
+    """Return unless the class of a file is written so that no episode can work; the file is not run.
+
+    Classes with a base that is not `Environment` may inherit anything, and pass.
+
+    Raises:
+        ConfigError: A method is missing or not `async`, or the class does not take its arguments.
+    """
+    file, _, class_name = environment.name.rpartition(":")
+    module = parse(Path(file))
+    definition = find_definition(module, class_name)
+    if module is None or not isinstance(definition, ast.ClassDef) or definition.keywords:
+        return
+    bases = [ast.unparse(base) for base in definition.bases]
+    is_derived = bases == ["Environment"] and is_imported(module, "Environment", PACKAGE)
+    if bases and not is_derived:
+        return
+    methods, bound = methods_of(definition), names_in(definition)
+    wanted = ("step",) if is_derived else METHODS
+    _refuse_methods(
+        environment.name,
+        missing=[method for method in wanted if method not in bound],
+        plain=[method for method in METHODS if isinstance(methods.get(method), ast.FunctionDef)],
+    )
+    if "__init__" in methods and "__new__" not in bound:
+        made = stand_in(methods["__init__"], is_method=True)
+        _check_arguments(environment.name, made, environment.arguments)
+
+
 def _unknown(name: str) -> ConfigError:
     hint = suggest(name, BUILT_IN) or f"Use one of {', '.join(sorted(BUILT_IN))}, or file.py:Class"
     return ConfigError(f"there is no environment '{name}'", hint=hint)
@@ -108,16 +142,23 @@ def _find_class(name: str, folder: Path) -> Any:
     cls = getattr(import_file(folder / file, "the environment's file"), class_name, None)
     if not callable(cls):
         raise ConfigError(f"{folder / file} has no class '{class_name}'")
-    missing = [method for method in METHODS if not callable(getattr(cls, method, None))]
+    methods = {method: getattr(cls, method, None) for method in METHODS}
+    _refuse_methods(
+        name,
+        missing=[method for method, found in methods.items() if not callable(found)],
+        plain=[method for method, found in methods.items() if not inspect.iscoroutinefunction(found)],
+    )
+    return cls
+
+
+def _refuse_methods(name: str, missing: Sequence[str], plain: Sequence[str]) -> None:
     if missing:
         raise ConfigError(
             f"the environment '{name}' has no {', '.join(missing)}",
             hint="Derive it from rollout_service.environments.Environment and write `step`",
         )
-    plain = [method for method in METHODS if not inspect.iscoroutinefunction(getattr(cls, method))]
     if plain:
         raise ConfigError(f"of the environment '{name}' {', '.join(plain)} must be `async def`")
-    return cls
 
 
 def _check_arguments(name: str, cls: Any, arguments: Mapping[str, Any]) -> None:

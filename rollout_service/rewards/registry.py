@@ -5,6 +5,7 @@ Invariant: all that can be known to be wrong before a process is started is a Co
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,8 @@ from asyncrl.config.problems import suggest
 from asyncrl.config.tree import RewardPart, RewardSection
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.experience import MAX_REWARD_PARTS, check_reward
-from rollout_service.rewards.calling import FunctionReward, ScoreFunction
+from rollout_service.declared import find_definition, parse, returns_nothing, stand_in
+from rollout_service.rewards.calling import BoundFunction, FunctionReward, ScoreFunction
 from rollout_service.rewards.competition_math import score_math
 from rollout_service.rewards.dapo_math import score_math_dapo
 from rollout_service.rewards.gsm8k import score_flexible, score_strict
@@ -37,6 +39,8 @@ BUILT_IN: Mapping[str, ScoreFunction] = {
     "format": score_format,
 }
 SERVED = ("math_verify", "model")
+OF_POOL = ("workers", "deadline_s")
+"""Arguments of a part that are not its function's."""
 Arguments = dict[str, Any]
 
 
@@ -94,6 +98,23 @@ def build_part(entry: RewardPart, folder: Path) -> Part:
     return _served(name, arguments, PooledReward, function=f"{(folder / file).absolute()}:{function}")
 
 
+def check_file(entry: RewardPart) -> None:
+    """Return unless the function of a file is written so that no call can work; the file is not run.
+
+    Raises:
+        ConfigError: It does not take its arguments, wants others, or returns nothing.
+    """
+    file, _, function = entry.fn.rpartition(":")
+    definition = find_definition(parse(Path(file)), function)
+    if not isinstance(definition, ast.FunctionDef):
+        return
+    name = entry.name or default_name(entry.fn)
+    arguments = {key: value for key, value in entry.arguments.items() if key not in OF_POOL}
+    BoundFunction(name, stand_in(definition), arguments)
+    if returns_nothing(definition):
+        raise ConfigError(f"the reward '{name}' returns no number", hint="It has no `return` with a value")
+
+
 def default_name(fn: str) -> str:
     """Return what a part is called in metrics: the registered name, the function's, or the server's.
 
@@ -123,7 +144,7 @@ def _check_name(name: str) -> None:
 
 def _served(name: str, arguments: Arguments, make: Callable[..., Part], function: str) -> Part:
     """Return a pooled part; `workers` and `deadline_s` are the pool's, the rest the function's."""
-    of_pool: Arguments = {key: arguments[key] for key in ("workers", "deadline_s") if key in arguments}
+    of_pool: Arguments = {key: arguments[key] for key in OF_POOL if key in arguments}
     of_function = {key: value for key, value in arguments.items() if key not in of_pool}
     _check_limits(name, of_pool)
     return make(name, function, of_function, **of_pool)

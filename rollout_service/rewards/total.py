@@ -16,7 +16,7 @@ from typing import Any
 from asyncrl.errors import WireError
 from asyncrl.experience import MAX_REWARD_PARTS, check_reward
 from asyncrl.obstacle import Cause, FailureStreak
-from rollout_service.rewards.score import Answer, Part, RewardError, RewardsFailed, Score
+from rollout_service.rewards.score import Answer, Part, RewardError, RewardsFailed, Score, Task
 
 WINDOW_ANSWERS = 256
 """The share of failed answers is taken over so many of the last ones."""
@@ -95,6 +95,7 @@ class TotalReward:
         self._parts = tuple(parts)
         self._rate = rate
         self._sums = {weighed.part.name: [0, 0.0] for weighed in self._parts}
+        self._trial: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start what the parts need. Raises ConfigError if one cannot be used."""
@@ -103,8 +104,29 @@ class TotalReward:
 
     async def close(self) -> None:
         """End what the parts started."""
+        if self._trial is not None:
+            self._trial.cancel()
+            await asyncio.gather(self._trial, return_exceptions=True)
         for weighed in self._parts:
             await weighed.part.close()
+
+    def begin_trial(self, prompt: Task) -> None:
+        """Begin to score the ground truth of `prompt` as an answer, while the engine starts.
+
+        A part that fails is an obstacle until an answer is scored; it is not counted and ends nothing.
+        """
+        self._trial = asyncio.create_task(self._try_parts(prompt))
+
+    async def _try_parts(self, prompt: Task) -> None:
+        answer = Answer(prompt, str(prompt.ground_truth), "stop", 1)
+        await asyncio.gather(*(self._try_part(weighed.part, answer) for weighed in self._parts))
+
+    async def _try_part(self, part: Part, answer: Answer) -> None:
+        try:
+            await part.value(answer)
+        except RewardError as error:
+            if self._rate is not None:
+                self._rate.streak.fail(f"tried on a ground truth: {error.message}")
 
     def for_evaluation(self) -> TotalReward:
         """Return the same reward, whose calls are not counted and never end the run."""

@@ -6,14 +6,14 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from tests.control.model_folder import SIZES, write_model_folder
 
@@ -62,12 +62,26 @@ ROWS = {
     "reward without function": Row("reward.fn=rewards.py", ("Name the function too: rewards.py:FUNCTION",)),
     "reward of no file": Row("reward.fn=nowhere.py:score", ("reward.fn: there is no file 'nowhere.py'",)),
     "reward of no function": Row("reward.fn=rewards.py:nope", ("defines no function 'nope'",)),
+    "reward that asks for more": Row(
+        "reward.fn=rewards.py:asks", ("'asks' cannot be called: missing a required argument: 'judge'",)
+    ),
+    "reward of one parameter": Row("reward.fn=rewards.py:one", ("'one' cannot be called: too many pos",)),
+    "argument of a reward of a file": Row(
+        "reward.fn={fn: rewards.py:score, colour: red}", ("'score' takes no argument 'colour'",)
+    ),
+    "reward that returns nothing": Row("reward.fn=rewards.py:silent", ("'silent' returns no number",)),
     "argument of a reward": Row("reward.fn={fn: gsm8k, colour: red}", ("takes no argument 'colour'",)),
     "pattern": Row('reward.fn={fn: format, pattern: "("}', ("is no regular expression: missing )",)),
     "two rewards of one name": Row("reward.fn=[gsm8k, gsm8k]", ("two rewards are called 'gsm8k'",)),
     "reward model": Row("reward.fn={fn: model, path: nowhere}", ("'nowhere' holds no Hugging Face model",)),
     "environment": Row("rollout.environment=nope", ("there is no environment 'nope'", "gymnasium, tools")),
     "environment of no file": Row("rollout.environment=no.py:E", ("there is no file 'no.py'",)),
+    "environment without a step": Row("rollout.environment=envs.py:Idle", ("has no step",)),
+    "environment of nothing": Row("rollout.environment=envs.py:Bare", ("has no start, step, score, close",)),
+    "environment that is not async": Row("rollout.environment=envs.py:Plain", ("step must be `async def`",)),
+    "argument of an environment of a file": Row(
+        "rollout.environment={name: envs.py:Good, y: 1}", ("cannot be made: got an unexpected keyword arg",)
+    ),
     "tool": Row("rollout.environment={name: tools, tools: [calculater]}", ("Did you mean 'calculator'",)),
     "argument of an environment": Row("rollout.environment={name: tools, x: 1}", ("'x'", "It takes tools")),
     "no prompt fits": Row(
@@ -79,15 +93,38 @@ ROWS = {
     "no prompt in a row": Row("data.train=columns.jsonl", ("row 1: no 'prompt' among ['text']",)),
     "no answer in a row": Row("data.train=unanswered.jsonl", ("row 0: no 'reward_model.ground_truth'",)),
     "chats without a template": Row("data.train=chats.jsonl", ("row 0: it is a chat", "no chat template")),
+    "order": Row(
+        "data={train: train.jsonl, order: extra_info.levl}",
+        ("data.order: train.jsonl, row 0: the key 'extra_info.levl' is None",),
+    ),
     "filter": Row("data.train=[{path: train.jsonl, filter: uniq}]", ("there is no filter 'uniq'",)),
     "no model": Row("model.path=nowhere", ("model.path: 'nowhere' holds no Hugging Face model",)),
     "no weights": Row("model.path=without_weights", ("holds no weights", "save the model as safetensors")),
-    "torn weights": Row("model.path=torn", ("has 92 bytes, and its header tells of 96", "copy it again")),
+    "torn weights": Row("model.path=torn", ("bytes, and its header tells of", "copy it again")),
     "garbled weights": Row("model.path=garbled", ("is not a safetensors file, or cut short at 5 bytes",)),
     "missing shard": Row("model.path=without_shard", ("lacks model-2.safetensors of its weights",)),
+    "shard without a tensor": Row(
+        "model.path=hollow_shard", ("model-2.safetensors' lacks 'b', which model.safetensors.index.json",)
+    ),
+    "norm alone": Row("model.path=norm", ("norm' has no tensor 'model.embed_tokens.weight'",)),
+    "no head": Row("model.path=headless", ("headless' has no tensor 'lm_head.weight'",)),
+    "no second layer": Row("model.path=one_layer", ("no tensor 'model.layers.1.self_attn.q_proj.weight'",)),
+    "another vocabulary": Row(
+        "model.path=padded", ("'model.embed_tokens.weight' has the shape [128, 64], and [144, 64]",)
+    ),
     "no tokenizer": Row("model.path=without_tokenizer", ("holds no tokenizer (no tokenizer.json)",)),
+    "torn tokenizer": Row("model.path=torn_tokenizer", ("is not a tokenizer: key must be a string",)),
+    "empty tokenizer": Row("model.path=empty_tokenizer", ("is not a tokenizer: data did not match",)),
     "large tokenizer": Row("model.path=small", ("knows 50 tokens (vocab_size), and its tokenizer has",)),
     "head size": Row("model.path=narrow", ("no attention for heads of 16, only of 32,", "rollout.gpus: 1")),
+    "long rows": Row(
+        "rollout={max_tokens: 4000, replicas: 1, cpus: 0}",
+        ("rollout.max_tokens = 4512 tokens, and the model knows 4096 positions",),
+    ),
+    "small cache": Row(
+        "rollout={max_tokens: 3000, kv_cache_bytes: 1048576, replicas: 1, cpus: 0}",
+        ("rollout.kv_cache_bytes: 1048576 do not hold one row of", "3512 tokens x 512 bytes = 1798144"),
+    ),
     "run.dir below a file": Row("run.dir=train.jsonl/x", ("run.dir: '", "train.jsonl' is a file")),
     "run.dir over a file": Row("run.dir=/root/../etc/passwd", ("passwd' is a file",)),
     "run.dir that takes nothing": Row("run.dir=/proc/x", ("nothing can be written into '/proc'",)),
@@ -95,7 +132,7 @@ ROWS = {
         "rollout={gpus: 2, replicas: 8, cpus: 0, max_tokens: 16}", ("ask for 16 GPUs", "set both to 0")
     ),
     "too few CPUs": Row("rollout.cpus=5000", ("CPUs", "this machine has")),
-    "memory": Row("rollout.replicas=100000", ("rollout.replicas: the run takes",)),
+    "memory": Row("rollout.replicas=10000", ("rollout.replicas: the run takes",)),
     "Redis that is away": Row(
         "buffer={journal: redis, url: 'redis://127.0.0.1:1/0'}",
         ("buffer.url: Redis at redis://127.0.0.1:1/0 cannot be reached:", "refused", "start it, or check"),
@@ -126,6 +163,47 @@ ROWS = {
     "option 5,000 deep": Row("model.path=" + "[" * 5000, ("values are nested deeper than 8 levels",)),
 }
 
+KEPT: dict[str, Callable[[str], bool]] = {
+    "norm": lambda tensor: tensor == "model.norm.weight",
+    "headless": lambda tensor: tensor != "lm_head.weight",
+    "one_layer": lambda tensor: ".layers.1." not in tensor,
+}
+"""Folders whose weights are those of the good model, and which tensors are kept."""
+
+REWARDS = """\
+import not_installed
+
+def score(response, ground_truth):
+    return 1.0
+
+def asks(response, ground_truth, judge):
+    return 1.0
+
+def one(response):
+    return 1.0
+
+def silent(response, ground_truth, **extra):
+    def inner():
+        return 1.0
+    print(inner())
+"""
+ENVIRONMENTS = """\
+from rollout_service.environments import Environment
+import not_installed
+
+class Good(Environment):
+    def __init__(self, prompt, seed, x=1): ...
+    async def step(self, answer): ...
+
+class Idle(Environment):
+    async def start(self): ...
+
+class Bare: ...
+
+class Plain(Environment):
+    def step(self, answer): ...
+"""
+
 
 def write_folder(folder: Path) -> None:
     """Write everything that the rows name."""
@@ -140,17 +218,27 @@ def write_folder(folder: Path) -> None:
     (folder / "unanswered.jsonl").write_text('{"prompt": "1"}\n')
     chat = {"prompt": [{"role": "user", "content": "1+1="}], "ground_truth": "2"}
     (folder / "chats.jsonl").write_text(json.dumps(chat) + "\n")
-    (folder / "rewards.py").write_text("def score(response, ground_truth):\n    return 1.0\n")
+    (folder / "rewards.py").write_text(REWARDS)
+    (folder / "envs.py").write_text(ENVIRONMENTS)
     write_model_folder(folder / "model", **SIZES)
     (write_model_folder(folder / "without_weights", **SIZES) / "model.safetensors").unlink()
     torn = write_model_folder(folder / "torn", **SIZES) / "model.safetensors"
     torn.write_bytes(torn.read_bytes()[:-4])
     (write_model_folder(folder / "garbled", **SIZES) / "model.safetensors").write_bytes(b"short")
-    sharded = write_model_folder(folder / "without_shard", **SIZES)
-    files = {"a": "model.safetensors", "b": "model-2.safetensors"}
-    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    save_file({"a": np.zeros(4, np.float32)}, sharded / "model.safetensors")
+    for name in ("without_shard", "hollow_shard"):
+        sharded = write_model_folder(folder / name, **SIZES)
+        files = {"a": "model.safetensors", "b": "model-2.safetensors"}
+        (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        save_file({"a": np.zeros(4, np.float32)}, sharded / "model.safetensors")
+    save_file({"c": np.zeros(4, np.float32)}, sharded / "model-2.safetensors")
+    for name, kept in KEPT.items():
+        file = write_model_folder(folder / name, **SIZES) / "model.safetensors"
+        save_file({tensor: value for tensor, value in load_file(file).items() if kept(tensor)}, file)
+    padded = write_model_folder(folder / "padded", **SIZES)
+    (padded / "config.json").write_text(json.dumps({"model_type": "qwen3"} | SIZES | {"vocab_size": 144}))
     (write_model_folder(folder / "without_tokenizer", **SIZES) / "tokenizer.json").unlink()
+    for name, text in (("torn_tokenizer", "{not json"), ("empty_tokenizer", '{"model": {}}')):
+        (write_model_folder(folder / name, **SIZES) / "tokenizer.json").write_text(text)
     write_model_folder(folder / "small", **SIZES | {"vocab_size": 50})
     write_model_folder(folder / "narrow", **SIZES | {"head_dim": 16})
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
 
 from asyncrl.config.tree import Config
 from asyncrl.control import plan, prepare, shared_memory
@@ -219,14 +220,23 @@ def test_the_critics_model_is_checked_as_the_policys_is(
     assert line.startswith("critic.path") and said in line
 
 
-def write_tokenizer(folder: str, vocabulary: object, *added: dict[str, Any]) -> None:
-    table = {"model": {"vocab": vocabulary}, "added_tokens": added}
-    Path(folder, "tokenizer.json").write_text(json.dumps(table))
+def write_tokenizer(folder: str, model: models.Model, **added: int) -> None:
+    """Write a tokenizer with these added tokens, of which those of images are special."""
+    file = Path(folder, "tokenizer.json")
+    Tokenizer(model).save(str(file))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokens = [
+        {"content": name, "id": number, "special": name == "image"} | flags for name, number in added.items()
+    ]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens": tokens}))
 
 
 @pytest.mark.parametrize(
     "vocabulary",
-    [{f"t{index}": index for index in range(89)}, [[f"t{index}", -1.0] for index in range(89)]],
+    [
+        models.BPE({f"t{index}": index for index in range(89)}, []),
+        models.Unigram([(f"t{index}", -1.0) for index in range(89)], 0, False),
+    ],
     ids=["bpe", "unigram"],
 )
 @pytest.mark.parametrize(
@@ -234,14 +244,13 @@ def write_tokenizer(folder: str, vocabulary: object, *added: dict[str, Any]) -> 
     [(100, 92, None), (92, 100, None), (90, 90, None), (92, 89, "critic.path"), (89, 92, "model.path")],
 )
 def test_both_models_must_know_the_tokenizers_ids_however_far_their_configs_are_padded(
-    with_critic: dict[str, Any], vocabulary: object, policy: int, critic: int, refused: str | None
+    with_critic: dict[str, Any], vocabulary: models.Model, policy: int, critic: int, refused: str | None
 ) -> None:
     sizes = {with_critic["model"]["path"]: policy, with_critic["critic"]["path"]: critic}
     for folder, size in sizes.items():
         table = {"model_type": "qwen3", "vocab_size": size}
         Path(folder, "config.json").write_text(json.dumps(table))
-    image = {"id": 100, "special": True}
-    write_tokenizer(with_critic["model"]["path"], vocabulary, {"id": 89, "special": False}, image)
+    write_tokenizer(with_critic["model"]["path"], vocabulary, more=89, image=100)
     if refused is None:
         plan.check(Config(**with_critic))
         return
@@ -249,15 +258,14 @@ def test_both_models_must_know_the_tokenizers_ids_however_far_their_configs_are_
     assert line.startswith(f"{refused}:") and "knows 89 tokens" in line and "has ids up to 89;" in line
 
 
-def test_a_tokenizer_that_cannot_be_read_leaves_the_policys_size_to_compare_with(
+def test_a_tokenizer_of_other_files_leaves_the_policys_size_to_compare_with(
     with_critic: dict[str, Any],
 ) -> None:
-    model = with_critic["model"]["path"]
-    Path(model, "config.json").write_text('{"model_type": "qwen3", "vocab_size": 101}')
-    for text in ("{not json", "{}", '{"model": {}}', '{"model": {"vocab": {"a": "b"}}}', "[1]"):
-        Path(model, "tokenizer.json").write_text(text)
-        (line,) = problems_of(with_critic)
-        assert line.startswith("critic.path") and "knows 100 tokens" in line
+    model = Path(with_critic["model"]["path"])
+    (model / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 101}')
+    (model / "tokenizer.json").rename(model / "tokenizer.model")
+    (line,) = problems_of(with_critic)
+    assert line.startswith("critic.path") and "knows 100 tokens" in line
 
 
 def test_a_critic_that_cannot_be_cut_as_the_policy_is_refused(with_critic: dict[str, Any]) -> None:

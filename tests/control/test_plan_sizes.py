@@ -176,7 +176,9 @@ def test_plan_counts_all_of_it_and_refuses_what_is_too_large(tmp_path: Path) -> 
 def write_model(folder: Path, **shapes: int) -> str:
     """Write a model folder whose files say that they hold tensors of so many weights; return its path."""
     folder.mkdir()
-    entries = {name.replace("__", "."): {"shape": [size]} for name, size in shapes.items()}
+    entries = {
+        name.replace("__", "."): {"shape": [size], "data_offsets": [0, 0]} for name, size in shapes.items()
+    }
     header = json.dumps(entries).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     return str(folder)

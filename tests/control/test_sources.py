@@ -46,7 +46,24 @@ def test_functions_of_filters_and_curricula_must_be_there(good: str, tmp_path: P
     assert line.startswith("data.order: there is no file")
     (line,) = problems_of(train=good, order=f"{bad}:key")
     assert "is no Python file" in line
-    assert problems_of(train=good, order="extra_info.level") == []
+    for text in ("from elsewhere import *", "async def key(row): ..."):
+        (tmp_path / "mine.py").write_text(text)
+        assert problems_of(train=good, order=f"{mine}:key") == []
+
+
+def test_a_curriculum_of_a_field_that_a_row_lacks_is_told_by_the_row(tmp_path: Path):
+    rows = [{"prompt": "1", "ground_truth": "1", "extra_info": {"level": level}} for level in (1, 2, "3", 4)]
+    source = tmp_path / "levels.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert problems_of(train=str(source), order="extra_info.level") == []
+    (line,) = problems_of(train=str(source), order="extra_info.levl")
+    assert line.startswith(f"data.order: {source}, row 0: the key 'extra_info.levl' is None")
+    source.write_text(source.read_text() + json.dumps(rows[0] | {"extra_info": {}}) + "\n")
+    (line,) = problems_of(train=[str(source), str(source)], order="extra_info.level", eval=str(source))[:1]
+    assert "row 4: the key 'extra_info.level' is None" in line
+    filters = [f"{tmp_path / 'mine.py'}:keep"]
+    (tmp_path / "mine.py").write_text("def keep(row): return 'level' in row['extra_info']\n")
+    assert problems_of(train=[{"path": str(source), "filter": filters}], order="extra_info.level") == []
 
 
 def test_a_folder_must_be_one_split_of_the_datasets_library(tmp_path: Path):

@@ -31,10 +31,17 @@ def commands_of(page: Path, kind: str = "run") -> list[str]:
 
 
 def run(command: str, folder: Path, timeout_s: float = 120.0) -> str:
-    """Run a command of a page in `folder`, with this environment's `python` and `asyncrl`; return stdout."""
+    """Run a command of a page as `start` does; return stdout."""
+    done = start(command, folder, timeout_s)
+    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def start(command: str, folder: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a command in `folder`, with this environment's `python` and `asyncrl` and no other's modules."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"PATH": path}
-    done = subprocess.run(
+    return subprocess.run(
         shlex.split(command),
         cwd=folder,
         env=environment,
@@ -43,5 +50,3 @@ def run(command: str, folder: Path, timeout_s: float = 120.0) -> str:
         timeout=timeout_s,
         check=False,
     )
-    assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout

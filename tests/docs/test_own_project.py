@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from asyncrl.control.launch.processes import end_leftovers
-from tests.docs.pages import ROOT, YOUR_OWN, commands_of, run, write_files
+from tests.docs.pages import ROOT, YOUR_OWN, commands_of, run, start, write_files
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 PAGE = YOUR_OWN / "project.md"
 INSTALL_S = 2400.0
-NOT_SOURCE = (".venv", ".git", "runs", "build", "*.egg-info", "__pycache__", ".*_cache")
+NOT_SOURCE = (".venv", ".git", "runs", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the files of the page and its environment, beside a copy of this checkout."""
     folder = tmp_path_factory.mktemp("own") / "my-project"
-    shutil.copytree(ROOT, folder.parent / "asyncrl", ignore=shutil.ignore_patterns(*NOT_SOURCE))
+    ignored = shutil.ignore_patterns(*NOT_SOURCE)
+    shutil.copytree(ROOT, folder.parent / "asyncrl", symlinks=True, ignore=ignored)
     write_files(PAGE, folder)
     *install, doctor = commands_of(PAGE, "install")
     assert doctor.endswith("asyncrl doctor")
@@ -36,9 +36,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def doctor(project: Path) -> dict[str, dict[str, str]]:
     """Return what `asyncrl doctor` finds, by name."""
-    done = subprocess.run(
-        [".venv/bin/asyncrl", "doctor", "--json"], cwd=project, capture_output=True, text=True, check=False
-    )
+    done = start(".venv/bin/asyncrl doctor --json", project, 120.0)
     return {one["what"]: one for one in json.loads(done.stdout)}
 
 

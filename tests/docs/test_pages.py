@@ -12,8 +12,11 @@ import typer.main
 
 from asyncrl.cli.app import app
 from asyncrl.config.load import load_config
+from asyncrl.control.prepare import BUILTIN, BUILTINS, make_builtin
+from asyncrl.control.shared_memory import count_weights
 from rollout_service.data.sources import load_prompts
 from rollout_service.tasks.tiny_text.model import build_tokenizer
+from tests.cli.commands.calling import asyncrl
 from tests.docs.pages import ROOT, YOUR_OWN, commands_of, run, write_files
 
 README = ROOT / "README.md"
@@ -63,22 +66,38 @@ def test_the_agent_of_the_page_is_a_module_and_its_configuration_a_run(tmp_path:
     assert "error" in agent["use_tool"]("no JSON")
 
 
-def test_the_readme_is_short_and_its_example_is_a_configuration_with_a_reward(tmp_path: Path):
+def test_the_readme_is_short_and_its_example_is_a_configuration_with_a_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert len(README.read_text().splitlines()) <= 70
     write_files(README, tmp_path)
     lines = (tmp_path / "cluster.yaml").read_text().splitlines()
     config = load_config(tmp_path / "cluster.yaml")
     assert (len(lines), config.staleness.max_lag) == (9, 4)
+    monkeypatch.chdir(tmp_path)
+    done = asyncrl("plan", "cluster.yaml", "--elsewhere")
+    assert done.code == 0 and "not checked" in done.out, done.err
     score = runpy.run_path(str(tmp_path / "my_reward.py"))["score"]
     assert (score("It is 42", "42"), score("It is 41", "42")) == (1.0, 0.0)
 
 
-def test_the_number_of_the_readme_is_that_of_the_stored_rows():
-    (claim,) = re.findall(r"\*\*([\d.]+) times the trained tokens", README.read_text())
+@pytest.mark.parametrize(
+    ("pattern", "sigma"),
+    [(r"\*\*([\d.]+) times the trained tokens", 1.0), (r"the same length: the gain .* ([\d.]+) times", 0.0)],
+)
+def test_the_numbers_of_the_readme_are_those_of_the_stored_rows(pattern: str, sigma: float):
+    (claim,) = re.findall(pattern, README.read_text())
     rows = json.loads((ROOT / "benchmarks/results/pipeline-2026-11-22.json").read_text())["rows"]
-    wanted = {"engine": "real", "sigma": 1.0, "way": "max_lag 4", "stream": 0}
+    wanted = {"engine": "real", "sigma": sigma, "way": "max_lag 4", "stream": 0}
     (row,) = [row for row in rows if row["case"].items() >= wanted.items()]
     assert claim == f"{row['values']['trained_speed_up_over_disaggregated']:.1f}"
+
+
+def test_the_size_that_pages_name_is_that_of_the_largest_built_in_model(tmp_path: Path):
+    made = (make_builtin(f"{BUILTIN}{name}", tmp_path, print) for name in BUILTINS)
+    largest = f"{max(count_weights(folder) or 0 for folder in made) / 1e6:.2f} M parameters"
+    assert f"({largest};" in README.read_text()
+    assert largest in (ROOT / "docs" / "features.md").read_text()
 
 
 def test_the_picture_of_the_architecture_is_current():

@@ -3,6 +3,7 @@ import hashlib
 import importlib.util
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -91,6 +92,25 @@ def test_a_failing_command_s_words_are_in_the_error(capsys):
     shown = capsys.readouterr().err
     assert "out of disk" in shown
     assert "a==1" not in shown
+
+
+@pytest.mark.parametrize("script", ["sleep 600", "exec >&- 2>&-; sleep 600", "sleep 600 & sleep 600"])
+def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(script, monkeypatch):
+    monkeypatch.setattr(set_up, "DEADLINE_S", 0.5)
+    start = time.monotonic()
+    with pytest.raises(set_up.SetUpFailed, match=r"'sh -c .*' took longer than 0\.5 s"):
+        set_up.run(["sh", "-c", f"echo begins; {script}"], {"PATH": "/bin:/usr/bin"})
+    assert time.monotonic() - start < 300
+
+
+def test_bytecode_that_takes_too_long_is_a_warning(tmp_path, monkeypatch, capsys):
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(set_up, "PYTHON", tmp_path / "python")
+    monkeypatch.setattr(set_up, "DEADLINE_S", 0.5)
+    with set_up.compiling():
+        pass
+    assert "not all packages could be byte-compiled" in capsys.readouterr().err
 
 
 def test_cuda_packages_in_a_cpu_environment_are_refused(tmp_path, monkeypatch):

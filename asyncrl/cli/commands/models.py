@@ -17,7 +17,7 @@ from asyncrl.cli.options import (
     Step,
     complete_run,
     find_folder,
-    one_of,
+    find_target,
 )
 from asyncrl.control.services import function
 
@@ -61,12 +61,13 @@ def evaluate(
 
     Prints mean@k, pass@k and maj@k with 95 % intervals.
     """
-    from asyncrl.cli.reports.evaluation import Wishes, find_target, print_evaluation
+    found = find_target(runs_dir, target, run)  # before imports that take their time
+    from asyncrl.cli.reports.evaluation import Wishes, print_evaluation
 
     wishes = Wishes(
         data_files or (), reward, samples, temperature, num_prompts, max_tokens, max_prompt_tokens
     )
-    print_evaluation(find_target(runs_dir, one_of(target, run)), runs_dir, step, wishes, as_json)
+    print_evaluation(found, runs_dir, step, wishes, as_json)
 
 
 @app.command()

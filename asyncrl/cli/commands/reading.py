@@ -34,9 +34,10 @@ def account(
 
     Also the lag of trained and of open groups.
     """
+    folder = find_folder(runs_dir, run, run_option)  # here and below before imports that take their time
     from asyncrl.cli.reports.account import print_account
 
-    print_account(find_folder(runs_dir, run, run_option), as_json)
+    print_account(folder, as_json)
 
 
 @inspect.command()
@@ -52,10 +53,11 @@ def ticket(
     as_json: AsJson = False,
 ) -> None:
     """Print the history of one ticket."""
+    named, number = split_run(words, _is_ticket, "[RUN] TICKET, for example 17")
+    folder = find_folder(runs_dir, named, run)
     from asyncrl.cli.reports.account import print_ticket
 
-    named, number = split_run(words, _is_ticket, "[RUN] TICKET, for example 17")
-    print_ticket(find_folder(runs_dir, named, run), int(number), as_json)
+    print_ticket(folder, int(number), as_json)
 
 
 def _is_ticket(word: str) -> bool:
@@ -87,14 +89,15 @@ def rollouts(
 
     Log-probs, versions and their lag, rewards, masks.
     """
-    from asyncrl.cli.rollouts.command import print_rollouts
-
     if worst and best:
         raise typer.BadParameter("--worst and --best exclude each other")
     if html and as_json:
         raise typer.BadParameter("--html and --json exclude each other")
+    folder = find_folder(runs_dir, run, run_option)
+    from asyncrl.cli.rollouts.command import print_rollouts
+
     print_rollouts(
-        find_folder(runs_dir, run, run_option),
+        folder,
         step=step,
         order="worst" if worst else "best" if best else "",
         is_dropped=dropped,
@@ -112,9 +115,10 @@ def weights(
 
     Also the sync rounds that led to it, and the culprit of each failure.
     """
+    folder = find_folder(runs_dir, run, run_option)
     from asyncrl.cli.reports.weights import print_weights
 
-    print_weights(find_folder(runs_dir, run, run_option), as_json)
+    print_weights(folder, as_json)
 
 
 @inspect.command()
@@ -134,11 +138,12 @@ def trace(
 
     Prints the file's name.
     """
-    from asyncrl.cli.reports.trace import print_trace
-
     if to and as_json:
         raise typer.BadParameter("--to and --json exclude each other")
-    print_trace(find_folder(runs_dir, run, run_option), steps, to, as_json)
+    folder = find_folder(runs_dir, run, run_option)
+    from asyncrl.cli.reports.trace import print_trace
+
+    print_trace(folder, steps, to, as_json)
 
 
 @app.command()
@@ -150,9 +155,10 @@ def verify(
     Checks that every prompt is accounted for exactly once and that no trained token exceeds the bound on lag.
     Exit code 1 otherwise.
     """
+    folder = find_folder(runs_dir, run, run_option)
     from asyncrl.cli.reports.account import print_verdict
 
-    is_sound = print_verdict(find_folder(runs_dir, run, run_option), as_json)
+    is_sound = print_verdict(folder, as_json)
     raise typer.Exit(exits.OK if is_sound else exits.FAILED)
 
 
@@ -182,10 +188,11 @@ def replay(
     trained under what was recorded with it, from step K on changed by --set. Exit code 1 if a metric, the
     weights or what a later checkpoint holds differs.
     """
+    folder = find_folder(runs_dir, run, run_option)
     from asyncrl.cli.reports.replay import print_replay
 
     code = print_replay(
-        str(find_folder(runs_dir, run, run_option)),
+        str(folder),
         runs_dir,
         first,
         num_steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from asyncrl.cli.doctor.files import MAX_NAMED, look_at
 from asyncrl.cli.doctor.finding import Finding, judge
 from asyncrl.control.launch.processes import SHM, pids_of_run
 from asyncrl.control.plan import count_gpus
@@ -102,15 +104,37 @@ def check_redis() -> Iterator[Finding]:
 
 
 def check_leftovers(shm: Path = SHM) -> Iterator[Finding]:
-    """Yield shared memory of runs that do not live any more."""
+    """Yield shared memory of runs that do not live any more, and semaphores that no process has open."""
     of_run: dict[str, int] = {}
     for path in [*shm.glob("asyncrl-*-*"), *shm.glob("sem.asyncrl-*-*")]:
-        run_id = path.name.split("-")[1]
-        of_run[run_id] = of_run.get(run_id, 0) + path.stat().st_size
+        run_id, found = path.name.split("-")[1], look_at(path)
+        of_run[run_id] = of_run.get(run_id, 0) + (0 if found is None else found.st_size)
     dead = {run_id: size for run_id, size in of_run.items() if not pids_of_run(run_id)}
-    found = f"{len(of_run) - len(dead)} live runs hold shared memory; dead ones: {len(dead)}"
+    told = f"{len(of_run) - len(dead)} live runs hold shared memory; dead ones: {len(dead)}"
     if dead:
-        found += f", {sum(dead.values()) / GB:.2f} GB in {shm}/*asyncrl-{{{','.join(sorted(dead))}}}-*"
-    yield judge(
-        "left over", found, not dead, "'asyncrl up' of the same run removes them; else remove these files"
-    )
+        files = " ".join(f"{shm}/*asyncrl-{run_id}-*" for run_id in sorted(dead))
+        told += f", {sum(dead.values()) / GB:.2f} GB in {files}"
+    advice = "'asyncrl up' of the same run removes them; else remove these files"
+    yield judge("left over", told, not dead, advice)
+    yield _check_semaphores(shm)
+
+
+def _check_semaphores(shm: Path) -> Finding:
+    """Return what Python's `multiprocessing` left of processes that were killed."""
+    found = ((path, look_at(path)) for path in sorted(shm.glob("sem.mp-*")))
+    ours = [str(path) for path, stat in found if stat is not None and stat.st_uid == os.getuid()]
+    open_ones = _mapped_files() if ours else set[str]()
+    left = [path for path in ours if path not in open_ones]
+    told = f"{len(ours) - len(left)} in use, {len(left)} of processes that were killed"
+    more = f" and {len(left) - MAX_NAMED} more" if len(left) > MAX_NAMED else ""
+    advice = f"Unless another container shares {shm}: rm {' '.join(left[:MAX_NAMED])}{more}"
+    return judge("semaphores", told, not left, advice)
+
+
+def _mapped_files() -> set[str]:
+    """Return the files that processes have in their memory, as far as this user may know."""
+    found: set[str] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            found |= {one.path for one in process.memory_maps()}
+    return found

@@ -29,7 +29,9 @@ SHOWN = 6
 def check_python() -> Iterator[Finding]:
     """Yield whether this is the Python that all packages are there for."""
     version = ".".join(map(str, sys.version_info[:3]))
-    advice = "Use Python 3.11: 'make setup PYTHON=/path/to/python3.11'"
+    advice = install_advice(installed_kind())
+    if has_own_environment():
+        advice = "Use Python 3.11: 'make setup PYTHON=/path/to/python3.11'"
     yield judge("python", version, sys.version_info[:2] == PYTHON, advice, "fail")
 
 
@@ -111,13 +113,23 @@ def _listed(problems: list[str], head: str) -> str:
 def install_advice(kind: str) -> str:
     """Return the command that makes an environment of the pinned list `kind`: `cpu` or `gpu`."""
     tree = find_checkout()
-    if tree is not None and Path(sys.prefix).parent == tree:
+    if has_own_environment():
         return "Run 'make setup'" if kind == "cpu" else f"Run 'make setup LIST={kind}'"
     place = tree or "CHECKOUT"
     where = "" if tree else " (CHECKOUT: a clone of asyncrl's repository)"
     pip = "NEW/bin/python -m pip install --no-deps"
     install = f"{pip} -r {place}/requirements/{kind}.txt && {pip} {place}"
     return f"Make a new environment of the tested versions: python3.11 -m venv NEW && {install}{where}"
+
+
+def has_own_environment() -> bool:
+    """Tell whether this Python is the one that `make setup` makes in the checkout."""
+    return Path(sys.prefix).parent == find_checkout()
+
+
+def installed_kind() -> str:
+    """Return the requirement list of the engine that is installed, `cpu` without one."""
+    return next((name for name, engine in ENGINES.items() if installed_version(engine)), "cpu")
 
 
 def find_checkout() -> Path | None:

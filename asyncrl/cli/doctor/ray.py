@@ -14,9 +14,15 @@ from pathlib import Path
 
 import psutil
 
-import asyncrl
+from asyncrl.cli.doctor.files import MAX_NAMED, look_at
 from asyncrl.cli.doctor.finding import Finding, judge
-from asyncrl.cli.doctor.packages import ENGINES, installed_version, read_pins
+from asyncrl.cli.doctor.packages import (
+    find_checkout,
+    install_advice,
+    installed_kind,
+    installed_version,
+    read_pins,
+)
 from asyncrl.control.cluster.settling import address_towards
 from asyncrl.control.launch.ports import PORTS, HeldPort
 from asyncrl.control.launch.processes import SHM
@@ -32,20 +38,20 @@ WORKER_PORTS = range(10_002, 20_000)
 HEAD_MODULE = "asyncrl.control.launch.head"
 CONNECT_S = 3.0
 INVENTORY_S = 60.0
-MUCH_BYTES, MAX_FILES, MAX_NAMED = 10**9, 5_000, 20
+MUCH_BYTES, MAX_FILES = 10**9, 5_000
 
 
 def check_version(requirements: Path | None = None) -> Iterator[Finding]:
     """Yield whether Ray is the one that asyncrl was tested with: all nodes of a cluster need the same."""
-    folder = requirements or Path(asyncrl.__file__).parents[1] / "requirements"
-    kind = next((name for name, engine in ENGINES.items() if installed_version(engine)), "cpu")
-    file, found = folder / f"{kind}.txt", installed_version("ray")
-    tested = read_pins(file).get("ray") if file.is_file() else None
+    tree, kind = find_checkout(), installed_kind()
+    folder = requirements or (tree / "requirements" if tree else None)
+    file, found = folder / f"{kind}.txt" if folder else None, installed_version("ray")
+    tested = read_pins(file).get("ray") if file is not None and file.is_file() else None
     if found is None:
-        yield Finding("ray", "fail", "missing", "Run 'make setup'")
+        yield Finding("ray", "fail", "missing", install_advice(kind))
         return
     told = f"{found}, as tested" if found == tested else f"{found} (tested: {tested or 'not known here'})"
-    yield judge("ray", told, tested in (found, None), f"pip install ray=={tested}, on every node")
+    yield judge("ray", told, tested in (found, None), f"On every node: {install_advice(kind)}")
 
 
 def check_ports(ephemeral: Path = EPHEMERAL) -> Iterator[Finding]:
@@ -127,16 +133,8 @@ def check_sessions(ray_folder: Path | None = None) -> Iterator[Finding]:
 
 
 def _is_ours(path: Path) -> bool:
-    found = _look_at(path)
+    found = look_at(path)
     return found is not None and found.st_uid == os.getuid()
-
-
-def _look_at(path: str | Path) -> os.stat_result | None:
-    """Return what `lstat` says, None if the file was removed meanwhile, as a session's are at its end."""
-    try:
-        return os.lstat(path)
-    except OSError:
-        return None
 
 
 def _command_of(process: psutil.Process) -> list[str]:
@@ -152,7 +150,7 @@ def _measure(folders: list[Path]) -> tuple[int, bool]:
     for folder in folders:
         for where, _, names in os.walk(folder):
             num_files += len(names)
-            found = (_look_at(os.path.join(where, name)) for name in names)
+            found = (look_at(os.path.join(where, name)) for name in names)
             size += sum(one.st_size for one in found if one is not None)
             if num_files > MAX_FILES:
                 return size, False

@@ -13,18 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.cli.exits import say, show
-from asyncrl.cli.options import find_folder
 from asyncrl.cli.reports.table import align
 from asyncrl.config.load import find_run_folder, load_config, load_resolved
 from asyncrl.config.tree import Config
 from asyncrl.control.plan import count_gpus
-from asyncrl.control.prepare import is_builtin, make_builtin, prepare
+from asyncrl.control.prepare import MODEL_FILE, is_builtin, is_model, make_builtin, prepare
 from asyncrl.control.services import function
 from asyncrl.control.sources import check_sources
 from asyncrl.errors import ConfigError
 from asyncrl.metrics.tallies import HIGH, LOW
 
-MODEL_FILE = "config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_TOKENS = 1024
 """Of an answer to a model that stands alone, if it can see twice as many; of a prompt twice that."""
@@ -90,22 +88,6 @@ def talk_on_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def find_target(runs_dir: str, target: str | None) -> str:
-    """Return the model folder or the run's folder that `target` names; without it, the run started last.
-
-    Raises:
-        UnknownRun: There is neither.
-    """
-    if target and is_model(target):
-        return target
-    return str(find_folder(runs_dir, target))
-
-
-def is_model(target: str) -> bool:
-    """Whether `target` is a model to evaluate, and not a run."""
-    return is_builtin(target) or (Path(target) / MODEL_FILE).is_file()
-
-
 def read_target(target: str, runs_dir: str, step: str, wishes: Wishes, scratch: Path) -> Config:
     """Return a configuration whose model and held-out data are those to evaluate.
 
@@ -116,9 +98,8 @@ def read_target(target: str, runs_dir: str, step: str, wishes: Wishes, scratch: 
         config = _read_model(target, runs_dir, wishes, scratch)
     else:
         config = _read_run(target, runs_dir, step, wishes, scratch)
-    problems = list(
-        check_sources(config.data.model_copy(update={"train": ()}), Path(config.model.path), is_builtin)
-    )
+    held_out, has_environment = config.data.model_copy(update={"train": ()}), config.rollout.environment
+    problems = list(check_sources(held_out, Path(config.model.path), is_builtin, has_environment is not None))
     if problems:
         raise ConfigError("\n".join(problems))
     gpus = min(max(1, config.rollout.gpus), count_gpus())

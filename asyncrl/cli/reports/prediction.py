@@ -13,6 +13,7 @@ from typing import Any
 from asyncrl.cli import exits
 from asyncrl.cli.reports.table import align
 from asyncrl.cli.up import find_config
+from asyncrl.config.hub_sizes import HUB_SIZES
 from asyncrl.config.load import find_run_folder, load, load_config
 from asyncrl.config.tree import Config
 from asyncrl.control.plan.checks import read_size
@@ -145,7 +146,7 @@ def read_rates(name: str | None, config: Config, command: str = MEASURE) -> tupl
     """
     if name is not None and name not in GPUS:
         return _read_file(name, config, command)
-    size = read_size(config)
+    size = read_size(config) or HUB_SIZES.get(config.model.path.partition("@")[0])
     if size is None:
         raise ConfigError(
             f"the size of '{config.model.path}' cannot be told, so no rates can be assumed",

@@ -15,11 +15,12 @@ from typing import Any
 from asyncrl.config.load import load_resolved
 from asyncrl.config.rules.resume import find_breaks
 from asyncrl.config.tree import Config, CriticSection, ModelSection, RewardPart
-from asyncrl.control import prepare, shared_memory
+from asyncrl.control import prepare
 from asyncrl.control.record.recorder import is_evaluation
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.services import function
 from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.weight_files import read_shapes
 
 FetchedSection = ModelSection | CriticSection
 """The sections whose `path` may be a hub id."""
@@ -72,7 +73,7 @@ def _refuse_other_model(folder: RunDir, step: int, model: Path) -> None:
     """Raise ConfigError if the parameters in `model` have other shapes than those in a checkpoint."""
     try:
         store = function("learner.checkpoint.store:CheckpointStore")(folder.checkpoints, 1)
-        saved, found = store.shapes(step), shared_memory.read_shapes(model)
+        saved, found = store.shapes(step), read_shapes(model)
     except CheckpointError:  # the learner takes an older one, and says why
         return
     for name in (name for name in saved if name in found and saved[name] != found[name]):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncrl.buffer.composition import check_redis, ledger_settings, max_group_bytes
-from asyncrl.config.architectures import ModelSize
+from asyncrl.config.architectures import ModelSize, read_max_positions
 from asyncrl.config.tree import Config
 from asyncrl.control import shared_memory
 from asyncrl.control.plan import capacity, derived, machine, memory, names, sizes
@@ -123,6 +123,15 @@ def check_cut_of_engine(config: Config) -> Iterator[str]:
         yield from sizes.find_uneven_engine(config, size)
 
 
+def check_long_rows(config: Config) -> Iterator[str]:
+    """Say if a row may be longer than the engine can take."""
+    size = read_size(config)
+    if size is None or config.rollout.engine != "vllm":
+        return
+    table = read_table(Path(config.model.path) / "config.json")
+    yield from sizes.find_long_rows(config, size, read_max_positions(table))
+
+
 def check_heads(config: Config) -> Iterator[str]:
     """Say if the engine has no attention for the model's heads on the device that it is to run on."""
     size = read_size(config)
@@ -146,6 +155,7 @@ PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_buffer,
     check_cut_of_engine,
     check_heads,
+    check_long_rows,
     names.check_algorithm,
     names.check_rewards,
     names.check_environment,

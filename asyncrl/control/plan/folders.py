@@ -5,19 +5,14 @@ Nothing that stays is written: whether a folder takes files is tried with one th
 
 from __future__ import annotations
 
-import json
-import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.tree import Config
+from asyncrl.weight_files import INDEX, WEIGHTS, read_header, read_index
 
-WEIGHTS = "model.safetensors"
-INDEX = f"{WEIGHTS}.index.json"
-MAX_HEADER_BYTES = 100_000_000
-"""As safetensors allows."""
+AGAIN = "fetch or copy it again"
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.txt",), ("vocab.json", "merges.txt"))
 """Files of which one row is enough for a tokenizer."""
 
@@ -43,42 +38,58 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def find_bad_weights(folder: Path) -> str:
-    """Say what is wrong with the safetensors of a model folder: missing, or cut short; headers are read."""
+def find_bad_weights(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> str:
+    """Say what is wrong with the safetensors of a model folder; headers are read.
+
+    A file is missing or cut short, or lacks a tensor of the index, or there is not what `wanted` tells of.
+
+    Args:
+        wanted: Shapes of tensors by their names.
+    """
     try:
-        names = _list_files(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        index = read_index(folder)
+    except (OSError, ValueError) as error:
         return f"'{folder / INDEX}' cannot be read: {error}"
+    names = sorted(set(index.values())) or [name for name in [WEIGHTS] if (folder / name).is_file()]
     if not names:
         return f"'{folder}' holds no weights (neither {WEIGHTS} nor {INDEX}); save the model as safetensors"
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         return f"'{folder}' lacks {', '.join(missing)} of its weights; fetch or copy them again"
-    found = (_find_damage(folder / name) for name in names)
-    return next((problem for problem in found if problem), "")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        found, problem = _read_shapes(folder / name)
+        absent = next((tensor for tensor, file in index.items() if file == name and tensor not in found), "")
+        if absent and not problem:
+            problem = f"'{folder / name}' lacks '{absent}', which {INDEX} says it holds; {AGAIN}"
+        if problem:
+            return problem
+        shapes |= found
+    return _find_difference(folder, shapes, wanted)
 
 
-def _list_files(folder: Path) -> list[str]:
-    if (folder / INDEX).is_file():
-        return sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
-    if (folder / WEIGHTS).is_file():
-        return [WEIGHTS]
-    return []
-
-
-def _find_damage(file: Path) -> str:
-    """Say if a safetensors file is shorter or longer than its header tells."""
-    again = "fetch or copy it again"
+def _read_shapes(file: Path) -> tuple[dict[str, tuple[int, ...]], str]:
+    """Return the shapes in a safetensors file, and what is wrong if it is shorter or longer than it says."""
     size = file.stat().st_size
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header: dict[str, Any] = json.loads(stream.read(min(length, MAX_HEADER_BYTES)))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        wanted = 8 + length + max(ends, default=0)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error):
-        return f"'{file}' is not a safetensors file, or cut short at {size} bytes; {again}"
-    return "" if size == wanted else f"'{file}' has {size} bytes, and its header tells of {wanted}; {again}"
+        header = read_header(file)
+    except (OSError, ValueError):
+        return {}, f"'{file}' is not a safetensors file, or cut short at {size} bytes; {AGAIN}"
+    problem = f"'{file}' has {size} bytes, and its header tells of {header.num_bytes}; {AGAIN}"
+    return header.shapes, "" if size == header.num_bytes else problem
+
+
+def _find_difference(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> str:
+    other = "copy the config.json and the weights of one model"
+    for name, shape in wanted.items():
+        if name not in shapes:
+            return f"'{folder}' has no tensor '{name}', which its config.json tells of; {other}"
+        if shapes[name] != shape:
+            sizes = f"{list(shapes[name])}, and {list(shape)} by its config.json"
+            return f"'{folder}': '{name}' has the shape {sizes}; {other}"
+    return ""
 
 
 def find_missing_tokenizer(folder: Path) -> str:

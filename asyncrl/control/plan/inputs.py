@@ -23,4 +23,5 @@ def check_lengths(config: Config) -> Iterator[str]:
 
 def check_data(config: Config) -> Iterator[str]:
     """Say which prompts are not there, cannot be read, or do not fit."""
-    yield from check_sources(config.data, Path(config.model.path), is_builtin)
+    has_environment = config.rollout.environment is not None
+    yield from check_sources(config.data, Path(config.model.path), is_builtin, has_environment)

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.architectures import find_unsupported
+from asyncrl.config.architectures import find_unsupported, tensor_shapes
 from asyncrl.config.cuts import find_uneven_cuts
 from asyncrl.config.tree import Config, LearnerSection
 from asyncrl.control.plan.folders import find_bad_weights, find_missing_tokenizer
 from asyncrl.control.prepare import REWARD_MODEL, is_builtin, is_hub_id
+from asyncrl.control.services import function
 
 
 def check_models(config: Config) -> Iterator[str]:
@@ -37,14 +38,16 @@ def check_reward_models(config: Config) -> Iterator[str]:
 
 
 def _check_tokenizer(paths: Mapping[str, str]) -> Iterator[str]:
-    """Say whether the policy's tokenizer is missing, or has ids that a model does not know.
+    """Say whether the policy's tokenizer is missing, cannot be loaded, or has ids that a model does not know.
 
     It makes the rows that policy and critic read. A model may know more ids: vocabularies are padded.
     """
     policy = paths["model.path"]
-    if Path(policy, "config.json").exists() and (problem := find_missing_tokenizer(Path(policy))):
-        yield f"model.path: {problem}"
-        return
+    if Path(policy, "config.json").exists():
+        find_bad = function("rollout_service.data.inspection:find_bad_tokenizer")
+        if problem := find_missing_tokenizer(Path(policy)) or find_bad(Path(policy)):
+            yield f"model.path: {problem}"
+            return
     num_tokens = _count_token_ids(policy) or _vocabulary(policy) or 0
     for key, path in paths.items():
         size = _vocabulary(path)
@@ -68,7 +71,8 @@ def _check_model(key: str, path: str, config: Config) -> Iterator[str]:
     except (OSError, ValueError, TypeError) as error:
         yield f"{key}: '{config_file}' cannot be read: {error}"
         return
-    if problem := find_bad_weights(Path(path)):
+    has_head = key == "model.path"  # a critic's head gives a value instead, and starts from zero
+    if problem := find_bad_weights(Path(path), dict(tensor_shapes(table, has_head))):
         yield f"{key}: {problem}"
     if config.learner.backend != "megatron":
         return

@@ -43,10 +43,13 @@ def check_rewards(config: Config) -> Iterator[str]:
 
 
 def check_reward_files(config: Config) -> Iterator[str]:
-    """Say which reward of a file is not there."""
+    """Say which reward of a file is not there, or is written so that no call can work."""
+    check = function("rollout_service.rewards.registry:check_file")
     for part in config.reward.fn:
         if problem := missing_function(part.fn):
             yield f"reward.fn: {problem}"
+        elif is_file_function(part.fn):
+            yield from _refusals("reward.fn", check, part)
 
 
 def check_environment(config: Config) -> Iterator[str]:
@@ -59,10 +62,15 @@ def check_environment(config: Config) -> Iterator[str]:
 
 
 def check_environment_file(config: Config) -> Iterator[str]:
-    """Say whether the class of an environment is not there."""
+    """Say whether the class of an environment is not there, or is written so that no episode can work."""
     environment = config.rollout.environment
-    if environment is not None and (problem := missing_function(environment.name)):
+    if environment is None or not is_file_function(environment.name):
+        return
+    if problem := missing_function(environment.name):
         yield f"rollout.environment: {problem}"
+        return
+    check = function("rollout_service.environments.registry:check_file")
+    yield from _refusals("rollout.environment", check, environment)
 
 
 def _refusals(key: str, check: Callable[..., Any], *arguments: Any) -> Iterator[str]:

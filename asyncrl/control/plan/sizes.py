@@ -82,6 +82,29 @@ def find_uneven_engine(config: Config, size: ModelSize) -> Iterator[str]:
         )
 
 
+def find_long_rows(config: Config, size: ModelSize, max_positions: int | None) -> Iterator[str]:
+    """Say if the longest row has more positions than the model, or more keys and values than the engine.
+
+    Args:
+        max_positions: That the model has, if that can be told.
+    """
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    sums = f"data.max_prompt_tokens + rollout.max_tokens = {longest}"
+    if max_positions is not None and longest > max_positions:
+        yield (
+            f"rollout.max_tokens: a row may have {sums} tokens, and the model knows {max_positions} "
+            "positions (max_position_embeddings); lower one of them, or choose another model"
+        )
+    token_bytes = 2 * size.num_layers * size.num_key_value_heads * size.head_size
+    token_bytes *= ITEM_BYTES[config.model.dtype]
+    there = config.rollout.kv_cache_bytes
+    if not config.rollout.gpus and longest * token_bytes > there:
+        yield (
+            f"rollout.kv_cache_bytes: {there} do not hold one row of {sums} tokens x {token_bytes} bytes = "
+            f"{longest * token_bytes}; raise it, or lower one of them"
+        )
+
+
 def estimate_activations(config: Config, size: ModelSize) -> Part:
     """Return what a microbatch of the most tokens keeps for its backward pass, on one rank."""
     learner = config.learner

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.doctor import ray
+from asyncrl.cli.doctor.files import look_at
 from asyncrl.control.launch.ports import HeldPort
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from tests.cli.commands.calling import asyncrl
@@ -125,7 +126,7 @@ def test_sessions_are_looked_for_where_ray_puts_them(tmp_path: Path, monkeypatch
 
 def test_a_session_that_is_removed_meanwhile_is_no_error(tmp_path: Path) -> None:
     gone = tmp_path / "session_2026-01-01_00-00-00_1_1"
-    assert not ray._is_ours(gone) and ray._look_at(gone / "logs") is None
+    assert not ray._is_ours(gone) and look_at(gone / "logs") is None
     assert ray._measure([gone]) == (0, True)
 
 

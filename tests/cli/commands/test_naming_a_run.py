@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,9 @@ VERBS = {
     "inspect trace": (),
 }
 """Commands that are about a run, and what they need besides."""
+TIMED = Path(__file__).parents[1] / "timed_process.py"
+MAX_USER_S = 2.5
+"""Of the processor, three times what the slowest takes."""
 ABOUT_NO_RUN = ("up", "init", "plan", "doctor", "score", "data", "bench")
 
 
@@ -60,6 +66,21 @@ def test_an_unknown_run_is_exit_code_4_and_one_sentence_that_names_those_there_a
     done = asyncrl(*verb.split(), *named, "--dir", tmp_path)
     assert (done.code, done.out) == (4, "")
     assert done.err == f"asyncrl: there is no run 'nope' in {tmp_path}. There are: mine\n"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_answer_about_an_unknown_run_takes_no_framework_and_hardly_any_time(
+    tmp_path: Path, verb: str
+) -> None:
+    """Processor time: the clock of a loaded machine says little."""
+    make_folder(tmp_path, "mine")
+    words = [*verb.split(), *VERBS[verb], "--run", "nope", "--dir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(TIMED), *words], capture_output=True, text=True, timeout=300, check=True
+    )
+    took = json.loads(done.stdout.splitlines()[-1])
+    assert (took["code"], took["heavy"]) == (4, []), done.stderr
+    assert took["user_s"] < MAX_USER_S
 
 
 @pytest.mark.parametrize("verb", VERBS)

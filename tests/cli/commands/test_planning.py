@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import mmap
 import resource
 import runpy
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import asyncrl as asyncrl_package
-from asyncrl.cli.doctor import examination, machine, packages
+from asyncrl.cli.doctor import examination, machine, packages, ray
 from asyncrl.cli.doctor.finding import Finding
 from asyncrl.cli.reports.starter import SAME_AS_THE_EXAMPLE
 from asyncrl.config.load import dump_resolved, load_config
@@ -357,13 +360,68 @@ def test_gpus_with_packages_for_cpu_are_told(monkeypatch: pytest.MonkeyPatch) ->
     assert [one.verdict for one in packages.check_packages()] == ["fail"]
 
 
-def test_low_limits_and_segments_of_dead_runs_are_told(
+def test_advice_about_python_and_ray_is_that_of_the_place_that_this_python_is_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "requirements").mkdir()
+    for name in ("cpu.txt", "gpu.txt"):
+        (tmp_path / "requirements" / name).write_text("ray==2.0.0\n")
+    monkeypatch.setattr(packages, "PYTHON", (3, 99))
+    for module in (packages, ray):
+        monkeypatch.setattr(module, "find_checkout", lambda: tmp_path)
+
+    def advice() -> list[str]:
+        return [one.advice for check in (packages.check_python, ray.check_version) for one in check()]
+
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    assert all("make setup" in one for one in advice())
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "elsewhere" / ".venv"))
+    kind = packages.installed_kind()
+    install = (
+        f"python3.11 -m venv NEW && NEW/bin/python -m pip install --no-deps -r {tmp_path}/requirements/{kind}"
+    )
+    assert all(install in one and "make" not in one for one in advice())
+    monkeypatch.setattr(ray, "installed_version", lambda name: None)
+    (missing,) = ray.check_version()
+    assert install in missing.advice
+
+
+def test_low_limits_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1024))
     files, processes = machine.check_limits()
     assert files.verdict == "warn" and files.advice == "Raise it before 'up': ulimit -n 4096 (at most 1024)"
     assert processes.verdict == "warn"
-    (tmp_path / "asyncrl-dead0000-weights").write_bytes(b"x" * 10)
-    (found,) = machine.check_leftovers(tmp_path)
-    assert found.verdict == "warn" and "dead0000" in found.found
+
+
+class Vanishing(type(Path())):  # type: ignore[misc]
+    """A folder of which a file is removed as soon as it was listed."""
+
+    def glob(self, pattern: str) -> Iterator[Path]:
+        for path in list(super().glob(pattern)):
+            if "vanishing" in path.name:
+                path.unlink()
+            yield path
+
+
+@pytest.mark.parametrize("dead", [["dead0000"], ["dead0000", "dead1111"]])
+def test_segments_of_dead_runs_are_told_as_the_shell_finds_them(tmp_path: Path, dead: list[str]) -> None:
+    planted = [
+        tmp_path / f"{kind}-{run_id}-weights" for run_id in dead for kind in ("asyncrl", "sem.asyncrl")
+    ]
+    for path in (*planted, tmp_path / "asyncrl-dead0000-vanishing", tmp_path / "sem.mp-vanishing"):
+        path.write_bytes(b"x" * 10)
+    found, semaphores = machine.check_leftovers(Vanishing(tmp_path))
+    assert (found.verdict, semaphores.verdict) == ("warn", "ok")
+    pattern = found.found.rpartition(" GB in ")[2]
+    listed = subprocess.run(["sh", "-c", f"ls {pattern}"], capture_output=True, text=True, check=True).stdout
+    assert sorted(listed.split()) == sorted(map(str, planted))
+
+
+def test_semaphores_that_no_process_has_open_are_told(tmp_path: Path) -> None:
+    left, in_use = tmp_path / "sem.mp-left", tmp_path / "sem.mp-open"
+    for path in (left, in_use):
+        path.write_bytes(b"x" * 32)
+    with in_use.open("r+b") as file, mmap.mmap(file.fileno(), 32):
+        _, found = machine.check_leftovers(tmp_path)
+    assert (found.verdict, found.found) == ("warn", "1 in use, 1 of processes that were killed")
+    assert found.advice.endswith(f"rm {left}")

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl.cli.reports.prediction import Asked, count_learner_units, print_comparison
+from asyncrl.cli.reports.prediction import Asked, count_learner_units, print_comparison, read_rates
+from asyncrl.config.hub_sizes import HUB_SIZES
 from asyncrl.config.load import dump_resolved, load_config
 from asyncrl.config.tree import Config
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.errors import DataError
+from asyncrl.errors import ConfigError, DataError
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.sweep import sweep
 from benchmarks.calibrate import _values, of_run
@@ -27,6 +28,30 @@ SETS = [word for one in (*SMALL, "learner.minibatches=1") for word in ("--set", 
 def write_rates(path: Path, **more: Any) -> Path:
     path.write_text(json.dumps({"rates": RATES.as_values(), **more}))
     return path
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_a_shipped_models_size_is_known_before_it_is_fetched(name: str) -> None:
+    config = load_config(shipped()[name])
+    if config.model.path.startswith("builtin:"):
+        return
+    assert not Path(config.model.path).exists()
+    rates, _ = read_rates("H100", config)
+    pinned = config.model_copy(
+        update={"model": config.model.model_copy(update={"path": f"{config.model.path}@main"})}
+    )
+    assert read_rates("H100", pinned)[0] == rates
+    other = config.model_copy(update={"model": config.model.model_copy(update={"path": "some/other"})})
+    with pytest.raises(ConfigError, match="the size of 'some/other' cannot be told"):
+        read_rates("H100", other)
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "num_weights"), [("Qwen/Qwen3-0.6B", 595_984_384), ("Qwen/Qwen3-8B", 7_568_097_280)]
+)
+def test_a_known_size_is_that_of_the_published_model(hub_id: str, num_weights: int) -> None:
+    """As its card counts them, without norms: 0.6 B with its tied embedding; 8.19 B with another 0.62 B."""
+    assert HUB_SIZES[hub_id].num_weights == num_weights
 
 
 def with_gpus(learner: int, rollout: int) -> Config:

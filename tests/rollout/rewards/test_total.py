@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 
+from asyncrl.config.tree import RewardSection
 from asyncrl.control.record.metering import Meter
 from asyncrl.errors import AsyncrlError, ServiceFailed
 from asyncrl.experience import MAX_REWARD_PARTS
+from asyncrl.service import ServiceContext
+from rollout_service import composition
+from rollout_service.data.prompts import PromptSet
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.score import Answer, RewardError, RewardsFailed, Score
 from rollout_service.rewards.total import (
@@ -23,8 +27,9 @@ from rollout_service.rewards.total import (
     TotalReward,
     Weighed,
 )
-from tests.rollout.replica_parts import GROUP_SIZE, open_stage, wait_for
-from tests.rollout.rewards.judging import answer, judge, reward_of
+from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
+from tests.rollout.replica_parts import GROUP_SIZE, make_config, open_stage, wait_for, write_data
+from tests.rollout.rewards.judging import answer, judge, reward_of, write
 
 
 def total_of(function: Callable[..., Any], max_error_rate: float = 1.0) -> TotalReward:
@@ -120,6 +125,50 @@ def test_failures_are_told_until_an_answer_is_scored_and_a_reason_once():
     for row in range(FIRST_ANSWERS):
         rate.add_failed(RewardError(f"took longer than 30 s (row {row})"))
     assert rate.verdict is not None and rate.verdict.message.count("took longer") == 1
+
+
+def test_a_trial_tells_at_once_of_a_part_that_fails_on_a_ground_truth_and_counts_for_nothing():
+    def refuse(response: str, ground_truth: Any) -> float:
+        assert response == str(ground_truth) == "4"
+        raise KeyError("answer")
+
+    reward = TotalReward(
+        [Weighed(FunctionReward("good", score_or_refuse)), Weighed(FunctionReward("bad", refuse))],
+        ErrorRate(0.0),
+    )
+
+    async def work() -> None:
+        reward.begin_trial(answer("unused").prompt)
+        await asyncio.sleep(0)  # the task runs
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        (told,) = reward.obstacles()
+        assert (told["cause"], told["count"]) == ("rewards_fail", 1)
+        assert told["reason"].startswith(
+            "tried on a ground truth: the reward 'bad' raised KeyError: 'answer'"
+        )
+        assert reward.counts()["reward_errors"] == {} and reward.counts()["reward_parts"]["good"] == [0, 0.0]
+        reward.note_scored(Score(1.0))
+        assert reward.obstacles() == []
+        await reward.close()
+
+    asyncio.run(work())
+
+
+def test_closing_ends_a_trial_that_hangs():
+    class Hanging(FunctionReward):
+        async def value(self, answer: Answer) -> float:
+            return await asyncio.get_running_loop().create_future()
+
+    reward = TotalReward([Weighed(Hanging("hangs", score_or_refuse))], ErrorRate(0.0))
+
+    async def work() -> None:
+        reward.begin_trial(answer("unused").prompt)
+        await asyncio.sleep(0)
+        await reward.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(work())
 
 
 def test_above_the_rate_the_run_is_ended_with_the_kinds_and_the_last_reasons():
@@ -230,3 +279,31 @@ def test_a_part_that_arrives_while_another_thread_asks_for_the_counts_ends_nothi
     reward._sums["mine"] = Busy([0, 0.0])
     assert reward.counts()["reward_parts"]["mine"] == [0, 0.0]
     assert reward.counts()["reward_parts"]["late"][0] >= 1
+
+
+def test_a_replica_tries_its_reward_on_the_first_prompt_before_its_engine_starts(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    reward = write(tmp_path, "def score(response, ground_truth):\n    raise KeyError(response, ground_truth)")
+    section = RewardSection.model_validate({"fn": reward})
+    config = make_config(tmp_path).model_copy(update={"reward": section})
+    nowhere = {"buffer.0": "tcp://127.0.0.1:1", "receiver.0": "tcp://127.0.0.1:1"}
+    replica = composition.build(ServiceContext(config, "rollout.0", tmp_path, "trial", nowhere))
+
+    async def work() -> str:
+        parts = await replica._build()
+        assert parts.reward is not None and not parts.engine.is_loaded
+        async with asyncio.timeout(60):
+            while not (told := parts.reward.obstacles()):
+                await asyncio.sleep(0.01)
+        await parts.reward.close()
+        first = parts.prompts
+        assert isinstance(first, PromptSet)
+        truth = first.at(0).prompt.ground_truth
+        assert f"KeyError: ({truth!r}, {truth!r}) (row 0)" in told[0]["reason"]
+        parts.buffer.close()
+        parts.weights.close()
+        return str(told[0]["cause"])
+
+    assert asyncio.run(work()) == "rewards_fail"
