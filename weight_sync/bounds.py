@@ -10,8 +10,8 @@ from math import prod
 from pathlib import Path
 
 from asyncrl.config.tree import Config
-from asyncrl.weight_files import read_shapes
 from asyncrl.rpc import Limits
+from asyncrl.weight_files import read_shapes
 from asyncrl.wire import MAX_REQUEST_BYTES
 from weight_sync.memory.manifest import ANY_VERSION, ITEM_BYTES, VersionBounds
 
