@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from torch.distributed import TCPStore
 
 from asyncrl.clock import Clock, SystemClock
+from asyncrl.private import make_private
 from asyncrl.service import ServiceContext
 from weight_sync.backends import nccl
 from weight_sync.backends.choice import GLOO, NCCL
@@ -19,6 +20,7 @@ from weight_sync.backends.contract import Transport
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
 from weight_sync.backends.meeting import open_store, own_address
 from weight_sync.memory.pool import SegmentPool
+from weight_sync.memory.segments import SHM_DIR
 from weight_sync.memory.shelf import Shelf
 from weight_sync.protocol.rounds import Timing
 from weight_sync.publisher import Endpoint, PublisherService
@@ -34,6 +36,7 @@ def build_publisher(context: ServiceContext, num_segments: int = 3) -> Publisher
     host, uses_delta = reachable_host(address), _uses_delta(context)
     store = open_store(host, 0, STORE_TIMEOUT)
     clock = SystemClock()
+    make_private(SHM_DIR / context.shm_prefix)
     return PublisherService(
         address,
         _incarnation(),
@@ -52,6 +55,7 @@ def build_receiver(
     """Return the receiver `receiver.<n>`, which runs on the host of `rollout.<n>`."""
     clock = SystemClock()
     timing = Timing.of(context.config.weight_sync.deadline_s)
+    make_private(SHM_DIR / context.shm_prefix)
     return ReceiverService(
         context.addresses[COORDINATOR],
         context.name,

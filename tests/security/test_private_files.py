@@ -12,7 +12,8 @@ import pytest
 
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.control.record.rundir import write_json
-from asyncrl.keys import keep_others_out, make_run_keys, write_client_keys
+from asyncrl.keys import make_run_keys, write_client_keys
+from asyncrl.private import keep_others_out
 
 
 @pytest.fixture(params=[0o000, 0o002, 0o077])

@@ -15,6 +15,7 @@ import psutil
 from asyncrl.cli.doctor.finding import Finding, judge
 from asyncrl.control.launch.processes import SHM, pids_of_run
 from asyncrl.control.plan import count_gpus
+from asyncrl.private import is_own
 
 GB = 10**9
 MIN_CPUS, MIN_MEMORY_GB, MIN_SHM_GB, MIN_DISK_GB = 2, 4.5, 1.0, 5.0
@@ -102,15 +103,14 @@ def check_redis() -> Iterator[Finding]:
 
 
 def check_leftovers(shm: Path = SHM) -> Iterator[Finding]:
-    """Yield shared memory of runs that do not live any more."""
+    """Yield shared memory of this user's runs that do not live any more."""
     of_run: dict[str, int] = {}
-    for path in [*shm.glob("asyncrl-*-*"), *shm.glob("sem.asyncrl-*-*")]:
+    for path in filter(is_own, [*shm.glob("asyncrl-*-*"), *shm.glob("sem.asyncrl-*-*")]):
         run_id = path.name.split("-")[1]
-        of_run[run_id] = of_run.get(run_id, 0) + path.stat().st_size
+        files = path.iterdir() if path.is_dir() else [path]
+        of_run[run_id] = of_run.get(run_id, 0) + sum(file.stat().st_size for file in files)
     dead = {run_id: size for run_id, size in of_run.items() if not pids_of_run(run_id)}
     found = f"{len(of_run) - len(dead)} live runs hold shared memory; dead ones: {len(dead)}"
     if dead:
         found += f", {sum(dead.values()) / GB:.2f} GB in {shm}/*asyncrl-{{{','.join(sorted(dead))}}}-*"
-    yield judge(
-        "left over", found, not dead, "'asyncrl up' of the same run removes them; else remove these files"
-    )
+    yield judge("left over", found, not dead, "'asyncrl up' of the same run removes them; else rm -r these")

@@ -44,7 +44,7 @@ class ServiceHost:
 
     def __init__(self, factory: str, context: ServiceContext, log_path: str) -> None:
         _redirect_output(Path(log_path))
-        name_semaphores(context.shm_prefix + context.name)
+        name_semaphores(f"asyncrl-{context.run_id}-{context.name}")
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         _raise_descriptor_limit()
         context = settle(context)
@@ -118,7 +118,8 @@ def name_semaphores(prefix: str) -> None:
     """Let the named semaphores of this process, and of those that it starts, begin with `prefix`.
 
     Libraries make them (tqdm in vLLM's engine core), and who is killed leaves them in /dev/shm: by their
-    name they can be told from those of other runs, and removed.
+    name they can be told from those of other runs, and removed. Their names are flat, so that they lie beside
+    the run's private folder; each is made exclusively, mode 0600, with a random end: another user's is none.
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     config["semprefix"] = f"/{prefix}"

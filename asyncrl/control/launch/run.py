@@ -29,7 +29,7 @@ from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.durable import replace_text
 from asyncrl.errors import ConfigError
 from asyncrl.faults import fault_point
-from asyncrl.keys import keep_others_out
+from asyncrl.private import keep_others_out
 
 LOCK = ".lock"
 MAX_EARLIER_LIVES = 8
