@@ -33,12 +33,21 @@ def derive_name(secret: str, purpose: str) -> str:
     return hmac.digest(secret.encode(), purpose.encode(), "sha256").hex()[:32]
 
 
-def keep_others_out() -> None:
-    """Let nobody else write what this process and its children make from now on, whatever its umask was.
+def keep_others_out(*, may_read: bool = False) -> None:
+    """Let nobody else open what this process and its children make from now on, whatever its umask was.
 
-    Who can write a run's folder can change its configuration, which runs code.
+    Who can write a run's folder can change its configuration, which runs code; who can read its logs sees
+    prompts, and what agents and rewards say. With `may_read` others are kept from writing only.
     """
-    os.umask(os.umask(0o022) | 0o022)
+    mask = 0o022 if may_read else 0o077
+    os.umask(os.umask(mask) | mask)
+
+
+def make_own(folder: Path) -> None:
+    """Make a folder, and those above it that are missing, for this user alone; what is there stays."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def make_private(folder: Path) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from asyncrl.control.roster import INTERFACE_VARIABLES
-from asyncrl.private import keep_others_out, make_private
+from asyncrl.private import make_private
 from asyncrl.service import ServiceContext
 
 
@@ -24,7 +24,6 @@ def settle(context: ServiceContext) -> ServiceContext:
     Raises:
         ConfigError: The folder for the sockets belongs to somebody else.
     """
-    keep_others_out()  # Ray's own processes on this node may have another umask than `asyncrl up`
     config = context.config
     if not config.launcher.is_cluster:
         return context

@@ -23,6 +23,7 @@ from typing import Any
 from asyncrl.control.cluster.settling import settle
 from asyncrl.control.launch.spec import NODE_VARIABLE
 from asyncrl.errors import AsyncrlError
+from asyncrl.private import keep_others_out
 from asyncrl.service import Service, ServiceContext
 from asyncrl.states import ServiceState
 
@@ -43,6 +44,7 @@ class ServiceHost:
     """
 
     def __init__(self, factory: str, context: ServiceContext, log_path: str) -> None:
+        keep_others_out()  # Ray's own processes on this node may have another umask than `asyncrl up`
         _redirect_output(Path(log_path))
         name_semaphores(f"asyncrl-{context.run_id}-{context.name}")
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)

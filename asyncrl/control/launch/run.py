@@ -29,7 +29,7 @@ from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.durable import replace_text
 from asyncrl.errors import ConfigError
 from asyncrl.faults import fault_point
-from asyncrl.private import keep_others_out
+from asyncrl.private import keep_others_out, make_own
 
 LOCK = ".lock"
 MAX_EARLIER_LIVES = 8
@@ -66,6 +66,8 @@ def start(
     """
     asked = with_absolute_dir(config)
     plan.check(config)
+    keep_others_out(may_read=True)  # what is fetched goes into a hub's cache, which a team may share
+    make_own(Path(asked.run.dir))
     config = keep_revisions(config)
     config = prepare.prepare(config, say)
     found = plan.check(config)
@@ -77,7 +79,7 @@ def start(
     refuse_second_start(folder)
     refuse_other_lineage(folder, config)
     keep_others_out()
-    folder.logs.mkdir(parents=True, exist_ok=True)
+    make_own(folder.logs)
     lock = _take_lock(folder)
     try:
         _refuse_life_elsewhere(folder, config)
