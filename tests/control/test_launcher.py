@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,16 +26,29 @@ from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import ServiceFailed
 from asyncrl.service import ServiceContext
+from tests.other_user import NOBODY, acting_as
 
 RUN_ID = f"test{os.getpid()}"
 
 
 @pytest.fixture(scope="module")
-def ray_started() -> Iterator[None]:
+def ray_folder() -> Iterator[Path]:
+    """The private folder of a run, where the path is as long as one may be."""
+    length = ray_launcher.MAX_BASE_BYTES - len("/tmp/12345678")
+    base = Path(tempfile.mkdtemp(prefix="x" * length, dir="/tmp"))
+    assert len(str(base)) == ray_launcher.MAX_BASE_BYTES
+    folder = base / "asyncrl-01234567"
+    folder.mkdir(mode=0o700)
+    yield folder
+    shutil.rmtree(base)
+
+
+@pytest.fixture(scope="module")
+def ray_started(ray_folder: Path) -> Iterator[None]:
     before = os.environ.get("PYTHONPATH")
     os.environ["RAY_ADDRESS"] = "127.0.0.1:1"  # a cluster that we were not asked to join
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    ray_launcher.start_local(num_cpus=2, num_gpus=0)
+    ray_launcher.start_local(ray_folder, num_cpus=2, num_gpus=0)
     yield
     ray_launcher.shut_down()
     end_leftovers(RUN_ID)
@@ -129,3 +144,26 @@ def test_another_launcher_takes_charge_of_who_lives_and_a_stopped_one_is_replace
     assert await_state(launcher, "f.0", "serving")["pid"] != pid
     assert launcher.statuses(["g.0"], 1.0)["g.0"]["state"] == "DEAD"
     launcher.kill("f.0")
+
+
+def test_nobody_else_gets_to_the_folders_that_ray_opens_to_all(ray_started: None, ray_folder: Path) -> None:
+    sockets = ray_folder / ray_launcher.RAY / "session_latest" / "sockets"
+    assert {path.name for path in sockets.iterdir()} >= {"raylet", "plasma_store"}
+    assert sockets.stat().st_mode & 0o777 == 0o777, "Ray's own modes"
+    with acting_as(NOBODY), pytest.raises(PermissionError):
+        os.rename(sockets / "raylet", sockets / "gone")
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_a_run_has_its_folder_where_ray_would_unless_the_paths_of_sockets_grew_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, num_more: int
+) -> None:
+    base = Path("/tmp") / ("x" * (ray_launcher.MAX_BASE_BYTES - len("/tmp/") + num_more))
+    base.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", None)  # what was found before
+    monkeypatch.setenv(variable, str(base))
+    try:
+        assert ray_launcher.base_folder() == (Path("/tmp") if num_more else base)
+    finally:
+        base.rmdir()

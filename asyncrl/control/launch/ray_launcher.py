@@ -7,8 +7,10 @@ through it. Every service is a detached actor, named as the service, in the run'
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.control.launch.spec import NODE_VARIABLE, RUN_VARIABLE, SERVICE_VARIABLE, ServiceSpec
@@ -20,6 +22,13 @@ NAME_DEADLINE_S = 10.0
 SUPERVISOR_KIND = "supervisor"
 OBJECT_STORE_BYTES = 100 << 20
 """Of a run's own Ray: nothing but answers of services goes through it."""
+
+
+RAY = "ray"
+"""The folder of Ray's sessions, in a run's private one."""
+DEEPEST = "asyncrl-01234567/ray/session_2026-11-24_15-10-03_123456_4194304/sockets/plasma_store"
+MAX_BASE_BYTES = 107 - len(f"/{DEEPEST}")
+"""The path of a Unix socket has at most 107 bytes."""
 
 
 class Launcher(Protocol):
@@ -189,10 +198,27 @@ def _strategy_of(node: str) -> Any:
     return NodeAffinitySchedulingStrategy(node, soft=False) if node else "DEFAULT"
 
 
-def start_local(num_cpus: int, num_gpus: int) -> str:
+def temporary_folder() -> Path:
+    """Return where Ray makes its folder if nobody tells it another place."""
+    return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+
+
+def base_folder() -> Path:
+    """Return where the private folder of a run is made, with Ray's in it: there too, or in `/tmp`.
+
+    The paths of Ray's sockets must not grow too long.
+    """
+    found = temporary_folder()
+    return found if len(os.fsencode(found)) <= MAX_BASE_BYTES else Path("/tmp")
+
+
+def start_local(folder: Path, num_cpus: int, num_gpus: int) -> str:
     """Start a Ray of our own on this machine and return its address.
 
     It never joins a cluster that is there already, and dies with this process.
+
+    Args:
+        folder: Private to this user: Ray lets everybody write to the folders that it makes, sockets and logs.
     """
     import ray
 
@@ -205,11 +231,18 @@ def start_local(num_cpus: int, num_gpus: int) -> str:
         num_gpus=num_gpus,
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
+        _temp_dir=str(folder / RAY),
         object_store_memory=OBJECT_STORE_BYTES,
         log_to_driver=False,
         logging_level="ERROR",
     )
     return str(context.address_info["gcs_address"])
+
+
+def read_log(folder: Path, process: str) -> str:
+    """Return what a process, `raylet` say, of the Ray in `folder` has logged; empty if that is not there."""
+    files = sorted((folder / RAY / "session_latest" / "logs").glob(f"{process}.*"))
+    return "".join(file.read_text(errors="replace") for file in files)
 
 
 def shut_down() -> None:

@@ -8,7 +8,6 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -24,6 +23,7 @@ from asyncrl.control.cluster import opening
 from asyncrl.control.launch.handle import RunHandle, attach
 from asyncrl.control.launch.lineage import keep_revisions, refuse_other_lineage
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
+from asyncrl.control.launch.ray_launcher import base_folder
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.durable import replace_text
@@ -167,7 +167,7 @@ def _write_down(folder: RunDir, config: Config, asked: Config) -> None:
 
 def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
     run_id = uuid.uuid4().hex[:8]
-    sockets = Path(tempfile.gettempdir()) / f"asyncrl-{run_id}"
+    sockets = base_folder() / f"asyncrl-{run_id}"
     live = {
         "run_id": run_id,
         "key": uuid.uuid4().hex,
