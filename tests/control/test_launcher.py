@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
+from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import Config as RayConfig
 from thread_launcher import ThreadLauncher
 
 from asyncrl.config.tree import Config
+from asyncrl.control.cluster.membership import NEEDS_TOKEN
 from asyncrl.control.launch import ray_launcher
 from asyncrl.control.launch.processes import (
     end_leftovers,
@@ -48,10 +54,15 @@ def ray_started(ray_folder: Path) -> Iterator[None]:
     before = os.environ.get("PYTHONPATH")
     os.environ["RAY_ADDRESS"] = "127.0.0.1:1"  # a cluster that we were not asked to join
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    os.environ["RAY_AUTH_TOKEN"] = "of another cluster"
     ray_launcher.start_local(ray_folder, num_cpus=2, num_gpus=0)
     yield
     ray_launcher.shut_down()
     end_leftovers(RUN_ID)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        del os.environ[name]
+    RayConfig.initialize("")  # for tests of other clusters in this process
+    AuthenticationTokenLoader.instance().reset_cache()
     if before is None:
         del os.environ["PYTHONPATH"]
     else:
@@ -144,6 +155,34 @@ def test_another_launcher_takes_charge_of_who_lives_and_a_stopped_one_is_replace
     assert await_state(launcher, "f.0", "serving")["pid"] != pid
     assert launcher.statuses(["g.0"], 1.0)["g.0"]["state"] == "DEAD"
     launcher.kill("f.0")
+
+
+STRANGER = """
+import sys
+from asyncrl.control.cluster.membership import home_node, join
+join(sys.argv[1], "stranger")
+print("inside", home_node())
+"""
+
+
+def join(variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Join the Ray of this process from another one."""
+    address = ray.get_runtime_context().gcs_address
+    others = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", STRANGER, address]
+    return subprocess.run(command, env=others | variables, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.usefixtures("ray_started")
+def test_ray_obeys_nobody_without_the_token_of_the_run(ray_folder: Path) -> None:
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert token.parent == ray_folder and token.stat().st_mode & 0o777 == 0o600
+    found = join({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
+    assert "inside" in found.stdout, found.stderr
+    for variables in ({}, {"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "guess"}):
+        found = join(variables)
+        assert found.returncode != 0 and "inside" not in found.stdout, variables
+        assert NEEDS_TOKEN in found.stderr, found.stderr
 
 
 def test_nobody_else_gets_to_the_folders_that_ray_opens_to_all(ray_started: None, ray_folder: Path) -> None:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl.control.launch.spec import NODE_VARIABLE, RUN_VARIABLE, SERVICE_VARIABLE, ServiceSpec
+from asyncrl.durable import replace_text
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
+from asyncrl.private import make_secret
 from asyncrl.states import ServiceState
 
 NAME_DEADLINE_S = 10.0
@@ -219,7 +221,9 @@ def start_local(folder: Path, num_cpus: int, num_gpus: int) -> str:
 
     Args:
         folder: Private to this user: Ray lets everybody write to the folders that it makes, sockets and logs.
+            It gets the token without which Ray, which runs what it is sent, obeys nobody.
     """
+    _require_token(folder / "ray_token")
     import ray
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -237,6 +241,20 @@ def start_local(folder: Path, num_cpus: int, num_gpus: int) -> str:
         logging_level="ERROR",
     )
     return str(context.address_info["gcs_address"])
+
+
+def _require_token(file: Path) -> None:
+    """Have Ray, the workers that inherit this environment, and this process use a token of this run alone.
+
+    Ray's own default is one token of all runs in the home folder, which every user may read there.
+    """
+    replace_text(file, make_secret(), 0o600)
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would go before a file
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(file))
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    Config.initialize("")  # Ray has read its variables when it was imported
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def read_log(folder: Path, process: str) -> str:
