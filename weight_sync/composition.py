@@ -42,7 +42,7 @@ def build_publisher(context: ServiceContext, num_segments: int = 3) -> Publisher
         _incarnation(),
         SegmentPool(f"{context.shm_prefix}publisher-", num_segments + uses_delta, keeps_sent=uses_delta),
         Endpoint(host, store.port, abilities()),
-        _transports(clock, store),
+        _transports(clock, context.secret, store),
         clock,
         context.bind,
         context.keys,
@@ -62,7 +62,7 @@ def build_receiver(
         _incarnation(),
         Shelf(f"{context.shm_prefix}{context.name}-", keeps_base=_uses_delta(context)),
         abilities(),
-        _transports(clock, None),
+        _transports(clock, context.secret, None),
         clock,
         lost_s=timing.silence_s + timing.poll_s if lost_s is None else lost_s,
         on_bucket=on_bucket,
@@ -87,10 +87,10 @@ def reachable_host(address: str) -> str:
     return own_address(peer.hostname)
 
 
-def _transports(clock: Clock, store: TCPStore | None) -> Callable[[str], Transport]:
+def _transports(clock: Clock, secret: str, store: TCPStore | None) -> Callable[[str], Transport]:
     makers: dict[str, Callable[[], Transport]] = {
-        GLOO: partial(GlooTransport, clock, store),
-        NCCL: partial(nccl.NcclTransport, clock, store),
+        GLOO: partial(GlooTransport, clock, secret, store),
+        NCCL: partial(nccl.NcclTransport, clock, secret, store),
     }
     return lambda backend: makers[backend]()
 
