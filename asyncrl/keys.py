@@ -7,7 +7,6 @@ Made anew at each start of a run. Secrets are never printed: their fields stay o
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,14 +57,6 @@ def make_run_keys() -> RunKeys:
         ClientKeys(client_public, client_secret, server_public),
         ServerKeys(server_public, server_secret, (client_public,)),
     )
-
-
-def keep_others_out() -> None:
-    """Let nobody else write what this process and its children make from now on, whatever its umask was.
-
-    Who can write a run's folder can change its configuration, which runs code.
-    """
-    os.umask(os.umask(0o022) | 0o022)
 
 
 def write_client_keys(path: Path, keys: ClientKeys) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from asyncrl.config.tree import Config
 from asyncrl.keys import ClientKeys, RunKeys, ServerKeys
 from asyncrl.obstacle import Tell, tell_nobody
+from asyncrl.private import derive_name, make_secret
 
 PAUSED_FILE = "paused"
 """In the run's folder."""
@@ -23,7 +24,7 @@ class ServiceContext:
         config: The run's resolved configuration.
         name: `<kind>.<index>`, for example `rollout.1`.
         run_dir: `runs/<name>`.
-        run_id: Unique per start of the run; prefix of its shared-memory names.
+        run_id: Unique per start of the run. Not secret: `/tmp` and `/dev/shm` show it.
         addresses: RPC address of every service of the run, by service name. A client may connect
             before the service listens.
         bind: Where this service's own RPC server listens.
@@ -33,6 +34,7 @@ class ServiceContext:
         keys: Of the run's sockets; None leaves them plain, on loopback or socket files only.
         is_standby: A replica that follows versions and takes no leases until it is told `promote`.
         tell: Of the host, which has no other status until the service is built.
+        secret: Of this start; the names that other users of a machine must not guess are derived from it.
     """
 
     config: Config
@@ -47,6 +49,7 @@ class ServiceContext:
     keys: RunKeys | None = None
     is_standby: bool = False
     tell: Tell = tell_nobody
+    secret: str = field(default_factory=make_secret, repr=False)
 
     @property
     def kind(self) -> str:
@@ -66,7 +69,8 @@ class ServiceContext:
 
     @property
     def shm_prefix(self) -> str:
-        return f"asyncrl-{self.run_id}-"
+        """Start of the run's segment names in `/dev/shm`: a private folder, see `asyncrl.private`."""
+        return f"asyncrl-{self.run_id}-{derive_name(self.secret, 'segments')}/"
 
     @property
     def is_paused(self) -> bool:

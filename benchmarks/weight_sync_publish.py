@@ -10,6 +10,7 @@ of the same kind, whose pages are touched, as the publish does; both take turns.
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import sys
 import tempfile
@@ -127,7 +128,7 @@ class Publisher:
         """End both and remove what they leave."""
         for peer in reversed(self._peers):
             peer.close()
-        segments.unlink_all(self.context.shm_prefix)
+        shutil.rmtree(segments.SHM_DIR / self.context.shm_prefix, ignore_errors=True)
 
 
 def open_handoff(context: ServiceContext) -> Handoff:

@@ -5,6 +5,7 @@ A run that was started in the background of a shell takes Ctrl-C and SIGHUP as a
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +17,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, and passed o
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def own_umask() -> Iterator[None]:
+    """A run that is started in this process changes the umask of all that comes after."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from torch.distributed import TCPStore
 
 from asyncrl.clock import Clock, SystemClock
+from asyncrl.private import make_private
 from asyncrl.service import ServiceContext
 from weight_sync.backends import nccl
 from weight_sync.backends.choice import GLOO, NCCL
@@ -20,6 +21,7 @@ from weight_sync.backends.gloo import LOOPBACK, GlooTransport
 from weight_sync.backends.meeting import open_store, own_address
 from weight_sync.bounds import bounds_of
 from weight_sync.memory.pool import SegmentPool
+from weight_sync.memory.segments import SHM_DIR
 from weight_sync.memory.shelf import Shelf
 from weight_sync.protocol.rounds import Timing
 from weight_sync.publisher import Endpoint, PublisherService
@@ -35,12 +37,13 @@ def build_publisher(context: ServiceContext, num_segments: int = 3) -> Publisher
     host, uses_delta = reachable_host(address), _uses_delta(context)
     store = open_store(host, 0, STORE_TIMEOUT)
     clock = SystemClock()
+    make_private(SHM_DIR / context.shm_prefix)
     return PublisherService(
         address,
         _incarnation(),
         SegmentPool(f"{context.shm_prefix}publisher-", num_segments + uses_delta, keeps_sent=uses_delta),
         Endpoint(host, store.port, abilities()),
-        _transports(clock, store),
+        _transports(clock, context.secret, store),
         clock,
         context.bind,
         context.keys,
@@ -54,13 +57,14 @@ def build_receiver(
     """Return the receiver `receiver.<n>`, which runs on the host of `rollout.<n>`."""
     clock = SystemClock()
     timing = Timing.of(context.config.weight_sync.deadline_s)
+    make_private(SHM_DIR / context.shm_prefix)
     return ReceiverService(
         context.addresses[COORDINATOR],
         context.name,
         _incarnation(),
         Shelf(f"{context.shm_prefix}{context.name}-", keeps_base=_uses_delta(context)),
         abilities(),
-        _transports(clock, None),
+        _transports(clock, context.secret, None),
         clock,
         lost_s=timing.silence_s + timing.poll_s if lost_s is None else lost_s,
         on_bucket=on_bucket,
@@ -86,10 +90,10 @@ def reachable_host(address: str) -> str:
     return own_address(peer.hostname)
 
 
-def _transports(clock: Clock, store: TCPStore | None) -> Callable[[str], Transport]:
+def _transports(clock: Clock, secret: str, store: TCPStore | None) -> Callable[[str], Transport]:
     makers: dict[str, Callable[[], Transport]] = {
-        GLOO: partial(GlooTransport, clock, store),
-        NCCL: partial(nccl.NcclTransport, clock, store),
+        GLOO: partial(GlooTransport, clock, secret, store),
+        NCCL: partial(nccl.NcclTransport, clock, secret, store),
     }
     return lambda backend: makers[backend]()
 

@@ -85,7 +85,7 @@ class Exporter(Protocol):
 class Handoff:
     """Publishes versions to the publisher on this host.
 
-    >>> # handoff = Handoff("tcp://127.0.0.1:5555", "asyncrl-run-", 64 << 20, token=3)
+    >>> # handoff = Handoff("tcp://127.0.0.1:5555", "asyncrl-run/", 64 << 20, token=3)
     >>> # handoff.publish(PolicyVersion(1, 0), model.named_parameters())
 
     Args:
@@ -116,7 +116,7 @@ class Handoff:
         specs: Sequence[TensorSpec] | None = None,
         keys: ClientKeys | None = None,
     ) -> None:
-        self._prefix = str(SHM_DIR / shm_prefix)
+        self._prefix = f"{SHM_DIR}/{shm_prefix}"
         self._bucket_bytes = bucket_bytes
         self._token = token
         self._layout: Layout | None = plan(specs, bucket_bytes) if specs is not None else None

@@ -33,6 +33,7 @@ def build(context: ServiceContext) -> Supervisor:
         first_port=int(context.addresses["first_port"]),
         keys=context.keys,
         interface=_interface_of(config.launcher.host or "127.0.0.1"),
+        secret=context.secret,
     )
     launcher = make_launcher(config, context.run_id)
     supervisor = Supervisor(roster, launcher, Recorder(run_dir.metrics, open_sinks(config, run_dir)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,7 @@ class Roster:
         first_port: Of the ports that `launcher.host` is used with.
         keys: Of the run's sockets, if they have any.
         interface: On which torch.distributed talks; empty leaves that to it.
+        secret: Of this start, see `ServiceContext`; without it no service can name its shared memory.
     """
 
     config: Config
@@ -53,6 +54,7 @@ class Roster:
     first_port: int = 0
     keys: RunKeys | None = None
     interface: str = ""
+    secret: str = field(default="", repr=False)
 
     @property
     def num_learner_ranks(self) -> int:
@@ -74,6 +76,7 @@ class Roster:
             rendezvous=self.rendezvous,
             keys=self.keys if self.keys is None or name in SERVERS else self.keys.without_server(),
             is_standby=is_standby,
+            secret=self.secret,
         )
         sections = {"learner": self.config.learner, "rollout": self.config.rollout}
         section: LearnerSection | RolloutSection | None = sections.get(kind)  # type: ignore[assignment]

@@ -24,6 +24,7 @@ import xxhash
 
 from asyncrl.clock import SystemClock
 from asyncrl.errors import ServiceFailed
+from asyncrl.private import make_secret
 from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.weight_sync_peers.peers import FORKED
 from benchmarks.weight_sync_peers.weights import NamedTensors, count_bytes, make_weights
@@ -163,9 +164,8 @@ def _broadcast_s(device: torch.device, buckets: list[torch.Tensor]) -> float:
     """Return the seconds of broadcasting host buckets to nobody: what one member adds to a collective."""
     clock, timeout = SystemClock(), timedelta(seconds=WAIT_S)
     store = open_store(LOOPBACK, 0, timeout)
-    transport: Transport = (
-        NcclTransport(clock, store) if device.type == "cuda" else GlooTransport(clock, store)
-    )
+    transport_of = NcclTransport if device.type == "cuda" else GlooTransport
+    transport: Transport = transport_of(clock, make_secret(), store)
     transport.form(Group(1, 0, 1, LOOPBACK, store.port), clock.now() + WAIT_S)
 
     def broadcast() -> None:

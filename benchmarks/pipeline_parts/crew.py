@@ -28,6 +28,7 @@ from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.roster import Roster
 from asyncrl.errors import ServiceFailed
 from asyncrl.log_records import log_to_stderr
+from asyncrl.private import make_secret
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = (
@@ -74,6 +75,7 @@ class Crew:
         self._run_id = uuid.uuid4().hex[:8]
         self._sockets = Path(tempfile.gettempdir()) / f"asyncrl-{self._run_id}"
         self._sockets.mkdir(mode=0o700)
+        self._secret = make_secret()
         self._rendezvous = HeldPort()
         (self.run_dir / "logs").mkdir(parents=True)
         (self.run_dir / "resolved.yaml").write_text(dump_resolved(self.config))
@@ -93,7 +95,7 @@ class Crew:
     def start(self, name: str, seat: Seat) -> None:
         """Start a service; it may call others that are not there yet."""
         ours, theirs = multiprocessing.Pipe()
-        places = (str(self.run_dir), self._run_id, str(self._sockets), self._rendezvous.address)
+        places = (str(self.run_dir), self._run_id, str(self._sockets), self._rendezvous.address, self._secret)
         process = FORKS.Process(target=host, args=(theirs, name, seat, places), name=name)
         process.start()
         theirs.close()
@@ -126,19 +128,19 @@ class Crew:
         return (self.run_dir / "logs" / f"{name}.log").read_text()[-1500:]
 
 
-def host(pipe: Connection, name: str, seat: Seat, places: tuple[str, str, str, str]) -> None:
+def host(pipe: Connection, name: str, seat: Seat, places: tuple[str, str, str, str, str]) -> None:
     """Run the service `name` until `pipe` closes; entry of its process.
 
     Args:
-        places: Of the run: its folder, its id, the folder of its sockets, its rendezvous.
+        places: Of the run: its folder, its id, the folder of its sockets, its rendezvous, its secret.
     """
     if seat.cores:
         os.sched_setaffinity(0, seat.cores)
-    folder, run_id, sockets, rendezvous = places
+    folder, run_id, sockets, rendezvous, secret = places
     run_dir = Path(folder)
     _redirect_output(run_dir / "logs" / f"{name}.log")
     os.environ[RUN_VARIABLE] = run_id
-    roster = Roster(load_resolved(run_dir), run_dir, run_id, Path(sockets), rendezvous)
+    roster = Roster(load_resolved(run_dir), run_dir, run_id, Path(sockets), rendezvous, secret=secret)
     spec = roster.spec(name)
     module, _, function = (seat.factory or spec.factory).partition(":")
     service = getattr(importlib.import_module(module), function)(spec.context)

@@ -7,6 +7,7 @@ report of a verified copy.
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 import uuid
@@ -274,7 +275,7 @@ class Fleet:
             replica.close()
         for peer in reversed(self._peers):
             peer.close()
-        segments.unlink_all(self.context.shm_prefix)
+        shutil.rmtree(segments.SHM_DIR / self.context.shm_prefix, ignore_errors=True)
 
     def _start(self, name: str) -> Peer:
         peer = Peer(name, run_service, replace(self.context, name=name))

@@ -33,11 +33,11 @@ else:
 """
 
 
-def run_host(folder: Path, function: str) -> str:
+def run_host(folder: Path, function: str, umask: int = -1) -> str:
     """Return the log of a service that was started, and asked for its stacks in both ways."""
     place = str(Path(__file__).parent)
     code = f"import sys; sys.path.insert(0, {place!r})\n{CODE}"
-    subprocess.run([sys.executable, "-c", code, str(folder), function], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code, str(folder), function], timeout=60, check=True, umask=umask)
     return (folder / "a.0.log").read_text()
 
 
@@ -46,6 +46,11 @@ def test_a_service_writes_the_stacks_of_all_threads_into_its_log_when_asked(tmp_
     for text in (by_command, by_signal):
         assert "trivial_service.py" in text
         assert "(most recent call first)" in text
+
+
+def test_the_log_of_a_service_is_this_users_alone_whatever_umask_ray_has(tmp_path: Path) -> None:
+    run_host(tmp_path, "build", umask=0)
+    assert (tmp_path / "a.0.log").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_failed_service_tells_which_kinds_of_error_it_was(tmp_path: Path) -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
+from ray._raylet import AuthenticationTokenLoader
+from ray._raylet import Config as RayConfig
 from thread_launcher import ThreadLauncher
 
 from asyncrl.config.tree import Config
+from asyncrl.control.cluster.membership import NEEDS_TOKEN
 from asyncrl.control.launch import ray_launcher
 from asyncrl.control.launch.processes import (
     end_leftovers,
@@ -24,19 +32,37 @@ from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import ServiceFailed
 from asyncrl.service import ServiceContext
+from tests.other_user import NOBODY, acting_as
 
 RUN_ID = f"test{os.getpid()}"
 
 
 @pytest.fixture(scope="module")
-def ray_started() -> Iterator[None]:
+def ray_folder() -> Iterator[Path]:
+    """The private folder of a run, where the path is as long as one may be."""
+    length = ray_launcher.MAX_BASE_BYTES - len("/tmp/12345678")
+    base = Path(tempfile.mkdtemp(prefix="x" * length, dir="/tmp"))
+    assert len(str(base)) == ray_launcher.MAX_BASE_BYTES
+    folder = base / "asyncrl-01234567"
+    folder.mkdir(mode=0o700)
+    yield folder
+    shutil.rmtree(base)
+
+
+@pytest.fixture(scope="module")
+def ray_started(ray_folder: Path) -> Iterator[None]:
     before = os.environ.get("PYTHONPATH")
     os.environ["RAY_ADDRESS"] = "127.0.0.1:1"  # a cluster that we were not asked to join
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    ray_launcher.start_local(num_cpus=2, num_gpus=0)
+    os.environ["RAY_AUTH_TOKEN"] = "of another cluster"
+    ray_launcher.start_local(ray_folder, num_cpus=2, num_gpus=0)
     yield
     ray_launcher.shut_down()
     end_leftovers(RUN_ID)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        del os.environ[name]
+    RayConfig.initialize("")  # for tests of other clusters in this process
+    AuthenticationTokenLoader.instance().reset_cache()
     if before is None:
         del os.environ["PYTHONPATH"]
     else:
@@ -143,3 +169,54 @@ def test_another_launcher_takes_charge_of_who_lives_and_a_stopped_one_is_replace
     assert await_state(launcher, "f.0", "serving")["pid"] != pid
     assert launcher.statuses(["g.0"], 1.0)["g.0"]["state"] == "DEAD"
     launcher.kill("f.0")
+
+
+STRANGER = """
+import sys
+from asyncrl.control.cluster.membership import home_node, join
+join(sys.argv[1], "stranger")
+print("inside", home_node())
+"""
+
+
+def join(variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Join the Ray of this process from another one."""
+    address = ray.get_runtime_context().gcs_address
+    others = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", STRANGER, address]
+    return subprocess.run(command, env=others | variables, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.usefixtures("ray_started")
+def test_ray_obeys_nobody_without_the_token_of_the_run(ray_folder: Path) -> None:
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    assert token.parent == ray_folder and token.stat().st_mode & 0o777 == 0o600
+    found = join({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)})
+    assert "inside" in found.stdout, found.stderr
+    for variables in ({}, {"RAY_AUTH_MODE": "token"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "guess"}):
+        found = join(variables)
+        assert found.returncode != 0 and "inside" not in found.stdout, variables
+        assert NEEDS_TOKEN in found.stderr, found.stderr
+
+
+def test_nobody_else_gets_to_the_folders_that_ray_opens_to_all(ray_started: None, ray_folder: Path) -> None:
+    sockets = ray_folder / ray_launcher.RAY / "session_latest" / "sockets"
+    assert {path.name for path in sockets.iterdir()} >= {"raylet", "plasma_store"}
+    assert sockets.stat().st_mode & 0o777 == 0o777, "Ray's own modes"
+    with acting_as(NOBODY), pytest.raises(PermissionError):
+        os.rename(sockets / "raylet", sockets / "gone")
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+@pytest.mark.parametrize("num_more", [0, 1])
+def test_a_run_has_its_folder_where_ray_would_unless_the_paths_of_sockets_grew_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, num_more: int
+) -> None:
+    base = Path("/tmp") / ("x" * (ray_launcher.MAX_BASE_BYTES - len("/tmp/") + num_more))
+    base.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", None)  # what was found before
+    monkeypatch.setenv(variable, str(base))
+    try:
+        assert ray_launcher.base_folder() == (Path("/tmp") if num_more else base)
+    finally:
+        base.rmdir()

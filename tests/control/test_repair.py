@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,7 +56,7 @@ class Run:
 
     def __init__(self, folder: Path, launcher: ThreadLauncher | None = None, **sections: Any) -> None:
         config = make_config(10**6).model_copy(update=sections)
-        self.roster = Roster(config, folder, "abcd1234", folder, "")
+        self.roster = Roster(config, folder, "abcd1234", folder, "", secret="secret")
         self.launcher = launcher or ThreadLauncher({**REPLACE, "learner": "scripted_services:WaitingLearner"})
         self.events = EventLog(RunDir(folder).events)
         self.clock = Clock()
@@ -238,7 +239,9 @@ def test_what_a_dead_replica_has_left_is_gone_before_it_is_started_again(run: Ru
     core = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **marks}
     )
-    segment = Path("/dev/shm") / f"asyncrl-{run.roster.run_id}-receiver.1-0"
+    folder = Path("/dev/shm") / run.roster.spec("receiver.1").context.shm_prefix
+    folder.mkdir()
+    segment = folder / "receiver.1-0"
     segment.touch()
     reaper = threading.Thread(target=core.wait)
     reaper.start()
@@ -257,7 +260,7 @@ def test_what_a_dead_replica_has_left_is_gone_before_it_is_started_again(run: Ru
     finally:
         core.kill()
         reaper.join(5.0)
-        segment.unlink(missing_ok=True)
+        shutil.rmtree(folder)
 
 
 def test_an_error_of_the_configuration_is_never_tried_again() -> None:

@@ -93,16 +93,17 @@ def test_a_run_does_not_go_on_with_values_that_its_journal_depends_on(
 def test_what_a_dead_run_left_is_ended_by_its_mark_and_removed(
     tmp_path: Path, marked_process: subprocess.Popen[bytes]
 ) -> None:
-    segment = Path("/dev/shm") / f"asyncrl-{RUN_ID}-left"
-    segment.write_bytes(b"x")
+    segments = Path("/dev/shm") / f"asyncrl-{RUN_ID}-left"
+    segments.mkdir()
+    (segments / "publisher-1").write_bytes(b"x")
     semaphore = Path("/dev/shm") / f"sem.asyncrl-{RUN_ID}-left"
     semaphore.touch()
     sockets = tmp_path / "sockets"
     sockets.mkdir()
     assert end_leftovers(RUN_ID) == 1
     assert marked_process.wait(5) != 0
-    assert remove_leftovers(RUN_ID, sockets) == [segment.name, semaphore.name]
-    assert not segment.exists() and not semaphore.exists() and not sockets.exists()
+    assert remove_leftovers(RUN_ID, sockets) == ["publisher-1", semaphore.name]
+    assert not segments.exists() and not semaphore.exists() and not sockets.exists()
 
 
 def test_a_run_that_has_done_its_steps_is_known_and_one_with_more_to_do_is_not(

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.config.tree import Config
+from asyncrl.control.launch import run
 from asyncrl.control.record.rundir import write_json
-from asyncrl.keys import keep_others_out, make_run_keys, write_client_keys
+from asyncrl.keys import make_run_keys, write_client_keys
+from asyncrl.private import keep_others_out
 
 
 @pytest.fixture(params=[0o000, 0o002, 0o077])
@@ -47,12 +50,54 @@ def test_a_file_with_a_key_is_this_users_alone(
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_nobody_else_can_write_what_a_run_makes(tmp_path: Path, hostile_umask: int) -> None:
-    keep_others_out()
+@pytest.mark.parametrize("may_read", [False, True])
+def test_nobody_else_can_open_what_a_run_makes(tmp_path: Path, hostile_umask: int, may_read: bool) -> None:
+    keep_others_out(may_read=may_read)
     (tmp_path / "made").mkdir()
     (tmp_path / "made" / "file").write_text("")
     for path in (tmp_path / "made", tmp_path / "made" / "file"):
-        assert not stat.S_IMODE(path.stat().st_mode) & (0o022 | hostile_umask)
+        assert not stat.S_IMODE(path.stat().st_mode) & ((0o022 if may_read else 0o077) | hostile_umask)
+
+
+class Stopped(Exception):
+    """Right before the head would be started."""
+
+
+def start(runs: Path) -> Path:
+    """Start a run below `runs` up to where its head would be; return its folder."""
+
+    def stop() -> None:
+        (runs / "a" / "file").touch()
+        raise Stopped
+
+    builtin = "builtin:digit_sort"
+    sections = {"model": {"path": builtin}, "data": {"train": builtin}, "reward": {"fn": "digit_sort"}}
+    with pytest.raises(Stopped):
+        run.start(Config(**sections, run={"name": "a", "dir": str(runs)}), before=stop)
+    return runs / "a"
+
+
+def modes_of(*paths: Path) -> list[str]:
+    return [oct(stat.S_IMODE(path.stat().st_mode)) for path in paths]
+
+
+@pytest.mark.usefixtures("hostile_umask")
+def test_a_runs_folder_and_those_made_above_it_are_this_users_alone_from_the_first(tmp_path: Path) -> None:
+    runs = tmp_path / "project" / "runs"
+    folder = start(runs)
+    assert modes_of(runs.parent, runs, folder, folder / "logs", folder / "file") == ["0o700"] * 4 + ["0o600"]
+    made = [path for path in runs.rglob("*") if not path.is_relative_to(folder)]
+    assert made, "the built-in model"
+    assert [path for path in made if path.stat().st_mode & 0o022] == []
+
+
+@pytest.mark.parametrize("hostile_umask", [0o002], indirect=True)
+@pytest.mark.usefixtures("hostile_umask")
+def test_a_runs_folder_that_is_there_already_keeps_its_mode(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    folder.chmod(0o750)
+    assert modes_of(folder.parent, start(folder.parent), folder / "logs") == ["0o775", "0o750", "0o700"]
 
 
 @pytest.mark.parametrize("hostile_umask", [0], indirect=True)

@@ -78,7 +78,7 @@ COMMANDS = {
     "srun": f"#!{sys.executable} -IS\n{SRUN}",
     "scontrol": "#!/bin/bash\necho node1\n",
     "python": "#!/bin/bash\n",
-    "ray": "#!/bin/bash\nexec sleep 30\n",
+    "ray": '#!/bin/bash\necho "$RAY_AUTH_MODE" "$(stat -c "%a %s" "$RAY_AUTH_TOKEN_PATH")"\nexec sleep 30\n',
     "asyncrl": '#!/bin/bash\ntrap "echo checkpoint; exit 130" INT\n'
     "sleep 0.3; echo up > started\nfor _ in {1..300}; do sleep 0.05; done\n",
 }
@@ -110,7 +110,8 @@ def test_the_signal_before_the_end_of_the_batch_reaches_the_run_and_its_exit_cod
         if batch.poll() is None:
             os.killpg(batch.pid, signal.SIGKILL)
             batch.wait()
-    assert said.splitlines()[-1] == "checkpoint" and batch.returncode == 130
+    assert said.splitlines() == ["token 600 64", "checkpoint"] and batch.returncode == 130
+    assert list(tmp_path.glob(".ray_token*")) == [], "Ray's token went with the job"
 
 
 def test_every_command_of_asyncrl_that_is_named_exists_with_its_options():
@@ -233,7 +234,7 @@ def test_a_pod_of_replicas_has_no_secret_of_the_learners_pod():
     ]
     assert (head, rollouts) == ({"asyncrl-home", "asyncrl-replicas"}, {"asyncrl-replicas"})
     named = set(re.findall(r"create secret generic (\S+)", (DEPLOY / "kuberay.yaml").read_text()))
-    assert named == head, "each is made by a command that the file names"
+    assert named == head | {"asyncrl-ray"}, "each is made by a command that the file names"
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
@@ -241,6 +242,14 @@ def test_the_base_of_an_image_can_be_named_by_its_digest(path):
     steps = [line for line in lines_of(path) if line and not line.startswith("#")]
     assert steps[0].startswith("ARG BASE=") and steps[1] == "FROM ${BASE}"
     assert "--build-arg BASE=python:3.11-slim-bookworm@sha256:" in path.read_text()
+
+
+def test_ray_in_the_pods_asks_for_a_token_that_stands_in_no_file():
+    for group in groups():
+        (container,) = group["template"]["spec"]["containers"]
+        given = {one["name"]: one for one in container["env"]}
+        assert given["RAY_AUTH_MODE"]["value"] == "token"
+        assert given["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "asyncrl-ray", "key": "token"}
 
 
 def test_the_probes_ask_a_port_that_ray_was_told_to_listen_on():

@@ -24,6 +24,7 @@ from asyncrl.control.launch.processes import (
 )
 from asyncrl.control.launch.spec import RUN_VARIABLE, SERVICE_VARIABLE
 from asyncrl.faults import VARIABLE as FAULT_VARIABLE
+from asyncrl.private import make_secret
 from tests.system.host_main import host
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -49,6 +50,7 @@ class Harness:
         self.run_dir = run_dir
         self._run_id = uuid.uuid4().hex[:8]
         self._sockets = Path("/tmp") / f"asyncrl-{self._run_id}"
+        self._secret = make_secret()
         self._processes: dict[str, ForkServerProcess] = {}
         self._rendezvous = HeldPort()
         (run_dir / "logs").mkdir(parents=True)
@@ -75,7 +77,7 @@ class Harness:
         """Start a service; `fault` is a point at which it kills itself."""
         environment = {RUN_VARIABLE: self._run_id, SERVICE_VARIABLE: name}
         environment |= {FAULT_VARIABLE: fault} if fault else {}
-        places = (self._run_id, str(self._sockets), self._rendezvous.address)
+        places = (self._run_id, str(self._sockets), self._rendezvous.address, self._secret)
         self._processes[name] = FORKS.Process(
             target=host,
             args=(self.run_dir, name, environment, *places),

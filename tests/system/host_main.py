@@ -22,17 +22,18 @@ def host(run_dir: Path, name: str, environment: Mapping[str, str], *places: str)
 
     Args:
         environment: Variables to set; a fault, for example.
-        places: Of the run: its id, the folder of its sockets, its rendezvous.
+        places: Of the run: its id, the folder of its sockets, its rendezvous, its secret.
     """
     log = os.open(run_dir / "logs" / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.environ.update(environment)
     torch.set_num_threads(1)
-    run_id, sockets, rendezvous = places
+    run_id, sockets, rendezvous, secret = places
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, force=True)
-    roster = Roster(load_config(run_dir / "resolved.yaml"), run_dir, run_id, Path(sockets), rendezvous)
+    config = load_config(run_dir / "resolved.yaml")
+    roster = Roster(config, run_dir, run_id, Path(sockets), rendezvous, secret=secret)
     spec = roster.spec(name)
     module, _, function = spec.factory.partition(":")
     stop = threading.Event()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -192,6 +193,7 @@ class Cluster:
         lost_s: float = 2.0,
         services: Sequence[str] = ("weight_sync.0", "publisher.0"),
         encoding: str = "full",
+        run_id: str = "",
     ) -> None:
         self._socket_dir = socket_dir
         self._lost_s = lost_s
@@ -213,10 +215,9 @@ class Cluster:
                 },
             }
         )
-        run_id = uuid.uuid4().hex[:8]
         self._own_dir = None if socket_dir else tempfile.TemporaryDirectory(prefix="asyncrl-test-")
         run_dir = socket_dir or Path(self._own_dir.name if self._own_dir else "")
-        self._context = ServiceContext(config, "weight_sync.0", run_dir, run_id)
+        self._context = ServiceContext(config, "weight_sync.0", run_dir, run_id or uuid.uuid4().hex[:8])
         self._num_segments = num_segments
         for name in services:
             self.start(name)
@@ -282,7 +283,7 @@ class Cluster:
             handoff.close()
         for child in self.children.values():
             child.kill()
-        segments.unlink_all(self.shm_prefix)
+        shutil.rmtree(segments.SHM_DIR / self.shm_prefix, ignore_errors=True)
         if self._own_dir is not None:
             self._own_dir.cleanup()
 

@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.errors import DeadlineExceeded, SyncError
+from asyncrl.private import make_secret
 from tests.weight_sync.cluster import WAIT_S, processes
 from weight_sync.backends import nccl
 from weight_sync.backends.choice import agree_on_backend, choose_backend
@@ -33,6 +34,7 @@ from weight_sync.protocol.rounds import DIGEST, TRANSPORT
 
 CLOCK = SystemClock()
 BIG_BYTES = 64 << 20
+SECRET = make_secret()
 
 
 def until(seconds: float) -> float:
@@ -47,10 +49,10 @@ def make_group(store: TCPStore, world: int, membership: int = 1, rank: int = 0) 
     return Group(membership, rank, world, "127.0.0.1", store.port)
 
 
-def receive(group: Group, sizes: list[int], end: Connection) -> None:
+def receive(group: Group, secret: str, sizes: list[int], end: Connection) -> None:
     """Entry of a peer: receive a bucket of each size, or stop where the size is negative."""
     torch.set_num_threads(1)
-    transport = GlooTransport(CLOCK)
+    transport = GlooTransport(CLOCK, secret)
     transport.form(group, until(WAIT_S))
     for size in sizes:
         if size < 0:
@@ -70,7 +72,7 @@ class Peers:
 
     def start(self, group: Group, sizes: list[int]) -> None:
         ours, theirs = processes.Pipe()
-        process = processes.Process(target=receive, args=(group, sizes, theirs), daemon=True)
+        process = processes.Process(target=receive, args=(group, SECRET, sizes, theirs), daemon=True)
         process.start()
         self.processes.append(process)
         self.ends.append(ours)
@@ -100,7 +102,7 @@ def test_every_member_receives_every_bucket_in_order(peers):
     store = make_store()
     for rank in (1, 2):
         peers.start(make_group(store, 3, rank=rank), [100, 5000, 1])
-    transport = GlooTransport(CLOCK, store)
+    transport = GlooTransport(CLOCK, SECRET, store)
     transport.form(make_group(store, 3), until(WAIT_S))
     for size, value in ((100, 3), (5000, 7), (1, 9)):
         transport.broadcast(bucket_of(size, value), until(WAIT_S))
@@ -112,7 +114,7 @@ def test_broadcasts_that_are_under_way_together_arrive_each_in_its_place(peers):
     store, sizes = make_store(), [BIG_BYTES, 100, BIG_BYTES]
     for rank in (1, 2):
         peers.start(make_group(store, 3, rank=rank), sizes)
-    transport = GlooTransport(CLOCK, store)
+    transport = GlooTransport(CLOCK, SECRET, store)
     transport.form(make_group(store, 3), until(WAIT_S))
     under_way = [transport.start(bucket_of(size, 1 + i), until(WAIT_S)) for i, size in enumerate(sizes)]
     for i, broadcast in enumerate(under_way):
@@ -123,7 +125,7 @@ def test_broadcasts_that_are_under_way_together_arrive_each_in_its_place(peers):
 
 def test_a_group_that_does_not_come_together_fails_at_its_deadline():
     store = make_store()
-    transport = GlooTransport(CLOCK, store)
+    transport = GlooTransport(CLOCK, SECRET, store)
     with pytest.raises(DeadlineExceeded, match="membership 1 did not form"):
         transport.form(make_group(store, 2), until(0.3))
 
@@ -131,7 +133,7 @@ def test_a_group_that_does_not_come_together_fails_at_its_deadline():
 def test_a_member_that_is_killed_fails_the_broadcast_at_once(peers):
     store = make_store()
     peers.start(make_group(store, 2, rank=1), [1, BIG_BYTES])
-    transport = GlooTransport(CLOCK, store)
+    transport = GlooTransport(CLOCK, SECRET, store)
     transport.form(make_group(store, 2), until(WAIT_S))
     transport.broadcast(bucket_of(1, 1), until(WAIT_S))
     peers.next(0)
@@ -143,7 +145,7 @@ def test_a_member_that_is_killed_fails_the_broadcast_at_once(peers):
 def test_a_member_that_is_stopped_fails_the_broadcast_at_its_deadline_and_the_others_wake(peers):
     store = make_store()
     peers.start(make_group(store, 2, rank=1), [1, -BIG_BYTES])
-    transport = GlooTransport(CLOCK, store)
+    transport = GlooTransport(CLOCK, SECRET, store)
     transport.form(make_group(store, 2), until(WAIT_S))
     transport.broadcast(bucket_of(1, 1), until(WAIT_S))
     peers.next(0)
@@ -154,7 +156,7 @@ def test_a_member_that_is_stopped_fails_the_broadcast_at_its_deadline_and_the_ot
 def test_closing_a_group_does_not_wait_for_an_operation_that_hangs(peers):
     store = make_store()
     peers.start(make_group(store, 2, rank=1), [1, -BIG_BYTES])
-    transport, deadline = GlooTransport(CLOCK, store), until(20.0)
+    transport, deadline = GlooTransport(CLOCK, SECRET, store), until(20.0)
     transport.form(make_group(store, 2), deadline)
     transport.broadcast(bucket_of(1, 1), deadline)
     peers.next(0)
@@ -176,7 +178,7 @@ def test_two_memberships_of_the_same_members_do_not_meet(peers):
     for membership in (1, 2):
         peers.start(make_group(store, 2, membership, rank=1), [10])
     for membership in (2, 1):
-        transport = GlooTransport(CLOCK, store)
+        transport = GlooTransport(CLOCK, SECRET, store)
         transport.form(make_group(store, 2, membership), until(WAIT_S))
         transport.broadcast(bucket_of(10, membership), until(WAIT_S))
         assert peers.next(membership - 1)[0] == membership
@@ -185,7 +187,7 @@ def test_two_memberships_of_the_same_members_do_not_meet(peers):
 class FakeHungCommunicator:
     """Stands for NCCL with a peer that never comes: waits until it is aborted."""
 
-    def __init__(self, group: Group, store: TCPStore | None, timeout: timedelta) -> None:
+    def __init__(self, group: Group, store: TCPStore | None, secret: str, timeout: timedelta) -> None:
         self.is_aborted = threading.Event()
         self.num_aborts = 0
         self.raises = group.membership == 2
@@ -211,7 +213,7 @@ def test_an_nccl_broadcast_that_hangs_is_aborted_at_its_deadline(membership):
         made.append(FakeHungCommunicator(*args))
         return made[0]
 
-    transport = NcclTransport(CLOCK, connect=connect)
+    transport = NcclTransport(CLOCK, SECRET, connect=connect)
     transport.form(Group(membership, 0, 2, "127.0.0.1", 1), until(WAIT_S))
     with pytest.raises(DeadlineExceeded):
         transport.broadcast(bucket_of(10, 1), until(0.1))
@@ -219,7 +221,7 @@ def test_an_nccl_broadcast_that_hangs_is_aborted_at_its_deadline(membership):
 
 
 def test_an_nccl_abort_from_another_thread_wakes_the_waiter_before_its_deadline():
-    transport = NcclTransport(CLOCK, connect=FakeHungCommunicator)
+    transport = NcclTransport(CLOCK, SECRET, connect=FakeHungCommunicator)
     transport.form(Group(1, 0, 2, "127.0.0.1", 1), until(WAIT_S))
     threading.Timer(0.05, transport.abort).start()
     with pytest.raises(SyncError, match="aborted"):
@@ -235,7 +237,7 @@ def test_closing_a_carrier_wakes_its_running_transfers():
         is_made.set()
         return made[0]
 
-    carrier = Carrier(CLOCK, lambda backend: NcclTransport(CLOCK, connect=connect))
+    carrier = Carrier(CLOCK, lambda backend: NcclTransport(CLOCK, SECRET, connect=connect))
     order = TransferOrder(1, 1, Group(1, 0, 2, "127.0.0.1", 1), "nccl", frozenset({1}), 10 * WAIT_S)
     carrier.carry(order, [bucket_of(10, 1)], lambda *_: None, lambda order, cause, message: ends.put(cause))
     assert is_made.wait(WAIT_S)
@@ -245,7 +247,11 @@ def test_closing_a_carrier_wakes_its_running_transfers():
 
 
 def make_unformed(name: str) -> Transport:
-    return GlooTransport(CLOCK) if name == "gloo" else NcclTransport(CLOCK, connect=FakeHungCommunicator)
+    return (
+        GlooTransport(CLOCK, SECRET)
+        if name == "gloo"
+        else NcclTransport(CLOCK, SECRET, connect=FakeHungCommunicator)
+    )
 
 
 @pytest.mark.parametrize("name", ["gloo", "nccl"])
@@ -267,7 +273,7 @@ def test_no_time_left_is_a_missed_deadline(name):
 @pytest.mark.skipif(not nccl.is_available(), reason="NCCL needs a GPU, and this machine has none")
 def test_one_nccl_rank_sends_to_itself():
     store = make_store()
-    transport = NcclTransport(CLOCK, store)
+    transport = NcclTransport(CLOCK, SECRET, store)
     transport.form(make_group(store, 1), until(WAIT_S))
     bucket = bucket_of(1000, 5)
     transport.broadcast(bucket, until(WAIT_S))
@@ -321,7 +327,7 @@ class LateMismatch:
 def carry_alone(after_bucket: Any, deadline_s: float) -> tuple[str, str]:
     """Carry five buckets in a group of one member; return the cause and the message of the end."""
     store = make_store()
-    carrier = Carrier(CLOCK, lambda backend: GlooTransport(CLOCK, store))
+    carrier = Carrier(CLOCK, lambda backend: GlooTransport(CLOCK, SECRET, store))
     order = TransferOrder(1, 1, make_group(store, 1), "gloo", frozenset({1}), deadline_s)
     ends: queue.Queue[tuple[str, str]] = queue.Queue()
     buckets = [bucket_of(10, index) for index in range(5)]

@@ -13,12 +13,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, DistError, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import BroadcastOptions, DistError, ProcessGroupGloo, Store, TCPStore
 
 from asyncrl.clock import Clock
 from asyncrl.errors import DeadlineExceeded, SyncError
 from weight_sync.backends.contract import Group
 from weight_sync.backends.meeting import connect_store, own_address
+from weight_sync.backends.sealed import SealedStore
 
 LOOPBACK = "127.0.0.1"
 GRACE_S = 0.1
@@ -27,11 +28,13 @@ _FAILURES = (RuntimeError, DistError, ValueError, OSError)
 
 
 class GlooTransport:
-    """The gloo side of `contract.Transport`."""
+    """The gloo side of `contract.Transport`; who has another `secret` is in no group with it."""
 
-    def __init__(self, clock: Clock, store: TCPStore | None = None) -> None:
+    def __init__(self, clock: Clock, secret: str, store: TCPStore | None = None) -> None:
         self._clock = clock
+        self._secret = secret
         self._store = store
+        self._meeting: SealedStore | None = None
         self._process_group: Any = None  # a ProcessGroupGloo, whose type stub lacks most of it
         self._is_aborted = False
 
@@ -39,7 +42,8 @@ class GlooTransport:
         left = self._left(until, "form a group")
         try:
             store = connect_store(self._store, group.store_host, group.store_port, left)
-            self._process_group = _connect(PrefixStore(f"membership/{group.membership}", store), group, left)
+            self._meeting = SealedStore(store, self._secret, group.membership)
+            self._process_group = _connect(self._meeting, group, left)
         except _FAILURES as error:
             raise _explain(
                 error, self._clock.now(), until, f"membership {group.membership} did not form"
@@ -105,7 +109,7 @@ def _explain(error: Exception, now: float, until: float, what: str) -> SyncError
     return SyncError(f"{what}: {first_line}")
 
 
-def _connect(store: PrefixStore, group: Group, timeout: timedelta) -> Any:
+def _connect(store: Store, group: Group, timeout: timedelta) -> Any:
     gloo: Any = ProcessGroupGloo
     options = gloo._Options()
     options._timeout = timeout

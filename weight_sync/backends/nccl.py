@@ -22,12 +22,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
 from asyncrl.clock import Clock
 from asyncrl.errors import DeadlineExceeded, SyncError
 from weight_sync.backends.contract import Group
 from weight_sync.backends.meeting import connect_store, meet
+from weight_sync.backends.sealed import SealedStore
 
 WATCHDOG_OFF = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -49,7 +50,7 @@ class Communicator(Protocol):
     def close(self) -> None: ...
 
 
-Connect = Callable[[Group, TCPStore | None, timedelta], Communicator]
+Connect = Callable[[Group, TCPStore | None, str, timedelta], Communicator]
 
 
 def is_available() -> bool:
@@ -58,10 +59,13 @@ def is_available() -> bool:
 
 
 class NcclTransport:
-    """The NCCL side of `contract.Transport`."""
+    """The NCCL side of `contract.Transport`; who has another `secret` is in no group with it."""
 
-    def __init__(self, clock: Clock, store: TCPStore | None = None, connect: Connect | None = None) -> None:
+    def __init__(
+        self, clock: Clock, secret: str, store: TCPStore | None = None, connect: Connect | None = None
+    ) -> None:
         self._clock = clock
+        self._secret = secret
         self._store = store
         self._connect = connect or ProcessGroupCommunicator
         self._communicator: Communicator | None = None
@@ -70,7 +74,7 @@ class NcclTransport:
     def form(self, group: Group, until: float) -> None:
         left_s = self._left_s(until)
         try:
-            self._communicator = self._connect(group, self._store, timedelta(seconds=left_s))
+            self._communicator = self._connect(group, self._store, self._secret, timedelta(seconds=left_s))
         except RuntimeError as error:
             raise self._explain(error, until, f"membership {group.membership} did not form") from error
 
@@ -149,7 +153,7 @@ class _Broadcast:
 class ProcessGroupCommunicator:
     """The real communicator: a private ProcessGroupNCCL and a staging buffer on the GPU."""
 
-    def __init__(self, group: Group, store: TCPStore | None, timeout: timedelta) -> None:
+    def __init__(self, group: Group, store: TCPStore | None, secret: str, timeout: timedelta) -> None:
         # Read by torch's group when it is made.
         limit = {NONBLOCKING: "1", NONBLOCKING_TIMEOUT: str(math.ceil(timeout.total_seconds()))}
         os.environ.update(WATCHDOG_OFF | limit)
@@ -157,9 +161,9 @@ class ProcessGroupCommunicator:
         options = process_group_class.Options()
         options._timeout = timeout
         own_store = connect_store(store, group.store_host, group.store_port, timeout)
-        prefixed = PrefixStore(f"membership/{group.membership}", own_store)
-        meet(prefixed, group.rank, group.world, timeout)
-        self._process_group = process_group_class(prefixed, group.rank, group.world, options)
+        self._meeting = SealedStore(own_store, secret, group.membership)
+        meet(self._meeting, group.rank, group.world, timeout)
+        self._process_group = process_group_class(self._meeting, group.rank, group.world, options)
         self._rank = group.rank
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)

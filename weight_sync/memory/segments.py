@@ -1,8 +1,9 @@
 """Shared memory as plain files: made, mapped, size-checked and unlinked by their owner.
 
-Owns the form of segments. Never uses `multiprocessing.shared_memory`, whose tracker may unlink what
-it does not own. A file's pages are reserved when it is made, so a full /dev/shm is an error here and
-not a bus error in the middle of a copy.
+Owns the form of segments, and where they lie: those of a run in its private folder in /dev/shm, so that no
+file of another user's is one. Never uses `multiprocessing.shared_memory`, whose tracker may unlink what it
+does not own. A file's pages are reserved when it is made, so a full /dev/shm is an error here and not a bus
+error in the middle of a copy.
 Invariant: whoever maps a segment knows its size before and checks it.
 """
 
@@ -97,9 +98,13 @@ def unlink(path: str) -> None:
 
 
 def find(prefix: str) -> list[str]:
-    """Return the paths of all segments whose names start with `prefix`."""
+    """Return the paths of all segments whose names start with `prefix`; no folder holds none."""
     assert prefix.startswith("asyncrl-"), f"'{prefix}' is not a prefix of ours"
-    return sorted(str(path) for path in SHM_DIR.iterdir() if path.name.startswith(prefix))
+    folder, _, start = f"{SHM_DIR}/{prefix}".rpartition("/")
+    try:
+        return sorted(f"{folder}/{name}" for name in os.listdir(folder) if name.startswith(start))
+    except FileNotFoundError:
+        return []
 
 
 def unlink_all(prefix: str) -> int:

@@ -17,6 +17,7 @@ from asyncrl.cli.doctor.files import MAX_NAMED, look_at
 from asyncrl.cli.doctor.finding import Finding, judge
 from asyncrl.control.launch.processes import SHM, pids_of_run
 from asyncrl.control.plan import count_gpus
+from asyncrl.private import is_own
 
 GB = 10**9
 MIN_CPUS, MIN_MEMORY_GB, MIN_SHM_GB, MIN_DISK_GB = 2, 4.5, 1.0, 5.0
@@ -104,17 +105,19 @@ def check_redis() -> Iterator[Finding]:
 
 
 def check_leftovers(shm: Path = SHM) -> Iterator[Finding]:
-    """Yield shared memory of runs that do not live any more, and semaphores that no process has open."""
+    """Yield shared memory of this user's dead runs, and semaphores that no process has open."""
     of_run: dict[str, int] = {}
-    for path in [*shm.glob("asyncrl-*-*"), *shm.glob("sem.asyncrl-*-*")]:
-        run_id, found = path.name.split("-")[1], look_at(path)
-        of_run[run_id] = of_run.get(run_id, 0) + (0 if found is None else found.st_size)
+    for path in filter(is_own, [*shm.glob("asyncrl-*-*"), *shm.glob("sem.asyncrl-*-*")]):
+        run_id = path.name.split("-")[1]
+        files = path.glob("*") if path.is_dir() else [path]
+        found = (look_at(file) for file in files)  # a live run removes its own meanwhile
+        of_run[run_id] = of_run.get(run_id, 0) + sum(one.st_size for one in found if one is not None)
     dead = {run_id: size for run_id, size in of_run.items() if not pids_of_run(run_id)}
     told = f"{len(of_run) - len(dead)} live runs hold shared memory; dead ones: {len(dead)}"
     if dead:
         files = " ".join(f"{shm}/*asyncrl-{run_id}-*" for run_id in sorted(dead))
         told += f", {sum(dead.values()) / GB:.2f} GB in {files}"
-    advice = "'asyncrl up' of the same run removes them; else remove these files"
+    advice = "'asyncrl up' of the same run removes them; else rm -r these"
     yield judge("left over", told, not dead, advice)
     yield _check_semaphores(shm)
 

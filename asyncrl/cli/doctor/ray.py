@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shlex
 import socket
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from asyncrl.cli.doctor.packages import (
 from asyncrl.control.cluster.settling import address_towards
 from asyncrl.control.launch.ports import PORTS, HeldPort
 from asyncrl.control.launch.processes import SHM
-from asyncrl.control.launch.ray_launcher import OBJECT_STORE_BYTES
+from asyncrl.control.launch.ray_launcher import OBJECT_STORE_BYTES, base_folder, temporary_folder
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.roster import SERVERS
 from asyncrl.errors import AsyncrlError
@@ -117,10 +116,14 @@ def _is_head(process: psutil.Process) -> bool:
         return False
 
 
-def check_sessions(ray_folder: Path | None = None) -> Iterator[Finding]:
-    """Yield the folders of Ray's sessions that have ended: Ray itself removes none."""
-    folder = ray_folder or Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
-    sessions = [path for path in folder.glob("session_*_*") if not path.is_symlink()]
+def check_sessions(folder: Path | None = None) -> Iterator[Finding]:
+    """Yield the folders of Ray's sessions that have ended: Ray itself removes none.
+
+    Those of a cluster, and those of runs whose head was killed.
+    """
+    of_cluster, of_runs = folder or temporary_folder(), folder or base_folder()
+    named = [*of_cluster.glob("ray/session_*_*"), *of_runs.glob("asyncrl-*/ray/session_*_*")]
+    sessions = [path for path in named if not path.is_symlink()]
     living = " ".join(" ".join(_command_of(process)) for process in psutil.process_iter())
     ended = sorted(path for path in sessions if path.name not in living and _is_ours(path))
     size, is_all = _measure(ended)
@@ -129,7 +132,7 @@ def check_sessions(ray_folder: Path | None = None) -> Iterator[Finding]:
     those = " ".join(shlex.quote(str(path)) for path in ended[:MAX_NAMED])
     others = f", and {len(ended) - MAX_NAMED} more" if len(ended) > MAX_NAMED else ""
     advice = f"Remove those that ended: rm -r {those}{others}"
-    yield judge("ray sessions", f"{found} in {folder}", size < MUCH_BYTES and is_all, advice)
+    yield judge("ray sessions", f"{found} in {of_cluster}", size < MUCH_BYTES and is_all, advice)
 
 
 def _is_ours(path: Path) -> bool:

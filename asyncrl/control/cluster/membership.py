@@ -28,6 +28,7 @@ from asyncrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+NEEDS_TOKEN = "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH as for its 'ray start', see docs/cluster.md"
 CHECK_DEADLINE_S = 120.0
 """A node's first task starts a worker, which imports torch's metadata and xxhash: about 3 s when idle."""
 SWEEP_DEADLINE_S = 30.0
@@ -46,18 +47,20 @@ def join(address: str, namespace: str) -> None:
     """Join the cluster at `address` as the driver of a run; this machine must be one of its nodes.
 
     Raises:
-        ConfigError: There is none, or this machine is no node of it.
+        ConfigError: There is none, this machine is no node of it, or it lacks the cluster's token.
     """
     import ray
+    import ray.exceptions
 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
+        is_refused = "AuthenticationError" in f"{error!r} {error.__cause__}"  # of which it holds the text
         raise ConfigError(
             f"launcher.ray: this machine cannot join the Ray cluster at {address}: {_first_line(error)}",
-            hint="Start its node with: ray start --address=HOST:PORT",
+            hint=NEEDS_TOKEN if is_refused else "Start its node with: ray start --address=HOST:PORT",
         ) from error
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,8 +11,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from asyncrl.control.roster import INTERFACE_VARIABLES
-from asyncrl.errors import ConfigError
-from asyncrl.keys import keep_others_out
+from asyncrl.private import make_private
 from asyncrl.service import ServiceContext
 
 
@@ -26,7 +24,6 @@ def settle(context: ServiceContext) -> ServiceContext:
     Raises:
         ConfigError: The folder for the sockets belongs to somebody else.
     """
-    keep_others_out()  # Ray's own processes on this node may have another umask than `asyncrl up`
     config = context.config
     if not config.launcher.is_cluster:
         return context
@@ -40,20 +37,6 @@ def settle(context: ServiceContext) -> ServiceContext:
         os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, interface))
     launcher = config.launcher.model_copy(update={"host": address})
     return replace(context, config=config.model_copy(update={"launcher": launcher}))
-
-
-def make_private(folder: Path) -> None:
-    """Make a folder that only this user can open, or check that it is one.
-
-    Raises:
-        ConfigError: It is another user's, or open to others: somebody may have waited for its name.
-    """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(
-            f"the folder {folder} for sockets is not private to this user", hint="Remove it, and start again"
-        )
 
 
 def address_towards(host: str) -> str:

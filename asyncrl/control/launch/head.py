@@ -35,6 +35,7 @@ from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json, write_outcome
 from asyncrl.control.roster import SERVERS
+from asyncrl.durable import replace_text
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys, make_run_keys, write_client_keys
 from asyncrl.log_records import log_to_stderr
@@ -109,7 +110,7 @@ def _run(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
         if not config.launcher.is_cluster:
             tell_phase(run_dir, RunState.STARTING, "starting Ray")
             fault_point("head.ray")
-            ray_launcher.start_local(num_cpus=os.cpu_count() or 1, num_gpus=plan.count_gpus())
+            ray_launcher.start_local(sockets, num_cpus=os.cpu_count() or 1, num_gpus=plan.count_gpus())
         give_up = partial(_give_up, run_dir, live)
         with watching_ray(give_up), opening.watching_cluster(config, give_up):
             _keep_supervisor(run_dir, context)
@@ -142,6 +143,8 @@ def _give_up(run_dir: RunDir, live: dict[str, Any], name: str) -> None:
     with _exiting():
         if not run_dir.outcome.exists():
             _write_failure(run_dir, f"Ray's process {name} died", HEAD)
+            if text := ray_launcher.read_log(Path(live["sockets"]), name):
+                replace_text(run_dir.log(name), text)  # the one in Ray's folder goes with the run
         _clean_up(run_dir, live)
 
 

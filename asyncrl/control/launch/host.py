@@ -27,6 +27,7 @@ from asyncrl.control.launch.spec import NODE_VARIABLE
 from asyncrl.errors import AsyncrlError
 from asyncrl.log_records import log_to_stderr
 from asyncrl.obstacle import OBSTACLES, Obstacle
+from asyncrl.private import keep_others_out
 from asyncrl.service import Service, ServiceContext
 from asyncrl.states import ServiceState
 
@@ -47,8 +48,9 @@ class ServiceHost:
     """
 
     def __init__(self, factory: str, context: ServiceContext, log_path: str) -> None:
+        keep_others_out()  # Ray's own processes on this node may have another umask than `asyncrl up`
         _redirect_output(Path(log_path))
-        name_semaphores(context.shm_prefix + context.name)
+        name_semaphores(f"asyncrl-{context.run_id}-{context.name}")
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         _raise_descriptor_limit()
         context = replace(settle(context), tell=self._hear)
@@ -128,7 +130,8 @@ def name_semaphores(prefix: str) -> None:
     """Let the named semaphores of this process, and of those that it starts, begin with `prefix`.
 
     Libraries make them (tqdm in vLLM's engine core), and who is killed leaves them in /dev/shm: by their
-    name they can be told from those of other runs, and removed.
+    name they can be told from those of other runs, and removed. Their names are flat, so that they lie beside
+    the run's private folder; each is made exclusively, mode 0600, with a random end: another user's is none.
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     config["semprefix"] = f"/{prefix}"

@@ -1,6 +1,7 @@
 """Finding and ending the processes of one run, by pid and never by name.
 
-Every process of a run carries the run's id in its environment; nothing else is ever touched.
+Every process of a run carries the run's id in its environment; nothing else is ever touched. Of what bears
+the run's id in `/dev/shm` only this user's own counts: anybody can give a file that name.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from asyncrl.control.launch.spec import RUN_VARIABLE, SERVICE_VARIABLE
+from asyncrl.private import is_own
 
 SHM = Path("/dev/shm")
 
@@ -65,14 +67,16 @@ def remove_segments(run_id: str, name: str) -> None:
     Who has mapped a segment may go on reading.
     """
     own = name.removesuffix(".0") if name.startswith("publisher.") else name
-    for pattern in (f"asyncrl-{run_id}-{own}-*", f"sem.asyncrl-{run_id}-{name}-*"):
-        for path in SHM.glob(pattern):
-            path.unlink(missing_ok=True)
+    segments = (path for folder in shared_memory_of(run_id) for path in folder.glob(f"{own}-*"))
+    semaphores = filter(is_own, SHM.glob(f"sem.asyncrl-{run_id}-{name}-*"))
+    for path in (*segments, *semaphores):
+        path.unlink(missing_ok=True)
 
 
 def shared_memory_of(run_id: str) -> list[Path]:
-    """Return the shared-memory segments and semaphores of a run."""
-    return sorted([*SHM.glob(f"asyncrl-{run_id}-*"), *SHM.glob(f"sem.asyncrl-{run_id}-*")])
+    """Return the folder of a run's shared-memory segments, and its semaphores."""
+    named = (*SHM.glob(f"asyncrl-{run_id}-*"), *SHM.glob(f"sem.asyncrl-{run_id}-*"))
+    return sorted(filter(is_own, named))
 
 
 def stopped_services(run_id: str) -> set[str]:
@@ -103,11 +107,14 @@ def end_leftovers(run_id: str, keep: frozenset[int] = frozenset(), deadline_s: f
 
 def remove_leftovers(run_id: str, socket_dir: Path) -> list[str]:
     """Remove a dead run's shared memory, semaphores and sockets; return what of the first two was there."""
-    segments = shared_memory_of(run_id)
-    for segment in segments:
-        segment.unlink(missing_ok=True)
-    shutil.rmtree(socket_dir, ignore_errors=True)
-    return [segment.name for segment in segments]
+    found = shared_memory_of(run_id)
+    folders = [path for path in found if path.is_dir()]
+    files = [*(set(found) - set(folders)), *(path for folder in folders for path in folder.iterdir())]
+    for path in files:
+        path.unlink(missing_ok=True)
+    for folder in (*folders, socket_dir):
+        shutil.rmtree(folder, ignore_errors=True)
+    return sorted(path.name for path in files)
 
 
 def _may_belong(pid: int, run_id: str, name: str) -> bool:

@@ -9,14 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
 from asyncrl.control.launch.spec import NODE_VARIABLE, RUN_VARIABLE, SERVICE_VARIABLE, ServiceSpec
+from asyncrl.durable import replace_text
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
+from asyncrl.private import make_secret
 from asyncrl.states import ServiceState
 
 NAME_DEADLINE_S = 10.0
@@ -29,6 +33,13 @@ OVERRUN = "timed out during startup"
 SUPERVISOR_KIND = "supervisor"
 OBJECT_STORE_BYTES = 100 << 20
 """Of a run's own Ray: nothing but answers of services goes through it."""
+
+
+RAY = "ray"
+"""The folder of Ray's sessions, in a run's private one."""
+DEEPEST = "asyncrl-01234567/ray/session_2026-11-24_15-10-03_123456_4194304/sockets/plasma_store"
+MAX_BASE_BYTES = 107 - len(f"/{DEEPEST}")
+"""The path of a Unix socket has at most 107 bytes."""
 
 
 class Launcher(Protocol):
@@ -207,10 +218,28 @@ def _strategy_of(node: str) -> Any:
     return NodeAffinitySchedulingStrategy(node, soft=False) if node else "DEFAULT"
 
 
-def start_local(num_cpus: int, num_gpus: int) -> str:
+def temporary_folder() -> Path:
+    """Return where Ray makes its folder if nobody tells it another place."""
+    return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+
+
+def base_folder() -> Path:
+    """Return where the private folder of a run is made, with Ray's in it: there too, or in `/tmp`.
+
+    The paths of Ray's sockets must not grow too long.
+    """
+    found = temporary_folder()
+    return found if len(os.fsencode(found)) <= MAX_BASE_BYTES else Path("/tmp")
+
+
+def start_local(folder: Path, num_cpus: int, num_gpus: int) -> str:
     """Start a Ray of our own on this machine and return its address; once more if its own 30 s are over.
 
     It never joins a cluster that is there already, and dies with this process.
+
+    Args:
+        folder: Private to this user: Ray lets everybody write to the folders that it makes, sockets and logs.
+            It gets the token without which Ray, which runs what it is sent, obeys nobody.
 
     Raises:
         ServiceFailed: The machine is too busy.
@@ -218,12 +247,13 @@ def start_local(num_cpus: int, num_gpus: int) -> str:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.pop("RAY_ADDRESS", None)
+    _require_token(folder / "ray_token")
     try:
-        return _try_local(num_cpus, num_gpus)
+        return _try_local(folder, num_cpus, num_gpus)
     except _Overrun:
         print("Ray did not start within its 30 s; it is started once more", file=sys.stderr, flush=True)
     try:
-        return _try_local(num_cpus, num_gpus)
+        return _try_local(folder, num_cpus, num_gpus)
     except _Overrun as error:
         load, num_cores = os.getloadavg()[0], os.cpu_count()
         raise ServiceFailed(
@@ -237,7 +267,7 @@ class _Overrun(Exception):
     """Ray has given up its start."""
 
 
-def _try_local(num_cpus: int, num_gpus: int) -> str:
+def _try_local(folder: Path, num_cpus: int, num_gpus: int) -> str:
     """Raise _Overrun if Ray's processes are not up in its time; they are ended then."""
     import ray
 
@@ -249,6 +279,7 @@ def _try_local(num_cpus: int, num_gpus: int) -> str:
             num_gpus=num_gpus,
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder / RAY),
             object_store_memory=OBJECT_STORE_BYTES,
             log_to_driver=False,
             logging_level="ERROR",
@@ -263,6 +294,26 @@ def _try_local(num_cpus: int, num_gpus: int) -> str:
         psutil.wait_procs(started, timeout=NAME_DEADLINE_S)
         raise _Overrun from error
     return str(context.address_info["gcs_address"])
+
+
+def _require_token(file: Path) -> None:
+    """Have Ray, the workers that inherit this environment, and this process use a token of this run alone.
+
+    Ray's own default is one token of all runs in the home folder, which every user may read there.
+    """
+    replace_text(file, make_secret(), 0o600)
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would go before a file
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(file))
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    Config.initialize("")  # Ray has read its variables when it was imported
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def read_log(folder: Path, process: str) -> str:
+    """Return what a process, `raylet` say, of the Ray in `folder` has logged; empty if that is not there."""
+    files = sorted((folder / RAY / "session_latest" / "logs").glob(f"{process}.*"))
+    return "".join(file.read_text(errors="replace") for file in files)
 
 
 def shut_down() -> None:

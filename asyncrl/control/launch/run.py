@@ -8,7 +8,6 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -24,12 +23,13 @@ from asyncrl.control.cluster import opening
 from asyncrl.control.launch.handle import RunHandle, attach
 from asyncrl.control.launch.lineage import keep_revisions, refuse_lost_past, refuse_other_lineage
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
+from asyncrl.control.launch.ray_launcher import base_folder
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.durable import replace_text
 from asyncrl.errors import ConfigError
 from asyncrl.faults import fault_point
-from asyncrl.keys import keep_others_out
+from asyncrl.private import keep_others_out, make_own
 
 LOCK = ".lock"
 MAX_EARLIER_LIVES = 8
@@ -67,6 +67,8 @@ def start(
     asked = with_absolute_dir(config)
     plan.check(config)
     fault_point("up.preparing")
+    keep_others_out(may_read=True)  # what is fetched goes into a hub's cache, which a team may share
+    make_own(Path(asked.run.dir))
     config = keep_revisions(config)
     config = prepare.prepare(config, say)
     found = plan.check(config)
@@ -79,7 +81,7 @@ def start(
     refuse_other_lineage(folder, config)
     refuse_lost_past(folder, Path(config.model.path))
     keep_others_out()
-    folder.logs.mkdir(parents=True, exist_ok=True)
+    make_own(folder.logs)
     lock = _take_lock(folder)
     try:
         _refuse_life_elsewhere(folder, config)
@@ -171,7 +173,7 @@ def _write_down(folder: RunDir, config: Config, asked: Config) -> None:
 
 def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
     run_id = uuid.uuid4().hex[:8]
-    sockets = Path(tempfile.gettempdir()) / f"asyncrl-{run_id}"
+    sockets = base_folder() / f"asyncrl-{run_id}"
     live = {
         "run_id": run_id,
         "key": uuid.uuid4().hex,

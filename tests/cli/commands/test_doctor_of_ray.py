@@ -100,10 +100,12 @@ def test_processes_of_a_run_without_a_head_are_named_and_those_of_a_live_one_are
 
 
 def test_sessions_that_no_process_uses_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("session_2026-01-01_00-00-00_1_1", "session_2026-01-02_00-00-00_1_2"):
-        (tmp_path / name / "logs").mkdir(parents=True)
-        (tmp_path / name / "logs" / "raylet.out").write_bytes(bytes(1000))
-    (tmp_path / "session_latest").symlink_to(tmp_path / name)
+    of_cluster, of_run = tmp_path / "ray", tmp_path / "asyncrl-01234567" / "ray"
+    first, name = "session_2026-01-01_00-00-00_1_1", "session_2026-01-02_00-00-00_1_2"
+    for session in (of_cluster / first, of_run / name):
+        (session / "logs").mkdir(parents=True)
+        (session / "logs" / "raylet.out").write_bytes(bytes(1000))
+    (of_run / "session_latest").symlink_to(of_run / name)
     with marked(f"--session-name={name}"):
         (found,) = ray.check_sessions(tmp_path)
         assert found.verdict == "ok" and "1 in use, 1 ended ones" in found.found
@@ -114,7 +116,7 @@ def test_sessions_that_no_process_uses_are_counted(tmp_path: Path, monkeypatch: 
         assert name not in found.advice and "*" not in found.advice, "it is in use"
     monkeypatch.setattr(ray, "MAX_NAMED", 1)
     (found,) = ray.check_sessions(tmp_path)
-    assert "2 ended" in found.found and found.advice.endswith("_1_1, and 1 more")
+    assert "2 ended" in found.found and found.advice.endswith(", and 1 more")
 
 
 def test_sessions_are_looked_for_where_ray_puts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

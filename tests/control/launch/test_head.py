@@ -88,3 +88,25 @@ def test_how_a_start_ended_that_was_terminated_is_forced_to_the_disk(
     monkeypatch.setattr(os, "fsync", lambda one: synced.append(os.readlink(f"/proc/self/fd/{one}")))
     _write_termination(RunDir(tmp_path))
     assert len(synced) == 2 and "/.outcome.json." in synced[0] and synced[1] == str(tmp_path)
+
+
+GIVE_UP = """
+import sys
+from pathlib import Path
+from asyncrl.control.launch import head
+from asyncrl.control.record.rundir import RunDir
+head._give_up(RunDir(Path(sys.argv[1])), {"run_id": sys.argv[2], "sockets": sys.argv[3]}, "raylet")
+"""
+
+
+def test_the_log_of_a_process_of_rays_that_died_outlives_rays_folder(tmp_path: Path) -> None:
+    folder, sockets = RunDir(tmp_path / "run"), tmp_path / "sockets"
+    logs = sockets / "ray" / "session_latest" / "logs"
+    for made in (logs, folder.logs):
+        made.mkdir(parents=True)
+    (logs / "raylet.out").write_text("before\n")
+    (logs / "raylet.err").write_text("why\n")
+    command = [sys.executable, "-c", GIVE_UP, str(folder.path), RUN_ID, str(sockets)]
+    done = subprocess.run(command, timeout=60)
+    assert done.returncode == EXIT_FAILED
+    assert folder.tail("raylet") == ["why", "before"] and not sockets.exists()
