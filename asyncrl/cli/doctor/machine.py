@@ -115,8 +115,8 @@ def check_leftovers(shm: Path = SHM) -> Iterator[Finding]:
     dead = {run_id: size for run_id, size in of_run.items() if not pids_of_run(run_id)}
     told = f"{len(of_run) - len(dead)} live runs hold shared memory; dead ones: {len(dead)}"
     if dead:
-        files = " ".join(f"{shm}/*asyncrl-{run_id}-*" for run_id in sorted(dead))
-        told += f", {sum(dead.values()) / GB:.2f} GB in {files}"
+        patterns = " ".join(f"{shm}/*asyncrl-{run_id}-*" for run_id in sorted(dead))
+        told += f", {sum(dead.values()) / GB:.2f} GB in {patterns}"
     advice = "'asyncrl up' of the same run removes them; else rm -r these"
     yield judge("left over", told, not dead, advice)
     yield _check_semaphores(shm)
