@@ -304,10 +304,11 @@ def _require_token(file: Path) -> None:
     replace_text(file, make_secret(), 0o600)
     os.environ.pop("RAY_AUTH_TOKEN", None)  # it would go before a file
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(file))
-    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
+    from ray import _raylet
 
-    Config.initialize("")  # Ray has read its variables when it was imported
-    AuthenticationTokenLoader.instance().reset_cache()
+    native: Any = _raylet  # whose type stub lacks both
+    native.Config.initialize("")  # Ray has read its variables when it was imported
+    native.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def read_log(folder: Path, process: str) -> str:
