@@ -105,6 +105,7 @@ class Supervisor:
         self._state = RunState.STARTING
         self._error = self._outcome = ""
         self._is_saving = False
+        self._identity = self._run_dir.identity
         self._learner_has_trained: bool | None = None
         self.see_off: Callable[[], None] = lambda: None
 
@@ -113,7 +114,6 @@ class Supervisor:
     def run(self, stop: threading.Event) -> None:
         """Run to the end of training, to a stop, or to the first failure; then end every service."""
         outcome: dict[str, Any] = {"state": RunState.FINISHED, "error": "", "service": "", "tail": []}
-        self._identity = self._run_dir.identity
         try:
             self._begin()
             if self._upkeep.ending is None:

@@ -399,7 +399,7 @@ def test_an_unknown_builtin_is_refused_with_the_known_ones(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "text", ["from other import score\n", "score = max\n", "async_ = 1\ndef score(x): ...\n"]
+    "text", ["from other import score\n", "score = max\n", "async_ = 1\ndef score(*_):\n    return 0.0\n"]
 )
 def test_a_reward_function_may_be_bound_in_any_way(good: dict[str, Any], tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.py").write_text(text)
@@ -418,7 +418,7 @@ def test_a_reward_file_that_is_no_python_is_refused_in_a_sentence(
 
 
 def test_each_of_several_rewards_is_checked_and_resolved(good: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def score(response, ground_truth):\n    return 0.0\n")
+    (tmp_path / "mine.py").write_text("def score(response, ground_truth, tone):\n    return 0.0\n")
     mine, judge = f"{tmp_path}/mine.py:score", "http://127.0.0.1:1/judge"
     good["reward"]["fn"] = [
         "gsm8k",

@@ -72,6 +72,7 @@ def start(runs: Path) -> Path:
 
     builtin = "builtin:digit_sort"
     sections = {"model": {"path": builtin}, "data": {"train": builtin}, "reward": {"fn": "digit_sort"}}
+    sections["rollout"] = {"max_tokens": 16}
     with pytest.raises(Stopped):
         run.start(Config(**sections, run={"name": "a", "dir": str(runs)}), before=stop)
     return runs / "a"

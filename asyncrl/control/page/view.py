@@ -243,7 +243,8 @@ def _lag(snapshot: Snapshot) -> dict[str, Any]:
 
 def _services(snapshot: Snapshot) -> list[dict[str, Any]]:
     services = mapping_of(snapshot.get("services"))
-    told = [mapping_of(one).get("version") or 0 for one in services.values()]
+    replicas = (mapping_of(one) for name, one in services.items() if name.startswith("rollout."))
+    told = [replica.get("version") or 0 for replica in replicas]
     newest = max(metric_of(snapshot, "weights/published") or 0, *told, 0)  # a row is older than a status
     return [
         _service(name, mapping_of(services[name]), newest)

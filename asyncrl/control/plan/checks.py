@@ -112,7 +112,7 @@ def check_journal(config: Config) -> Iterator[str]:
 
 def _line(key: str, error: ConfigError) -> str:
     """Return an error with its hint on a line that begins with the key."""
-    said = error.message if error.message.startswith(key) else f"{key}: {error.message}"
+    said = error.message if error.message.startswith(f"{key}:") else f"{key}: {error.message}"
     return f"{said}; {error.hint[:1].lower()}{error.hint[1:]}"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,25 +47,25 @@ def overrun(times: int, started: Started) -> Callable[..., Any]:
 
 
 def test_a_start_that_overran_is_tried_once_more_after_its_processes_were_ended(
-    started: Started, monkeypatch: pytest.MonkeyPatch
+    started: Started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(ray, "init", overrun(1, started))
-    assert start_local(1, 0) == "127.0.0.1:7"
+    assert start_local(tmp_path, 1, 0) == "127.0.0.1:7"
     assert len(started) == 1 and not psutil.pid_exists(started[0].pid)
 
 
 def test_a_machine_on_which_both_tries_overran_is_named_with_its_load(
-    started: Started, monkeypatch: pytest.MonkeyPatch
+    started: Started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(ray, "init", overrun(2, started))
     monkeypatch.setattr(os, "getloadavg", lambda: (106.3, 90.0, 80.0))
     said = rf"too busy \(load 106 on {os.cpu_count()} cores\)\. Start the run again"
     with pytest.raises(ServiceFailed, match=said):
-        start_local(1, 0)
+        start_local(tmp_path, 1, 0)
     assert len(started) == 2
 
 
-def test_another_failure_of_ray_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_failure_of_ray_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[int] = []
 
     def init(**_: Any) -> Any:
@@ -73,5 +74,5 @@ def test_another_failure_of_ray_is_not_tried_again(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(ValueError, match="no such address"):
-        start_local(1, 0)
+        start_local(tmp_path, 1, 0)
     assert len(calls) == 1

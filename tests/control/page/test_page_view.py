@@ -176,8 +176,9 @@ def test_a_version_is_behind_the_newest_that_a_row_or_a_service_tells_of() -> No
     snapshot["metrics"]["weights/published"] = 10.0
     versions = {"rollout.0": 9, "rollout.1": 12}
     services = {name: {"state": "READY", "version": number} for name, number in versions.items()}
+    services["publisher.0"] = {"state": "READY", "version": [12, 11]}  # a number and a step
     shown = view(snapshot | {"services": services})["services"]
-    assert [one["behind"] for one in shown] == ["3 behind", "newest"]
+    assert [one["behind"] for one in shown] == ["3 behind", "newest", ""]
     shown = view(snapshot | {"services": {"rollout.0": services["rollout.0"]}})["services"]
     assert [one["behind"] for one in shown] == ["1 behind"]
 

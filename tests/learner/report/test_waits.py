@@ -43,6 +43,9 @@ class SlowFetch:
         self._clock.advance(1.0)
         return self._inner.fetch(*args)
 
+    def take_left_out(self) -> Any:
+        return self._inner.take_left_out()
+
 
 def shares_of(row: dict[str, float]) -> float:
     idle = [value for name, value in row.items() if name.startswith("perf/learner_idle/")]

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.sim.faults.checks.violation import Violation
 
-NODE, ASKED, REFUSED = "val-aux/node", "val-aux/asked", "val-aux/num_refused"
+NODE, ASKED, REFUSED = "val-aux/sim/node/mean", "val-aux/sim/asked/mean", "val-aux/num_refused"
 """What a result tells: the mean of the nodes that answered, which prompts, and parts without a result."""
 
 
