@@ -116,7 +116,9 @@ def test_watching_shows_every_look_and_ends_with_the_run(
         assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
     else:
         assert lines[0] == "one: running" and lines[2].startswith("step 1/300")
-        assert lines[-2:] == ["one: finished", "step 4/300  bottleneck \u2013"], "what is new is told at the end"
+        assert lines[-2:] == ["one: finished", "step 4/300  bottleneck \u2013"], (
+            "what is new is told at the end"
+        )
 
 
 def test_watching_ends_when_the_run_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
