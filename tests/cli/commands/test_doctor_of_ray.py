@@ -80,9 +80,11 @@ def test_an_object_store_that_leaves_no_shared_memory_is_told(monkeypatch: pytes
 
 @contextlib.contextmanager
 def marked(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    code = "import time; time.sleep(60)"
-    environment = {**os.environ, RUN_VARIABLE: RUN_ID}
-    with subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment) as process:
+    code = "import time; print(flush=True); time.sleep(60)"
+    command, environment = [sys.executable, "-c", code, *arguments], {**os.environ, RUN_VARIABLE: RUN_ID}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # a process that is still in its exec shows no arguments
         try:
             yield process
         finally:
