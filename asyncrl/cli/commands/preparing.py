@@ -139,8 +139,8 @@ def doctor(
 ) -> None:
     """Check whether this machine can run asyncrl.
 
-    Packages, CPUs, GPUs, memory, disk, limits, ports, Ray, leftovers of dead runs. Exit code 1 if a run
-    cannot work here.
+    Packages, CPUs, GPUs, memory, disk, limits, ports, Ray, leftovers of dead runs, what is open to other
+    users. Exit code 1 if a run cannot work here.
     """
     from asyncrl.cli.doctor.examination import print_findings
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from asyncrl.cli.doctor import machine, packages, ray
+from asyncrl.cli.doctor import exposure, machine, packages, ray
 from asyncrl.cli.doctor.finding import Finding
 from asyncrl.cli.exits import show
 from asyncrl.cli.reports.table import align
@@ -28,6 +28,9 @@ def examine(runs_dir: str, address: str = "") -> Iterator[Finding]:
     yield from ray.check_ports()
     yield from ray.check_object_store()
     yield from machine.check_leftovers()
+    yield from exposure.check_folders(runs_dir)
+    yield from exposure.check_ray_token()
+    yield from exposure.check_live_runs(runs_dir)
     yield from ray.check_processes()
     yield from ray.check_sessions()
     if address:
