@@ -50,6 +50,8 @@ class Fault:
     number: int | None
     bucket: int | None = 0
     seconds: float = 0.0
+    gate: Path | None = None
+    """What `hold` waits at, for as long as the file is there; it makes it itself."""
 
     def __call__(self, number: int, bucket: int, data: torch.Tensor) -> None:
         if self.number not in (None, number) or self.bucket not in (None, bucket):
@@ -62,6 +64,11 @@ class Fault:
             data[7] ^= 1
         elif self.kind == "slow":
             time.sleep(self.seconds)
+        elif self.kind == "hold":
+            assert self.gate is not None
+            self.gate.touch()
+            gate = self.gate
+            wait_until(lambda: not gate.exists(), "the test to let it go on")
 
 
 def _no_fault(number: int, bucket: int, data: torch.Tensor) -> None:

@@ -17,7 +17,11 @@ from pathlib import Path
 from asyncrl.control.launch.spec import RUN_VARIABLE, SERVICE_VARIABLE
 from asyncrl.private import is_own
 
-SHM = Path("/dev/shm")
+SHM, PROC = Path("/dev/shm"), Path("/proc")
+EXEC_S = 5.0
+"""How long a process that is between two programs is waited for; longer than a busy machine needs."""
+VIRTUAL_SIZE, ENVIRONMENT_END = 23, 51
+"""Fields of `/proc/PID/stat`, numbered as in proc(5)."""
 
 
 def is_alive(pid: int, run_id: str) -> bool:
@@ -27,7 +31,7 @@ def is_alive(pid: int, run_id: str) -> bool:
 
 def pids_of_run(run_id: str) -> list[int]:
     """Return the living processes of a run, this one excepted."""
-    found = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    found = (int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit())
     return [pid for pid in found if pid != os.getpid() and is_alive(pid, run_id)]
 
 
@@ -129,10 +133,22 @@ def _marker(run_id: str) -> bytes:
 
 
 def _environment(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it is gone, or not ours
-        return []
+    end = time.monotonic() + EXEC_S
+    while True:
+        is_in_exec = _is_in_exec(pid)  # asked first: it may have its environment a moment later
+        try:
+            read = (PROC / str(pid) / "environ").read_bytes()
+        except OSError:  # it is gone, or not ours
+            return []
+        if read or not is_in_exec or time.monotonic() > end:
+            return read.split(b"\0")
+        time.sleep(0.001)
+
+
+def _is_in_exec(pid: int) -> bool:
+    """Tell whether a process is between two programs: it has memory, and no place of an environment in it."""
+    fields = ["", "", "", *_stat(pid)]
+    return len(fields) > ENVIRONMENT_END and fields[VIRTUAL_SIZE] != "0" == fields[ENVIRONMENT_END]
 
 
 def _is_zombie(pid: int) -> bool:
@@ -141,7 +157,12 @@ def _is_zombie(pid: int) -> bool:
 
 def _state(pid: int) -> str:
     """Return the letter of a process's state (see proc(5)), empty if there is none."""
+    return next(iter(_stat(pid)), "")
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel tells of a process, from its state on, which is field 3 in proc(5)."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
+        return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
