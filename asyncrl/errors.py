@@ -57,6 +57,10 @@ class Refused(AsyncrlError, RuntimeError):
     """The run cannot do what is asked of it, as things are; another time it may."""
 
 
+class NotAllowed(AsyncrlError, PermissionError):
+    """The key that was shown does not open what was asked for."""
+
+
 class DeadlineExceeded(AsyncrlError, TimeoutError):
     """A wait reached its deadline."""
 
@@ -109,6 +113,7 @@ BY_NAME: dict[str, type[AsyncrlError]] = {
         WireError,
         RemoteError,
         Refused,
+        NotAllowed,
         DeadlineExceeded,
         ConnectionLost,
         FencedError,

@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 OnBucket = Callable[[int, int, torch.Tensor], None]
 """Called with version number, bucket index and the received bytes, before they are verified."""
 PINS = ("pin", "unpin")
+REPLICA_OPS = ("next_staged", "loaded", "drain", *PINS)
+"""What a replica asks its receiver; all else is asked by services."""
 
 
 def ignore_bucket(number: int, index: int, bucket: torch.Tensor) -> None:
@@ -98,7 +100,7 @@ class ReceiverService:
         keys: RunKeys | None = None,
         bounds: VersionBounds = ANY_VERSION,
     ) -> None:
-        self._server = Server(bind, keys.server if keys else None, limits_of(bounds))
+        self._server = Server(bind, keys.server if keys else None, limits_of(bounds), REPLICA_OPS)
         self._bounds = bounds
         client_keys = keys.client if keys else None
         self._inbox = Inbox(self._server.address, client_keys)

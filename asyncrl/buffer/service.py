@@ -39,7 +39,8 @@ log = logging.getLogger(__name__)
 STATUS_EVERY_S = 0.5
 MAX_PARKED = 16_384
 """Of a fleet of thousands each may wait, and once more under a newer version."""
-QUIET_OPS = frozenset({"lease", "fetch", "fetch_carry", "status"})
+STATUS = "status"
+QUIET_OPS = frozenset({"lease", "fetch", "fetch_carry", STATUS})
 """What changes nothing that others wait for, but by events: a lease that is refused wakes nobody."""
 MAX_EVALUATIONS_TOLD = 64
 """The newest: a status must fit into a header, also after thousands of evaluations."""
@@ -92,10 +93,11 @@ class Desk:
         self._next_status = 0.0
         self._replicas = ReplicaOps(store, self)
         self._ops: dict[str, Callable[[Request], None]] = {
-            "status": lambda request: self.answer(request, self.status()),
             **self._replicas.table(),
+            STATUS: lambda request: self.answer(request, self.status()),
             **LearnerOps(store, self).table(),
         }
+        self.generator_ops = frozenset({STATUS, *self._replicas.table()})
         self.refresh_status()
 
     def handle(self, request: Request) -> None:
@@ -315,8 +317,8 @@ class BufferService:
     ) -> None:
         settings = store.ledger.settings
         limits = Limits.of_groups(settings.max_group_bytes, settings.memory_bytes)
-        self._server = PatientServer(bind, keys, limits)
         self._desk = Desk(store, clock)
+        self._server = PatientServer(bind, keys, limits, self._desk.generator_ops)
         self._desk.is_paused = is_paused
         self._desk.wire_counters = self._server.counters
         self._store = store

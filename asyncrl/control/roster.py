@@ -74,9 +74,9 @@ class Roster:
             rank=int(index) if is_learner else 0,
             world_size=self.num_learner_ranks if is_learner else 1,
             rendezvous=self.rendezvous,
-            keys=self.keys if self.keys is None or name in SERVERS else self.keys.without_server(),
+            keys=self._keys_of(name),
             is_standby=is_standby,
-            secret=self.secret,
+            secret="" if kind == "rollout" else self.secret,
         )
         sections = {"learner": self.config.learner, "rollout": self.config.rollout}
         section: LearnerSection | RolloutSection | None = sections.get(kind)  # type: ignore[assignment]
@@ -88,6 +88,13 @@ class Roster:
             gpus=float(section.gpus) if section else 0.0,
             environment=dict.fromkeys(INTERFACE_VARIABLES, self.interface) if self.interface else {},
         )
+
+    def _keys_of(self, name: str) -> RunKeys | None:
+        if self.keys is None:
+            return None
+        if name in SERVERS:
+            return self.keys.of_server()
+        return self.keys.of_generator() if name.startswith("rollout.") else self.keys.of_caller()
 
     def _address(self, name: str) -> str:
         """Return where `name` listens; a receiver is called by its own replica alone, on the same node."""

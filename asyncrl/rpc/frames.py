@@ -38,8 +38,8 @@ def _as_received(part: Frame) -> Frame | zmq.Frame:
     return message if isinstance(message, zmq.Frame) and len(message) == len(part) else part
 
 
-def receive_part(socket: zmq.Socket[bytes], flags: int = 0) -> tuple[Frame, bool]:
-    """Return the next part and whether the message goes on.
+def receive_part(socket: zmq.Socket[bytes], flags: int = 0) -> tuple[Frame, zmq.Frame]:
+    """Return the next part, and what ZMQ knows of it: whether the message goes on (`more`), who sent it.
 
     A long part is a view of what came in, a short one a copy, as ZMQ keeps 8 KiB for each.
 
@@ -47,14 +47,14 @@ def receive_part(socket: zmq.Socket[bytes], flags: int = 0) -> tuple[Frame, bool
         zmq.Again: There is none.
     """
     part = socket.recv(flags, copy=False)
-    return (part.bytes if len(part) < LONG_BYTES else part.buffer), part.more
+    return (part.bytes if len(part) < LONG_BYTES else part.buffer), part
 
 
 def receive_parts(socket: zmq.Socket[bytes], flags: int = 0) -> list[Frame]:
     """Return the parts of the next message, see `receive_part`."""
-    part, is_more = receive_part(socket, flags)
+    part, known = receive_part(socket, flags)
     parts = [part]
-    while is_more:
-        part, is_more = receive_part(socket)
+    while known.more:
+        part, known = receive_part(socket)
         parts.append(part)
     return parts

@@ -1,4 +1,6 @@
-"""The allow-list: answers libzmq's question whether a key may connect (ZAP, ZeroMQ RFC 27).
+"""The allow-list: answers libzmq's question whether a key may connect (ZAP, ZeroMQ RFC 27), and as what.
+
+libzmq notes the answer with every message of the connection, see `role_of`.
 
 libzmq asks over a socket of the server's own context, so that each server has its own list. The
 server's one thread answers, between requests; no thread is added. Invariant: while nobody answers,
@@ -13,7 +15,7 @@ from collections import Counter
 import zmq
 from zmq.utils import z85
 
-from asyncrl.keys import ServerKeys
+from asyncrl.keys import Role, ServerKeys
 
 ENDPOINT = "inproc://zeromq.zap.01"
 MAX_ANSWERS = 64
@@ -36,15 +38,21 @@ class Gate:
                 question = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            is_allowed = self._is_allowed(question)
-            if not is_allowed:
+            role = self._role(question)
+            if role is None:
                 counters["refused_keys"] += 1
-            code, text = (b"200", b"") if is_allowed else (b"400", b"this key is not on the list")
-            self.socket.send_multipart([b"1.0", question[1], code, text, b"", b""])
+            code, text = (b"400", b"this key is not on the list") if role is None else (b"200", b"")
+            self.socket.send_multipart([b"1.0", question[1], code, text, (role or "").encode(), b""])
 
-    def _is_allowed(self, question: list[bytes]) -> bool:
+    def _role(self, question: list[bytes]) -> Role | None:
         mechanism, credentials = question[5], question[6:]
         if mechanism != b"CURVE" or len(credentials) != 1:
-            return False
+            return None
         key = z85.encode(credentials[0])
-        return any(hmac.compare_digest(key, allowed) for allowed in self._allowed)
+        found = [role for one, role in self._allowed.items() if hmac.compare_digest(key, one)]
+        return found[0] if found else None
+
+
+def role_of(message: zmq.Frame) -> Role:
+    """Return as what its sender was let in, by a part of a message that came through a gate."""
+    return Role(str(message.get("User-Id")))

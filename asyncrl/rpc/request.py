@@ -13,6 +13,7 @@ import zmq
 
 from asyncrl import wire
 from asyncrl.errors import BY_NAME, AsyncrlError, RemoteError, WireError
+from asyncrl.keys import Role
 from asyncrl.rpc.frames import send_parts
 
 MAX_OP_CHARACTERS = 64
@@ -36,6 +37,8 @@ class Request:
         sent_s: When the caller sent it, by its own monotonic clock; None if it did not say.
         within_s: How long from then it waits for the answer.
         lay_s: How long it lay before it was read, at least (`asyncrl.rpc.delays`).
+        role: As what the caller was let in; a server without keys takes everybody who reaches it for a
+            service.
     """
 
     op: str
@@ -48,6 +51,7 @@ class Request:
     sent_s: float | None = None
     within_s: float = math.inf
     lay_s: float = 0.0
+    role: Role = Role.SERVICE
 
     @property
     def patience_s(self) -> float:
@@ -85,8 +89,8 @@ def pack_request(call_id: int, op: str, args: dict[str, Any], within_s: float) -
     return wire.pack_header({"id": call_id, "op": op, "args": args, **times})
 
 
-def read_request(message: list[wire.Frame], socket: zmq.Socket[bytes]) -> Request:
-    """Return the request in `message`: the sender's id, a header, frames.
+def read_request(message: list[wire.Frame], socket: zmq.Socket[bytes], role: Role) -> Request:
+    """Return the request of a `role` in `message`: the sender's id, a header, frames.
 
     Raises:
         WireError: It has no header, or the header is not one of a request.
@@ -107,6 +111,7 @@ def read_request(message: list[wire.Frame], socket: zmq.Socket[bytes]) -> Reques
         _socket=socket,
         sent_s=sent_s,
         within_s=within_s,
+        role=role,
     )
 
 

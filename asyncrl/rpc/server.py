@@ -13,15 +13,15 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import zmq
 
-from asyncrl.errors import AsyncrlError, ConfigError, RemoteError, WireError
-from asyncrl.keys import ServerKeys
+from asyncrl.errors import AsyncrlError, ConfigError, NotAllowed, RemoteError, WireError
+from asyncrl.keys import Role, ServerKeys
 from asyncrl.rpc.delays import Delays
 from asyncrl.rpc.frames import receive_part
-from asyncrl.rpc.gate import Gate
+from asyncrl.rpc.gate import Gate, role_of
 from asyncrl.rpc.memory import MemoryGuard
 from asyncrl.rpc.request import Handler, Request, read_request
 from asyncrl.rpc.sockets import Limits, prepare_server
@@ -45,15 +45,22 @@ class Server:
         keys: With keys only their allowed clients can connect, encrypted; without, anybody can who
             reaches the address: loopback or a socket file, any other is a ConfigError.
         limits: What a request may be.
+        generator_ops: What a generator's key opens; a service's opens all.
 
-    `counters`: `requests`, `malformed`, `oversized`, `internal_errors`, `refused_keys`, `reopened`.
+    `counters`: `requests`, `malformed`, `oversized`, `internal_errors`, `refused_keys`, `refused_ops`,
+    `reopened`.
     """
 
     def __init__(
-        self, bind: str = "tcp://127.0.0.1:*", keys: ServerKeys | None = None, limits: Limits | None = None
+        self,
+        bind: str = "tcp://127.0.0.1:*",
+        keys: ServerKeys | None = None,
+        limits: Limits | None = None,
+        generator_ops: Collection[str] = (),
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._limits = limits or Limits()
+        self._generator_ops = frozenset(generator_ops)
         # The process's one context: a context of its own would block the collector until it is closed.
         # With keys there must be one, because libzmq knows one allow-list per context.
         self._own_context = zmq.Context() if keys is not None else None
@@ -160,32 +167,33 @@ class Server:
     def _drain(self, handler: Handler) -> None:
         for _ in range(MAX_TURN):
             try:
-                message, is_oversized = self._receive()
+                message, is_oversized, role = self._receive()
             except zmq.Again:
                 return
-            self._dispatch(handler, message, is_oversized)
+            self._dispatch(handler, message, is_oversized, role)
             if self._is_full():
                 return
 
-    def _receive(self) -> tuple[list[Frame], bool]:
-        """Return the next message and whether it passed a limit; then only its first two parts.
+    def _receive(self) -> tuple[list[Frame], bool, Role]:
+        """Return the next message, whether it passed a limit, then only its first two parts, and from whom.
 
         Raises:
             zmq.Again: There is none.
         """
-        part, is_more = receive_part(self._socket, _NOBLOCK)
+        part, known = receive_part(self._socket, _NOBLOCK)
+        role = Role.SERVICE if self._gate is None else role_of(known)
         parts, num_bytes, is_oversized = [part], 0, False
-        while is_more:
-            part, is_more = receive_part(self._socket)
+        while known.more:
+            part, known = receive_part(self._socket)
             num_bytes += len(part)
             if not is_oversized:
                 parts.append(part)
                 is_oversized = self._limits.are_passed(len(parts) - 1, num_bytes)
-        return (parts[:2] if is_oversized else parts), is_oversized
+        return (parts[:2] if is_oversized else parts), is_oversized, role
 
-    def _dispatch(self, handler: Handler, message: list[Frame], is_oversized: bool) -> None:
+    def _dispatch(self, handler: Handler, message: list[Frame], is_oversized: bool, role: Role) -> None:
         try:
-            request = read_request(message, self._socket)
+            request = read_request(message, self._socket, role)
         except WireError as error:
             self.counters["malformed"] += 1
             self._complain("refused a malformed message: %s", error)
@@ -193,6 +201,11 @@ class Server:
         if is_oversized:
             self.counters["oversized"] += 1
             request.fail(self._describe_excess(request))
+            return
+        if role is Role.GENERATOR and request.op not in self._generator_ops:
+            self.counters["refused_ops"] += 1
+            hint = "A learner of your own uses service_keys.json"
+            request.fail(NotAllowed(f"'{request.op}' is not for the key of a generator", hint=hint))
             return
         self.counters["requests"] += 1
         if request.sent_s is not None:

@@ -17,7 +17,7 @@ from asyncrl.control.launch import head
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.roster import SERVERS, Roster
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.keys import make_run_keys, read_client_keys
+from asyncrl.keys import RunKeys, make_run_keys, read_client_keys
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
 OTHER_HOST = "203.0.113.77"
@@ -50,19 +50,25 @@ def test_a_receiver_stays_on_a_socket_file_of_the_node_that_it_shares_with_its_e
     assert addresses["weight_sync.0"].startswith("tcp://127.0.0.1:")
 
 
-@pytest.mark.parametrize("name", ["rollout.0", "learner.0"])
-def test_a_service_that_serves_nobody_gets_no_key_of_the_servers(name: str) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("rollout.0", "generator"), ("learner.0", "client")])
+def test_a_service_that_serves_nobody_gets_no_key_of_the_servers_and_a_replica_none_of_a_service(
+    name: str, kind: str
+) -> None:
     keys = make_run_keys()
     context = replace(make_roster(), keys=keys).spec(name).context
-    assert context.server_keys is None
-    assert context.client_keys == keys.client
+    assert context.keys == RunKeys(getattr(keys, kind))
+
+
+def test_a_replica_gets_no_secret_that_names_are_derived_from() -> None:
+    roster = replace(make_roster(), secret="s")
+    assert [roster.spec(name).context.secret for name in ("rollout.0", "receiver.0")] == ["", "s"]
 
 
 @pytest.mark.parametrize("name", ["buffer.0", "weight_sync.0", "publisher.0", "receiver.0"])
 def test_a_server_gets_the_servers_keys_too(name: str) -> None:
     keys = make_run_keys()
     context = replace(make_roster(), keys=keys).spec(name).context
-    assert context.server_keys == keys.server
+    assert context.keys == RunKeys(keys.client, keys.server)
     assert keys.server is not None
     assert keys.server.secret.decode() not in repr(context)
 
@@ -127,10 +133,11 @@ def test_a_start_makes_new_keys_and_one_without_removes_those_of_the_last(tmp_pa
     assert second is not None
     assert first.client.secret != second.client.secret
     assert first.client.server != second.client.server
-    assert read_client_keys(run_dir.keys) == second.client
+    assert read_client_keys(run_dir.keys) == second.generator
+    assert read_client_keys(run_dir.service_keys) == second.client
     assert second.client.secret.decode() not in dump_resolved(config)
     assert head._make_keys(Config(**SECTIONS), run_dir) is None
-    assert not run_dir.keys.exists()
+    assert not run_dir.keys.exists() and not run_dir.service_keys.exists()
 
 
 def test_a_service_may_have_as_many_connections_as_its_machine_allows() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import ConfigError, DeadlineExceeded
+from asyncrl.errors import ConfigError, DeadlineExceeded, NotAllowed
 from asyncrl.keys import ClientKeys, RunKeys, make_run_keys, read_client_keys, write_client_keys
 from asyncrl.rpc import AsyncClient, Client, Request, Server
 from asyncrl.rpc.gate import ENDPOINT
@@ -83,6 +83,25 @@ def test_a_stranger_who_knows_the_servers_public_key_is_refused_and_counted(
         call(server.address, stranger)
     assert server.counters["refused_keys"] >= 1
     assert call(server.address, keys.client) == {"n": 1}
+
+
+def test_a_generators_key_opens_what_the_server_offers_to_generators_and_nothing_else(keys: RunKeys) -> None:
+    with serving(Server(keys=keys.server, generator_ops={"push"})) as server:
+        generator = Client(server.address, keys.of_generator().client)
+        assert generator.call("push", [b"abc"], n=1).frames == [b"abc"]
+        with pytest.raises(NotAllowed, match="'fence' is not for the key of a generator"):
+            generator.call("fence")
+        assert generator.call("push", n=2).args == {"n": 2}, "one refusal does not end the connection"
+        service = Client(server.address, keys.client)
+        assert service.call("fence", n=3).args == {"n": 3}
+        assert (server.counters["refused_ops"], server.counters["requests"]) == (1, 3)
+        generator.close()
+        service.close()
+
+
+def test_without_keys_there_is_one_kind_of_caller() -> None:
+    with serving(Server()) as server:
+        assert call(server.address, None) == {"n": 1}
 
 
 def test_the_keys_of_another_start_of_the_run_open_nothing(server: Server) -> None:

@@ -29,6 +29,7 @@ import time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     time.sleep(3600)
+    return 1.0
 """
 
 

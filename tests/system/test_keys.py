@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.errors import DeadlineExceeded
+from asyncrl.errors import DeadlineExceeded, NotAllowed
 from asyncrl.keys import make_run_keys, read_client_keys
 from tests.system.up_run import UpRun, leftovers
 
@@ -50,14 +50,19 @@ def test_a_run_with_keys_trains_lets_no_stranger_in_and_writes_no_secret(
     host = own_host()
     sets = (f"launcher.host={host}", "launcher.curve=on", "learner.steps=6", "eval.every_steps=0")
     run = up("keyed", *sets)
-    path = run.folder / "keys.json"
-    await_text(path, "public")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    keys = read_client_keys(path)
+    paths = (run.folder / "keys.json", run.folder / "service_keys.json")
+    for path in paths:
+        await_text(path, "public")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    generators, keys = map(read_client_keys, paths)
     address = address_of(run.folder / "logs" / "buffer.0.log")
     assert address.startswith(f"tcp://{host}:")
-    with contextlib.closing(LearnerClient(address, deadline_s=20.0, keys=keys)) as generator:
-        assert generator.status()["residue"] == 0
+    with contextlib.closing(LearnerClient(address, deadline_s=20.0, keys=keys)) as learner:
+        assert learner.status()["residue"] == 0
+    with contextlib.closing(LearnerClient(address, token=9, deadline_s=20.0, keys=generators)) as pretender:
+        assert pretender.status()["residue"] == 0
+        with pytest.raises(NotAllowed):
+            pretender.open()
     others = replace(make_run_keys().client, server=keys.server)
     with (
         contextlib.closing(LearnerClient(address, deadline_s=2.0, keys=others)) as stranger,
@@ -69,7 +74,7 @@ def test_a_run_with_keys_trains_lets_no_stranger_in_and_writes_no_secret(
     assert code == 0, output
     assert len(run.rows()) == 6
     assert run.summary()["ledger_residue"] == 0
-    assert not path.exists()
-    written = [file for file in run.folder.rglob("*") if file.is_file()]
-    assert not [file for file in written if keys.secret in file.read_bytes()]
+    assert not any(path.exists() for path in paths)
+    written = [file.read_bytes() for file in run.folder.rglob("*") if file.is_file()]
+    assert not [text for text in written if keys.secret in text or generators.secret in text]
     assert leftovers(run.folder) == []

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -20,6 +21,8 @@ from asyncrl.service import ServiceContext
 from tests.buffer.parts import make_group
 
 NUM_GROUPS = 20
+PASSWORD = "PASSWORD_OF_REDIS"
+"""The environment variable that holds it where the buffer runs."""
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +47,12 @@ def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     server.stop()
 
 
-def start_buffer(config: Config, folder: Path, node: str) -> str:
+def start_buffer(config: Config, folder: Path, node: str, password: str) -> str:
     """Start the buffer as the launcher does, on the node that has the resource `node`; return its address."""
     import ray
 
     options = {"num_cpus": 0, "max_concurrency": 8, "max_restarts": 0, "resources": {node: 1}}
+    options |= {"runtime_env": {"env_vars": {PASSWORD: password}}}
     context = ServiceContext(config, "buffer.0", folder, "id")
     host = ray.remote(ServiceHost).options(**options, name=f"buffer-{node}", lifetime="detached")
     actor = host.remote("asyncrl.buffer.composition:build", context, str(folder / f"{node}.log"))
@@ -80,6 +84,8 @@ def test_the_buffer_goes_on_at_another_node_with_every_acknowledged_group(
     first = cluster.add_node(num_cpus=1, resources={"first": 1}, object_store_memory=80 << 20)
     cluster.add_node(num_cpus=1, resources={"second": 1}, object_store_memory=80 << 20)
     cluster.wait_for_nodes()
+    password = urlsplit(redis_server.url).password or ""
+    url = redis_server.url.replace(password, f"${{{PASSWORD}}}")
     config = Config.model_validate(
         {
             "model": {"path": "m"},
@@ -88,10 +94,10 @@ def test_the_buffer_goes_on_at_another_node_with_every_acknowledged_group(
             "rollout": {"group_size": 2},
             "learner": {"groups_per_step": 4, "minibatches": 1},
             "staleness": {"max_lag": 4, "ready_batches": 5},
-            "buffer": {"journal": "redis", "url": redis_server.url},
+            "buffer": {"journal": "redis", "url": url},
         }
     )
-    client = Client(start_buffer(config, tmp_path, "first"))
+    client = Client(start_buffer(config, tmp_path, "first", password))
     client.call("describe_data", replica="a", num_prompts=100, digest="digest")
     token = client.call("open", holder="learner").args["token"]
     version = client.call("register_version", token=token, step=0).args["number"]
@@ -100,7 +106,7 @@ def test_the_buffer_goes_on_at_another_node_with_every_acknowledged_group(
     client.close()
     cluster.remove_node(first, allow_graceful=False)
     began = time.monotonic()
-    address = start_buffer(config, tmp_path, "second")
+    address = start_buffer(config, tmp_path, "second", password)
     print(f"serving on another node after {time.monotonic() - began:.1f} s")
     with contextlib.closing(LearnerClient(address, token=token)) as learner:
         status = learner.status()

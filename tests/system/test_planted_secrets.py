@@ -25,7 +25,7 @@ PLANTED = {
     "ASYNCRL_GATEWAY_KEY": "planted-gateway-5d70a3b8",
     "WANDB_API_KEY": "planted-wandb-e1f26c94",
 }
-PRIVATE = ("run.json", "keys.json")
+PRIVATE = ("run.json", "keys.json", "service_keys.json")
 """Files of mode 0600 that hold the keys of the run itself."""
 
 
@@ -83,9 +83,9 @@ def test_planted_secrets_are_in_no_log_file_or_argument_of_a_run(
         run.wait_for(lambda status: status.get("step", 0) >= 1, deadline_s=250.0)
 
         live = json.loads((run.folder / "run.json").read_text())
-        keys = read_client_keys(run.folder / "keys.json")
+        keys = {kind: read_client_keys(run.folder / f"{kind}.json") for kind in ("keys", "service_keys")}
         secrets = {name: secret.encode() for name, secret in PLANTED.items()}
-        secrets |= {"key of the API": live["key"].encode(), "key of clients": keys.secret}
+        secrets |= {kind: one.secret for kind, one in keys.items()} | {"key of the API": live["key"].encode()}
         kept = secrets | {"token of the page": page_token(live["key"]).encode()}  # a terminal may show it
         pids = pids_of_run(live["run_id"])
         assert len(pids) > 6

@@ -188,7 +188,7 @@ def _exiting() -> Iterator[None]:
 
 
 def _clean_up(run_dir: RunDir, live: dict[str, Any]) -> None:
-    run_dir.keys.unlink(missing_ok=True)
+    _remove_keys(run_dir)
     end_leftovers(live["run_id"])
     remove_leftovers(live["run_id"], Path(live["sockets"]))
 
@@ -215,12 +215,18 @@ def _write_outcome(run_dir: RunDir, outcome: dict[str, Any]) -> None:
 
 def _make_keys(config: Config, run_dir: RunDir) -> RunKeys | None:
     """Return the keys of this start, None if its sockets are plain; write down what a client needs."""
-    run_dir.keys.unlink(missing_ok=True)
+    _remove_keys(run_dir)
     if not config.launcher.has_curve:
         return None
     keys = make_run_keys()
-    write_client_keys(run_dir.keys, keys.client)
+    write_client_keys(run_dir.keys, keys.of_generator().client)
+    write_client_keys(run_dir.service_keys, keys.client)
     return keys
+
+
+def _remove_keys(run_dir: RunDir) -> None:
+    for path in (run_dir.keys, run_dir.service_keys):
+        path.unlink(missing_ok=True)
 
 
 def _held_ports(host: str | None) -> contextlib.AbstractContextManager[int]:

@@ -1,9 +1,9 @@
 """The files of a run: where each lies, written whole or not at all.
 
-runs/<name>/: resolved.yaml, run.json and keys.json (of the live run), outcome.json, metrics.jsonl,
-learner_rows.jsonl (until the end), events.jsonl, fleet.json, promised_checkpoint.json (until it is there),
-weight_sync.jsonl, summary.json, curves.png, tensorboard/, logs/, journal/, checkpoints/, weights/ (Hugging
-Face).
+runs/<name>/: resolved.yaml, run.json, keys.json and service_keys.json (of the live run), outcome.json,
+metrics.jsonl, learner_rows.jsonl (until the end), events.jsonl, fleet.json, promised_checkpoint.json (until
+it is there), weight_sync.jsonl, summary.json, curves.png, tensorboard/, logs/, journal/, checkpoints/,
+weights/ (Hugging Face).
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class RunDir:
     def keys(self) -> Path:
         """What a generator of another maker needs to connect to the live run's buffer. Mode 0600."""
         return self.path / "keys.json"
+
+    @property
+    def service_keys(self) -> Path:
+        """What a learner of another maker needs; they open every operation of the run. Mode 0600."""
+        return self.path / "service_keys.json"
 
     @property
     def asked(self) -> Path:

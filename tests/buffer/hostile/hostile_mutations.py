@@ -42,6 +42,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "register_version": {"token": 1, "step": 0},
     "reserve": {"token": 1, "step": 0, "wait_s": 0.0},
     "fetch": {"token": 1, "tickets": [1, 2]},
+    "prefetch": {"token": 1, "num_groups": 2},
     "trained": {"token": 1, "step": 0, "dropped": [[1, "guard"]], "lag_max": 0},
     "checkpointed": {"token": 1, "step": 1, "digest": "d", "kept": [1]},
     "request_evaluation": {"token": 1, "step": 0},
