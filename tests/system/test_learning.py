@@ -1,4 +1,4 @@
-"""A 60-step run through `asyncrl up`, with its real parts: it learns, and the account is clean."""
+"""A 40-step run through `asyncrl up`, with its real parts: it learns, and the account is clean."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from asyncrl.buffer.audit.report import verify_run
 from tests.system.up_run import UpRun, leftovers
 
-NUM_STEPS = 60
+NUM_STEPS = 40
 
 
 @pytest.fixture(scope="module")

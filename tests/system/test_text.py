@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.system.up_run import UpRun, asyncrl_command, leftovers
 
 CONFIG = Path(__file__).parents[2] / "configs" / "grpo_gsm8k.yaml"
@@ -28,6 +30,7 @@ def write_gsm8k(path: Path, num_rows: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.long
 def test_steps_on_gsm8k_prompts_until_down(up: Callable[..., UpRun], tmp_path: Path) -> None:
     write_gsm8k(tmp_path / "train.jsonl", 40)
     done = subprocess.run(
