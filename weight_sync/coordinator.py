@@ -10,6 +10,7 @@ of a newer one's fencing token gives no more orders.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 from pathlib import Path
@@ -218,8 +219,8 @@ class CoordinatorService:
         elif event == "sent":
             coordination.sent(field(fields, "round", int), field(fields, "num_bytes", int), now)
         elif event == "send_failed":
-            cause, has_begun = read_reason(fields, "cause"), read_optional(fields, "has_begun", bool, True)
-            coordination.send_failed(field(fields, "round", int), cause, now, has_begun)
+            cause, begun_s = read_reason(fields, "cause"), read_optional(fields, "begun_s", float, math.inf)
+            coordination.send_failed(field(fields, "round", int), cause, now, begun_s)
         elif event == GOODBYE:
             coordination.publisher_leaves(now)
         else:

@@ -10,6 +10,7 @@ The server's thread
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.memory.pool import SegmentPool, Slot
 from weight_sync.protocol.peer import Attendance
 from weight_sync.protocol.protocol import PUBLISHER
-from weight_sync.protocol.rounds import ABORTED, SUPERSEDED, TRANSPORT
+from weight_sync.protocol.rounds import ABORTED, NEVER, SUPERSEDED, TRANSPORT
 
 log = logging.getLogger(__name__)
 
@@ -261,9 +262,10 @@ class PublisherService:
         return _Cargo(slot, base, DeltaSender(buckets, choose_widths(manifest.layout)))
 
     def _abort(self, round_id: int) -> None:
-        has_begun = self._rounds.stage_of(round_id) is not None
+        is_known, now = self._rounds.stage_of(round_id) is not None, self._clock.now()
+        begun_s = now - self._transfer_starts.get(round_id, -math.inf) if is_known else NEVER
         self._rounds.abort(round_id)
-        self._liaison.report("send_failed", round=round_id, cause=ABORTED, has_begun=has_begun)
+        self._liaison.report("send_failed", round=round_id, cause=ABORTED, begun_s=begun_s)
         order = self._sending.pop(round_id, None)
         if order is not None:  # the thread ends by itself and releases the slot then
             self._carrier.abort(order.group.membership)

@@ -6,6 +6,7 @@ with its segments in shared memory. Bytes move when they are told to, also into 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from weight_sync.memory.shelf import Copy, Shelf
 from weight_sync.protocol.members import Card, PublisherSeat
 from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Stage
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
-from weight_sync.protocol.rounds import Order
+from weight_sync.protocol.rounds import NEVER, Order
 
 GLOO = frozenset({"gloo"})
 BUCKET_BYTES, NUM_BUCKETS = 64, 2
@@ -84,6 +85,7 @@ class Peer:
     allegiance: Allegiance = field(default_factory=Allegiance)
     after: int = 0
     after_before: int = 0
+    now: float = 0.0
 
     def fetch_orders(self) -> None:
         """Poll; before that a poll from before the last hello arrives, late and over another connection."""
@@ -118,6 +120,7 @@ class Peer:
             self.say_hello(self.boss, now)
 
     def poll(self, now: float) -> None:
+        self.now = now
         if self.boss is None or not self.boss.hears(self.allegiance.token):
             self.boss = None
         elif not self.boss.coordination.seen(self.name, self.incarnation, now):
@@ -286,6 +289,7 @@ class ModelPublisher(Peer):
         super().__init__(PUBLISHER, incarnation, born)
         self.number = UNLOADED
         self.sending: dict[int, int] = {}
+        self.began: dict[int, float] = {}
 
     def introduce(self, coordination: Coordination, now: float) -> bool:
         seat = PublisherSeat(self.incarnation, GLOO, "127.0.0.1", 1, now, born=self.born)
@@ -299,15 +303,16 @@ class ModelPublisher(Peer):
     def obey(self, order: Order) -> None:
         round_id = order.fields.get("round", 0)
         if order.kind == "transfer" and self.rounds.begin(round_id, needs_offer=False):
-            self.sending[round_id] = order.fields["number"]
+            self.sending[round_id], self.began[round_id] = order.fields["number"], self.now
         elif order.kind == "abort":
             self.abort(round_id)
 
     def abort(self, round_id: int) -> None:
-        has_begun = self.rounds.stage_of(round_id) is not None
+        is_known = self.rounds.stage_of(round_id) is not None
+        begun_s = self.now - self.began.pop(round_id, -math.inf) if is_known else NEVER
         self.rounds.abort(round_id)
         self.sending.pop(round_id, None)
-        self.report(lambda c, now: c.send_failed(round_id, "aborted", now, has_begun))
+        self.report(lambda c, now: c.send_failed(round_id, "aborted", now, begun_s))
 
     def end(self, round_id: int, is_ok: bool) -> None:
         del self.sending[round_id]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.weight_sync.world import TIMING, World
 from weight_sync.protocol.protocol import PUBLISHER
-from weight_sync.protocol.rounds import MAX_CACHED_GROUPS, Lane, Round
+from weight_sync.protocol.rounds import MAX_CACHED_GROUPS, NEVER, Lane, Round
 
 
 def accept(world: World, *names: str, lane: Lane = Lane.MAIN) -> Round:
@@ -220,9 +222,23 @@ def test_a_publisher_that_never_began_to_send_is_the_culprit():
     round_ = accept(world, "a")
     world.pass_time(round_.until - world.now, "a")
     world.coordination.failed("a", round_.id, "aborted", world.now)
-    world.coordination.send_failed(round_.id, "aborted", world.now, has_begun=False)
+    world.coordination.send_failed(round_.id, "aborted", world.now, NEVER)
     assert world.coordination.culprit == "publisher: had not begun to send"
     assert not world.member("a").is_fenced
+
+
+@pytest.mark.parametrize(("begun_s", "culprit"), [(0.0, "publisher"), (TIMING.deadline_s, "a")])
+def test_a_publisher_that_began_to_send_when_its_time_was_over_is_the_culprit(
+    begun_s: float, culprit: str
+) -> None:
+    world = World("a")
+    world.publish(1)
+    round_ = accept(world, "a")
+    world.pass_time(round_.until - world.now, "a")
+    world.coordination.failed("a", round_.id, "aborted", world.now)
+    world.coordination.send_failed(round_.id, "aborted", world.now, begun_s)
+    assert world.coordination.culprit.startswith(f"{culprit}: ")
+    assert world.member("a").is_fenced == (culprit == "a")
 
 
 def test_a_publisher_that_polls_but_answers_no_abort_is_blamed_the_second_time():

@@ -7,6 +7,8 @@ number names one set of processes for ever; no round outlasts its deadline.
 
 from __future__ import annotations
 
+import math
+
 from asyncrl.versions import UNLOADED
 from weight_sync.backends.choice import agree_on_backend
 from weight_sync.protocol.floor import PUBLISHER, Floor
@@ -104,9 +106,13 @@ class Conduct:
         for round_ in self.active.values():
             self._lose_publisher(round_, cause, now)
 
-    def hear_publisher(self, round_: Round, has_begun: bool) -> None:
-        """The publisher has spoken of the round; one that never began to send kept all waiting."""
-        if round_.awaits_publisher and not has_begun:
+    def hear_publisher(self, round_: Round, began: float) -> None:
+        """The publisher has spoken of the round.
+
+        One that began to send when its time was over, at the earliest, or never, kept all waiting.
+        """
+        is_late = round_.broken_by == DEADLINE and round_.broken_at is not None and began >= round_.broken_at
+        if round_.awaits_publisher and (is_late or began == math.inf):
             self._floor.blame_publisher("had not begun to send", round_)
         round_.has_publisher_spoken = True
         self._num_unanswered = 0

@@ -10,6 +10,7 @@ Invariants: a member that missed a deadline is fenced until it has caught up; nu
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -315,17 +316,18 @@ class Coordination:
             self.counters["bytes_sent"] += num_bytes
         self._note_change(now)
 
-    def send_failed(self, round_id: int, cause: str, now: float, has_begun: bool = True) -> None:
+    def send_failed(self, round_id: int, cause: str, now: float, begun_s: float = math.inf) -> None:
         """The publisher could not send, or answers an abort; `superseded`: the version is gone already.
 
         Args:
-            has_begun: Whether it had begun to send.
+            begun_s: For how long it had been sending by then; `NEVER` if it had not begun, infinite if it
+                does not say.
         """
         round_ = self._conduct.find(round_id)
         if round_ is not None:
             if round_.sender is Sender.PENDING:
                 self._conduct.break_up(round_, SUPERSEDED if cause == SUPERSEDED else TRANSPORT, now)
-            self._conduct.hear_publisher(round_, has_begun)
+            self._conduct.hear_publisher(round_, math.inf if begun_s < 0 else now - begun_s)
         self._note_change(now)
 
     # --- swaps ------------------------------------------------------------------------------------

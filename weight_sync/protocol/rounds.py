@@ -18,6 +18,8 @@ from asyncrl.versions import PolicyVersion
 MAX_CACHED_GROUPS = 8
 TRANSPORT, DEADLINE, DIGEST, SILENT = "transport", "deadline", "digest", "silent"
 PUBLISHER_LOST, SUPERSEDED, LEFT, ABORTED = "publisher_lost", "superseded", "left", "aborted"
+NEVER = -1.0
+"""For how long a publisher has been sending that has not begun, in seconds."""
 ASKING_CAUSES = (TRANSPORT, DEADLINE)
 """Causes for which the publisher may be the culprit as well as a member, so that both are asked."""
 

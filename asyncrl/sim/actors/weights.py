@@ -7,6 +7,7 @@ replicas may share a receiver (`Setting.cohort`); it swaps them one after anothe
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from asyncrl.sim.rates import Rates
@@ -16,7 +17,7 @@ from asyncrl.versions import UNLOADED, PolicyVersion
 from weight_sync.protocol.members import Card, PublisherSeat
 from weight_sync.protocol.peer import Allegiance, Attendance, Hearing
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
-from weight_sync.protocol.rounds import ABORTED, SUPERSEDED, TRANSPORT, Timing
+from weight_sync.protocol.rounds import ABORTED, NEVER, SUPERSEDED, TRANSPORT, Timing
 
 COORDINATOR_NAME, PUBLISHER_NAME = "weight_sync.0", "publisher.0"
 ABILITIES = frozenset({"gloo"})
@@ -158,10 +159,10 @@ class PublisherActor(Actor):
 
     def _abort(self, round_id: int) -> None:
         stage = self._rounds.abort(round_id)
-        has_begun = round_id in self._sizes
+        begun_s = math.inf if round_id in self._sizes else NEVER
         self._forget(round_id)
         if stage is not None:
-            self._report("send_failed", round_id, ABORTED, has_begun=has_begun)
+            self._report("send_failed", round_id, ABORTED, begun_s=begun_s)
 
     def on_join(self, src: str, args: Args, call: int) -> None:
         """A receiver has opened its end of the round's group."""
@@ -205,7 +206,7 @@ class PublisherActor(Actor):
             self._greet()
 
     def _report(self, method: str, *given: object, **more: object) -> None:
-        del more  # `has_begun` is true wherever it is not said
+        del more  # `begun_s` is infinite wherever it is not said
         args = {"name": PUBLISHER, "incarnation": self._incarnation, "method": method, "given": given}
         self.tell(COORDINATOR_NAME, "event", **args)
 

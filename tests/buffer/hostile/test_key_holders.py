@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import random
 import subprocess
 import sys
@@ -182,7 +183,9 @@ class CoordinatorAbuse:
             name: self._number() for name in ("round", "num_bytes", "number", "serving", "num_buckets")
         }
         said = {name: dice.choice(CAUSES) for name in ("cause", "error")}
-        return numbers | said | {"ok": dice.random() < 0.7, "has_begun": dice.random() < 0.5}
+        return (
+            numbers | said | {"ok": dice.random() < 0.7, "begun_s": dice.choice((-1.0, 0.0, 1e300, math.nan))}
+        )
 
     def check(self, service: Keyed) -> None:
         told = self._client.call("status", deadline_s=60.0).args

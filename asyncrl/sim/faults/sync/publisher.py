@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from asyncrl.errors import AsyncrlError
 from asyncrl.rpc import Request
 from asyncrl.sim.faults.checks.observer import Observer
@@ -16,7 +18,7 @@ from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.pool import SegmentPool, Slot
 from weight_sync.protocol.peer import Attendance
 from weight_sync.protocol.protocol import PUBLISHER
-from weight_sync.protocol.rounds import ABORTED, SUPERSEDED, TRANSPORT
+from weight_sync.protocol.rounds import ABORTED, NEVER, SUPERSEDED, TRANSPORT
 
 TICK_S = 0.5
 
@@ -32,7 +34,7 @@ class PublisherProcess(Process):
         self._pool: SegmentPool | None = None
         self._liaison = SimulatedLiaison(self, PUBLISHER, self._introduce, self._obey)
         self._rounds = Attendance()
-        self._sending: set[int] = set()
+        self._sending: dict[int, float] = {}
         self._current: Manifest | None = None
         self._early: list[Request] = []
 
@@ -134,13 +136,13 @@ class PublisherProcess(Process):
             start, end = manifest.bucket_range(index)
             return bytes_B.numpy()[start:end].tobytes()
 
-        self._sending.add(order.round)
+        self._sending[order.round] = self.now
         seat = Seat(self, order, read, None, lambda cause: self._end(slot, order, cause))
         self._carriage.join(seat, NUM_BUCKETS)
 
     def _end(self, slot: Slot, order: TransferOrder, cause: str) -> None:
         self.pool.release(slot)
-        self._sending.discard(order.round)
+        self._sending.pop(order.round, None)
         self._rounds.end(order.round)
         if cause:
             self._liaison.report("send_failed", round=order.round, cause=TRANSPORT)
@@ -149,9 +151,10 @@ class PublisherProcess(Process):
             self._liaison.report("sent", round=order.round, num_bytes=slot.num_bytes)
 
     def _abort(self, round_id: int) -> None:
-        has_begun = self._rounds.stage_of(round_id) is not None
+        is_known, now = self._rounds.stage_of(round_id) is not None, self.now
+        begun_s = now - self._sending.get(round_id, -math.inf) if is_known else NEVER
         self._rounds.abort(round_id)
-        self._liaison.report("send_failed", round=round_id, cause=ABORTED, has_begun=has_begun)
+        self._liaison.report("send_failed", round=round_id, cause=ABORTED, begun_s=begun_s)
         if round_id in self._sending:
-            self._sending.discard(round_id)
+            del self._sending[round_id]
             self._carriage.leave(self, round_id)
