@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from ray._raylet import AuthenticationTokenLoader
@@ -170,6 +171,24 @@ def test_another_launcher_takes_charge_of_who_lives_and_a_stopped_one_is_replace
     assert await_state(launcher, "f.0", "serving")["pid"] != pid
     assert launcher.statuses(["g.0"], 1.0)["g.0"]["state"] == "DEAD"
     launcher.kill("f.0")
+
+
+NUM_CALLS, KEPT_BYTES = 3000, 1000
+
+
+def test_rays_server_keeps_nothing_of_the_calls_of_a_run(ray_started: None, tmp_path: Path) -> None:
+    """By default it keeps 4,300 bytes of each, to show them on its dashboard."""
+    launcher = ray_launcher.RayLauncher("tests")
+    launcher.start(make_spec(tmp_path, "k.0"))
+    await_state(launcher, "k.0", "serving")
+    (server,) = [one for one in psutil.Process().children(recursive=True) if one.name() == "gcs_server"]
+    actor = ray.get_actor("k.0", namespace="tests")
+    before = server.memory_info().rss
+    for _ in range(NUM_CALLS // 100):
+        ray.get([actor.status.remote() for _ in range(100)], timeout=60.0)
+    time.sleep(2.0)  # Ray reports once a second
+    assert server.memory_info().rss - before < NUM_CALLS * KEPT_BYTES
+    launcher.kill("k.0")
 
 
 STRANGER = """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from asyncrl.control.launch.processes import (
     remove_leftovers,
     remove_segments,
 )
+from asyncrl.control.launch.ray_launcher import set_up_ray
 from asyncrl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,7 @@ def join(address: str, namespace: str) -> None:
     import ray
     import ray.exceptions
 
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    set_up_ray()
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:

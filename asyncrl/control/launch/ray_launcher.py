@@ -33,7 +33,13 @@ OVERRUN = "timed out during startup"
 SUPERVISOR_KIND = "supervisor"
 OBJECT_STORE_BYTES = 100 << 20
 """Of a run's own Ray: nothing but answers of services goes through it."""
-
+ENVIRONMENT = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_task_events_report_interval_ms": "0",
+}
+"""The last: Ray's server keeps 4.3 KB of each call of an actor, 5.5 MB a minute of a run, for its dashboard;
+without them 0.1 KB (measured with Ray 2.60 over 3,000 and 13,000 calls)."""
 
 RAY = "ray"
 """The folder of Ray's sessions, in a run's private one."""
@@ -232,6 +238,12 @@ def base_folder() -> Path:
     return found if len(os.fsencode(found)) <= MAX_BASE_BYTES else Path("/tmp")
 
 
+def set_up_ray() -> None:
+    """Set what Ray reads from the environment of a process before it starts or joins, where nobody has."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
 def start_local(folder: Path, num_cpus: int, num_gpus: int) -> str:
     """Start a Ray of our own on this machine and return its address; once more if its own 30 s are over.
 
@@ -244,8 +256,7 @@ def start_local(folder: Path, num_cpus: int, num_gpus: int) -> str:
     Raises:
         ServiceFailed: The machine is too busy.
     """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    set_up_ray()
     os.environ.pop("RAY_ADDRESS", None)
     _require_token(folder / "ray_token")
     try:
