@@ -62,7 +62,7 @@ def test_a_run_with_keys_trains_lets_no_stranger_in_and_writes_no_secret(
     with contextlib.closing(LearnerClient(address, token=9, deadline_s=20.0, keys=generators)) as pretender:
         assert pretender.status()["residue"] == 0
         with pytest.raises(NotAllowed):
-            pretender.open()
+            pretender.open("generator")
     others = replace(make_run_keys().client, server=keys.server)
     with (
         contextlib.closing(LearnerClient(address, deadline_s=2.0, keys=others)) as stranger,
