@@ -46,8 +46,8 @@ def held_up_by(run: UpRun, cause: str, caused_at: Callable[[], float]) -> dict[s
     found: dict[str, Any] = next(one for one in status["obstacles"] if one["cause"] == cause)
     shown = {one["text"].rstrip(".").lower() for one in run.page_view()["obstacles"]}  # a sentence there
     shown_at = time.time()
-    told = [found, *(one for one in run.status()["obstacles"] if one["cause"] == cause)]  # it may be another row
-    assert shown & {one["reason"].rstrip(".").lower() for one in told}
+    told = [found, *(one for one in run.status()["obstacles"] if one["cause"] == cause)]
+    assert shown & {one["reason"].rstrip(".").lower() for one in told}, "the first reason, or the next"
     (event, *_) = [one for one in obstacles_of(run) if one["cause"] == cause]
     assert event["service"] == found["service"] and event["time"] - found["since"] < 1.0
     told_at = run.told_at("! ", event["text"][:40])
