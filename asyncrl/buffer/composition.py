@@ -22,6 +22,7 @@ from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.conflicts import WITH_GREEDY
 from asyncrl.config.tree import BufferSection, Config
+from asyncrl.durable import replace_text
 from asyncrl.errors import ConfigError
 from asyncrl.obstacle import Tell, tell_nobody
 from asyncrl.service import ServiceContext
@@ -29,6 +30,8 @@ from asyncrl.service import ServiceContext
 _MAX_SPANS = 256
 """Versions that one trajectory can see in the worst case that memory is reserved for."""
 CHECK_DEADLINE_S = 1.0
+KEY_FILE = Path("buffer", "redis_key")
+"""In a run's folder: its key in Redis, and on a second line the path at which it was last opened."""
 
 
 def max_group_bytes(config: Config) -> int:
@@ -79,8 +82,10 @@ def group_bounds(config: Config) -> GroupBounds:
     )
 
 
-def check_redis(section: BufferSection) -> None:
-    """Check that the Redis of `section` can be used from here now: it answers, or there is one to start.
+def check_redis(section: BufferSection, run_dir: Path) -> None:
+    """Check that the Redis of `section` can be used by the run in `run_dir`, from here and now.
+
+    It answers, or there is one to start, and it is not that of a run whose folder this is a copy of.
 
     Raises:
         ConfigError: It cannot.
@@ -90,6 +95,7 @@ def check_redis(section: BufferSection) -> None:
     if section.redis_url is None:
         find_server()
         return
+    _refuse_copy(run_dir)
     link = RedisLink(expand_variables(section.redis_url), CHECK_DEADLINE_S)
     try:
         link.connect()
@@ -117,14 +123,15 @@ def open_journal(section: BufferSection, run_dir: Path, tell: Tell = tell_nobody
         return FileJournal(folder, section.fsync)
     if section.redis_url is not None:
         url = expand_variables(section.redis_url)
-        return RedisJournal(lambda: url, run_key(run_dir), tell=tell)
+        return RedisJournal(lambda: url, _claim_key(run_dir, is_shared=True), tell=tell)
     server = RedisServer(folder / "redis", section.fsync)
 
     def ensured_url() -> str:
         server.ensure()
         return server.url
 
-    return RedisJournal(ensured_url, run_key(run_dir), on_close=server.stop, tell=tell)
+    key = _claim_key(run_dir, is_shared=False)
+    return RedisJournal(ensured_url, key, on_close=server.stop, tell=tell)
 
 
 def read_vocab_size(model: Path) -> int | None:
@@ -138,8 +145,62 @@ def read_vocab_size(model: Path) -> int | None:
 
 
 def run_key(run_dir: Path) -> str:
-    """Return what names the run in Redis: a service on another machine finds it by the same path."""
+    """Return what names the run in Redis.
+
+    It is made of the folder's first path, so that a service on another machine finds it by the same one, and
+    kept in the folder, so that it stays where the folder is moved.
+    """
+    kept = _kept_key(run_dir)
+    if kept is not None:
+        return kept[0]
     return f"{run_dir.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(run_dir.absolute()))[:8]}"
+
+
+def _claim_key(run_dir: Path, *, is_shared: bool) -> str:
+    """Return `run_key`, kept in the folder from now on.
+
+    Args:
+        is_shared: Whether the Redis is also that of a folder that this one may be a copy of.
+
+    Raises:
+        ConfigError: It is a copy, and the folder that it was made of is still there.
+    """
+    if is_shared:
+        _refuse_copy(run_dir)
+    key, here = run_key(run_dir), run_dir.absolute()
+    if _kept_key(run_dir) != (key, here):
+        path = run_dir / KEY_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, f"{key}\n{here}\n", 0o600)
+    return key
+
+
+def _refuse_copy(run_dir: Path) -> None:
+    kept, here = _kept_key(run_dir), run_dir.absolute()
+    if kept is None or _is_same(kept[1], here):
+        return
+    other = _kept_key(kept[1])
+    if other is not None and other[0] == kept[0]:
+        raise ConfigError(
+            f"{here} is a copy of {kept[1]}, whose journal in Redis it would write to",
+            hint="Go on with that one, or remove it if this one is to take its place",
+        )
+
+
+def _kept_key(run_dir: Path) -> tuple[str, Path] | None:
+    """Return the key in Redis that the folder keeps, and its path when it was last opened, if it does."""
+    try:
+        key, path = (run_dir / KEY_FILE).read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    return key, Path(path)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
 
 
 def expand_variables(url: str) -> str:

@@ -105,7 +105,7 @@ def check_buffer(config: Config) -> Iterator[str]:
 def check_journal(config: Config) -> Iterator[str]:
     """Say if the Redis of the journal cannot be used from here now."""
     try:
-        check_redis(config.buffer)
+        check_redis(config.buffer, Path(config.run.dir) / config.run.name)
     except ConfigError as error:
         yield _line("buffer.url", error)
 

