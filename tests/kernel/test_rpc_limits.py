@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from asyncrl.errors import DeadlineExceeded, WireError
+from asyncrl.keys import Role
 from asyncrl.rpc import Client, Limits, Request, Server
 from asyncrl.rpc.delays import MAX_CALLERS, WINDOW_S, Delays
 from asyncrl.rpc.memory import MemoryGuard, resident_bytes
@@ -206,7 +207,7 @@ def test_callers_without_end_take_bounded_memory() -> None:
 def test_a_request_that_was_sent_at_no_time_is_malformed(times: dict[str, object]) -> None:
     header = pack_header({"id": 1, "op": "echo", "args": {}, **times})
     with zmq.Context() as context, context.socket(zmq.ROUTER) as end, pytest.raises(WireError):
-        read_request([b"client", header], end)
+        read_request([b"client", header], end, Role.SERVICE)
 
 
 class Keeps:

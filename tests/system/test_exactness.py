@@ -79,7 +79,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+ENGINES = [pytest.param(1, id="tp1"), pytest.param(2, id="tp2", marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def played(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Record, Path]:

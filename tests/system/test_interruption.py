@@ -22,7 +22,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 SHORT = ("rollout.replicas=1", "eval.every_steps=0", "checkpoint.every_steps=10")
 
 
-def test_replicas_come_and_go_ctrl_c_checkpoints_up_again_goes_on_until_a_service_may_not_be_replaced(
+def test_ctrl_c_checkpoints_and_up_again_goes_on_until_a_service_may_not_be_replaced(
     up: Callable[..., UpRun], tmp_path: Path
 ) -> None:
     """Two lives of one run: a start costs half a minute.
@@ -31,13 +31,10 @@ def test_replicas_come_and_go_ctrl_c_checkpoints_up_again_goes_on_until_a_servic
     """
     run = up("interrupted", "learner.steps=2000", *SHORT)
     run.wait_for(lambda status: status["step"] >= 3)
-    scale_up_and_down(run)
-    assert run.status()["ledger"]["residue"] == 0
     run.interrupt()
     code, output = run.finish()
     assert code == 130, output
     assert leftovers(run.folder) == []
-    assert "rollout.1: SYNCING -> READY" in (run.folder / "logs" / "rollout.1.log").read_text()
     stopped_at = len(run.rows())
 
     (tmp_path / "my_reward.py").write_text(REWARD)
@@ -59,8 +56,12 @@ def test_replicas_come_and_go_ctrl_c_checkpoints_up_again_goes_on_until_a_servic
     assert leftovers(run.folder) == []
 
 
-def scale_up_and_down(run: UpRun) -> None:
-    """Let a second replica join and leave; training must not stand still meanwhile."""
+@pytest.mark.long
+def test_a_second_replica_joins_and_leaves_and_training_does_not_stand_still(
+    up: Callable[..., UpRun],
+) -> None:
+    run = up("scaled", "learner.steps=2000", *SHORT)
+    run.wait_for(lambda status: status["step"] >= 3)
     assert run.command("scale", "rollout=2").returncode == 0
     states: set[str] = set()
 
@@ -74,6 +75,11 @@ def scale_up_and_down(run: UpRun) -> None:
     assert run.command("scale", "rollout=1").returncode == 0
     left = run.wait_for(lambda status: "rollout.1" not in status["services"])
     run.wait_for(lambda status: status["step"] > left["step"] + 3)
+    assert run.status()["ledger"]["residue"] == 0
+    run.interrupt()
+    code, output = run.finish()
+    assert code == 130, output
+    assert "rollout.1: SYNCING -> READY" in (run.folder / "logs" / "rollout.1.log").read_text()
 
 
 def test_ctrl_c_while_the_run_starts_leaves_nothing(up: Callable[..., UpRun]) -> None:

@@ -97,7 +97,7 @@ def test_work_and_waiting_add_up_to_wall_time(run: UpRun) -> None:
     rows = run.rows()[1:]
     stages = ("wait", "fetch", "old_log_prob", "update_actor", "update_weights")
     named_s = sum(row.get(f"timing_s/{stage}", 0.0) for row in rows for stage in (*stages, "save_checkpoint"))
-    assert 0.8 <= named_s / sum(row["timing_s/step"] for row in rows) <= 1.0
+    assert 0.7 <= named_s / sum(row["timing_s/step"] for row in rows) <= 1.0
     assert all(0 <= row["perf/rollout_idle_share"] <= 1 for row in rows)
 
 

@@ -15,6 +15,7 @@ from asyncrl.buffer.service import Desk
 from asyncrl.clock import SystemClock
 from asyncrl.errors import AsyncrlError, WireError
 from asyncrl.experience import decode_group, encode_group
+from asyncrl.keys import Role
 from asyncrl.rpc.request import read_request
 from tests.buffer.hostile.hostile_mutations import Mutator
 from tests.buffer.hostile.hostile_parts import BufferProcess, Honest, dealer
@@ -69,7 +70,7 @@ class DeskUnderTest:
         if self.counts["messages"] % TURN == 0:
             self.desk.tick(0.0)
         try:
-            request = read_request([b"peer", *message], self.socket)
+            request = read_request([b"peer", *message], self.socket, Role.SERVICE)
         except WireError:
             self.counts["malformed"] += 1
             return
