@@ -54,5 +54,5 @@ class Gate:
 
 
 def role_of(message: zmq.Frame) -> Role:
-    """Return as what its sender was let in, by a part of a message that came through a gate."""
+    """Return the role of the sender of `message`, a part of a message to a server that has a gate."""
     return Role(str(message.get("User-Id")))

@@ -37,8 +37,7 @@ class Request:
         sent_s: When the caller sent it, by its own monotonic clock; None if it did not say.
         within_s: How long from then it waits for the answer.
         lay_s: How long it lay before it was read, at least (`asyncrl.rpc.delays`).
-        role: As what the caller was let in; a server without keys takes everybody who reaches it for a
-            service.
+        role: Of the caller, by its key; `SERVICE` for every caller of a server without keys.
     """
 
     op: str

@@ -19,7 +19,7 @@ from asyncrl.private import is_own
 
 SHM, PROC = Path("/dev/shm"), Path("/proc")
 EXEC_S = 5.0
-"""How long a process that is between two programs is waited for; longer than a busy machine needs."""
+"""Longest wait, in seconds, for the environment of a process in its exec; a busy machine needs far less."""
 VIRTUAL_SIZE, ENVIRONMENT_END = 23, 51
 """Fields of `/proc/PID/stat`, numbered as in proc(5)."""
 
@@ -146,7 +146,7 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def _is_in_exec(pid: int) -> bool:
-    """Tell whether a process is between two programs: it has memory, and no place of an environment in it."""
+    """Tell whether a process is in its exec: its memory is there, and the environment is not yet in it."""
     fields = ["", "", "", *_stat(pid)]
     return len(fields) > ENVIRONMENT_END and fields[VIRTUAL_SIZE] != "0" == fields[ENVIRONMENT_END]
 
