@@ -28,8 +28,8 @@ FULL = (
     *QUICK, "packing", "memory", "checkpoints", "restart", "hostile", "concurrency", "weight_sync_delta",
     "weight_sync_publish", "scale", "prediction",
 )  # fmt: skip
-LEFT_OUT = ("calibrate", "concurrency_vllm", "staleness_policies", "staleness_study")
-"""What `all` never runs: what gives rates and judges nothing, and studies with pages of their own."""
+LEFT_OUT = ("calibrate", "concurrency_vllm", "soak", "staleness_policies", "staleness_study")
+"""Never run by `all`: they give rates and judge nothing, take hours, or have pages of their own."""
 QUICK_S, FULL_S = 300.0, 4 * 3600.0
 GRACE_S = 20.0
 """Between being asked to end and being ended: a benchmark takes its own processes down meanwhile."""

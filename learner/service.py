@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
-from asyncrl.metrics.row_log import append_row
+from asyncrl.metrics.row_log import RowLog
 from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
 from asyncrl.states import ServiceState
 from asyncrl.versions import PolicyVersion
@@ -83,7 +83,7 @@ class LearnerService:
         self._window = ProfilerWindow(
             config.metrics.profile_steps, weights_dir.parent / "profile", ranks.rank
         )
-        self._rows: list[dict[str, Any]] = []
+        self._rows = RowLog(weights_dir.parent)
         self._step = self._resumed_step = 0
         self._state = ServiceState.STARTING
         self._step_began = self._clock.now()
@@ -122,11 +122,11 @@ class LearnerService:
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """Do what the supervisor asks; of what it asks of the leader, the other ranks know nothing.
 
-        `rows {after}`: the metric rows from index `after` on. `pause`: take no batch after the step in
-        progress, until `unpause`. `checkpoint`: write one after it.
+        `rows {after}`: the metric rows from index `after` on; those before it are forgotten. `pause`: take
+        no batch after the step in progress, until `unpause`. `checkpoint`: write one after it.
         """
         if name == "rows":
-            return {"rows": self._rows[args["after"] :]}
+            return self._rows.hand_over(args["after"])._asdict()
         if self._leader is None or name not in ("pause", "unpause", "checkpoint"):
             raise ConfigError(f"the learner knows no command '{name}'")
         if name == "checkpoint":
@@ -245,16 +245,7 @@ class LearnerService:
             self._recorder.remove_before(self._leader.oldest_kept_step)
             row |= self._recorder.take_metrics()
         self._leader.keeper.note_metrics(self._step, row)
-        self._keep(row | self._leader.judge(order.step, row, trained.num_refused))
-
-    def _keep(self, row: dict[str, Any]) -> None:
-        """Hold a row for the supervisor; on disk too: it may be away for longer than this process lives."""
-        try:
-            is_first = float(not self._rows)
-            append_row(self._weights_dir.parent, {**row, "training/is_first_of_life": is_first})
-        except OSError as error:
-            log.warning("the row of step %d was not written down: %s", self._step, error)
-        self._rows.append(row)
+        self._rows.add(row | self._leader.judge(order.step, row, trained.num_refused))
 
     @cached_property
     def _probe_rows(self) -> ProbeRows:

@@ -20,7 +20,7 @@ from asyncrl.cli.bulletin import TOLD_KINDS, line_of
 from asyncrl.cli.reports.table import align
 from asyncrl.control.page.figures import DASH
 from asyncrl.control.page.view import view_of
-from asyncrl.control.record.metering import FIRST_OF_LIFE
+from asyncrl.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.printable import ESCAPED, INDENTED, printable, printable_values
 
 Snapshot = Mapping[str, Any]

@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import dataclass, field
-from typing import Any
 
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.errors import DeadlineExceeded, ServiceFailed
+from asyncrl.metrics.row_log import HandedRows
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class _Question:
 
     life: int
     after: int
-    answer: list[dict[str, Any]] | None = None
+    answer: HandedRows | None = None
     is_over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -39,8 +39,10 @@ class RowFetcher:
         self._launcher = launcher
         self._open: _Question | None = None
 
-    def fetch(self, life: int, after: int, wait_s: float) -> list[dict[str, Any]] | None:
+    def fetch(self, life: int, after: int, wait_s: float) -> HandedRows | None:
         """Return the rows from index `after` on, None while the learner has not answered.
+
+        The learner forgets the rows before `after`: they were taken.
 
         Args:
             life: Of the learner; what an earlier one was asked is forgotten.
@@ -59,7 +61,8 @@ class RowFetcher:
     def _ask(self, question: _Question) -> None:
         try:
             args = {"after": question.after}
-            question.answer = self._launcher.command(LEARNER, "rows", args, ANSWER_DEADLINE_S)["rows"]
+            answer = self._launcher.command(LEARNER, "rows", args, ANSWER_DEADLINE_S)
+            question.answer = HandedRows(answer["first"], answer["rows"])
         except (DeadlineExceeded, ServiceFailed) as error:  # the next pulse asks again, or sees why not
             log.info("the learner did not hand over its rows: %s", error)
         finally:

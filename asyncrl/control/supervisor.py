@@ -47,6 +47,7 @@ from asyncrl.durable import reserve_room
 from asyncrl.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFailed, WouldRepeat
 from asyncrl.faults import fault_point
 from asyncrl.metrics.row_log import read_rows
+from asyncrl.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.states import SERVICE_ENDS, RunState, ServiceState
 
 log = logging.getLogger(__name__)
@@ -350,15 +351,16 @@ class Supervisor:
             self._skip_known_rows()
         if self._must_skip:
             return []
-        rows = self._fetcher.fetch(life, self._num_rows, ROWS_WAIT_S)
-        if not rows:
+        handed = self._fetcher.fetch(life, self._num_rows, ROWS_WAIT_S)
+        if handed is None or not handed.rows:
             return []
-        is_first = self._num_rows == 0  # its time holds the start of this life, not a step's work
-        self._num_rows += len(rows)
+        rows = handed.rows
+        is_first = handed.first == 0  # its time holds the start of this life, not a step's work
+        self._num_rows = handed.first + len(rows)
         rates = self._meter.update(time.monotonic(), self._statuses)
         recorded = []
         for row in rows:
-            first = {metering.FIRST_OF_LIFE: float(is_first and row is rows[0])}
+            first = {FIRST_OF_LIFE: float(is_first and row is rows[0])}
             recorded.append(self._recorder.record({**row, **rates, **first}))
         self._row = recorded[-1]
         return recorded
@@ -397,16 +399,17 @@ class Supervisor:
 
     def _skip_known_rows(self) -> None:
         """Go on after the living learner's last row on record, once it says which rows it has."""
-        rows = self._fetcher.fetch(self._learner_life, 0, ROWS_WAIT_S)
-        if rows is None:
+        handed = self._fetcher.fetch(self._learner_life, 0, ROWS_WAIT_S)
+        if handed is None:
             return
         self._must_skip = False
         recorded = training_rows(load_rows(self._run_dir.metrics))
         if not recorded:
             return
         last = max(recorded, key=lambda row: float(row["time"]))
-        is_known = [all(last.get(key) == row[key] for key in SAME_ROW) for row in rows]
-        self._row, self._num_rows = last, len(rows) - is_known[::-1].index(True) if any(is_known) else 0
+        is_known = [all(last.get(key) == row[key] for key in SAME_ROW) for row in handed.rows]
+        num_known = len(is_known) - is_known[::-1].index(True) if any(is_known) else 0
+        self._row, self._num_rows = last, handed.first + num_known
 
     def _collect_evaluations(self) -> None:
         for evaluation in self._statuses.get("buffer.0", {}).get("evaluations", []):
@@ -444,7 +447,7 @@ class Supervisor:
         if unstopped:
             log.warning("killed after %g s: %s", SERVICE_STOP_S, ", ".join(sorted(unstopped)))
         self._recover_rows()
-        self._run_dir.learner_rows.unlink(missing_ok=True)
+        self._run_dir.remove_learner_rows()
         self._recorder.close()
         try:
             write_summary(self._run_dir, self._roster.config, self._statuses, outcome)

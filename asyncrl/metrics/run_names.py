@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from asyncrl.metrics.metric import Metric, means, singles
 
+FIRST_OF_LIFE = "training/is_first_of_life"
+"""1 on the first row after a start or a resume: its time also holds that start."""
+
 _PROGRESS = singles(
     "leader",
     ("training/global_step", "steps", "Number of the learner step, from 1"),
@@ -12,7 +15,7 @@ _PASSES = singles(
     "supervisor",
     ("training/epoch", "passes", "Pass over the data of the last drawn prompt, from 0"),
     (
-        "training/is_first_of_life",
+        FIRST_OF_LIFE,
         "1",
         "1 on the first row after a start or resume; its times include the start",
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError, ServiceFailed
-from asyncrl.metrics.row_log import append_row
+from asyncrl.metrics.row_log import RowLog
 from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
 from asyncrl.service import ServiceContext
 
@@ -66,7 +66,7 @@ class ScriptedLearner(Scripted):
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         assert name == "rows"
-        return {"rows": self.rows[args["after"] :]}
+        return {"first": args["after"], "rows": self.rows[args["after"] :]}
 
 
 class WarnedLearner(ScriptedLearner):
@@ -120,7 +120,7 @@ class MuteLearner(PacedLearner):
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         is_mute = str(self.life) in (self.context.run_dir / "mute").read_text()
-        return {"rows": []} if is_mute else super().command(name, args)
+        return {"first": 0, "rows": []} if is_mute else super().command(name, args)
 
 
 class LoggedRows(list[dict[str, Any]]):
@@ -128,11 +128,11 @@ class LoggedRows(list[dict[str, Any]]):
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__()
-        self._run_dir = run_dir
+        self._log = RowLog(run_dir)
 
     def append(self, row: dict[str, Any]) -> None:
         row = {"time": time.time(), **row}
-        append_row(self._run_dir, {**row, "training/is_first_of_life": float(not self)})
+        self._log.add(row)
         super().append(row)
 
 
@@ -179,7 +179,7 @@ class WaitingLearner(Scripted):
         return {"state": "READY", "step": 0, "last_evaluation": 0}
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        return {"rows": []}
+        return {"first": 0, "rows": []}
 
 
 class SlowSaver(WaitingLearner):

@@ -35,7 +35,7 @@ class SlowLearner(ThreadLauncher):
         assert self.may_answer.wait(10.0)
         if self.is_dead:
             raise ServiceFailed("learner.0 failed 'rows': it was killed")
-        return {"rows": ROWS[args["after"] :]}
+        return {"first": args["after"], "rows": ROWS[args["after"] :]}
 
 
 def test_a_late_answer_is_waited_on_for_and_not_asked_for_again() -> None:
@@ -43,9 +43,9 @@ def test_a_late_answer_is_waited_on_for_and_not_asked_for_again() -> None:
     fetcher = RowFetcher(learner)
     assert [fetcher.fetch(0, 0, 0.01) for _ in range(3)] == [None] * 3
     learner.may_answer.set()
-    assert fetcher.fetch(0, 0, 10.0) == ROWS
+    assert fetcher.fetch(0, 0, 10.0) == (0, ROWS)
     assert learner.asked == [0]
-    assert fetcher.fetch(0, 2, 10.0) == ROWS[2:]
+    assert fetcher.fetch(0, 2, 10.0) == (2, ROWS[2:])
     assert learner.asked == [0, 2]
 
 
@@ -54,7 +54,7 @@ def test_what_an_earlier_life_of_the_learner_was_asked_is_forgotten() -> None:
     fetcher = RowFetcher(learner)
     assert fetcher.fetch(0, 2, 0.01) is None
     learner.may_answer.set()
-    assert fetcher.fetch(1, 0, 10.0) == ROWS
+    assert fetcher.fetch(1, 0, 10.0) == (0, ROWS)
 
 
 def test_a_learner_that_died_over_the_question_is_asked_again() -> None:
@@ -64,7 +64,7 @@ def test_a_learner_that_died_over_the_question_is_asked_again() -> None:
     learner.is_dead = True
     assert fetcher.fetch(0, 0, 10.0) is None
     learner.is_dead = False
-    assert fetcher.fetch(0, 0, 10.0) == ROWS
+    assert fetcher.fetch(0, 0, 10.0) == (0, ROWS)
 
 
 def test_a_new_supervisor_records_nothing_before_the_learner_says_which_rows_it_has(

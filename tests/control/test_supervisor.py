@@ -17,13 +17,14 @@ from asyncrl.config.tree import Config
 from asyncrl.control.api.server import ControlApi, Text
 from asyncrl.control.fleet.autoscaler import Autoscaler, Decision, Pacing
 from asyncrl.control.page.routes import page_routes
-from asyncrl.control.record.metering import FIRST_OF_LIFE, Meter
+from asyncrl.control.record.metering import Meter
 from asyncrl.control.record.recorder import Recorder, load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.record.summary import summarise
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import PULSE_S, Supervisor
 from asyncrl.errors import ConfigError, Refused
+from asyncrl.metrics.run_names import FIRST_OF_LIFE
 
 
 def make_config(steps: int, start_deadline_s: float = 300.0) -> Config:

@@ -26,6 +26,7 @@ BENCHMARKS = {
     "scale": "Measure one to three live replicas, and the control plane under up to 4,096 of them.",
     "plot": "Draw a file of rows as a PNG.",
     "prediction": "Compare live runs with what the simulator says of them.",
+    "soak": "Measure what grows in a run that never ends, and tell it for a week.",
     "staleness_policies": "Simulate what each staleness policy costs, beside published rules.",
     "restart": "Measure how soon the buffer serves again with 10,000 groups in its journal.",
     "rollout": "Measure a replica's whole path beside a bare AsyncLLM.",

@@ -206,7 +206,7 @@ def rewind(folder: RunDir, step: int) -> Path | None:
     The learner goes on from the newest checkpoint that is whole, so the later ones are put aside, the
     newest first: if this is interrupted, the run still goes on from one that it knows.
     """
-    for rows in (folder.metrics, folder.learner_rows):
+    for rows in (folder.metrics, *folder.learner_rows):
         _cut_rows(rows, step)
     later = [found for found in _steps_on_disk(folder) if found > step]
     aside = folder.checkpoints / ABANDONED

@@ -166,7 +166,7 @@ def _write_down(folder: RunDir, config: Config, asked: Config) -> None:
     folder.promise.unlink(missing_ok=True)
     if config.buffer.journal == "none":  # nothing to go on from: a new history
         folder.metrics.unlink(missing_ok=True)
-        folder.learner_rows.unlink(missing_ok=True)
+        folder.remove_learner_rows()
     for path, one in ((folder.resolved, config), (folder.asked, asked)):
         replace_text(path, dump_resolved(one), 0o600, is_synced=True)  # buffer.url may hold a password
 

@@ -24,8 +24,6 @@ LEDGER_KEYS = (
     "journal",
 )
 
-FIRST_OF_LIFE = "training/is_first_of_life"
-"""1 on the first row after a start or a resume: its time also holds that start."""
 WINDOW_S = 2.0
 _PART_COUNT, _PART_SUM, _REWARD_ERRORS = "part count/", "part sum/", "reward errors/"
 _IDLE = "idle/"

@@ -70,9 +70,14 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
-    def learner_rows(self) -> Path:
-        """The learner's own log of its rows: see `asyncrl.metrics.row_log`."""
-        return self.path / row_log.NAME
+    def learner_rows(self) -> tuple[Path, ...]:
+        """The learner's own log of its rows, its older file first: see `asyncrl.metrics.row_log`."""
+        return row_log.paths_of(self.path)
+
+    def remove_learner_rows(self) -> None:
+        """Remove the learner's own log: all that it holds is on record, or of a past that is given up."""
+        for path in self.learner_rows:
+            path.unlink(missing_ok=True)
 
     @property
     def events(self) -> Path:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.tree import Config
-from asyncrl.control.record.metering import FIRST_OF_LIFE, accuracy
+from asyncrl.control.record.metering import accuracy
 from asyncrl.control.record.recorder import Row, evaluation_rows, load_rows, training_rows
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.metrics.run_names import FIRST_OF_LIFE
 
 LAST_EVALUATIONS = 3
 GUARD, STATES_OF_GUARD = "guard/", ("guard/lr_scale", "guard/is_kl_off")

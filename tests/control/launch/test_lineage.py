@@ -143,9 +143,10 @@ def test_going_back_a_second_time_replaces_what_was_put_aside(folder: RunDir) ->
 
 
 def test_going_back_drops_the_rows_of_later_steps_and_keeps_evaluations(folder: RunDir) -> None:
-    folder.learner_rows.write_bytes(folder.metrics.read_bytes())
+    for path in folder.learner_rows:
+        path.write_bytes(folder.metrics.read_bytes())
     rewind(folder, 1)
-    for rows in (folder.metrics, folder.learner_rows):
+    for rows in (folder.metrics, *folder.learner_rows):
         assert [row["training/global_step"] for row in load_rows(rows)] == [1, 3]
 
 

@@ -12,10 +12,10 @@ from scripted_services import ROW
 from test_repair import make_supervised
 from test_supervisor import wait_for
 
-from asyncrl.control.record.metering import FIRST_OF_LIFE
 from asyncrl.control.record.recorder import load_rows, training_rows
 from asyncrl.control.record.rundir import RunDir, read_json
-from asyncrl.metrics.row_log import append_row, read_rows
+from asyncrl.metrics.row_log import RowLog, read_rows
+from asyncrl.metrics.run_names import FIRST_OF_LIFE
 
 STEP = "training/global_step"
 
@@ -46,7 +46,7 @@ def test_rows_that_a_learner_handed_over_to_nobody_are_taken_from_its_own_log(
     assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [row["life"] for row in rows] == [0, 0, 1, 1, 1, 1, 1, 1]
     assert [row[FIRST_OF_LIFE] for row in rows] == [1, 0, 1, 0, 0, 0, 0, 0]
-    assert not RunDir(tmp_path).learner_rows.exists(), "all of it is on record"
+    assert not any(path.exists() for path in RunDir(tmp_path).learner_rows), "all of it is on record"
     assert (read_json(RunDir(tmp_path).summary) or {})["steps"] == 8
     assert (read_json(RunDir(tmp_path).outcome) or {})["state"] == "finished"
 
@@ -54,10 +54,11 @@ def test_rows_that_a_learner_handed_over_to_nobody_are_taken_from_its_own_log(
 def test_rows_that_a_dead_supervisor_never_took_down_are_on_record_when_the_next_one_begins(
     tmp_path: Path,
 ) -> None:
+    log = RowLog(tmp_path)
     for step in (1, 2, 3, 2):  # a rollback: step 2 was taken again
-        append_row(tmp_path, {"time": time.time(), "training/global_step": step, **ROW})
-    with RunDir(tmp_path).learner_rows.open("a") as log:
-        log.write('{"training/global_step": 4, "ti')
+        log.add({"time": time.time(), "training/global_step": step, **ROW})
+    with RunDir(tmp_path).learner_rows[-1].open("a") as file:
+        file.write('{"training/global_step": 4, "ti')
     newest = read_rows(tmp_path)[-1]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(read_rows(tmp_path)[0]) + "\n")
     supervisor, launcher = make_supervised(tmp_path, "WaitingLearner")

@@ -12,9 +12,10 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.config.tree import KlSection
-from asyncrl.control.record.metering import FIRST_OF_LIFE, Meter, evaluation_row
+from asyncrl.control.record.metering import Meter, evaluation_row
 from asyncrl.control.record.prometheus import prometheus_name, prometheus_text
 from asyncrl.metrics import METRICS, find, unknown_names
+from asyncrl.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.metrics.tallies import conclude
 from learner.backend import Models
 from learner.megatron.value import MegatronValueBackend
