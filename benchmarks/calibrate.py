@@ -30,7 +30,8 @@ from asyncrl.buffer.composition import build
 from asyncrl.cli.up import find_config
 from asyncrl.config.load import find_run_folder, load_config
 from asyncrl.config.tree import Config
-from asyncrl.control.record.recorder import load_rows, training_rows
+from asyncrl.control.record.recorder import training_rows
+from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.service import ServiceContext
 from asyncrl.sim.calibration import base_rates, rates_of_run, steady_rows, taken_with

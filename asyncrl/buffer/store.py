@@ -189,7 +189,7 @@ class ExperienceStore:
                 f"ticket {ticket}: a group has {self._group_size} trajectories, not {len(group.lengths)}"
             )
         self._bounds.check(group)
-        if not group.versions <= self.ledger.state.versions.registered.keys():
+        if not all(version in self.ledger.state.versions for version in group.versions):
             raise WireError(f"ticket {ticket}: a version that was never registered")
         return group
 

@@ -29,14 +29,8 @@ from asyncrl.control.phases import phase_of
 from asyncrl.control.record import metering
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.pace import Pace
-from asyncrl.control.record.recorder import (
-    Recorder,
-    Row,
-    evaluation_rows,
-    load_rows,
-    lost_rows,
-    training_rows,
-)
+from asyncrl.control.record.recorder import Recorder, lost_rows
+from asyncrl.control.record.row_files import Row, is_evaluation, iterate_rows, load_rows
 from asyncrl.control.record.rundir import RunDir, write_outcome
 from asyncrl.control.record.summary import write_summary
 from asyncrl.control.record.syncing import weights_answer
@@ -100,9 +94,9 @@ class Supervisor:
         self._num_rows = 0
         self._must_skip = False  # rows that are on record; until it is known which, none is recorded
         self._learner_life = 0
-        rows = load_rows(self._run_dir.metrics)
-        self._seen_evaluations = metering.evaluation_ids(rows)
-        self._evaluation = next(reversed(evaluation_rows(rows)), {})
+        evaluations = load_rows(self._run_dir.metrics, is_evaluation)
+        self._seen_evaluations = metering.evaluation_ids(evaluations)
+        self._evaluation = evaluations[-1] if evaluations else {}
         self._state = RunState.STARTING
         self._error = self._outcome = ""
         self._is_saving = False
@@ -281,6 +275,7 @@ class Supervisor:
         self._statuses = self._upkeep.pulse()
         if (end := self._upkeep.given_up) is not None:
             raise (WouldRepeat if end.would_repeat else ServiceFailed)(end.reason)
+        self._recorder.write_rest()
         error = self._recorder.write_error or self._upkeep.write_error
         unwritten = f"{self._run_dir.path} cannot be written: {error}" if error else ""
         self._lookout.look(self._statuses, self._stall if self._watchdog.is_stalled else "", unwritten)
@@ -389,7 +384,7 @@ class Supervisor:
     def _recover_rows(self) -> bool:
         """Take down rows that a learner wrote and handed over to nobody; return whether there were any."""
         try:
-            lost = lost_rows(load_rows(self._run_dir.metrics), read_rows(self._run_dir.path))
+            lost = lost_rows(iterate_rows(self._run_dir.metrics), read_rows(self._run_dir.path))
         except OSError as error:
             log.warning("the learner's own log of its rows cannot be read: %s", error)
             return False
@@ -403,10 +398,10 @@ class Supervisor:
         if handed is None:
             return
         self._must_skip = False
-        recorded = training_rows(load_rows(self._run_dir.metrics))
-        if not recorded:
+        recorded = (row for row in iterate_rows(self._run_dir.metrics) if not is_evaluation(row))
+        last = max(recorded, key=lambda row: float(row["time"]), default=None)
+        if last is None:
             return
-        last = max(recorded, key=lambda row: float(row["time"]))
         is_known = [all(last.get(key) == row[key] for key in SAME_ROW) for row in handed.rows]
         num_known = len(is_known) - is_known[::-1].index(True) if any(is_known) else 0
         self._row, self._num_rows = last, handed.first + num_known

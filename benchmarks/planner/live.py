@@ -15,7 +15,8 @@ from typing import Any
 from asyncrl.config.tree import Config
 from asyncrl.control.api.client import NotRunning, RunClient, connect
 from asyncrl.control.launch import run
-from asyncrl.control.record.recorder import load_rows, training_rows
+from asyncrl.control.record.recorder import training_rows
+from asyncrl.control.record.row_files import load_rows
 from asyncrl.errors import AsyncrlError, ServiceFailed
 from asyncrl.sim.calibration import Row, steady_rows
 

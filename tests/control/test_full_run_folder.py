@@ -9,10 +9,12 @@ from test_supervisor import make_supervisor, start, wait_for
 
 from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.record.events import EventLog, load_events
-from asyncrl.control.record.recorder import Recorder, load_rows, training_rows
+from asyncrl.control.record.recorder import Recorder, training_rows
+from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from tests.small_disk import fill
 
+WAITING = "scripted_services:WaitingLearner"
 PAGE_BYTES = 4096
 """Of a file system in memory: what fits into a file's last page needs no room."""
 
@@ -42,8 +44,23 @@ def test_a_full_disk_is_an_event_on_it_and_an_obstacle_until_there_is_room(small
     assert not list(small_disk.glob("*.reserve"))
 
 
+def test_a_row_that_the_disk_did_not_take_is_written_as_soon_as_there_is_room(small_disk: Path) -> None:
+    """No other row has to come: the run may be paused."""
+    supervisor, launcher = make_supervisor(small_disk, replace=REPLACE | {"learner": WAITING})
+    supervisor._begin()
+    fill(small_disk / "ballast")
+    supervisor._recorder.record({"training/global_step": 1, "a": "x" * 8192})
+    supervisor._observe()
+    assert supervisor.status()["obstacles"]
+    (small_disk / "ballast").unlink()
+    supervisor._observe()
+    assert not supervisor.status()["obstacles"]
+    assert [row["training/global_step"] for row in load_rows(RunDir(small_disk).metrics)] == [1]
+    launcher.stop(launcher.started, 5.0)
+
+
 def test_what_happens_to_a_run_on_a_full_disk_has_room_that_was_reserved(small_disk: Path) -> None:
-    replace = {**REPLACE, "learner": "scripted_services:WaitingLearner"}
+    replace = {**REPLACE, "learner": WAITING}
     supervisor, _ = make_supervisor(small_disk, replace=replace)
     thread, stop = start(supervisor)
     try:
@@ -131,7 +148,7 @@ def test_a_head_that_died_without_a_word_on_a_full_disk_is_told_of_as_such(small
 
 
 def test_how_a_run_ended_on_a_full_disk_is_recorded_in_room_that_was_reserved(small_disk: Path) -> None:
-    replace = {**REPLACE, "learner": "scripted_services:WaitingLearner"}
+    replace = {**REPLACE, "learner": WAITING}
     supervisor, _ = make_supervisor(small_disk, steps=8, replace=replace)
     thread, _ = start(supervisor)
     wait_for(lambda: supervisor.status()["state"] == "running")

@@ -28,7 +28,8 @@ from asyncrl.control.launch.processes import (
 )
 from asyncrl.control.launch.spec import RUN_VARIABLE, SERVICE_VARIABLE, ServiceSpec
 from asyncrl.control.record.events import EventLog
-from asyncrl.control.record.recorder import Recorder, load_rows, training_rows
+from asyncrl.control.record.recorder import Recorder, training_rows
+from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import Supervisor

@@ -18,7 +18,8 @@ from asyncrl.control.api.server import ControlApi, Text
 from asyncrl.control.fleet.autoscaler import Autoscaler, Decision, Pacing
 from asyncrl.control.page.routes import page_routes
 from asyncrl.control.record.metering import Meter
-from asyncrl.control.record.recorder import Recorder, load_rows
+from asyncrl.control.record.recorder import Recorder
+from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.record.summary import summarise
 from asyncrl.control.roster import Roster

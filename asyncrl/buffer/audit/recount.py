@@ -104,7 +104,7 @@ class Recount:
         """Start from a snapshot of the ledger, where the events before it are gone; believe it."""
         self.num_issued, self.num_drawn, self.token = state.num_issued, state.num_drawn, state.token
         self.steps_trained, self.num_lineages = state.steps_trained, state.versions.lineage + 1
-        self.steps_of_versions = [step for _, step in state.versions.registered.values()]
+        self.steps_of_versions = [*map(state.versions.step_of, range(1, state.versions.last_number + 1))]
         self.folded["trained"], self.folded["given_up"] = state.folded_trained, state.folded_given_up
         for reason, count in state.folded_dropped.items():
             self.folded[FOLDED_DROP + reason] += count

@@ -169,7 +169,7 @@ class FateBook:
         versions = self._state.versions
         aged = []
         for span in spans:
-            is_known = span.version in versions.registered
+            is_known = span.version in versions
             lag = step - versions.counted_step(span.version) if is_known and step >= 0 else None
             aged.append(AgedSpan(span, lag, lag is not None and lag > self._max_lag))
         return tuple(aged)

@@ -68,7 +68,7 @@ class EvaluationOrders:
             version: What the replica serves. evaluating: The order that it is at work on.
         """
         versions = self._state.versions
-        if evaluating is not None or version not in versions.registered:
+        if evaluating is not None or version not in versions:
             return None
         for evaluation in self._open():
             held = evaluation.part_of(replica)
@@ -132,7 +132,7 @@ class EvaluationOrders:
         evaluation = self._state.evaluations.get(number)
         if evaluation is None or evaluation.is_done:
             return False
-        if version not in self._state.versions.registered:
+        if version not in self._state.versions:
             raise LedgerError(f"version {version} was never registered")
         is_wanted = part not in evaluation.results and 0 <= part < evaluation.num_parts
         if not is_wanted or evaluation.served not in (None, version):

@@ -130,7 +130,7 @@ class ReplicaCommands:
         """
         if version == 0:
             return None
-        if version not in self.state.versions.registered:
+        if version not in self.state.versions:
             raise LedgerError(f"version {version} was never registered")
         if self.state.versions.is_abandoned(version):  # the restored weights reach it in mid-answer
             return None
@@ -265,7 +265,7 @@ class ReplicaCommands:
     def _check_payload(self, num_bytes: int, versions: tuple[int, int]) -> None:
         assert num_bytes <= self.settings.max_group_bytes, "checked where groups come in"
         for number in versions:
-            if number not in self.state.versions.registered:
+            if number not in self.state.versions:
                 raise LedgerError(f"version {number} was never registered")
 
     def drop_uniform(self, ticket: int) -> None:

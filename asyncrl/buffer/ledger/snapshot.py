@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, fields
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.buffer.ledger.lineage import VersionBook
+from asyncrl.buffer.ledger.lineage import VersionBook, VersionRun
 from asyncrl.buffer.ledger.tickets import (
     Carry,
     Checkpoint,
@@ -27,7 +27,8 @@ from asyncrl.metrics.tallies import Tally
 if TYPE_CHECKING:
     from asyncrl.buffer.ledger.state import LedgerState
 
-SNAPSHOT_VERSION = 1
+SNAPSHOT_VERSION, READ_VERSIONS = 2, (1, 2)
+"""2 has versions as runs; 1 had a row for each."""
 
 _PLAIN = (
     *("num_prompts", "data_digest", "token", "holder", "is_resumed", "num_issued", "num_drawn"),
@@ -60,9 +61,9 @@ def write_snapshot(state: LedgerState) -> dict[str, Any]:
         "sources": [list(one) for one in state.sources],
         "mappings": {name: _pairs(getattr(state, name)) for name in (*_MAPPINGS, *_COUNTERS)},
         "versions": {
-            "registered": [[number, *at] for number, at in book.registered.items()],
+            "runs": [list(run) for run in book.runs],
+            "last_number": book.last_number,
             "forks": list(book.forks),
-            "firsts": list(book.firsts),
         },
         "ticket_fields": list(_TICKET_FIELDS),
         "tickets": [_write_ticket(ticket) for ticket in state.tickets.values()],
@@ -109,8 +110,8 @@ def read_snapshot(state: LedgerState, values: Mapping[str, Any]) -> None:
         WireError: The values are no snapshot of this version.
     """
     version = values.get("snapshot_version")
-    if version != SNAPSHOT_VERSION:
-        raise WireError(f"a snapshot has version {version!r}, this process reads {SNAPSHOT_VERSION}")
+    if version not in READ_VERSIONS:
+        raise WireError(f"a snapshot has version {version!r}, this process reads {READ_VERSIONS}")
     try:
         _read(state, values)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -125,9 +126,7 @@ def _read(state: LedgerState, values: Mapping[str, Any]) -> None:
         setattr(state, name, dict(values["mappings"][name]))
     for name in _COUNTERS:
         setattr(state, name, Counter(dict(values["mappings"][name])))
-    book = values["versions"]
-    registered = {number: (lineage, step) for number, lineage, step in book["registered"]}
-    state.versions = VersionBook(registered, list(book["forks"]), list(book["firsts"]))
+    state.versions = _read_versions(values["versions"])
     if tuple(values["ticket_fields"]) != _TICKET_FIELDS:
         raise ValueError("its tickets have other fields")
     state.tickets = {row[0]: _read_ticket(row) for row in values["tickets"]}
@@ -147,6 +146,23 @@ def _read(state: LedgerState, values: Mapping[str, Any]) -> None:
         for part, tallies in results:
             evaluation.results[part] = {row[0]: Tally(*row[1:]) for row in tallies}
     _index(state)
+
+
+def _read_versions(values: Mapping[str, Any]) -> VersionBook:
+    if "registered" in values:
+        return _versions_of_each(values["registered"], list(values["forks"]))
+    runs = [VersionRun(*run) for run in values["runs"]]
+    return VersionBook(runs, values["last_number"], list(values["forks"]))
+
+
+def _versions_of_each(rows: Iterable[tuple[int, int, int]], forks: list[int]) -> VersionBook:
+    """Return the book of rows of (number, lineage, step), as an older asyncrl wrote them."""
+    book = VersionBook()
+    for number, lineage, step in rows:
+        book.forks = forks[:lineage]
+        book.register(number, step)
+    book.forks = forks
+    return book
 
 
 def _read_ticket(row: list[Any]) -> Ticket:

@@ -17,7 +17,8 @@ from asyncrl.config.hub_sizes import HUB_SIZES
 from asyncrl.config.load import find_run_folder, load, load_config
 from asyncrl.config.tree import Config
 from asyncrl.control.plan.checks import read_size
-from asyncrl.control.record.recorder import load_rows, training_rows
+from asyncrl.control.record.recorder import training_rows
+from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.sim import calibration

@@ -9,7 +9,7 @@ from typing import Any
 from asyncrl.buffer.audit.report import opened_past
 from asyncrl.cli.exits import say, show
 from asyncrl.control.record.events import load_events
-from asyncrl.control.record.recorder import load_rows
+from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sync_history import read_lines
 from asyncrl.control.record.timeline.chrome import chrome_trace

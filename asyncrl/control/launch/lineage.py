@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from asyncrl.config.load import load_resolved
 from asyncrl.config.rules.resume import find_breaks
 from asyncrl.config.tree import Config, CriticSection, ModelSection, RewardPart
 from asyncrl.control import prepare
-from asyncrl.control.record.recorder import is_evaluation
+from asyncrl.control.record.row_files import is_evaluation, keep_rows
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.services import function
 from asyncrl.errors import CheckpointError, ConfigError
@@ -207,7 +208,7 @@ def rewind(folder: RunDir, step: int) -> Path | None:
     newest first: if this is interrupted, the run still goes on from one that it knows.
     """
     for rows in (folder.metrics, *folder.learner_rows):
-        _cut_rows(rows, step)
+        keep_rows(rows, partial(_is_kept, step=step))
     later = [found for found in _steps_on_disk(folder) if found > step]
     aside = folder.checkpoints / ABANDONED
     for found in reversed(later):
@@ -231,16 +232,6 @@ def _list(steps: Sequence[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {', '.join(map(str, steps))}"
 
 
-def _cut_rows(rows: Path, step: int) -> None:
-    """Drop the rows of later steps: the curves and the summary are those of the branch that goes on."""
-    if not rows.exists():
-        return
-    lines = rows.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and _is_kept(json.loads(line), step)]
-    temporary = rows.with_suffix(".partial")
-    temporary.write_text("".join(kept))
-    temporary.replace(rows)
-
-
-def _is_kept(row: Mapping[str, Any], step: int) -> bool:
-    return is_evaluation(dict(row)) or bool(row["training/global_step"] <= step)
+def _is_kept(row: dict[str, Any], step: int) -> bool:
+    """Tell whether a row is of the branch that goes on, as the curves and the summary are to be."""
+    return is_evaluation(row) or bool(row["training/global_step"] <= step)

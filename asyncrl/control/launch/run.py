@@ -25,6 +25,7 @@ from asyncrl.control.launch.lineage import keep_revisions, refuse_lost_past, ref
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.ray_launcher import base_folder
 from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.control.record.row_files import remove_rows
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.durable import replace_text
 from asyncrl.errors import ConfigError
@@ -165,7 +166,7 @@ def _write_down(folder: RunDir, config: Config, asked: Config) -> None:
     folder.phase.unlink(missing_ok=True)
     folder.promise.unlink(missing_ok=True)
     if config.buffer.journal == "none":  # nothing to go on from: a new history
-        folder.metrics.unlink(missing_ok=True)
+        remove_rows(folder.metrics)
         folder.remove_learner_rows()
     for path, one in ((folder.resolved, config), (folder.asked, asked)):
         replace_text(path, dump_resolved(one), 0o600, is_synced=True)  # buffer.url may hold a password

@@ -25,7 +25,7 @@ from asyncrl.control.page.snapshot import mapping_of
 from asyncrl.control.page.trends import STEP, Curves, FlowMeter
 from asyncrl.control.page.view import view_of
 from asyncrl.control.record.metering import accuracy
-from asyncrl.control.record.recorder import is_evaluation
+from asyncrl.control.record.row_files import is_evaluation
 from asyncrl.errors import AsyncrlError
 from asyncrl.experience import Group
 from asyncrl.states import RUN_ENDS

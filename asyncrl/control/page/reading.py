@@ -21,6 +21,7 @@ from asyncrl.buffer.journals.records import HEADER_BYTES, read_frames, read_head
 from asyncrl.buffer.journals.redis_past import asking, keys_of
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.config.tree import Config
+from asyncrl.control.record.row_files import lines_of, older_files
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.experience import Group, decode_group
 
@@ -30,37 +31,50 @@ Row = dict[str, Any]
 
 WHOLE_FILE_BYTES = 8 << 20
 """Of metrics, that are read in one go: two thousand steps or more."""
-NUM_SAMPLES = 400
+NUM_SAMPLES, NUM_SAMPLED_FILES = 400, 20
 NUM_GROUPS = 6
 NUM_SEGMENTS = 2
 """The newest files that the first look goes through; they are of 64 MiB."""
 
 
 class RowTail:
-    """The rows of a growing `metrics.jsonl`. Of a long file the first `read` gives a sample."""
+    """The rows of a growing `metrics.jsonl`. Of long files the first `read` gives a sample."""
 
     def __init__(self, path: Path, whole_file_bytes: int = WHOLE_FILE_BYTES) -> None:
         self._path = path
         self._whole_file_bytes = whole_file_bytes
-        self._offset = 0
+        self._inode = self._offset = 0
 
     def read(self) -> list[Row]:
-        """Return whole rows that were added since the last call, oldest first."""
+        """Return whole rows that were added since the last call, oldest first.
+
+        Rows that were added right before their file was compressed may be missing.
+        """
         try:
-            size = self._path.stat().st_size
+            found = self._path.stat()
         except FileNotFoundError:
             return []
+        sampled = list(self._sample_older()) if not self._inode else []
+        if found.st_ino != self._inode:  # the rows before were compressed
+            self._inode, self._offset = found.st_ino, 0
+        size = found.st_size
         if size < self._offset:  # a torn line was cut at a restart
             self._offset = size
-        if size == self._offset:
-            return []
         with self._path.open("rb") as file:
-            sampled = list(self._sample(file, size)) if size - self._offset > self._whole_file_bytes else []
+            if size - self._offset > self._whole_file_bytes:
+                sampled += self._sample(file, size)
             file.seek(self._offset)
             data = file.read(size - self._offset)
         end = data.rfind(b"\n") + 1
         self._offset += end
         return [row for line in [*sampled, *data[:end].splitlines()] if (row := _parse(line)) is not None]
+
+    def _sample_older(self) -> Iterator[bytes]:
+        """Yield lines that are spread over compressed files, of a few of which all bytes are read."""
+        files = older_files(self._path)
+        for path in files[:: 1 + len(files) // NUM_SAMPLED_FILES]:
+            lines = list(lines_of(path))
+            yield from lines[:: 1 + len(lines) // (NUM_SAMPLES // NUM_SAMPLED_FILES)]
 
     def _sample(self, file: Any, size: int) -> Iterator[bytes]:
         """Yield lines that are spread over what is not read, and leave the newest part to be read whole."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.load import load_resolved
-from asyncrl.control.record.recorder import load_rows, newest_rows, training_rows
+from asyncrl.control.record.recorder import training_rows
+from asyncrl.control.record.row_files import is_evaluation, iterate_rows, newest_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.errors import ConfigError
 from asyncrl.printable import ESCAPED, INDENTED, printable
@@ -121,7 +122,7 @@ def _keeps_no_journal(folder: RunDir) -> bool:
 
 
 def _saved(folder: RunDir, is_forgetful: bool) -> str:
-    rows = training_rows(load_rows(folder.metrics))
+    rows = (row for row in iterate_rows(folder.metrics) if not is_evaluation(row))
     last = max((int(row["training/global_step"]) for row in rows), default=0)
     saved = sorted(found.name for found in folder.checkpoints.glob("step-*"))
     trained = f"step {last} was the last on record" if last else "no step was trained"

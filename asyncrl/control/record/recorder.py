@@ -1,30 +1,22 @@
-"""The run's metrics on disk: one JSON row per learner step; the same rows go to the run's sinks.
+"""The run's metrics: one JSON row per learner step on disk; the same rows go to the run's sinks.
 
-The file is the record: a row is in it before any sink hears of it, and no sink can hold it up. A row that
-is written again for the same step (after a resume) replaces the older one at reading.
+The files are the record: a row is in them before any sink hears of it, and no sink can hold it up.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from asyncrl.control.record.row_files import Row, RowWriter, is_evaluation
 from asyncrl.control.record.sinks.outbox import Outbox
-from asyncrl.durable import append_lines
-from asyncrl.errors import DataError
 from asyncrl.metrics import unknown_names
 
-Row = dict[str, Any]
 log = logging.getLogger(__name__)
 
-TAIL_BYTES = 1 << 16
-"""Of a file of rows: the newest dozen."""
 CLOSE_S = 5.0
 """That all sinks together may take at the end."""
 
@@ -33,13 +25,11 @@ class Recorder:
     """Appends rows to `path` and hands them to `sinks`.
 
     Attributes:
-        write_error: Why the last row is not on the disk yet, empty if it is. It is written with the next one.
+        write_error: Why the last row is not on the disk yet, empty if it is. See `write_rest`.
     """
 
     def __init__(self, path: Path, sinks: Sequence[Outbox] = ()) -> None:
-        _cut_torn_line(path)
-        path.touch()
-        self._path = path
+        self._writer = RowWriter(path)
         self._unwritten = ""
         self._sinks = sinks
         self._warned: set[str] = set()
@@ -59,13 +49,19 @@ class Recorder:
             sink.put(row, int(row["training/global_step"]))
         return row
 
+    def write_rest(self) -> None:
+        """Write the rows that the disk did not take before; `write_error` says whether it takes them now."""
+        if self._unwritten:
+            self._write()
+
     def _write(self) -> None:
         try:
-            append_lines(self._path, self._unwritten)
+            self._writer.append(self._unwritten)
             self._unwritten = self.write_error = ""
         except OSError as error:  # a full disk
+            if not self.write_error:
+                log.error("%d rows could not be written yet: %s", self._unwritten.count("\n"), error)
             self.write_error = f"{error}"
-            log.error("%d rows could not be written yet: %s", self._unwritten.count("\n"), error)
 
     def _warn_unknown(self, row: Row) -> None:
         for name, similar in unknown_names(row.keys() - self._warned).items():
@@ -77,7 +73,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is left, and close the sinks within `CLOSE_S` seconds whatever they do."""
-        self._write()
+        self.write_rest()
         for sink in self._sinks:
             sink.begin_close()
         end = time.monotonic() + CLOSE_S
@@ -85,71 +81,11 @@ class Recorder:
             sink.close(max(0.0, end - time.monotonic()))
 
 
-def _cut_torn_line(path: Path) -> None:
-    """Cut what a process that died left of its last line: a row appended to it would be lost too."""
-    if path.exists():
-        data = path.read_bytes()
-        os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def load_rows(path: Path) -> list[Row]:
-    """Return the rows of `metrics.jsonl` with a step each, the newest of each step and kind, in order.
-
-    Raises:
-        DataError: A whole line is no row.
-    """
-    if not path.exists():
-        return []
-    rows: dict[tuple[int, bool], Row] = {}
-    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
-        row = _read_row(line, f"{path}:{number}")  # not what a process that died left of the last line
-        rows[(row["training/global_step"], is_evaluation(row))] = row
-    return [rows[key] for key in sorted(rows)]
-
-
-def newest_rows(path: Path, num_bytes: int = TAIL_BYTES) -> list[Row]:
-    """Return the rows at the end of `metrics.jsonl`, oldest first; lines that are none are left out."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - num_bytes))
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return []
-    rows = []
-    for line in lines if size <= num_bytes else lines[1:]:
-        with contextlib.suppress(DataError):
-            rows.append(_read_row(line.decode(errors="replace"), str(path)))
-    return rows
-
-
-def _read_row(line: str, place: str) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise _no_row(place, str(error)) from error
-    if not isinstance(row, dict) or not isinstance(row.get("training/global_step"), int | float):
-        raise _no_row(place, "it has no number 'training/global_step'")
-    return row
-
-
-def _no_row(place: str, why: str) -> DataError:
-    return DataError(
-        f"{place}: this line is not a metrics row: {why}",
-        hint="Move it to another file; the rows around it can be read then",
-    )
-
-
 def lost_rows(recorded: Iterable[Row], kept: Iterable[Row]) -> list[Row]:
     """Return those rows of the learner's own log that the record lacks, the newest of each step, in order."""
-    times = {row["training/global_step"]: row["time"] for row in training_rows(recorded)}
+    times = {row["training/global_step"]: row["time"] for row in recorded if not is_evaluation(row)}
     newest = {row["training/global_step"]: row for row in kept}
     return [newest[step] for step in sorted(newest) if newest[step]["time"] > times.get(step, 0.0)]
-
-
-def is_evaluation(row: Row) -> bool:
-    """Tell whether a row holds an evaluation (verl's `val-core/` names) and not a step."""
-    return any(name.startswith("val-core/") for name in row)
 
 
 def training_rows(rows: Iterable[Row]) -> list[Row]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.control.record.metering import accuracy
-from asyncrl.control.record.recorder import Row, evaluation_rows, load_rows, training_rows
+from asyncrl.control.record.recorder import evaluation_rows, training_rows
+from asyncrl.control.record.row_files import Row, load_rows
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
 

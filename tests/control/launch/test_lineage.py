@@ -25,7 +25,7 @@ from asyncrl.control.launch.lineage import (
     refuse_earlier_life,
     rewind,
 )
-from asyncrl.control.record.recorder import load_rows
+from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.experience import encode_group

@@ -22,6 +22,7 @@ from asyncrl.control.page.reading import (
     RedisPayloads,
     RowTail,
 )
+from asyncrl.control.record.row_files import compress
 from asyncrl.errors import ConfigError
 from asyncrl.experience import encode_group
 
@@ -71,6 +72,23 @@ def test_of_a_long_file_a_sample_is_read_and_all_that_is_new(tmp_path: Path) -> 
     assert max(later - before for before, later in itertools.pairwise(found)) < 200
     add(path, 20_001)
     assert steps_of(tail) == [20_001]
+
+
+def test_of_files_that_were_compressed_a_sample_is_read_and_all_that_comes_after(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for first in range(1, 30_001, 500):
+        add(path, *range(first, first + 500))
+        compress(path)
+    add(path, 30_001)
+    tail = RowTail(path)
+    found = steps_of(tail)
+    assert found == sorted(found) and found[0] == 1 and found[-1] == 30_001
+    assert NUM_SAMPLES / 2 < len(found) < 2 * NUM_SAMPLES
+    add(path, 30_002)
+    assert steps_of(tail) == [30_002]
+    compress(path)
+    add(path, 30_003)
+    assert steps_of(tail) == [30_003]
 
 
 def test_the_newest_groups_are_found_while_a_buffer_writes_and_segments_change(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from scripted_services import ROW
 from test_repair import make_supervised
 from test_supervisor import wait_for
 
-from asyncrl.control.record.recorder import load_rows, training_rows
+from asyncrl.control.record.recorder import training_rows
+from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.metrics.row_log import RowLog, read_rows
 from asyncrl.metrics.run_names import FIRST_OF_LIFE

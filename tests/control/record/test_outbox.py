@@ -15,7 +15,8 @@ from thread_launcher import ThreadLauncher
 from asyncrl.clock import ManualClock
 from asyncrl.config.tree import Config
 from asyncrl.control.record.prometheus import prometheus_text
-from asyncrl.control.record.recorder import Recorder, load_rows, training_rows
+from asyncrl.control.record.recorder import Recorder, training_rows
+from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.sinks import outbox as module
 from asyncrl.control.record.sinks.outbox import REOPEN_S, Outbox
 from asyncrl.control.roster import Roster

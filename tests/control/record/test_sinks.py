@@ -17,6 +17,7 @@ from asyncrl.control.plan.estimate import CHECKS
 from asyncrl.control.record.recorder import Recorder
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks.opening import SERVICES, check_sinks, label_of, open_sinks
+from asyncrl.control.record.sinks.tensorboard import TensorBoardSink, is_drawn
 from asyncrl.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -86,6 +87,19 @@ def test_every_value_arrives_under_its_name_and_step(name: str, tmp_path: Path):
     for _, values in rows:
         assert values == values | VALUES
         assert values[f"metrics/sink_dropped/{name}"] == 0.0
+
+
+def test_of_a_long_run_tensorboard_gets_some_steps_and_every_evaluation(tmp_path: Path):
+    sink = TensorBoardSink(tmp_path / "tensorboard")
+    sink.open()
+    for step in (9_999, 10_001, 10_002, 1_000_001, 1_000_064):
+        sink.write({"actor/loss": 1.0}, step)
+        sink.write({"val-core/gsm8k/acc/mean@1": 1.0}, step)
+    sink.close()
+    (rows,) = received_of("tensorboard", tmp_path)
+    assert [step for step, values in rows if "actor/loss" in values] == [9_999, 10_002, 1_000_064]
+    assert len(rows) == 5
+    assert sum(map(is_drawn, range(1, 1_000_001))) < 50_000
 
 
 @pytest.mark.usefixtures("_stand_ins")

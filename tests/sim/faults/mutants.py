@@ -80,7 +80,7 @@ def _take_any(self: Shelf, serving: int) -> Any:
 
 
 def _forget_lineages(self: VersionBook, number: int) -> int:
-    return self.registered[number][1]
+    return self.step_of(number)
 
 
 def _resume_in_place(self: LedgerState, event: Any) -> None:

@@ -1,4 +1,8 @@
-"""TensorBoard's event files as a sink; needs no torch and no service."""
+"""TensorBoard's event files as a sink; needs no torch and no service.
+
+Of a long run not every step is written: TensorBoard shows a thousand points of a curve, and a million steps
+would take 6 GB. `metrics.jsonl` has them all.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl.control.record.row_files import is_evaluation
 from asyncrl.control.record.sinks.protocol import load_library
+
+NUM_WHOLE_STEPS = 10_000
+"""So many steps are written; of the steps up to twice as many every second one, and so on."""
 
 
 class TensorBoardSink:
@@ -26,9 +34,21 @@ class TensorBoardSink:
         self._writer: Any = writers.EventFileWriter(str(self._folder))
 
     def write(self, values: Mapping[str, float], step: int) -> None:
+        if not is_drawn(step) and not is_evaluation(values):
+            return
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         summary = self._summary(value=scalars)
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
         self._writer.close()
+
+
+def is_drawn(step: int) -> bool:
+    """Tell whether a step's values are written.
+
+    >>> [is_drawn(step) for step in (9_999, 10_001, 10_002, 1_000_000, 1_000_064)]
+    [True, False, True, False, True]
+    """
+    stride = 1 << max(0, ((step - 1) // NUM_WHOLE_STEPS).bit_length())
+    return step % stride == 0
