@@ -57,26 +57,25 @@ class TaggedTransport:
     def __init__(self, transport: Transport, secret: str) -> None:
         self._transport = transport
         self._secret = secret
-        self._tags: Tags | None = None
-        self._is_sender = False
+        self._makes: Tags | None = None  # of the sender
+        self._checks: Tags | None = None  # of the others
         self._num_started = 0
 
     def form(self, group: Group, until: float) -> None:
-        self._tags, self._is_sender = Tags(self._secret, group.membership), group.rank == 0
+        tags = Tags(self._secret, group.membership)
+        self._makes, self._checks = (tags, None) if group.rank == 0 else (None, tags)
         self._transport.form(group, until)
 
     def broadcast(self, bucket: torch.Tensor, until: float) -> None:
         self.start(bucket, until).wait()
 
     def start(self, bucket: torch.Tensor, until: float) -> _Broadcast:
-        tags, is_sender = self._tags, self._is_sender
-        if tags is None:
-            raise SyncError("the tagged group is not usable: it never formed")
         place, self._num_started = self._num_started, self._num_started + 1
-        tag = tags.make(place, bucket) if is_sender else torch.empty(TAG_BYTES, dtype=torch.uint8)
+        tag = self._makes.make(place, bucket) if self._makes else torch.empty(TAG_BYTES, dtype=torch.uint8)
         tag_way = self._transport.start(tag, until)  # first: if it fails, nothing writes into the bucket
         bucket_way = self._transport.start(bucket, until)
-        return _Broadcast(bucket_way, tag_way, None if is_sender else partial(tags.check, place, bucket, tag))
+        check = partial(self._checks.check, place, bucket, tag) if self._checks else None
+        return _Broadcast(bucket_way, tag_way, check)
 
     def abort(self) -> None:
         self._transport.abort()
