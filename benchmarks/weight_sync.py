@@ -48,11 +48,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--bucket-bytes", type=int, default=WeightSyncSection().bucket_bytes)
     rows_help = "sizes to measure, without the engine: megabytes:receivers"
     parser.add_argument("--rows", nargs="+", type=parse_row, metavar="MB:N", help=rows_help)
+    keys_help = "measure those sizes as off loopback: sockets with keys, broadcasts with tags"
+    parser.add_argument("--keys", action="store_true", help=keys_help)
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)  # as a learner on a CPU does: with two a plain copy takes half as long
     has_engine = not given.quick and given.rows is None
     rows = given.rows or (QUICK if given.quick else FULL)
-    results = measure(rows, given.bucket_bytes, quick=given.quick, has_engine=has_engine)
+    results = measure(rows, given.bucket_bytes, quick=given.quick, has_engine=has_engine, has_keys=given.keys)
     code = report(given, results, table, check, describe(results))
     if given.json is not None and given.json.suffix != ".png":
         draw(results, given.json.with_suffix(".png"))  # last: the rows are kept if it fails
@@ -66,7 +68,12 @@ def parse_row(text: str) -> tuple[int, int]:
 
 
 def measure(
-    rows: Sequence[tuple[int, int]], bucket_bytes: int, *, quick: bool, has_engine: bool
+    rows: Sequence[tuple[int, int]],
+    bucket_bytes: int,
+    *,
+    quick: bool,
+    has_engine: bool,
+    has_keys: bool = False,
 ) -> dict[str, Any]:
     """Measure the rows (megabytes, receivers), and what concerns vLLM if `has_engine`."""
     num_turns = NUM_QUICK_TURNS if quick else NUM_TURNS
@@ -76,8 +83,9 @@ def measure(
         "quick": quick,
         "machine": {"processor": platform.machine(), "python": platform.python_version()},
         "bucket_bytes": bucket_bytes,
+        "keys": has_keys,
         "rows": [
-            measure_size(megabytes * MB, num_receivers, bucket_bytes, num_turns)
+            measure_size(megabytes * MB, num_receivers, bucket_bytes, num_turns, has_keys)
             for megabytes, num_receivers in rows
         ],
         "joiners": measure_joiners(sizes[-1] * MB, bucket_bytes, NUM_JOINERS),
@@ -87,12 +95,14 @@ def measure(
     }
 
 
-def measure_size(num_bytes: int, num_receivers: int, bucket_bytes: int, num_turns: int) -> dict[str, Any]:
+def measure_size(
+    num_bytes: int, num_receivers: int, bucket_bytes: int, num_turns: int, has_keys: bool = False
+) -> dict[str, Any]:
     """Return the seconds of each turn and way for one size and number of receivers.
 
     The first sync forms the group and is given alone; some more let every segment be touched once.
     """
-    fleet = Fleet(num_receivers, num_bytes, bucket_bytes)
+    fleet = Fleet(num_receivers, num_bytes, bucket_bytes, has_keys)
     try:
         fleet.attend()
         first = fleet.sync()
@@ -126,8 +136,9 @@ def ratio(row: dict[str, Any], above: str, below: str) -> float:
 def describe(results: dict[str, Any]) -> list[Row]:
     """Return a row per size and number of receivers, with the ratios of each turn, and those of the rest."""
     run = {"bucket_bytes": results["bucket_bytes"], "quick": results["quick"]}
-    rows = [_describe_row(row, run) for row in results["rows"]]
-    rest = {name: value for name, value in results.items() if name != "rows"}
+    with_keys = {"keys": True} if results["keys"] else {}
+    rows = [_describe_row(row, run | with_keys) for row in results["rows"]]
+    rest = {name: value for name, value in results.items() if name not in ("rows", "keys")}
     return rows + make_rows("weight_sync", rest)
 
 

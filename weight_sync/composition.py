@@ -19,6 +19,7 @@ from weight_sync.backends.choice import GLOO, NCCL
 from weight_sync.backends.contract import Transport
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
 from weight_sync.backends.meeting import open_store, own_address
+from weight_sync.backends.tags import TaggedTransport
 from weight_sync.bounds import bounds_of
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.segments import SHM_DIR
@@ -43,7 +44,7 @@ def build_publisher(context: ServiceContext, num_segments: int = 3) -> Publisher
         _incarnation(),
         SegmentPool(f"{context.shm_prefix}publisher-", num_segments + uses_delta, keeps_sent=uses_delta),
         Endpoint(host, store.port, abilities()),
-        _transports(clock, context.secret, store),
+        transports_of(clock, context, store),
         clock,
         context.bind,
         context.keys,
@@ -64,7 +65,7 @@ def build_receiver(
         _incarnation(),
         Shelf(f"{context.shm_prefix}{context.name}-", keeps_base=_uses_delta(context)),
         abilities(),
-        _transports(clock, context.secret, None),
+        transports_of(clock, context, None),
         clock,
         lost_s=timing.silence_s + timing.poll_s if lost_s is None else lost_s,
         on_bucket=on_bucket,
@@ -90,9 +91,18 @@ def reachable_host(address: str) -> str:
     return own_address(peer.hostname)
 
 
-def _transports(clock: Clock, secret: str, store: TCPStore | None) -> Callable[[str], Transport]:
+def transports_of(
+    clock: Clock, context: ServiceContext, store: TCPStore | None
+) -> Callable[[str], Transport]:
+    """Return the maker of transports by backend; gloo's are tagged where the run's sockets have keys."""
+    secret = context.secret
+
+    def make_gloo() -> Transport:
+        transport = GlooTransport(clock, secret, store)
+        return TaggedTransport(transport, secret) if context.keys is not None else transport
+
     makers: dict[str, Callable[[], Transport]] = {
-        GLOO: partial(GlooTransport, clock, secret, store),
+        GLOO: make_gloo,
         NCCL: partial(nccl.NcclTransport, clock, secret, store),
     }
     return lambda backend: makers[backend]()

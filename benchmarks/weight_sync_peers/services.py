@@ -194,10 +194,13 @@ class Fleet:
 
     Args:
         source: See `run_learner`.
+        has_keys: Sockets have keys, and broadcasts tags.
     """
 
-    def __init__(self, num_receivers: int, source: int | Path, bucket_bytes: int) -> None:
-        self.context = make_context(bucket_bytes)
+    def __init__(
+        self, num_receivers: int, source: int | Path, bucket_bytes: int, has_keys: bool = True
+    ) -> None:
+        self.context = make_context(bucket_bytes, has_keys=has_keys)
         self._peers: list[Peer] = []
         self._replicas: list[CopyingReplica] = []
         self._number = 0
@@ -294,8 +297,8 @@ class Fleet:
         client.close()
 
 
-def make_context(bucket_bytes: int, parallelism: int = 1) -> ServiceContext:
-    """Return a run's context with keys of its own and addresses of nobody yet."""
+def make_context(bucket_bytes: int, parallelism: int = 1, *, has_keys: bool = True) -> ServiceContext:
+    """Return a run's context, with keys of its own unless told otherwise, and addresses of nobody yet."""
     settings = {
         "model": {"path": "builtin:digit_sort"},
         "data": {"train": "builtin:digit_sort"},
@@ -309,4 +312,5 @@ def make_context(bucket_bytes: int, parallelism: int = 1) -> ServiceContext:
     }
     config = Config.model_validate(settings)
     run_id = f"bench{uuid.uuid4().hex[:8]}"
-    return ServiceContext(config, COORDINATOR_NAME, Path("runs/bench"), run_id, keys=make_run_keys())
+    keys = make_run_keys() if has_keys else None
+    return ServiceContext(config, COORDINATOR_NAME, Path("runs/bench"), run_id, keys=keys)

@@ -61,6 +61,7 @@ def make_results(**changed: float) -> dict[str, Any]:
     return {
         "quick": False,
         "bucket_bytes": 16 << 20,
+        "keys": False,
         "rows": [row | {name: [value] * 3 for name, value in changed.items() if name in row}],
         "joiners": {
             "num_bytes": 10**8,
@@ -112,6 +113,11 @@ def test_a_row_has_the_ratios_of_each_turn() -> None:
     assert row.values["stall"] == pytest.approx(1.2)
     assert row.spread["of_bare_gloo"] > 0
     assert {"joiners/sync_s", "engine/pause_s"} <= set(rest[0].values)
+
+
+def test_rows_with_tags_and_without_share_no_case() -> None:
+    plain, tagged = (weight_sync.describe(make_results() | {"keys": keys})[0] for keys in (False, True))
+    assert compare([plain], [plain]) and not compare([plain], [tagged])
 
 
 def test_rows_of_two_bucket_sizes_or_of_a_short_form_share_no_case() -> None:

@@ -25,6 +25,7 @@ import torch
 
 from asyncrl.config.tree import Config
 from asyncrl.faults import VARIABLE
+from asyncrl.keys import RunKeys
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext
 from asyncrl.versions import PolicyVersion
@@ -201,6 +202,7 @@ class Cluster:
         services: Sequence[str] = ("weight_sync.0", "publisher.0"),
         encoding: str = "full",
         run_id: str = "",
+        keys: RunKeys | None = None,
     ) -> None:
         self._socket_dir = socket_dir
         self._lost_s = lost_s
@@ -224,7 +226,9 @@ class Cluster:
         )
         self._own_dir = None if socket_dir else tempfile.TemporaryDirectory(prefix="asyncrl-test-")
         run_dir = socket_dir or Path(self._own_dir.name if self._own_dir else "")
-        self._context = ServiceContext(config, "weight_sync.0", run_dir, run_id or uuid.uuid4().hex[:8])
+        self._context = ServiceContext(
+            config, "weight_sync.0", run_dir, run_id or uuid.uuid4().hex[:8], keys=keys
+        )
         self._num_segments = num_segments
         for name in services:
             self.start(name)
@@ -266,7 +270,7 @@ class Cluster:
         process, lifeline = fork(serve, role)
         assert lifeline.poll(WAIT_S), f"{name} did not start"
         address = lifeline.recv()
-        self.children[name] = Child(process, lifeline, address, Client(address))
+        self.children[name] = Child(process, lifeline, address, Client(address, self._context.client_keys))
         return self.children[name]
 
     def address_of(self, name: str) -> str:
@@ -275,7 +279,8 @@ class Cluster:
         return f"ipc://{self._socket_dir / name}"
 
     def handoff(self, token: int = 1, **kwargs: Any) -> Handoff:
-        made = Handoff(self.publisher.address, self.shm_prefix, self.bucket_bytes, token, **kwargs)
+        address, keys = self.publisher.address, self._context.client_keys
+        made = Handoff(address, self.shm_prefix, self.bucket_bytes, token, keys=keys, **kwargs)
         self._handoffs.append(made)
         return made
 

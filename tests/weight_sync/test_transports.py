@@ -29,6 +29,7 @@ from weight_sync.backends.choice import agree_on_backend, choose_backend
 from weight_sync.backends.contract import Group, Transport
 from weight_sync.backends.gloo import GlooTransport
 from weight_sync.backends.nccl import NcclTransport
+from weight_sync.backends.tags import TaggedTransport
 from weight_sync.carrier import MAX_UNDER_WAY, Carrier, DigestMismatch, TransferOrder
 from weight_sync.protocol.rounds import DIGEST, TRANSPORT
 
@@ -247,14 +248,15 @@ def test_closing_a_carrier_wakes_its_running_transfers():
 
 
 def make_unformed(name: str) -> Transport:
-    return (
-        GlooTransport(CLOCK, SECRET)
-        if name == "gloo"
-        else NcclTransport(CLOCK, SECRET, connect=FakeHungCommunicator)
-    )
+    made: dict[str, Transport] = {
+        "gloo": GlooTransport(CLOCK, SECRET),
+        "tagged": TaggedTransport(GlooTransport(CLOCK, SECRET), SECRET),
+        "nccl": NcclTransport(CLOCK, SECRET, connect=FakeHungCommunicator),
+    }
+    return made[name]
 
 
-@pytest.mark.parametrize("name", ["gloo", "nccl"])
+@pytest.mark.parametrize("name", ["gloo", "tagged", "nccl"])
 def test_a_transport_that_never_formed_or_was_closed_refuses_to_broadcast(name):
     transport = make_unformed(name)
     with pytest.raises(SyncError, match="not usable"):
@@ -264,7 +266,7 @@ def test_a_transport_that_never_formed_or_was_closed_refuses_to_broadcast(name):
     transport.abort()
 
 
-@pytest.mark.parametrize("name", ["gloo", "nccl"])
+@pytest.mark.parametrize("name", ["gloo", "tagged", "nccl"])
 def test_no_time_left_is_a_missed_deadline(name):
     with pytest.raises(DeadlineExceeded):
         make_unformed(name).form(Group(1, 0, 1, "127.0.0.1", 1), until(-1.0))

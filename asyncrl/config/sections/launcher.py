@@ -26,7 +26,7 @@ class WeightSyncSection(Section):
     """[replicas] Replicas that load a version at once; the others continue to generate."""
     deadline_s: Seconds = 60.0
     """[s] Deadline of a sync round; late replicas are left out and catch up."""
-    bucket_bytes: Annotated[int, Field(ge=1 << 10)] = 16 << 20
+    bucket_bytes: Annotated[int, Field(ge=1 << 10, le=1 << 30)] = 16 << 20
     """[bytes] Size of a bucket of weights."""
     probe_every: NonNegative = 10
     """[steps] Steps between versions whose log-probs are checked by replicas; 0 for never."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncrl.keys import make_run_keys
 from asyncrl.versions import PolicyVersion
 from tests.weight_sync.cluster import (
     Child,
@@ -42,7 +43,8 @@ NUM_DELTAS = 15
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with running_cluster(encoding="delta") as started:
+    """With keys, so that each head and each difference has a tag."""
+    with running_cluster(encoding="delta", keys=make_run_keys()) as started:
         yield started
 
 
