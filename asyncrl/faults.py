@@ -5,7 +5,7 @@
 bucket 1 of version 2. `stop:` before the name sends SIGSTOP instead; who planned that sends SIGCONT.
 `kill:receiver.bucket@2.1:812,813` strikes those processes, when this one passes the point. `interrupt:` sends
 SIGINT, as Ctrl-C does: `interrupt:head.ray:812` to the `asyncrl up` of pid 812 when its head starts Ray.
-Invariant: a fault strikes once.
+Faults are separated by blanks. Invariant: each strikes once in a process.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ _STRIKE_S = 1.0
 
 def is_wanted(name: str, *place: int | None) -> bool:
     """Tell whether the environment asks for a fault here."""
-    wanted = os.environ.get(VARIABLE)
-    if wanted is None:
-        return False
-    spots = (f"{name}@{'.'.join(map(str, place[:depth]))}" for depth in range(1, len(place) + 1))
-    return _parse(wanted)[1] in (name, *spots)
+    return _find(name, place) is not None
 
 
 def fault_point(name: str, *place: int | None) -> None:
@@ -37,9 +33,14 @@ def fault_point(name: str, *place: int | None) -> None:
     Args:
         place: Step or version, then what lies within it, such as a bucket.
     """
-    if not is_wanted(name, *place):
+    wanted = _find(name, place)
+    if wanted is None:
         return
-    number, _, pids = _parse(os.environ.pop(VARIABLE))
+    left = os.environ.pop(VARIABLE).split()
+    left.remove(wanted)
+    if left:
+        os.environ[VARIABLE] = " ".join(left)
+    number, _, pids = _parse(wanted)
     others = [pid for pid in pids if pid != os.getpid()]
     for pid in others:
         os.kill(pid, number)
@@ -52,6 +53,15 @@ def fault_point(name: str, *place: int | None) -> None:
     else:
         # To this very thread: another one would take the signal later, when it is scheduled.
         signal.pthread_kill(threading.get_ident(), number)
+
+
+def _find(name: str, place: tuple[int | None, ...]) -> str | None:
+    """Return the first fault in the environment that is to strike here, None if there is none."""
+    wanted = os.environ.get(VARIABLE)
+    if wanted is None:
+        return None
+    spots = {name, *(f"{name}@{'.'.join(map(str, place[:depth]))}" for depth in range(1, len(place) + 1))}
+    return next((one for one in wanted.split() if _parse(one)[1] in spots), None)
 
 
 def _parse(wanted: str) -> tuple[signal.Signals, str, list[int]]:

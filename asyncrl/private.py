@@ -41,6 +41,17 @@ def keep_others_out(*, may_read: bool = False) -> None:
     """
     mask = 0o022 if may_read else 0o077
     os.umask(os.umask(mask) | mask)
+    keep_compiled_code_own()
+
+
+def keep_compiled_code_own() -> None:
+    """Have PyTorch keep what it compiles in this user's home, where nobody has told it another place.
+
+    Its own choice is `/tmp/torchinductor_<user>`: who makes that folder first runs code in every process that
+    compiles. Must run before torch is asked to compile.
+    """
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(caches, "asyncrl", "torchinductor"))
 
 
 def make_own(folder: Path) -> None:

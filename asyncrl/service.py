@@ -28,6 +28,7 @@ class ServiceContext:
         addresses: RPC address of every service of the run, by service name. A client may connect
             before the service listens.
         bind: Where this service's own RPC server listens.
+        sockets: The run's private folder, also of temporary files; None leaves those where they are.
         rank: Rank among the learner's processes, else 0.
         world_size: Number of the learner's processes, else 1.
         rendezvous: `host:port` where the learner's ranks meet; empty with one rank.
@@ -43,6 +44,7 @@ class ServiceContext:
     run_id: str
     addresses: dict[str, str] = field(default_factory=dict)
     bind: str = "tcp://127.0.0.1:*"
+    sockets: Path | None = None
     rank: int = 0
     world_size: int = 1
     rendezvous: str = ""

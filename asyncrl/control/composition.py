@@ -20,15 +20,14 @@ from asyncrl.service import ServiceContext
 
 def build(context: ServiceContext) -> Supervisor:
     """Build the supervisor, open its API and say in `run.json` where it is."""
-    from pathlib import Path
-
+    assert context.sockets is not None, "the head has made them a folder"
     run_dir = RunDir(context.run_dir)
     config = context.config
     roster = Roster(
         config=config,
         run_dir=context.run_dir,
         run_id=context.run_id,
-        socket_dir=Path(context.addresses["sockets"]),
+        socket_dir=context.sockets,
         rendezvous=context.rendezvous,
         first_port=int(context.addresses["first_port"]),
         keys=context.keys,

@@ -71,6 +71,7 @@ class Roster:
             run_id=self.run_id,
             addresses=self._addresses(),
             bind=self._address(name),
+            sockets=self.socket_dir,
             rank=int(index) if is_learner else 0,
             world_size=self.num_learner_ranks if is_learner else 1,
             rendezvous=self.rendezvous,

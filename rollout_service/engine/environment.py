@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from asyncrl.private import keep_compiled_code_own
+
 EVERYWHERE = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -19,5 +21,6 @@ ON_CPU = {
 
 def prepare_environment(has_gpu: bool) -> None:
     """Set what is not set yet. Must run before vllm is imported."""
+    keep_compiled_code_own()
     for name, value in {**EVERYWHERE, **({} if has_gpu else ON_CPU)}.items():
         os.environ.setdefault(name, value)

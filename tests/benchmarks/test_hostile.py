@@ -10,9 +10,13 @@ from asyncrl.experience import decode_group
 from benchmarks import hostile
 
 
-@pytest.mark.parametrize(("share", "is_met"), [(0.96, True), (0.94, False)])
-def test_a_share_below_the_target_is_a_miss(share: float, is_met: bool) -> None:
-    assert hostile.judge({"share": share})[0] is is_met
+@pytest.mark.parametrize(
+    ("share", "slowdown", "is_met"), [(0.96, 1.9, True), (0.94, 1.9, False), (0.96, 2.1, False)]
+)
+def test_a_share_below_the_target_or_others_slowed_down_is_a_miss(
+    share: float, slowdown: float, is_met: bool
+) -> None:
+    assert hostile.judge({"share": share, "slowdown_by_key_holder": slowdown})[0] is is_met
 
 
 def test_the_attacks_are_malformed_deep_and_late() -> None:

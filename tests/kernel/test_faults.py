@@ -42,6 +42,16 @@ def test_a_process_that_stops_goes_on_from_there_and_does_not_stop_again():
     assert process.returncode == 0 and output.splitlines()[-1] == "end"
 
 
+def test_each_of_several_faults_strikes_once():
+    process = run("stop:receiver.bucket@1.1 stop:receiver.bucket@2")
+    for _ in range(2):
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        process.send_signal(signal.SIGCONT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert output.splitlines() == ["1 0", "1 1", "2 0", "2 1", "end"]
+
+
 def test_another_process_can_be_struck_from_a_point():
     victim = subprocess.Popen(["sleep", "60"])
     process = run(f"kill:receiver.bucket@1.1:{victim.pid}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from asyncrl.control.launch import run
 from asyncrl.control.record.rundir import write_json
 from asyncrl.keys import make_run_keys, write_client_keys
 from asyncrl.private import keep_others_out
+from tests.other_user import CHECKOUT
 
 
 @pytest.fixture(params=[0o000, 0o002, 0o077])
@@ -57,6 +60,22 @@ def test_nobody_else_can_open_what_a_run_makes(tmp_path: Path, hostile_umask: in
     (tmp_path / "made" / "file").write_text("")
     for path in (tmp_path / "made", tmp_path / "made" / "file"):
         assert not stat.S_IMODE(path.stat().st_mode) & ((0o022 if may_read else 0o077) | hostile_umask)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "from asyncrl.private import keep_others_out; keep_others_out()",
+        "from rollout_service.engine.environment import prepare_environment; prepare_environment(False)",
+    ],
+)
+def test_compiled_code_is_read_from_no_folder_that_others_could_have_made(tmp_path: Path, first: str) -> None:
+    program = f"{first}; from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    environment = {**kept, "HOME": str(tmp_path), "TMPDIR": "/tmp"}
+    command = [sys.executable, "-c", program]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=CHECKOUT)
+    assert Path(told.stdout.strip()).is_relative_to(tmp_path)
 
 
 class Stopped(Exception):

@@ -44,6 +44,7 @@ def plant(folder: Path, run_id: str) -> list[Path]:
     with acting_as(NOBODY):
         planted[0].touch()
         (SHM / f"asyncrl-{run_id}-0").mkdir()
+        (SHM / f"asyncrl-{run_id}-0").chmod(0o777)  # others can remove what is in it
         for start in (f"{SHM}/asyncrl-{run_id}-", f"{SHM}/asyncrl-{run_id}-0/"):
             segment = Path(f"{start}publisher-t0-1-1")
             segment.write_bytes(EVIL)

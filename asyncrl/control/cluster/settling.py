@@ -1,11 +1,11 @@
-"""What a service's process does first on its node: a private folder for sockets, and the right interface."""
+"""What a service's process does first on its node: private folders, and the right interface."""
 
 from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from dataclasses import replace
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
@@ -14,9 +14,14 @@ from asyncrl.control.roster import INTERFACE_VARIABLES
 from asyncrl.private import make_private
 from asyncrl.service import ServiceContext
 
+TEMPORARY = "tmp"
+"""The folder of temporary files, in the run's private one."""
+
 
 def settle(context: ServiceContext) -> ServiceContext:
-    """Prepare this node for the service; where the run has one node, its head has done so.
+    """Prepare this node, and this process, for the service.
+
+    Libraries put sockets and files where temporary ones belong: that is a folder of the run's own, too.
 
     Returns:
         `context` with the address of this node as `launcher.host`: the gateway listens there.
@@ -24,11 +29,13 @@ def settle(context: ServiceContext) -> ServiceContext:
     Raises:
         ConfigError: The folder for the sockets belongs to somebody else.
     """
+    if context.sockets is not None:
+        make_private(context.sockets)
+        make_private(context.sockets / TEMPORARY)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(context.sockets / TEMPORARY)
     config = context.config
     if not config.launcher.is_cluster:
         return context
-    if context.bind.startswith("ipc://"):
-        make_private(Path(context.bind.removeprefix("ipc://")).parent)
     home = urlsplit(context.addresses.get("buffer.0", "")).hostname
     if home is None:
         return context

@@ -97,13 +97,14 @@ def _run(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
         _held_ports(host) as first_port,
         HeldPort(number=config.launcher.api_port) as api,
     ):
-        addresses = {"sockets": str(sockets), "first_port": str(first_port), "api_port": str(api.number)}
+        addresses = {"first_port": str(first_port), "api_port": str(api.number)}
         context = ServiceContext(
             config=config,
             name=SUPERVISOR,
             run_dir=run_dir.path,
             run_id=live["run_id"],
             addresses=addresses,
+            sockets=sockets,
             rendezvous=rendezvous.address,
             keys=_make_keys(config, run_dir),
         )

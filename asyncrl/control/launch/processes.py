@@ -116,7 +116,7 @@ def remove_leftovers(run_id: str, socket_dir: Path) -> list[str]:
     files = [*(set(found) - set(folders)), *(path for folder in folders for path in folder.iterdir())]
     for path in files:
         path.unlink(missing_ok=True)
-    for folder in (*folders, socket_dir):
+    for folder in filter(is_own, (*folders, socket_dir)):  # names are free since it ended
         shutil.rmtree(folder, ignore_errors=True)
     return sorted(path.name for path in files)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -178,16 +179,22 @@ def test_runs_of_one_name_in_different_folders_have_namespaces_of_their_own() ->
     assert namespace_of(Config(**SECTIONS)) == "run"
 
 
-def test_a_node_makes_a_private_folder_for_the_sockets_of_its_services(tmp_path: Path) -> None:
+def test_a_service_has_a_private_folder_for_sockets_and_one_for_what_is_temporary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "sockets"
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = os.umask(0)
     try:
-        context = ServiceContext(CLUSTER, "receiver.0", tmp_path, "id", bind=f"ipc://{folder}/receiver.0")
+        context = ServiceContext(CLUSTER, "receiver.0", tmp_path, "id", sockets=folder)
         settle(context)
         settle(context)
     finally:
         os.umask(before)
-    assert folder.stat().st_mode & 0o777 == 0o700
+    temporary = folder / "tmp"
+    assert [path.stat().st_mode & 0o777 for path in (folder, temporary)] == [0o700, 0o700]
+    assert str(temporary) == tempfile.gettempdir() == os.environ["TMPDIR"], "of this process and its children"
 
 
 @pytest.mark.parametrize("kind", ["open", "link", "file"])
