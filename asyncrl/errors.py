@@ -81,6 +81,10 @@ class CheckpointError(AsyncrlError, RuntimeError):
     """A checkpoint is torn, altered or not committed."""
 
 
+class NoJournal(CheckpointError):
+    """A run's folder has no journal: it never began, or was removed."""
+
+
 class SyncError(AsyncrlError, RuntimeError):
     """A weight-sync round failed."""
 

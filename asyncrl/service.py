@@ -12,6 +12,8 @@ from asyncrl.keys import ClientKeys, RunKeys, ServerKeys
 from asyncrl.obstacle import Tell, tell_nobody
 from asyncrl.private import derive_name, make_secret
 
+SERVICE_VARIABLE = "ASYNCRL_SERVICE"
+"""Names the service whose process it is, or was started by: an engine's core dies with its replica."""
 PAUSED_FILE = "paused"
 """In the run's folder."""
 

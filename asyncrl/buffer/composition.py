@@ -15,7 +15,7 @@ from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import Journal, MemoryJournal
 from asyncrl.buffer.journals.redis_journal import RedisJournal
 from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, explain_refusal, find_server
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis_server import START_DEADLINE_S, RedisServer
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
@@ -30,6 +30,10 @@ from asyncrl.service import ServiceContext
 _MAX_SPANS = 256
 """Versions that one trajectory can see in the worst case that memory is reserved for."""
 CHECK_DEADLINE_S = 1.0
+CONNECT_PATIENCE_S = 5.0
+"""How long the opening waits for a Redis that has just been started, before it says so."""
+REDIS_PATIENCE_S = 0.5
+"""How long a turn waits for one; the next turns see whether it answers."""
 KEY_FILE = Path("buffer", "redis_key")
 """In a run's folder: its key in Redis, and on a second line the path at which it was last opened."""
 
@@ -126,12 +130,16 @@ def open_journal(section: BufferSection, run_dir: Path, tell: Tell = tell_nobody
         return RedisJournal(lambda: url, _claim_key(run_dir, is_shared=True), tell=tell)
     server = RedisServer(folder / "redis", section.fsync)
 
+    server.ensure(CONNECT_PATIENCE_S)
+
     def ensured_url() -> str:
-        server.ensure()
+        server.ensure(REDIS_PATIENCE_S)
         return server.url
 
     key = _claim_key(run_dir, is_shared=False)
-    return RedisJournal(ensured_url, key, on_close=server.stop, tell=tell)
+    return RedisJournal(
+        ensured_url, key, connect_deadline_s=START_DEADLINE_S, on_close=server.stop, tell=tell
+    )
 
 
 def read_vocab_size(model: Path) -> int | None:

@@ -14,7 +14,7 @@ TOLD_KINDS = ("obstacle", "exit", "stall", "guard", "journal", "checkpoint")
 
 
 class Bulletin:
-    """Turns snapshots into lines.
+    """Turns snapshots into lines. Events are told apart by their order: a clock may be set back.
 
     >>> bulletin = Bulletin()
     >>> found = {"service": "buffer.0", "reason": "no space left on device", "count": 1}
@@ -25,20 +25,21 @@ class Bulletin:
     """
 
     def __init__(self) -> None:
-        self._told_until: float | None = None
+        self._is_first = True
+        self._newest: Mapping[str, Any] | None = None
 
     def lines(self, snapshot: Snapshot) -> list[str]:
         """Return what is new since the last snapshot; at the first one, what holds."""
         if "events" not in snapshot:
             return []
-        events = [event for event in snapshot["events"] if event.get("kind") in TOLD_KINDS]
-        newest = max((float(event.get("time") or 0.0) for event in events), default=0.0)
-        if self._told_until is None:
-            self._told_until = newest
+        events = list(snapshot["events"])
+        num_told = events.index(self._newest) + 1 if self._newest in events else 0
+        self._newest = events[-1] if events else self._newest
+        if self._is_first:
+            self._is_first = False
             held_up = snapshot.get("obstacles") or []
             return [line_of(one["service"], sentence_of(one["reason"], one["count"])) for one in held_up]
-        new = [event for event in events if float(event.get("time") or 0.0) > (self._told_until or 0.0)]
-        self._told_until = max(self._told_until, newest)
+        new = [event for event in events[num_told:] if event.get("kind") in TOLD_KINDS]
         return [line_of(str(event.get("service")), str(event.get("text"))) for event in new]
 
 

@@ -54,9 +54,6 @@ class Lookout:
         Args:
             stall: What the watchdog says, empty while steps are finished.
             write_error: Why the run's folder cannot be written, empty if it can.
-
-        Raises:
-            ServiceFailed: No replica can take any version; WouldRepeat where the engine refused it.
         """
         own = [Obstacle("", Cause.DISK_FULL, write_error).as_values()] if write_error else []
         found = obstacles.gather(statuses | {"supervisor.0": {OBSTACLES: own}}, stall)
@@ -66,7 +63,14 @@ class Lookout:
             service = news.obstacle.service
             log.warning("%s: %s", service, news.text)
             self._events.add("obstacle", service, news.text, cause=news.obstacle.cause, is_over=news.is_over)
-        if (end := obstacles.verdict(found, statuses)) is not None:
+
+    def judge(self, statuses: dict[str, dict[str, Any]]) -> None:
+        """End a run that cannot go on, by what the last look found.
+
+        Raises:
+            ServiceFailed: No replica can take any version; WouldRepeat where the engine refused it.
+        """
+        if (end := obstacles.verdict(self.present, statuses)) is not None:
             is_refusal = end.cause is Cause.WEIGHTS_REFUSED  # a full /dev/shm may be free at the next start
             error = WouldRepeat if is_refusal else ServiceFailed
             raise error(f"{end.service} can take no version, nor can another replica: {end.sentence}")

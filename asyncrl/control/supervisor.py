@@ -252,6 +252,7 @@ class Supervisor:
         ending.start()
         while ending.is_alive():
             self._statuses = self._upkeep.pulse()
+            self._look_out()
             self._collect_rows()
             ending.join(PULSE_S)
         self._is_saving = False
@@ -260,7 +261,8 @@ class Supervisor:
         self._collect_rows()
         if (why := _why_unsaved(last.get("learner.0", {"state": ServiceState.ENDED}))) is not None:
             lost = "it wrote no checkpoint as the run was stopped, which goes on from the newest one"
-            raise ServiceFailed(f"learner.0 {why}; {lost}")
+            held_up = f" ({known.sentence})" if (known := self._lookout.blocking) is not None else ""
+            raise ServiceFailed(f"learner.0 {why}{held_up}; {lost}")
 
     def _has_trained(self) -> bool:
         """Whether the learner may have anything that its newest checkpoint lacks.
@@ -275,10 +277,8 @@ class Supervisor:
         self._statuses = self._upkeep.pulse()
         if (end := self._upkeep.given_up) is not None:
             raise (WouldRepeat if end.would_repeat else ServiceFailed)(end.reason)
-        self._recorder.write_rest()
-        error = self._recorder.write_error or self._upkeep.write_error
-        unwritten = f"{self._run_dir.path} cannot be written: {error}" if error else ""
-        self._lookout.look(self._statuses, self._stall if self._watchdog.is_stalled else "", unwritten)
+        self._look_out()
+        self._lookout.judge(self._statuses)
         self._check_groups()
         if (
             self._state == RunState.STARTING
@@ -291,6 +291,12 @@ class Supervisor:
         self._autoscale(self._collect_rows())
         self._collect_evaluations()
         self._watch_for_stalls()
+
+    def _look_out(self) -> None:
+        self._recorder.write_rest()
+        error = self._recorder.write_error or self._upkeep.write_error
+        unwritten = f"{self._run_dir.path} cannot be written: {error}" if error else ""
+        self._lookout.look(self._statuses, self._stall if self._watchdog.is_stalled else "", unwritten)
 
     def _keep_time(self, now: float) -> None:
         """Take note of how fast steps are done and tokens come."""

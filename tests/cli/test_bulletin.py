@@ -44,6 +44,16 @@ def test_a_snapshot_without_events_tells_nothing_and_spoils_nothing() -> None:
     ]
 
 
+def test_what_happens_after_the_clock_was_set_back_is_told_once_too() -> None:
+    bulletin = Bulletin()
+    events = [event(7200.0, "exit", "rollout.0", "signal 9")]
+    assert bulletin.lines({"events": events}) == []
+    events.append(event(3600.0, "exit", "rollout.1", "signal 9"))
+    assert bulletin.lines({"events": events}) == ["! rollout.1: signal 9"]
+    assert bulletin.lines({"events": events}) == []
+    assert bulletin.lines({"events": events[-1:]}) == [], "the oldest are let go"
+
+
 def test_the_panel_shows_the_newest_three_of_the_events_that_lines_tell() -> None:
     events = [
         event(1.0, "stall", "learner.0", "no step for 60 s"),

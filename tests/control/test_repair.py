@@ -26,7 +26,7 @@ from asyncrl.control.launch.processes import (
     pids_of_service,
     stopped_services,
 )
-from asyncrl.control.launch.spec import RUN_VARIABLE, SERVICE_VARIABLE, ServiceSpec
+from asyncrl.control.launch.spec import RUN_VARIABLE, ServiceSpec
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.recorder import Recorder, training_rows
 from asyncrl.control.record.row_files import load_rows
@@ -38,6 +38,7 @@ from asyncrl.control.upkeep.keeper import Upkeep
 from asyncrl.control.upkeep.reading import at_home, event_of, events_of
 from asyncrl.errors import ConfigError, DeadlineExceeded, ServiceFailed
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.service import SERVICE_VARIABLE
 
 CORE = ["buffer.0", "weight_sync.0", "learner.0", "publisher.0"]
 

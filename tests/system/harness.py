@@ -22,9 +22,10 @@ from asyncrl.control.launch.processes import (
     pids_of_service,
     remove_leftovers,
 )
-from asyncrl.control.launch.spec import RUN_VARIABLE, SERVICE_VARIABLE
+from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.faults import VARIABLE as FAULT_VARIABLE
 from asyncrl.private import make_secret
+from asyncrl.service import SERVICE_VARIABLE
 from tests.system.host_main import host
 
 FORKS = multiprocessing.get_context("forkserver")

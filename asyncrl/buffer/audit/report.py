@@ -109,9 +109,11 @@ def _redis_of(config: Config, folder: Path) -> Iterator[str]:
 def committed_steps(folder: Path) -> list[int]:
     """Return the steps that the run in `folder` can go on from, ascending; 0 is its beginning.
 
-    Raises as `opened_past`.
+    None at all: nothing has been written to its journal. Raises as `opened_past`.
     """
     with opened_past(folder, is_whole=False) as past:
+        if past.snapshot is None and not past.turns:
+            return []
         state = past.start()
         for timed in past.events():
             state.apply(timed.event)

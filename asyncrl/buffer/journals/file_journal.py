@@ -39,7 +39,7 @@ from asyncrl.buffer.journals.journal import (
 )
 from asyncrl.buffer.journals.segments import SEGMENT_BYTES, SegmentFolder
 from asyncrl.buffer.ledger.events import Event
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import CheckpointError, ConfigError, NoJournal
 from asyncrl.faults import fault_point
 from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.wire import Frame
@@ -401,7 +401,7 @@ def read_newest(folder: Path) -> tuple[dict[str, Any] | None, list[Turn]]:
 def _reading(folder: Path) -> Iterator[sqlite3.Connection]:
     path = folder / EVENTS
     if not path.is_file():
-        raise CheckpointError(f"there is no journal {path}", hint="Did the run ever start?")
+        raise NoJournal(f"there is no journal {path}", hint="Did the run ever start?")
     try:
         with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             _refuse_newer(database, path)

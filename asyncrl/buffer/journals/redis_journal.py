@@ -35,7 +35,7 @@ from asyncrl.buffer.journals.redis_past import FORMAT, keys_of, read_past, refus
 from asyncrl.buffer.journals.redis_settings import HINT, check_settings, read_eviction
 from asyncrl.buffer.ledger.events import Event
 from asyncrl.clock import Clock, SystemClock
-from asyncrl.errors import ConfigError, DeadlineExceeded, FencedError
+from asyncrl.errors import ConfigError, DeadlineExceeded, FencedError, ServiceFailed
 from asyncrl.faults import fault_point, is_wanted
 from asyncrl.obstacle import Cause, Obstacle, Tell, tell_nobody
 from asyncrl.wire import Frame
@@ -56,7 +56,8 @@ class RedisJournal:
 
     Args:
         run: Names the run among all that share the Redis.
-        url: Returns where Redis is; asked before every connection.
+        url: Returns where Redis is; asked before every connection, and every second. `ServiceFailed`: it
+            cannot be started there now.
         connect_deadline_s: How long the first connection may take.
         tell: Told at once when Redis goes away, and when it is back.
 
@@ -222,7 +223,7 @@ class RedisJournal:
             try:
                 self._reconnect()
                 return self._link.call(*command)
-            except LinkDown as error:
+            except (*LinkDown, ServiceFailed) as error:
                 self._note_away(error)
             if self._clock.now() > end:
                 raise DeadlineExceeded(f"Redis at {self._link.label} was away for {READ_DEADLINE_S:g} s")
@@ -264,6 +265,7 @@ class RedisJournal:
             self._work(self._look_around)
 
     def _look_around(self) -> None:
+        self._url()
         self._judge(self._link.call(*self._look))
         if self._shows_settings:
             self._eviction = read_eviction(self._link)
@@ -305,7 +307,7 @@ class RedisJournal:
             work()
         except _Lost:
             return False
-        except (*LinkDown, _Refused) as error:
+        except (*LinkDown, _Refused, ServiceFailed) as error:
             self._note_away(error)
             return False
         self._note_back()

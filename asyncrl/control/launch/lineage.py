@@ -20,7 +20,7 @@ from asyncrl.control import prepare
 from asyncrl.control.record.row_files import is_evaluation, keep_rows
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.services import function
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.errors import CheckpointError, ConfigError, NoJournal
 from asyncrl.weight_files import read_shapes
 
 FetchedSection = ModelSection | CriticSection
@@ -57,9 +57,14 @@ def refuse_lost_past(folder: RunDir, model: Path) -> None:
 
     try:
         known = committed_steps(folder.path)
+    except NoJournal:
+        known = []
     except (CheckpointError, ConfigError):
         return
     there = [step for step in known if step in _steps_on_disk(folder)]
+    if not known:
+        _refuse_lost_journal(folder)
+        return
     if not there and 0 not in known:
         what = f"the journal in {folder.path} knows the checkpoints of {_list(known)}"
         raise ConfigError(
@@ -68,6 +73,17 @@ def refuse_lost_past(folder: RunDir, model: Path) -> None:
         )
     if there:
         _refuse_other_model(folder, there[-1], model)
+
+
+def _refuse_lost_journal(folder: RunDir) -> None:
+    """Raise ConfigError if steps were trained: the run would begin again at step 0 beside them."""
+    steps = _steps_on_disk(folder)
+    if steps:
+        what = f"the journal of {folder.path} is gone, and there are checkpoints of {_list(steps)}"
+        raise ConfigError(
+            f"run.name: {what}",
+            hint="Put the journal back, or choose another run.name",
+        )
 
 
 def _refuse_other_model(folder: RunDir, step: int, model: Path) -> None:

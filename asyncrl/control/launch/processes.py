@@ -14,8 +14,9 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from asyncrl.control.launch.spec import RUN_VARIABLE, SERVICE_VARIABLE
+from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.private import is_own
+from asyncrl.service import SERVICE_VARIABLE
 
 SHM, PROC = Path("/dev/shm"), Path("/proc")
 EXEC_S = 5.0

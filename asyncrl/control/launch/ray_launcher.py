@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 import psutil
 
-from asyncrl.control.launch.spec import NODE_VARIABLE, RUN_VARIABLE, SERVICE_VARIABLE, ServiceSpec
+from asyncrl.control.launch.spec import NODE_VARIABLE, RUN_VARIABLE, ServiceSpec
 from asyncrl.durable import replace_text
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
 from asyncrl.private import make_secret
+from asyncrl.service import SERVICE_VARIABLE
 from asyncrl.states import ServiceState
 
 NAME_DEADLINE_S = 10.0

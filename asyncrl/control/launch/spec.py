@@ -8,8 +8,6 @@ from asyncrl.service import ServiceContext
 
 RUN_VARIABLE = "ASYNCRL_RUN_ID"
 """Marks every process of a run, so that what is left over can be found and ended by pid."""
-SERVICE_VARIABLE = "ASYNCRL_SERVICE"
-"""Names the service whose process it is, or was started by: an engine's core dies with its replica."""
 NODE_VARIABLE = "ASYNCRL_NODE"
 """Tells a service's process of which node of a cluster it is."""
 

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 DASH = "\u2013"
 """Stands where there is no figure."""
+
+
+def finite_values(value: Any) -> Any:
+    """Return plain values with None for each number in them that no float holds, NaN among them.
+
+    >>> finite_values({"a": [float("nan"), 10**400, 1.5]})
+    {'a': [None, None, 1.5]}
+    """
+    if isinstance(value, Mapping):
+        return {name: finite_values(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [finite_values(inner) for inner in value]
+    is_number = isinstance(value, int | float)
+    return value if not is_number or abs(value) <= sys.float_info.max else None
 
 
 def duration_of(seconds: float) -> str:

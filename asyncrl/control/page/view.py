@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.control.page.figures import DASH, count_of, duration_of, figure_of, share_of
+from asyncrl.control.page.figures import DASH, count_of, duration_of, figure_of, finite_values, share_of
 from asyncrl.control.page.pipeline import edges_of, node_of, nodes_of
 from asyncrl.control.page.snapshot import (
     Snapshot,
@@ -61,7 +61,7 @@ def view_of(snapshot: Snapshot, rates: Mapping[str, float] | None = None) -> dic
         snapshot: `Supervisor.status()`.
         rates: What flows between the boxes of the pipeline, by `pipeline.counters_of`.
     """
-    snapshot = printable_values(snapshot)
+    snapshot = finite_values(printable_values(snapshot))
     ledger = mapping_of(snapshot.get("ledger"))
     state = str(snapshot.get("state") or DASH)
     if state in RUN_ENDS:

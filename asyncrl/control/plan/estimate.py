@@ -39,6 +39,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     names.check_reward_files,
     names.check_environment_file,
     lambda config: machine.check_resources(config, machine.count_replicas(config)),
+    machine.check_limits,
     machine.check_host,
     check_sinks,
     check_journal,

@@ -1,4 +1,4 @@
-"""Checks of this machine: CPUs, GPUs, the address and the port that a run takes.
+"""Checks of this machine: CPUs, GPUs, limits of its user, the address and the port that a run takes.
 
 Owns how many of each a configuration asks for.
 """
@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from asyncrl.config.tree import Config
+
+MIN_FILES, MIN_THREADS = 256, 512
+"""Of each process, and of this user beside those that he has: else Ray does not start, and says no reason."""
 
 
 def count_replicas(config: Config) -> int:
@@ -55,6 +61,32 @@ def check_resources(config: Config, replicas: int) -> Iterator[str]:
             f"rollout.gpus and learner.gpus ask for {gpus} GPUs, this machine has {num_gpus}; "
             "set both to 0 to run on CPU"
         )
+
+
+def check_limits(config: Config) -> Iterator[str]:
+    """Say which limit of this user is too low for any run here; services raise soft ones of files."""
+    files, threads = (
+        resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        resource.getrlimit(resource.RLIMIT_NPROC)[0],
+    )
+    if files != resource.RLIM_INFINITY and files < MIN_FILES:
+        yield f"a process may open {files} files, those of a run need {MIN_FILES}; raise 'ulimit -Hn'"
+    if os.geteuid() == 0 or threads == resource.RLIM_INFINITY:  # root is not limited
+        return
+    num_threads = _count_threads()
+    if threads - num_threads < MIN_THREADS:
+        yield (
+            f"this user may have {threads} processes and threads and has {num_threads}, a run needs "
+            f"{MIN_THREADS} more; raise 'ulimit -u', or end some"
+        )
+
+
+def _count_threads() -> int:
+    """Return how many threads the processes of this user have."""
+    processes = (one.info for one in psutil.process_iter(["uids", "num_threads"]))
+    return sum(
+        one["num_threads"] or 0 for one in processes if one["uids"] and one["uids"].real == os.getuid()
+    )
 
 
 def count_gpus() -> int:

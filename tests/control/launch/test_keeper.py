@@ -20,9 +20,9 @@ from asyncrl.config.tree import Config
 from asyncrl.control.cluster.watching import is_open
 from asyncrl.control.fleet.budget import Budget
 from asyncrl.control.launch.keeper import SILENCE_LIMIT_S, keep, watching_ray
-from asyncrl.control.launch.spec import RUN_VARIABLE, SERVICE_VARIABLE, ServiceSpec
+from asyncrl.control.launch.spec import RUN_VARIABLE, ServiceSpec
 from asyncrl.errors import ServiceFailed
-from asyncrl.service import ServiceContext
+from asyncrl.service import SERVICE_VARIABLE, ServiceContext
 
 NAME = "supervisor.0"
 RUN_ID = f"kept{os.getpid()}"

@@ -200,6 +200,19 @@ def test_a_run_without_any_checkpoint_that_its_journal_knows_is_refused_before_i
         start()
 
 
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_run_whose_journal_is_gone_is_refused_beside_checkpoints(
+    folder: RunDir, start: Callable[[], object], is_empty: bool
+) -> None:
+    shutil.rmtree(folder.path / "buffer")
+    if is_empty:
+        open_journal(make_config(folder.path).buffer, folder.path).close()
+    with pytest.raises(ConfigError, match=r"the journal of .* is gone.* steps 1, 2, 3. Put the journal back"):
+        start()
+    shutil.rmtree(folder.checkpoints)
+    assert start() == "started", "it never came to a checkpoint"
+
+
 def test_another_model_under_the_same_path_is_refused_before_its_head_is_started(
     folder: RunDir, start: Callable[[], object]
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -197,3 +199,22 @@ def test_obstacles_stand_with_reason_count_and_since_when() -> None:
         }
     ]
     assert view(snapshot | {"state": "failed"})["obstacles"] == []
+
+
+FIGURES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[str, ...]]] = {
+    "snapshot": (lambda one: one, ("step", "steps", "time_left_s", "accuracy", "max_lag", "ready_groups")),
+    "service": (lambda one: one["services"]["rollout.0"], ("version", "restarts", "heartbeat_age_s")),
+    "ledger": (lambda one: one["ledger"], ("issued", "trained", "residue", "prompts_drawn", "stored_groups")),
+    "event": (lambda one: one["events"][0], ("time",)),
+    "metrics": (lambda one: one["metrics"], tuple(make_snapshot()["metrics"])),
+}
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e308, 10**400], ids=["nan", "inf", "huge", "beyond"])
+@pytest.mark.parametrize("place", FIGURES)
+def test_a_figure_that_is_no_number_leaves_the_others_on_the_page(place: str, value: float) -> None:
+    find, names = FIGURES[place]
+    for name in names:
+        snapshot = make_snapshot()
+        find(snapshot)[name] = value
+        json.dumps(view_of(snapshot), allow_nan=False)

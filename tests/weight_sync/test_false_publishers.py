@@ -1,0 +1,77 @@
+"""Who holds a generator's key speaks to weight sync in no service's name: no weights of his are taken."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.tree import Config
+from asyncrl.errors import NotAllowed
+from asyncrl.keys import RunKeys, make_run_keys
+from asyncrl.rpc import Client
+from asyncrl.service import ServiceContext
+from tests.weight_sync.test_protocol_peer import WAIT_S
+from weight_sync.composition import build_publisher, build_receiver
+from weight_sync.control_composition import build_coordinator
+from weight_sync.memory.segments import SHM_DIR
+from weight_sync.receiver import REPLICA_OPS
+
+ORDERS = {
+    "weight_sync.0": ("hello", "orders", "report", "status"),
+    "publisher.0": ("open", "acquire", "commit", "status"),
+    "receiver.0": ("offer", "transfer", "commit", "abort", "status"),
+}
+"""What a false publisher, coordinator or learner would say to each of them."""
+
+
+@contextmanager
+def running(service: Any) -> Iterator[str]:
+    stop = threading.Event()
+    thread = threading.Thread(target=service.run, args=(stop,))
+    thread.start()
+    try:
+        yield str(service.status()["address"])
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+
+
+@pytest.fixture
+def keys() -> RunKeys:
+    return make_run_keys()
+
+
+@pytest.fixture
+def addresses(tmp_path: Path, keys: RunKeys) -> Iterator[dict[str, str]]:
+    """Where the three services of weight sync listen, each with the keys that it has in a run."""
+    sections = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "digit_sort"}}
+    config = Config.model_validate(sections)
+    context = ServiceContext(config, "weight_sync.0", tmp_path, uuid.uuid4().hex[:8], keys=keys)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, SHM_DIR / context.shm_prefix, ignore_errors=True)
+        found = {"weight_sync.0": stack.enter_context(running(build_coordinator(context)))}
+        for name, build in (("publisher.0", build_publisher), ("receiver.0", build_receiver)):
+            own = replace(context, name=name, addresses=dict(found))
+            found[name] = stack.enter_context(running(build(own)))
+        yield found
+
+
+def test_a_generators_key_gives_no_orders_to_weight_sync(addresses: dict[str, str], keys: RunKeys) -> None:
+    for name, orders in ORDERS.items():
+        false = Client(addresses[name], keys.of_generator().client)
+        for op in orders:
+            assert op not in REPLICA_OPS
+            with pytest.raises(NotAllowed, match="not for the key of a generator"):
+                false.call(op, deadline_s=WAIT_S, name="publisher", number=1, token=10**6)
+        false.close()
+        true = Client(addresses[name], keys.client)
+        assert "address" in true.call("status", deadline_s=WAIT_S).args, "the others' key opens it"
+        true.close()
