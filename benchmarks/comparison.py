@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl.control.record.row_files import lines_of, older_files
 from asyncrl.errors import DataError
 from benchmarks.options import writable
 from benchmarks.rows import MIN_SAMPLES, Row, RowFile, noise_of_median
@@ -137,7 +138,8 @@ def read(path: Path) -> Measured:
         DataError: It cannot be read, or is of none of the forms.
     """
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        files = (*older_files(path), path)
+        text = b"".join(line for one in files for line in lines_of(one)).decode(errors="replace")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if '"format"' in text[:100]:

@@ -410,3 +410,4 @@ def test_rates_of_a_summary_leave_out_the_first_row_of_each_life(tmp_path: Path)
     found = summarise(rows, make_config(4), {}, began=990.0)
     assert found["train_s"] == 1.0
     assert found["first_step_s"] == 13.0  # of the life that began at 990
+    assert summarise(rows, make_config(4), {}, began=1005.0)["first_step_s"] is None, "it trained no step"

@@ -40,7 +40,7 @@ def summarise(
     steps = training_rows(rows)
     accuracies = [found for row in evaluation_rows(rows) if (found := accuracy(row)) is not None]
     last = accuracies[-LAST_EVALUATIONS:]
-    first_times = [row["time"] for row in steps if row.get(FIRST_OF_LIFE)]
+    first_times = [row["time"] for row in steps if row.get(FIRST_OF_LIFE) and row["time"] >= (began or 0.0)]
     start_s = max(first_times) - began if first_times and began is not None else None
     steps_after_start = [row for row in steps if not row.get(FIRST_OF_LIFE)]
     trained_tokens = sum(row["staleness/trained_tokens"] for row in steps)
