@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, and passed o
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+_EXIT_STATUS = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_EXIT_STATUS] = exitstatus
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End although threads of tests that failed wait for ever: nobody told them to stop."""
+    left = [
+        one.name for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()
+    ]
+    status = config.stash.get(_EXIT_STATUS, 0)
+    if left and status:
+        print(f"ended with threads that failed tests left: {', '.join(left)}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(status)
 
 
 @pytest.fixture(autouse=True)
