@@ -30,7 +30,7 @@ from asyncrl.control.record import metering
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.pace import Pace
 from asyncrl.control.record.recorder import Recorder, lost_rows
-from asyncrl.control.record.row_files import Row, is_evaluation, iterate_rows, load_rows
+from asyncrl.control.record.row_files import Row, is_evaluation, iterate_rows, load_rows, newest_rows
 from asyncrl.control.record.rundir import RunDir, write_outcome
 from asyncrl.control.record.summary import write_summary
 from asyncrl.control.record.syncing import weights_answer
@@ -404,10 +404,10 @@ class Supervisor:
         if handed is None:
             return
         self._must_skip = False
-        recorded = (row for row in iterate_rows(self._run_dir.metrics) if not is_evaluation(row))
-        last = max(recorded, key=lambda row: float(row["time"]), default=None)
-        if last is None:
+        recorded = [row for row in newest_rows(self._run_dir.metrics) if not is_evaluation(row)]
+        if not recorded:
             return
+        last = recorded[-1]
         is_known = [all(last.get(key) == row[key] for key in SAME_ROW) for row in handed.rows]
         num_known = len(is_known) - is_known[::-1].index(True) if any(is_known) else 0
         self._row, self._num_rows = last, handed.first + num_known

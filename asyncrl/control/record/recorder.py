@@ -81,11 +81,19 @@ class Recorder:
             sink.close(max(0.0, end - time.monotonic()))
 
 
-def lost_rows(recorded: Iterable[Row], kept: Iterable[Row]) -> list[Row]:
-    """Return those rows of the learner's own log that the record lacks, the newest of each step, in order."""
-    times = {row["training/global_step"]: row["time"] for row in recorded if not is_evaluation(row)}
-    newest = {row["training/global_step"]: row for row in kept}
-    return [newest[step] for step in sorted(newest) if newest[step]["time"] > times.get(step, 0.0)]
+def lost_rows(recorded: Iterable[Row], kept: Sequence[Row]) -> list[Row]:
+    """Return those rows of the learner's own log that the record lacks, the last of each step, in order.
+
+    A row is known by its step and time together; which of two is newer, their order says: a clock may be set
+    back between two lives of the learner.
+    """
+    known = {_key(row) for row in recorded if not is_evaluation(row)}
+    last = {row["training/global_step"]: row for row in kept}
+    return [row for row in kept if last[row["training/global_step"]] is row and _key(row) not in known]
+
+
+def _key(row: Row) -> tuple[float, float]:
+    return row["training/global_step"], row["time"]
 
 
 def training_rows(rows: Iterable[Row]) -> list[Row]:

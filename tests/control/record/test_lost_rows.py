@@ -12,7 +12,7 @@ from scripted_services import ROW
 from test_repair import make_supervised
 from test_supervisor import wait_for
 
-from asyncrl.control.record.recorder import training_rows
+from asyncrl.control.record.recorder import lost_rows, training_rows
 from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.metrics.row_log import RowLog, read_rows
@@ -69,3 +69,16 @@ def test_rows_that_a_dead_supervisor_never_took_down_are_on_record_when_the_next
     rows = load_rows(tmp_path / "metrics.jsonl")
     assert [row["training/global_step"] for row in rows] == [1, 2, 3] and rows[1] == newest
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_lost_rows_are_found_whatever_the_clock_of_a_life_says() -> None:
+    def row(step: int, time_s: float) -> dict[str, float]:
+        return {STEP: step, "time": time_s}
+
+    first, second = [row(1, 1000.0), row(2, 1001.0), row(3, 1002.0)], [row(2, 400.0), row(3, 401.0)]
+    recorded = [*first, {**row(2, 5000.0), "val-core/acc": 1.0}]
+    assert lost_rows(recorded, [*first, *second]) == second, "an hour was set back before the second life"
+    assert lost_rows([*recorded, *second], [*first, *second]) == []
+    assert lost_rows([first[0], *second], [*first, *second]) == [], "steps that were taken again"
+    rolled_back = [row(1, 1.0), row(2, 2.0), row(3, 3.0), row(2, 4.0)]
+    assert lost_rows([], rolled_back) == [row(1, 1.0), row(3, 3.0), row(2, 4.0)], "in the order of the log"
