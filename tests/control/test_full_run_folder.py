@@ -55,7 +55,8 @@ def test_a_row_that_the_disk_did_not_take_is_written_as_soon_as_there_is_room(sm
     (small_disk / "ballast").unlink()
     supervisor._observe()
     assert not supervisor.status()["obstacles"]
-    assert [row["training/global_step"] for row in load_rows(RunDir(small_disk).metrics)] == [1]
+    (row,) = training_rows(load_rows(RunDir(small_disk).metrics))
+    assert row["training/global_step"] == 1
     launcher.stop(launcher.started, 5.0)
 
 
