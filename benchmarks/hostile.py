@@ -59,7 +59,7 @@ WINDOW_S = 0.5
 SETTLE_S = 0.1
 """Left out at the start of a window: what the one before left behind."""
 START_S = 60.0
-BLOCKS, QUICK_BLOCKS = 80, 18
+BLOCKS, QUICK_BLOCKS = 80, 14
 FLOOD_BLOCKS = 18
 
 processes = multiprocessing.get_context("spawn")
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def measure(num_blocks: int) -> dict[str, Any]:
     """Return the goodput of calm and attacked windows, in groups per second, and what was refused."""
-    flood = measure_under(flood_with_keys, min(num_blocks, FLOOD_BLOCKS), make_run_keys())
+    flood = measure_under(flood_with_keys, min(num_blocks // 3, FLOOD_BLOCKS), make_run_keys())
     results = measure_under(attack, num_blocks, None)
     names = ("groups_per_s_calm", "groups_per_s_attacked", "share_per_cpu_s", "refused")
     return {

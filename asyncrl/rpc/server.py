@@ -33,8 +33,11 @@ _NOBLOCK = int(zmq.NOBLOCK)
 COMPLAIN_EVERY_S = 1.0
 """A flood of bad messages is a counter, not a full disk."""
 REOPEN_S = 5.0
-MAX_TURN = 256
-"""Messages handled in a row; then the tick and the gate have their turn."""
+MAX_TURN, MAX_TURN_OF_CALLER = 256, 2
+"""Messages handled in a row, of all callers and of one; then the tick and the gate have their turn.
+
+Answers may wait for the end of a turn, so that one caller who asks without end would hold up all others.
+"""
 
 
 class Server:
@@ -85,7 +88,7 @@ class Server:
         """Answer requests until `stop` is set, then close the socket.
 
         Args:
-            end_turn: Called when all messages that had come were handled, or `MAX_TURN` of them: for what
+            end_turn: Called when all messages that had come were handled, or as many as a turn has: for what
                 is cheaper done once for many requests.
             is_full: Asked after each message: whether the turn ends here, because its answers are large.
         """
@@ -165,13 +168,16 @@ class Server:
         self._memory.reset()
 
     def _drain(self, handler: Handler) -> None:
+        num_of_caller: Counter[bytes] = Counter()
         for _ in range(MAX_TURN):
             try:
                 message, is_oversized, role = self._receive()
             except zmq.Again:
                 return
             self._dispatch(handler, message, is_oversized, role)
-            if self._is_full():
+            caller = bytes(message[0])
+            num_of_caller[caller] += 1
+            if num_of_caller[caller] == MAX_TURN_OF_CALLER or self._is_full():
                 return
 
     def _receive(self) -> tuple[list[Frame], bool, Role]:

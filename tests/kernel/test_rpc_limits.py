@@ -21,6 +21,7 @@ from asyncrl.rpc import Client, Limits, Request, Server
 from asyncrl.rpc.delays import MAX_CALLERS, WINDOW_S, Delays
 from asyncrl.rpc.memory import MemoryGuard, resident_bytes
 from asyncrl.rpc.request import MAX_ERROR_CHARACTERS, read_request
+from asyncrl.rpc.server import MAX_TURN_OF_CALLER
 from asyncrl.wire import pack_header
 from tests.buffer.hostile.hostile_parts import dealer, raw_part, raw_peer, raw_socket, shake_hands
 
@@ -246,6 +247,41 @@ def test_a_turn_whose_answers_are_large_ends_early_and_is_followed_by_the_guard_
         end.send(b"wake up")
         thread.join(20.0)
     assert not thread.is_alive() and max(turns) == 1
+
+
+class Notes:
+    """Answers nothing, and writes down who asked, turn by turn."""
+
+    def __init__(self) -> None:
+        self.turns: list[list[str]] = [[]]
+
+    def handle(self, request: Request) -> None:
+        self.turns[-1].append(request.args["name"])
+
+    def tick(self, now: float) -> None: ...
+
+
+def test_a_caller_who_asks_without_end_has_a_bounded_part_of_each_turn() -> None:
+    """Others wait for the end of a turn, so it ends soon."""
+    server, handler, stop = Server(), Notes(), threading.Event()
+    with dealer(server.address) as flooding, dealer(server.address) as other:
+        for _ in range(100):
+            flooding.send(pack_header({"id": 1, "op": "note", "args": {"name": "flooding"}}))
+        for _ in range(3):
+            other.send(pack_header({"id": 1, "op": "note", "args": {"name": "other"}}))
+        given = {"tick_s": 600.0, "end_turn": lambda: handler.turns.append([])}
+        thread = threading.Thread(target=server.serve, args=(handler, stop), kwargs=given, daemon=True)
+        thread.start()
+        end_s = time.monotonic() + 30.0
+        while sum(map(len, handler.turns)) < 103:
+            assert time.monotonic() < end_s, "not all were handled"
+            time.sleep(0.01)
+        stop.set()
+        other.send(b"wake up")
+        thread.join(20.0)
+    counts = [turn.count("flooding") for turn in handler.turns]
+    assert not thread.is_alive() and max(counts) == MAX_TURN_OF_CALLER
+    assert sum(turn.count("other") for turn in handler.turns) == 3
 
 
 class Repeats:
