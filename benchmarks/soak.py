@@ -30,7 +30,7 @@ from benchmarks.soak_parts.trend import MIB, Trend, find_trends
 
 PARTS = ("scripted", "vllm")
 STEPS, MINUTES, QUICK_S = 100_000, 120.0, 24.0
-EVERY_S, QUICK_EVERY_S = 10.0, 0.5
+EVERY_S, QUICK_EVERY_S = 2.0, 0.5
 TOLD_RATIO = 10.0
 """A growth is told if it is more than a tenth of its limit."""
 MAX_KEPT = 400
