@@ -42,8 +42,8 @@ class Limit:
 
 LIMITS = {
     sampling.MEMORY: Limit(GIB, 8 * MIB),
-    sampling.DESCRIPTORS: Limit(500, 4),
-    sampling.THREADS: Limit(500, 4),
+    sampling.DESCRIPTORS: Limit(500, 20),  # one more group of weight sync that is kept open has 16,
+    sampling.THREADS: Limit(500, 8),  # and 6 threads
     "processes": Limit(100, 2),
     "segments": Limit(100, 4),
     "segment_bytes": Limit(GIB, 8 * MIB),

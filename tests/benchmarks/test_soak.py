@@ -75,8 +75,10 @@ def test_a_quick_soak_judges_what_its_interval_shows() -> None:
 
 
 def test_descriptors_that_leak_are_found() -> None:
-    leak = [80.0 + i // 60 for i in range(720)]  # one in ten minutes: 1,008 in a week
+    leak = [80.0 + i // 6 for i in range(720)]  # one in a minute: 10,080 in a week
     assert not check(results_of(sampled(leak, "descriptors/publisher.0")))[0]
+    group = [80.0 + 16 * (i > 400) for i in range(720)]  # one more group, kept open
+    assert check(results_of(sampled(group, "descriptors/publisher.0")))[0]
 
 
 def test_a_service_that_left_has_no_trend_and_the_others_have() -> None:
