@@ -124,7 +124,7 @@ def _trend_of(label: str, blocks: Sequence[Sequence[Sample]]) -> Trend | None:
     first, last = blocks[0][0], blocks[-1][-1]
     seconds, steps = last.at_s - first.at_s, last.step - first.step
     horizon_s = min(WEEK_S, WEEK_STEPS * seconds / steps) if steps else WEEK_S
-    if abs(slope) * seconds < limit_of(label).resolution:
+    if abs(medians[-1] - medians[0]) < limit_of(label).resolution:
         slope = error = 0.0
     return Trend(
         label,
