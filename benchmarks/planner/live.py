@@ -93,13 +93,14 @@ def _await_training(handle: run.RunHandle) -> RunClient:
     end = time.monotonic() + START_S
     while time.monotonic() < end and not handle.is_over:
         client = connect(handle.folder)
-        if client is not None and _step_of(client) >= SETTLING_STEPS:
+        if client is not None and step_of(client) >= SETTLING_STEPS:
             return client
         time.sleep(POLL_S)
     raise ServiceFailed(f"the run in {handle.folder.path} did not train: {handle.result()}")
 
 
-def _step_of(client: RunClient) -> int:
+def step_of(client: RunClient) -> int:
+    """Return the step that a run has done, 0 while it does not answer."""
     try:
         return int(client.status()["step"])
     except (AsyncrlError, NotRunning):

@@ -15,7 +15,7 @@ from asyncrl.config.load import load_config
 from asyncrl.config.tree import Config
 from asyncrl.errors import ServiceFailed
 from benchmarks.pipeline_parts.cases import FOREVER, make_task
-from benchmarks.planner.live import builtin_paths, live_run
+from benchmarks.planner.live import builtin_paths, live_run, step_of
 from benchmarks.soak_parts.sampling import Sample, read_values
 from configs import shipped
 
@@ -64,8 +64,9 @@ def soak(
         began = stepped = time.monotonic()
         while not samples or not is_enough(samples[-1]):
             now = time.monotonic()
-            step = int(live.client.status()["step"])
-            if samples and step > samples[-1].step:
+            before = samples[-1].step if samples else 0
+            step = max(before, step_of(live.client))  # a supervisor that is busy or replaced ends no soak
+            if step > before:
                 stepped = now
             if now - stepped > STALLED_S:
                 raise ServiceFailed(f"the run has made no step for {STALLED_S:g} s after step {step}")
