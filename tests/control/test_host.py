@@ -24,7 +24,7 @@ host = ServiceHost("trivial_service:" + sys.argv[2], context, sys.argv[1] + "/a.
 while host.status()["state"] == "STARTING":
     pass
 if host.status()["state"] == "FAILED":
-    print("kinds", host.status()["error_kinds"])
+    print("kinds", host.status()["error_kinds"], host.status()["error"], host.stop(30.0))
 else:
     host.command(DUMP_STACKS, {})
     print("half way", flush=True)
@@ -55,6 +55,11 @@ def test_the_log_of_a_service_is_this_users_alone_whatever_umask_ray_has(tmp_pat
 
 def test_a_failed_service_tells_which_kinds_of_error_it_was(tmp_path: Path) -> None:
     assert "kinds ['FileNotFoundError']" in run_host(tmp_path, "build_broken")
+
+
+def test_a_service_whose_new_thread_finds_no_memory_fails_and_is_not_waited_for(tmp_path: Path) -> None:
+    log = run_host(tmp_path, "build_threadless")
+    assert "kinds ['MemoryError'] MemoryError: no room for a thread False" in log
 
 
 WAITS = """

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import tracemalloc
 from pathlib import Path
 
 from asyncrl.config.tree import Config
+from asyncrl.control.record.history import read_history
 from asyncrl.control.record.metering import Meter
-from asyncrl.control.record.summary import draw_curves, smooth, summarise
+from asyncrl.control.record.summary import NAMES, draw_curves, smooth, summarise
 
 REQUIRED = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}}
 
@@ -26,15 +29,15 @@ def test_smoothed_curves_follow_what_was_measured_and_swing_less() -> None:
 
 def test_curves_are_drawn_of_rows_that_lack_some(tmp_path: Path) -> None:
     row = {"training/global_step": 1, "timing_s/step": 1.0, "staleness/lag_max_trained": 0}
-    draw_curves([row], tmp_path / "curves.png", 4, "a run")
+    draw_curves(read_history([row], NAMES), tmp_path / "curves.png", 4, "a run")
     assert (tmp_path / "curves.png").stat().st_size > 0
 
 
 def test_the_summary_holds_what_the_guard_counted_last() -> None:
     rows = [make_row(1, **{"guard/rollbacks": 0.0}), make_row(2, **{"guard/rollbacks": 1.0})]
     rows[1] |= {"guard/lr_scale": 0.5, "guard/is_kl_off": 0.0}
-    assert summarise(rows, Config(**REQUIRED), {})["guard"] == {"rollbacks": 1.0}, "counters alone"
-    assert summarise([], Config(**REQUIRED), {})["guard"] == {}
+    assert summarise(read_history(rows, NAMES), Config(**REQUIRED), {})["guard"] == {"rollbacks": 1.0}
+    assert summarise(read_history([], NAMES), Config(**REQUIRED), {})["guard"] == {}
 
 
 def test_the_pass_is_that_of_the_last_prompt_drawn() -> None:
@@ -43,3 +46,18 @@ def test_the_pass_is_that_of_the_last_prompt_drawn() -> None:
     found = [Meter().update(1.0, status)["training/epoch"] for status in statuses]
     assert found == [0, 0, 0, 1, 1, 2]
     assert Meter().update(1.0, {})["training/epoch"] == 0, "nobody has described the data yet"
+
+
+def test_the_newest_row_of_a_step_counts_and_a_step_costs_bytes_not_a_dict() -> None:
+    rows = [make_row(step, life=0.0) for step in (1, 2, 3)] + [make_row(step, life=1.0) for step in (2, 3)]
+    rows.append({"training/global_step": 3, "val-core/held_out/acc/mean@1": 0.5})
+    rows.append({"training/global_step": 2, "val-core/held_out/acc/mean@1": 0.25})
+    found = read_history(rows, ["life", "unknown"])
+    assert found["life"].tolist() == [0.0, 1.0, 1.0] and len(found) == 3
+    assert found.last is rows[4] and found.held_out == ((2, 0.25), (3, 0.5))
+    assert all(math.isnan(value) for value in found["unknown"])
+    rows_of_a_year = (make_row(step) for step in range(10_000))
+    tracemalloc.start()
+    read_history(rows_of_a_year, NAMES)
+    assert tracemalloc.get_traced_memory()[1] < 10_000 * 600
+    tracemalloc.stop()

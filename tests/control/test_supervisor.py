@@ -17,11 +17,12 @@ from asyncrl.config.tree import Config
 from asyncrl.control.api.server import ControlApi, Text
 from asyncrl.control.fleet.autoscaler import Autoscaler, Decision, Pacing
 from asyncrl.control.page.routes import page_routes
+from asyncrl.control.record.history import read_history
 from asyncrl.control.record.metering import Meter
 from asyncrl.control.record.recorder import Recorder
 from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
-from asyncrl.control.record.summary import summarise
+from asyncrl.control.record.summary import NAMES, summarise
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import PULSE_S, Supervisor
 from asyncrl.errors import ConfigError, Refused
@@ -390,7 +391,7 @@ def test_a_short_run_has_the_rate_of_all_its_tokens_although_none_came_after_its
         }
         for step, tokens, time_s in ((1, 300.0, 2.0), (2, 0.0, 1.0))
     ]
-    assert summarise(rows, make_config(2), {})["rollout_tokens_per_s"] == 100.0
+    assert summarise(read_history(rows, NAMES), make_config(2), {})["rollout_tokens_per_s"] == 100.0
 
 
 def test_rates_of_a_summary_leave_out_the_first_row_of_each_life(tmp_path: Path) -> None:
@@ -407,7 +408,8 @@ def test_rates_of_a_summary_leave_out_the_first_row_of_each_life(tmp_path: Path)
     ]
     for row in rows:
         row["time"] = 1000.0 + row["training/global_step"]
-    found = summarise(rows, make_config(4), {}, began=990.0)
+    found = summarise(read_history(rows, NAMES), make_config(4), {}, began=990.0)
     assert found["train_s"] == 1.0
     assert found["first_step_s"] == 13.0  # of the life that began at 990
-    assert summarise(rows, make_config(4), {}, began=1005.0)["first_step_s"] is None, "it trained no step"
+    later = summarise(read_history(rows, NAMES), make_config(4), {}, began=1005.0)
+    assert later["first_step_s"] is None, "it trained no step"

@@ -41,6 +41,18 @@ def build(context: ServiceContext) -> TrivialService:
     return TrivialService(context)
 
 
+def build_threadless(context: ServiceContext) -> TrivialService:
+    """Start a thread that dies before it runs, as under a limit of memory: `start` waits for ever."""
+    lost = threading.Thread(daemon=True)
+    lost._bootstrap_inner = _raise_memory_error  # type: ignore[attr-defined]
+    lost.start()
+    return TrivialService(context)
+
+
+def _raise_memory_error() -> None:
+    raise MemoryError("no room for a thread")
+
+
 def build_broken(context: ServiceContext) -> TrivialService:
     raise FileNotFoundError("no model in models/nowhere")
 

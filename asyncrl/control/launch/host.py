@@ -62,6 +62,7 @@ class ServiceHost:
         self._error = ""
         self._error_kinds: list[str] = []
         self._is_done = False
+        sys.unraisablehook = self._tell_lost_thread
         self._thread = threading.Thread(target=self._run, name=context.name, daemon=True)
         self._thread.start()
 
@@ -91,11 +92,21 @@ class ServiceHost:
     def stop(self, deadline_s: float) -> bool:
         """Ask the service to end; return whether it did within the deadline."""
         self._stop.set()
-        self._thread.join(deadline_s)
+        self._thread.join(min(deadline_s, 1.0) if self._error else deadline_s)
         return not self._thread.is_alive()
 
     def _hear(self, obstacles: Sequence[Obstacle]) -> None:
         self._waits_for = obstacles
+
+    def _tell_lost_thread(self, unraisable: sys.UnraisableHookArgs) -> None:
+        """Fail if a thread died before it ran, for want of memory: who started it waits for ever."""
+        sys.__unraisablehook__(unraisable)
+        if isinstance(getattr(unraisable.object, "__self__", None), threading.Thread):
+            self._fail(unraisable.exc_value or MemoryError())
+
+    def _fail(self, error: BaseException) -> None:
+        self._error_kinds = sorted(kinds_of(error))
+        self._error = f"{type(error).__name__}: {error}"
 
     def _run(self) -> None:
         try:
@@ -108,8 +119,7 @@ class ServiceHost:
             BaseException
         ) as error:  # process boundary, SystemExit too: the supervisor reads what went wrong
             log.error("%s failed\n%s", self._context.name, traceback.format_exc())
-            self._error_kinds = sorted(kinds_of(error))
-            self._error = f"{type(error).__name__}: {error}"
+            self._fail(error)
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -204,7 +204,7 @@ def evaluation_ids(rows: Iterable[dict[str, Any]]) -> set[int]:
     return {int(row[EVALUATION_ID]) for row in rows if EVALUATION_ID in row}
 
 
-def accuracy(row: dict[str, Any]) -> float | None:
+def accuracy(row: Mapping[str, Any]) -> float | None:
     """Return the share of held-out prompts that were answered right, if the row has it."""
     names = (name for name in row if name.startswith(ACCURACY) and "/" not in name[len(ACCURACY) :])
     found = next(names, None)
