@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -114,13 +116,21 @@ def test_a_journal_whose_server_cannot_read_its_file_is_not_opened(
         open_journal(MANAGED, run_dir)
 
 
-def test_a_server_that_is_stopped_is_waited_for(store: ExperienceStore, server: RedisServer) -> None:
+def test_a_server_that_is_stopped_is_waited_for(
+    store: ExperienceStore, server: RedisServer, run_dir: Path
+) -> None:
     pid = server.pid
     assert pid is not None
+    known = RedisServer(run_dir / "buffer" / "redis")
+    known.ensure()
     os.kill(pid, signal.SIGSTOP)
     push(store)
     turn_until(store, lambda: "Timeout" in reason(store))
     assert not store.settle(0.0)
+    check = threading.Thread(target=known.ensure, kwargs={"patience_s": math.inf}, daemon=True)
+    check.start()
+    check.join(20.0)
+    assert not check.is_alive(), "one that answered once is not waited for by the turns of the buffer"
     os.kill(pid, signal.SIGCONT)
     settle(store)
     assert (server.pid, store.journal.counters["redis_wiped"]) == (pid, 0)
