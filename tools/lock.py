@@ -64,7 +64,7 @@ def run_compile(given: list[str], environment: dict[str, str], text: str = "") -
         "--no-header",
         "--no-annotate",
     ]
-    command += ["--generate-hashes", "--python-version", "3.11", "--python-platform", PLATFORM, *given]
+    command += ["--python-version", "3.11", "--python-platform", PLATFORM, *given]
     subprocess.run(command, cwd=ROOT, env=environment, input=text, text=True, check=True, timeout=DEADLINE_S)
 
 
