@@ -103,7 +103,7 @@ def measure_under(attacker_of: Callable[..., None], num_blocks: int, keys: RunKe
                 pair.run_for(2 * WINDOW_S)
             meter = CpuMeter(psutil.Process(service.pid))
             blocks = [_measure_block(pair, is_on, number, meter) for number in range(num_blocks)]
-            counters = pair.learner.status()["counters"]
+            counters = pair.learner.status().counters
     finally:
         for process in (attacker, service):
             process.kill()

@@ -424,5 +424,5 @@ class Leader:
     def _note_scores(self) -> None:
         """Score the weights that were evaluated meanwhile: the buffer tells of the newest only."""
         if self._config.checkpoint.keep_best:
-            for found in self._client.status()["evaluations"]:
-                self.keeper.note_metrics(found["step"], found["metrics"])
+            for found in self._client.status().evaluations:
+                self.keeper.note_metrics(found.step, found.metrics)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from asyncrl.buffer.client import LeaseGrant
 from asyncrl.buffer.ledger.orders import sample_seed
+from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.errors import AsyncrlError, EngineError
 from asyncrl.experience import CUT_REASONS, UNFINISHED, Group, Trajectory, check_reward
 from asyncrl.faults import fault_point

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
-from asyncrl.buffer.client import EvaluationOrder, LeaseGrant
+from asyncrl.buffer.messages import EvaluationOrder, LeaseGrant
 from asyncrl.errors import AsyncrlError, DataError, DeadlineExceeded, EngineError, ServiceFailed
 from asyncrl.experience import Group
 from asyncrl.faults import fault_point

@@ -15,16 +15,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from asyncrl.buffer import messages as wire
 from asyncrl.buffer.ledger.events import UNSAID
+from asyncrl.buffer.messages import (
+    BufferStatus,
+    EvaluationOrder,
+    LeaseReply,
+    Opening,
+    ReservedTicket,
+)
 from asyncrl.buffer.payloads import Prefetched, read_fetched, split_frames
 from asyncrl.errors import ConnectionLost, DeadlineExceeded, WireError
 from asyncrl.experience import Group, decode_group, encode_group
 from asyncrl.keys import ClientKeys
 from asyncrl.metrics.tallies import Tally
 from asyncrl.rpc import AsyncClient, Client, PendingCall
+from asyncrl.rpc.operation import A, Answer, Operation, Q
+from asyncrl.wire import Frame
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,92 +48,6 @@ FETCHES_AT_ONCE = 32
 (`rpc.sockets.UNSENT_REPLIES`)."""
 PREFETCH_DEADLINE_S = 2.0
 """After that the next `fetch` asks for everything itself: the buffer may have died in between."""
-MAX_PREFETCHED = 4096
-"""What a service allows to be asked for in one `prefetch`."""
-
-
-@dataclass(frozen=True)
-class LeaseGrant:
-    """The right to generate one group until `lease_s` from now; renew it in time.
-
-    Attributes:
-        source, pass_number, index: The prompt: `index` counts over all sources, one after the other;
-            `pass_number` is the traversal of this source.
-        seed: Of the ticket; `orders.sample_seed(run_seed, ticket, sample)` is a sample's own.
-        carry_attempt: The attempt whose partial work `fetch_carry` returns, 0 for none.
-    """
-
-    ticket: int
-    attempt: int
-    source: int
-    pass_number: int
-    index: int
-    seed: int
-    lease_s: float
-    carry_attempt: int = 0
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """(ticket, attempt), as `renew` and `release` take it."""
-        return self.ticket, self.attempt
-
-
-@dataclass(frozen=True)
-class EvaluationOrder:
-    """Evaluate at the served weights, which have seen at least `step` steps.
-
-    Attributes:
-        part, num_parts: Which of the held-out prompts: every `num_parts`-th, from `part` on.
-    """
-
-    id: int
-    step: int
-    part: int = 0
-    num_parts: int = 1
-
-
-@dataclass(frozen=True)
-class LeaseReply:
-    """Grants, possibly none, and an evaluation order, mostly None."""
-
-    grants: tuple[LeaseGrant, ...]
-    evaluate: EvaluationOrder | None
-
-
-@dataclass(frozen=True)
-class CheckpointEntry:
-    """A checkpoint that the ledger knows to be committed."""
-
-    token: int
-    step: int
-    digest: str
-
-
-@dataclass(frozen=True)
-class Opening:
-    """What a learner learns when it takes over.
-
-    Attributes:
-        checkpoints: From which it may resume, oldest first; without any, `resume(0)`.
-        num_prompts: 0 while no replica has described the data.
-        note: What the last `resume` with a note said.
-    """
-
-    token: int
-    checkpoints: tuple[CheckpointEntry, ...]
-    steps_trained: int
-    num_prompts: int
-    note: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class ReservedTicket:
-    """One group of a reserved batch."""
-
-    ticket: int
-    attempt: int
-    num_tokens: int
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -171,8 +94,8 @@ class ReplicaClient:
         Raises:
             DataError: The run began with other data.
         """
-        pairs = [list(one) for one in sources]
-        await self._call("describe_data", num_prompts=num_prompts, digest=digest, sources=pairs)
+        described = wire.DescribeData(num_prompts, digest, tuple(sources))
+        await self._ask(wire.DESCRIBE_DATA, described)
 
     async def lease(
         self, version: int, want: int, wait_s: float, held: Iterable[tuple[int, int]] | None = None
@@ -186,24 +109,20 @@ class ReplicaClient:
             held: All (ticket, attempt) pairs that this replica works on, after a `lease` failed: grants
                 may have been lost with its answer, and go back. Not while another `lease` is out.
         """
-        wanted: dict[str, Any] = {"version": version, "want": want, "evaluating": self._evaluating}
-        if held is not None:
-            wanted["held"] = [list(pair) for pair in held]
-        args = await self._call("lease", wait_s, **wanted)
-        grants = tuple(_read_grant(row) for row in args["grants"])
-        order = args["evaluate"]
-        if order is None or order["id"] == self._evaluating:
-            return LeaseReply(grants, None)
-        self._evaluating = order["id"]
-        return LeaseReply(grants, EvaluationOrder(**order))
+        held = None if held is None else tuple(held)
+        asked = wire.Lease(self.replica, version, want, wait_s, self._evaluating, held)
+        reply = (await self._ask(wire.LEASE, asked, deadline_s=wait_s + MARGIN_S)).message
+        if reply.evaluate is None or reply.evaluate.id == self._evaluating:
+            return LeaseReply(reply.grants)
+        self._evaluating = reply.evaluate.id
+        return reply
 
     async def renew(self, held: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """Extend the leases of (ticket, attempt) pairs; return those that are lost: stop working on them.
 
         Also the replica's heartbeat: call it with no pairs while it evaluates.
         """
-        args = await self._call("renew", tickets=[list(pair) for pair in held])
-        return tuple((ticket, attempt) for ticket, attempt in args["lost"])
+        return (await self._ask(wire.RENEW, wire.Renew(self.replica, tuple(held)))).message.lost
 
     async def push(self, group: Group) -> str:
         """Hand a finished group over; return `stored`, `duplicate`, `late` or `dropped` (constant rewards).
@@ -211,16 +130,8 @@ class ReplicaClient:
         Raises:
             WireError: The group is malformed; its attempt counts as failed.
         """
-        frames = encode_group(group)
-        reply = await self._rpc.call(
-            "push",
-            frames,
-            self._deadline_s,
-            replica=self.replica,
-            ticket=group.ticket,
-            attempt=group.attempt,
-        )
-        return str(reply.args["result"])
+        asked = wire.Push(self.replica, group.ticket, group.attempt)
+        return (await self._ask(wire.PUSH, asked, encode_group(group))).message.result
 
     async def carry(self, group: Group) -> str:
         """Return a lease with the work done so far, while draining; say what became of it.
@@ -231,76 +142,60 @@ class ReplicaClient:
         Raises:
             WireError: The group is malformed; its attempt counts as failed.
         """
-        reply = await self._rpc.call(
-            "carry",
-            encode_group(group),
-            self._deadline_s,
-            replica=self.replica,
-            ticket=group.ticket,
-            attempt=group.attempt,
-        )
-        return str(reply.args["result"])
+        asked = wire.Carry(self.replica, group.ticket, group.attempt)
+        return (await self._ask(wire.CARRY, asked, encode_group(group))).message.result
 
     async def fetch_carry(self, ticket: int, attempt: int) -> Group | None:
         """Return the work that this leased attempt may go on from, or None: start from the prompt."""
-        reply = await self._rpc.call(
-            "fetch_carry", deadline_s=self._deadline_s, replica=self.replica, ticket=ticket, attempt=attempt
-        )
-        return decode_group(reply.frames) if reply.args["found"] else None
+        found = await self._ask(wire.FETCH_CARRY, wire.FetchCarry(self.replica, ticket, attempt))
+        return decode_group(found.frames) if found.message.found else None
 
     async def fail(self, ticket: int, attempt: int, reason: str) -> None:
         """Report a group that could not be generated; it is tried again, or given up."""
-        await self._call("fail", ticket=ticket, attempt=attempt, reason=reason)
+        await self._ask(wire.FAIL, wire.Fail(self.replica, ticket, attempt, reason))
 
     async def release(self, held: Iterable[tuple[int, int]]) -> None:
         """Return leases unfinished, while draining."""
-        await self._call("release", tickets=[list(pair) for pair in held])
+        await self._ask(wire.RELEASE, wire.Release(self.replica, tuple(held)))
 
     async def retire(self) -> None:
         """Return all that this replica's name holds."""
-        await self._call("retire")
+        await self._ask(wire.RETIRE, wire.Retire(self.replica))
 
     async def evaluated(
         self, order: EvaluationOrder, version: int, metrics: Mapping[str, float | Tally]
     ) -> EvaluationOrder | None:
         """Report the result of a part at weights of `version`; return another part to answer, if any."""
-        values = {name: list(value) if isinstance(value, Tally) else value for name, value in metrics.items()}
-        args = await self._call("evaluated", id=order.id, part=order.part, version=version, metrics=values)
-        if args["more"] is not None:
-            return EvaluationOrder(**args["more"])
-        if self._evaluating == order.id:
+        report = wire.Evaluated(self.replica, order.id, version, metrics, order.part)
+        more = (await self._ask(wire.EVALUATED, report)).message.more
+        if more is None and self._evaluating == order.id:
             self._evaluating = None
-        return None
+        return more
 
     def forget_evaluation(self) -> None:
         """Give up the evaluation order that is held; a later `lease` may get it again."""
         self._evaluating = None
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> BufferStatus:
         """Return the buffer's census, counters and evaluations."""
-        return await self._call("status")
+        return (await self._ask(wire.STATUS, wire.AskStatus())).message
 
     def close(self) -> None:
         self._rpc.close()
 
-    async def _call(self, op: str, wait_s: float | None = None, **args: Any) -> dict[str, Any]:
-        deadline_s = self._deadline_s
-        if wait_s is not None:
-            deadline_s, args["wait_s"] = wait_s + MARGIN_S, wait_s
-        reply = await self._rpc.call(op, deadline_s=deadline_s, replica=self.replica, **args)
-        return reply.args
+    async def _ask(
+        self,
+        operation: Operation[Q, A],
+        asked: Q,
+        frames: Sequence[Frame] = (),
+        deadline_s: float | None = None,
+    ) -> Answer[A]:
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
+        return await self._rpc.ask(operation, asked, frames, deadline_s)
 
 
-def _read_grant(row: dict[str, Any]) -> LeaseGrant:
-    prompt = (row["source"], row["pass"], row["index"], row["seed"])
-    return LeaseGrant(row["ticket"], row["attempt"], *prompt, row["lease_s"], row["carry_attempt"])
-
-
-def _read_reservation(step: int, args: dict[str, Any]) -> Reservation | None:
-    if not args["ready"]:
-        return None
-    tickets = tuple(ReservedTicket(**row) for row in args["tickets"])
-    return Reservation(step, tickets, dict(args["versions"]), args["whole"])
+def _read_reservation(step: int, found: wire.Reserved) -> Reservation | None:
+    return Reservation(step, found.tickets, dict(found.versions), found.whole) if found.ready else None
 
 
 class LearnerClient:
@@ -326,10 +221,9 @@ class LearnerClient:
 
     def open(self, holder: str) -> Opening:
         """Become the learner: older tokens are fenced. Then `resume`, unless nothing was trained yet."""
-        args = self._repeat(lambda left_s: self._rpc.call("open", deadline_s=left_s, holder=holder)).args
-        self.token = args["token"]
-        checkpoints = tuple(CheckpointEntry(**row) for row in args["checkpoints"])
-        return Opening(self.token, checkpoints, args["steps_trained"], args["num_prompts"], args["note"])
+        opening = self._ask(wire.OPEN, wire.Open(holder))
+        self.token = opening.token
+        return opening
 
     def resume(
         self,
@@ -349,11 +243,12 @@ class LearnerClient:
         Raises:
             LedgerError: No committed checkpoint has this step, or a refused ticket is not of it or later.
         """
-        self._call("resume", step=step, is_fork=is_fork, note=dict(note or {}), refused=list(refused))
+        asked = wire.Resume(self.token, step, is_fork, dict(note or {}), tuple(refused))
+        self._ask(wire.RESUME, asked)
 
     def register_version(self, step: int) -> int:
         """Return a new version number for the weights after `step` steps."""
-        return int(self._call("register_version", step=step)["number"])
+        return self._ask(wire.REGISTER_VERSION, wire.RegisterVersion(self.token, step)).number
 
     def reserve(
         self, step: int, wait_s: float, have: list[int] | None = None, at_least: int = 1
@@ -361,7 +256,8 @@ class LearnerClient:
         """Return the batch of `step`, or None if it is not complete within `wait_s`; with `have`, the tickets
         of the parts before, its next part: what is complete, `at_least` so many groups if not the last.
         """
-        return _read_reservation(step, self._call("reserve", wait_s, step=step, have=have, at_least=at_least))
+        asked = wire.Reserve(self.token, step, wait_s, None if have is None else tuple(have), at_least)
+        return _read_reservation(step, self._rpc.ask(wire.RESERVE, asked, (), wait_s + MARGIN_S).message)
 
     def prefetch(self, num_groups: int) -> None:
         """Ask for the payloads of the oldest complete groups, without waiting: they travel meanwhile.
@@ -372,12 +268,9 @@ class LearnerClient:
             self._rpc.forget(self._prefetching)
             self._prefetching = None
         with contextlib.suppress(DeadlineExceeded):  # no buffer: a hint must never fail a step
-            self._prefetching = self._rpc.begin(
-                "prefetch",
-                deadline_s=min(self._deadline_s, PREFETCH_DEADLINE_S),
-                token=self.token,
-                num_groups=min(num_groups, MAX_PREFETCHED),
-            )
+            asked = wire.Prefetch(self.token, min(num_groups, wire.MAX_PREFETCHED))
+            deadline_s = min(self._deadline_s, PREFETCH_DEADLINE_S)
+            self._prefetching = self._rpc.begin_asking(wire.PREFETCH, asked, deadline_s)
 
     def fetch(self, tickets: Sequence[int], prefetch: int = 0) -> list[Group]:
         """Return the groups of reserved tickets, in the order asked for.
@@ -408,7 +301,7 @@ class LearnerClient:
                 if not groups:  # while the answers travel
                     groups = {one: decode_group(known[one].frames) for one in tickets if one in known}
                 part, call = begun[0]
-                groups |= read_fetched(part, call.end(), groups)
+                groups |= read_fetched(part, wire.FETCH.read(call.end()), groups)
                 begun.popleft()
         finally:
             for _, call in begun:
@@ -418,9 +311,9 @@ class LearnerClient:
     def _begin_fetch(
         self, part: list[int], known: Mapping[int, Prefetched], deadline_s: float
     ) -> tuple[list[int], PendingCall]:
-        have = [[ticket, known[ticket].attempt] for ticket in part if ticket in known]
-        wanted: dict[str, Any] = {"token": self.token, "tickets": part, "have": have}
-        return part, self._rpc.begin("fetch", deadline_s=deadline_s, **wanted)
+        have = tuple((ticket, known[ticket].attempt) for ticket in part if ticket in known)
+        asked = wire.Fetch(self.token, tuple(part), have)
+        return part, self._rpc.begin_asking(wire.FETCH, asked, deadline_s)
 
     def _take_prefetched(self) -> dict[int, Prefetched]:
         """Return what the last `prefetch` brought, by ticket; nothing if it came too late."""
@@ -428,10 +321,10 @@ class LearnerClient:
         if call is None:
             return {}
         try:
-            reply = call.end()
+            found = wire.PREFETCH.read(call.end())
         except (DeadlineExceeded, WireError):  # a hint must never fail a step
             return {}
-        pairs = zip(reply.args["groups"], split_frames(reply), strict=True)
+        pairs = zip(found.message.groups, split_frames(found), strict=True)
         return {ticket: Prefetched(attempt, frames) for (ticket, attempt), frames in pairs}
 
     def trained(self, step: int, dropped: Iterable[tuple[int, str]] = (), lag_max: int = UNSAID) -> None:
@@ -443,7 +336,7 @@ class LearnerClient:
         Raises:
             LedgerError: `lag_max` is over the bound.
         """
-        self._call("trained", step=step, dropped=[list(pair) for pair in dropped], lag_max=lag_max)
+        self._ask(wire.TRAINED, wire.Trained(self.token, step, tuple(dropped), lag_max))
 
     def trained_then_reserve(
         self, step: int, wait_s: float, dropped: Iterable[tuple[int, str]] = (), lag_max: int = UNSAID
@@ -453,38 +346,33 @@ class LearnerClient:
         Raises:
             LedgerError: As `trained`; what was then reserved stays so.
         """
-        drops = [list(pair) for pair in dropped]
-        report: dict[str, Any] = {"token": self.token, "step": step, "dropped": drops, "lag_max": lag_max}
-        wanted: dict[str, Any] = {"token": self.token, "step": step + 1, "wait_s": wait_s}
-        told = self._rpc.begin("trained", deadline_s=self._deadline_s, **report)
-        asked = self._rpc.begin("reserve", deadline_s=wait_s + MARGIN_S, **wanted)
+        report = wire.Trained(self.token, step, tuple(dropped), lag_max)
+        told = self._rpc.begin_asking(wire.TRAINED, report, self._deadline_s)
+        wanted = wire.Reserve(self.token, step + 1, wait_s)
+        asked = self._rpc.begin_asking(wire.RESERVE, wanted, wait_s + MARGIN_S)
         try:
             told.end()
-            return _read_reservation(step + 1, asked.end().args)
+            return _read_reservation(step + 1, wire.RESERVE.read(asked.end()).message)
         finally:
             self._rpc.forget(asked)
 
     def checkpointed(self, step: int, digest: str, kept: Sequence[int]) -> None:
         """Commit a checkpoint of the weights after `step` steps; `kept`: all that exist, this one too."""
-        self._call("checkpointed", step=step, digest=digest, kept=list(kept))
+        self._ask(wire.CHECKPOINTED, wire.Checkpointed(self.token, step, digest, tuple(kept)))
 
     def request_evaluation(self, step: int) -> int:
         """Order an evaluation at weights of at least `step`; return its id. Results stand in `status`."""
-        return int(self._call("request_evaluation", step=step)["id"])
+        return self._ask(wire.REQUEST_EVALUATION, wire.RequestEvaluation(self.token, step)).id
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> BufferStatus:
         """Return the buffer's census, counters and evaluations."""
-        return self._repeat(lambda left_s: self._rpc.call("status", deadline_s=left_s)).args
+        return self._ask(wire.STATUS, wire.AskStatus())
 
     def close(self) -> None:
         self._rpc.close()
 
-    def _call(self, op: str, wait_s: float | None = None, **args: Any) -> dict[str, Any]:
-        if wait_s is not None:  # whoever polls asks again
-            args["wait_s"] = wait_s
-            return self._rpc.call(op, deadline_s=wait_s + MARGIN_S, token=self.token, **args).args
-        call = partial(self._rpc.call, op, token=self.token, **args)
-        return self._repeat(lambda left_s: call(deadline_s=left_s)).args
+    def _ask(self, operation: Operation[Q, A], asked: Q) -> A:
+        return self._repeat(lambda left_s: self._rpc.ask(operation, asked, (), left_s).message)
 
     def _repeat(self, call: Callable[[float], T]) -> T:
         """Make a call, given the seconds that it may take; make it again if the connection breaks."""

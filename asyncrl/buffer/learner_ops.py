@@ -1,23 +1,19 @@
-"""What the buffer does for the learner: checks each argument and the fencing token, then asks the ledger."""
+"""What the buffer does for the learner: checks the fencing token, then asks the ledger."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from asyncrl.buffer.client import MAX_PREFETCHED
-from asyncrl.buffer.replica_ops import MAX_NAME_CHARACTERS, read_name, read_pairs, read_wait_s
+from asyncrl.buffer import messages as wire
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import LedgerError, WireError
 from asyncrl.rpc import Request
-from asyncrl.wire import Frame, field
+from asyncrl.rpc.operation import MAX_NAME_CHARACTERS, Answer, Done, Operations
+from asyncrl.wire import Frame
 
 if TYPE_CHECKING:
     from asyncrl.buffer.service import Desk
-
-MAX_NOTE_VALUES = 16
-MAX_KEPT = 1024
-"""Checkpoints that a learner may name."""
 
 
 class LearnerOps:
@@ -29,188 +25,139 @@ class LearnerOps:
         self._desk = desk
         self._last_call = (0, 0)
 
-    def table(self) -> dict[str, Callable[[Request], None]]:
-        return {
-            "open": self.open,
-            "resume": self.resume,
-            "register_version": self.register_version,
-            "reserve": self.reserve,
-            "fetch": self.fetch,
-            "prefetch": self.prefetch,
-            "trained": self.trained,
-            "checkpointed": self.checkpointed,
-            "request_evaluation": self.request_evaluation,
-        }
+    def add_to(self, operations: Operations) -> None:
+        """Let these be handled."""
+        operations.add(wire.OPEN, self.open)
+        operations.add(wire.RESUME, self.resume)
+        operations.add(wire.REGISTER_VERSION, self.register_version)
+        operations.add(wire.RESERVE, self.reserve)
+        operations.add(wire.FETCH, self.fetch)
+        operations.add(wire.PREFETCH, self.prefetch)
+        operations.add(wire.TRAINED, self.trained)
+        operations.add(wire.CHECKPOINTED, self.checkpointed)
+        operations.add(wire.REQUEST_EVALUATION, self.request_evaluation)
 
-    def open(self, request: Request) -> None:
-        token = self._ledger.open(field(request.args, "holder", str)[:MAX_NAME_CHARACTERS])
-        checkpoints = [
-            {"token": one.token, "step": one.step, "digest": one.digest} for one in self._ledger.checkpoints()
-        ]
+    def open(self, request: Request, asked: wire.Open) -> wire.Opening:
+        token = self._ledger.open(asked.holder[:MAX_NAME_CHARACTERS])
+        checkpoints = tuple(
+            wire.CheckpointEntry(one.token, one.step, one.digest) for one in self._ledger.checkpoints()
+        )
         state = self._ledger.state
-        self._reply(
-            request,
-            token=token,
-            checkpoints=checkpoints,
-            steps_trained=state.steps_trained,
-            num_prompts=state.num_prompts,
-            note=state.note,
+        return wire.Opening(token, checkpoints, state.steps_trained, state.num_prompts, state.note)
+
+    def resume(self, request: Request, asked: wire.Resume) -> Done:
+        self._check_turn(request, asked)
+        refused = self._check_ids("refused", asked.refused)
+        self._store.resume(
+            asked.token, asked.step, is_fork=asked.is_fork, note=asked.note, refused=list(refused)
         )
+        return Done()
 
-    def resume(self, request: Request) -> None:
-        args = request.args
-        token, step, is_fork = (
-            self._token_in_turn(request),
-            field(args, "step", int),
-            field(args, "is_fork", bool),
-        )
-        note, refused = _read_note(args), _read_ids(args, "refused", self._most_groups)
-        self._store.resume(token, step, is_fork=is_fork, note=note, refused=refused)
-        self._reply(request)
+    def register_version(self, request: Request, asked: wire.RegisterVersion) -> wire.VersionNumber:
+        self._check_turn(request, asked)
+        return wire.VersionNumber(self._ledger.register_version(asked.token, asked.step))
 
-    def register_version(self, request: Request) -> None:
-        number = self._ledger.register_version(self._token_in_turn(request), field(request.args, "step", int))
-        self._reply(request, number=number)
-
-    def reserve(self, request: Request) -> None:
+    def reserve(self, request: Request, asked: wire.Reserve) -> None:
         """Reserve the batch, or with `have` the next part of it."""
-        args = request.args
-        token, step = self._token(request), field(args, "step", int)
-        have = _read_ids(args, "have", self._most_groups) if args.get("have") is not None else None
-        at_least = field(args, "at_least", int) if "at_least" in args else 1
+        self._ledger.check_token(asked.token)
+        if asked.have is not None:
+            self._check_ids("have", asked.have)
 
-        def attempt() -> dict[str, Any] | None:
-            return self._reserve(token, step, have, at_least)
+        def attempt() -> wire.Reserved | None:
+            return self._reserve(asked)
 
-        self._desk.park_until(request, attempt, _not_ready, read_wait_s(request.args), ("learner", ""))
+        self._desk.park_until(request, attempt, _not_ready, asked.wait_s, ("learner", ""))
 
-    def _reserve(
-        self, token: int, step: int, have: Sequence[int] | None, at_least: int
-    ) -> dict[str, Any] | None:
-        now = self._desk.clock.now()
+    def _reserve(self, asked: wire.Reserve) -> wire.Reserved | None:
+        now, have = self._desk.clock.now(), asked.have
         if have is None:
-            tickets = self._ledger.reserve(token, step, now)
+            tickets = self._ledger.reserve(asked.token, asked.step, now)
         else:
-            tickets = self._ledger.reserve_part(token, step, now, have, at_least)
+            tickets = self._ledger.reserve_part(asked.token, asked.step, now, have, asked.at_least)
         if tickets is None:
             return None
-        is_whole = self._ledger.is_whole(step, [*(have or ()), *(ticket.id for ticket in tickets)])
-        rows = [
-            {
-                "ticket": ticket.id,
-                "attempt": ticket.attempt,
-                "num_tokens": ticket.num_tokens,
-                "num_bytes": ticket.num_bytes,
-            }
+        is_whole = self._ledger.is_whole(asked.step, [*(have or ()), *(ticket.id for ticket in tickets)])
+        reserved = tuple(
+            wire.ReservedTicket(ticket.id, ticket.attempt, ticket.num_tokens, ticket.num_bytes)
             for ticket in tickets
-        ]
-        versions = self._ledger.counted_versions(tickets)
-        return {"ready": True, "tickets": rows, "versions": versions, "whole": is_whole}
+        )
+        versions = tuple(self._ledger.counted_versions(tickets))
+        return wire.Reserved(ready=True, tickets=reserved, versions=versions, whole=is_whole)
 
-    def prefetch(self, request: Request) -> None:
+    def prefetch(self, request: Request, asked: wire.Prefetch) -> Answer[wire.PrefetchedGroups]:
         """Send the oldest complete groups that are in memory; the ledger does not change."""
-        self._token(request)
-        num_groups = field(request.args, "num_groups", int)
-        if not 0 <= num_groups <= MAX_PREFETCHED:
-            raise WireError(f"a learner prefetches {num_groups} groups, allowed are 0 to {MAX_PREFETCHED}")
-        found = self._store.peek(min(num_groups, self._most_groups))
-        pairs = [[number, attempt] for number, attempt, _ in found]
-        self._send_payloads(request, [frames for _, _, frames in found], groups=pairs)
+        self._ledger.check_token(asked.token)
+        found = self._store.peek(min(asked.num_groups, self._most_groups))
+        attempts = tuple((number, attempt) for number, attempt, _ in found)
+        counts, frames = _flatten([frames for _, _, frames in found])
+        return Answer(wire.PrefetchedGroups(counts, attempts), frames)
 
-    def fetch(self, request: Request) -> None:
+    def fetch(self, request: Request, asked: wire.Fetch) -> Answer[wire.Fetched]:
         """Send payloads of reserved tickets; none for those that the learner has of the right attempt."""
-        self._token(request)
-        numbers = _read_ids(request.args, "tickets", self._most_groups)
-        have = dict(read_pairs(request.args, "have")) if "have" in request.args else {}
+        self._ledger.check_token(asked.token)
+        numbers, have = self._check_ids("tickets", asked.tickets), dict(asked.have)
         is_known = {number for number in numbers if self._store.is_reserved(number, have.get(number, 0))}
         payloads, lost = self._store.fetch([number for number in numbers if number not in is_known])
         found = iter(payloads)
-        frames = [] if lost else [[] if number in is_known else next(found) for number in numbers]
-        self._send_payloads(request, frames, lost=lost)
-
-    def _send_payloads(self, request: Request, payloads: Sequence[Sequence[Frame]], **args: Any) -> None:
-        counts = [len(payload) for payload in payloads]
-        frames = [frame for payload in payloads for frame in payload]
-        self._desk.answer(request, {"frames_per_group": counts, **args}, frames)
-
-    def trained(self, request: Request) -> None:
-        token, step = self._token_in_turn(request), field(request.args, "step", int)
-        lag_max = field(request.args, "lag_max", int)
-        self._ledger.trained(token, step, _read_drops(request.args), lag_max)
-        self._reply(request)
-
-    def checkpointed(self, request: Request) -> None:
-        args = request.args
-        token, step, digest = (
-            self._token_in_turn(request),
-            field(args, "step", int),
-            read_name(args, "digest"),
+        counts, frames = _flatten(
+            [] if lost else [[] if number in is_known else next(found) for number in numbers]
         )
-        self._ledger.checkpointed(token, step, digest, _read_ids(args, "kept", MAX_KEPT))
-        self._reply(request)
+        return Answer(wire.Fetched(counts, tuple(lost)), frames)
 
-    def request_evaluation(self, request: Request) -> None:
-        token, step = self._token_in_turn(request), field(request.args, "step", int)
-        number = self._ledger.request_evaluation(token, step)
-        self._reply(request, id=number)
+    def trained(self, request: Request, asked: wire.Trained) -> Done:
+        self._check_turn(request, asked)
+        self._ledger.trained(asked.token, asked.step, list(asked.dropped), asked.lag_max)
+        return Done()
+
+    def checkpointed(self, request: Request, asked: wire.Checkpointed) -> Done:
+        self._check_turn(request, asked)
+        _check_unique("kept", asked.kept)
+        self._ledger.checkpointed(asked.token, asked.step, asked.digest, list(asked.kept))
+        return Done()
+
+    def request_evaluation(self, request: Request, asked: wire.RequestEvaluation) -> wire.EvaluationId:
+        self._check_turn(request, asked)
+        return wire.EvaluationId(self._ledger.request_evaluation(asked.token, asked.step))
 
     @property
     def _most_groups(self) -> int:
         """Groups of the largest step: no honest request names more, one from before a resume neither."""
         return max(self._ledger.settings.groups_per_step, *self._ledger.state.replay_sizes.values(), 0)
 
-    def _token(self, request: Request) -> int:
-        token = int(field(request.args, "token", int))
-        self._ledger.check_token(token)
-        return token
+    def _check_ids(self, name: str, values: Sequence[int]) -> Sequence[int]:
+        """Return ids of a request: each once, as many as a step has at most."""
+        if len(values) > self._most_groups:
+            raise WireError(
+                f"the field '{name}' holds {len(values)} numbers, allowed are {self._most_groups}"
+            )
+        return _check_unique(name, values)
 
-    def _token_in_turn(self, request: Request) -> int:
-        """Return the token of a call that may not come behind a later one of the same learner.
+    def _check_turn(self, request: Request, asked: wire.OfLearner) -> None:
+        """Check the token of a call that may not come behind a later one of the same learner.
 
         A connection that broke may give up a call late, when it was made again and its learner went on: a
         `resume` would then leave the lineage whose weights are published, and nobody could lease any more.
 
         Raises:
-            LedgerError: It came late.
+            LedgerError: It came late, or the token is an older one.
         """
-        token = self._token(request)
-        if (token, request.id) < self._last_call:
+        self._ledger.check_token(asked.token)
+        if (asked.token, request.id) < self._last_call:
             raise LedgerError(f"'{request.op}' came behind a later call of its learner")
-        self._last_call = (token, request.id)
-        return token
-
-    def _reply(self, request: Request, **args: Any) -> None:
-        self._desk.answer(request, args)
+        self._last_call = (asked.token, request.id)
 
 
-def _not_ready() -> dict[str, Any]:
-    return {"ready": False, "tickets": [], "versions": []}
+def _not_ready() -> wire.Reserved:
+    return wire.Reserved(ready=False)
 
 
-def _read_ids(args: dict[str, Any], name: str, most: int) -> list[int]:
-    """Return the checked ids of a request: whole numbers, each once, `most` of them at most."""
-    values = field(args, name, list)
-    if len(values) > most:
-        raise WireError(f"the field '{name}' holds {len(values)} numbers, allowed are {most}")
-    if not all(type(value) is int for value in values) or len(set(values)) < len(values):
+def _flatten(payloads: Sequence[Sequence[Frame]]) -> tuple[tuple[int, ...], list[Frame]]:
+    """Return how many frames each payload has, and all of them."""
+    counts = tuple(len(payload) for payload in payloads)
+    return counts, [frame for payload in payloads for frame in payload]
+
+
+def _check_unique(name: str, values: Sequence[int]) -> Sequence[int]:
+    if len(set(values)) < len(values):
         raise WireError(f"the field '{name}' holds whole numbers, each once")
-    return list(values)
-
-
-def _read_note(args: dict[str, Any]) -> dict[str, float]:
-    note = field(args, "note", dict)
-    if len(note) > MAX_NOTE_VALUES or not all(
-        isinstance(name, str) and len(name) <= MAX_NAME_CHARACTERS and type(value) in (int, float)
-        for name, value in note.items()
-    ):
-        raise WireError("the field 'note' holds a few numbers by name")
-    return {name: float(value) for name, value in note.items()}
-
-
-def _read_drops(args: dict[str, Any]) -> list[tuple[int, str]]:
-    rows = field(args, "dropped", list)
-    for row in rows:
-        is_pair = isinstance(row, list) and len(row) == 2 and type(row[0]) is int
-        if not (is_pair and isinstance(row[1], str) and len(row[1]) <= MAX_NAME_CHARACTERS):
-            raise WireError("the field 'dropped' holds pairs of a ticket and a reason")
-    return [(ticket, reason) for ticket, reason in rows]
+    return values

@@ -12,12 +12,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from asyncrl.rpc import Request
+from asyncrl.rpc.operation import Message
 
-Attempt = Callable[[], dict[str, Any] | None]
-"""Returns the arguments of the answer, or None to wait on; raises to refuse."""
+Attempt = Callable[[], Message | None]
+"""Returns the answer, or None to wait on; raises to refuse."""
 Owner = tuple[str, str]
 """(role, name)."""
 MIN_KEPT = 64
@@ -37,7 +37,7 @@ class Parked:
 
     request: Request
     attempt: Attempt
-    last: Callable[[], dict[str, Any]]
+    last: Callable[[], Message]
     deadline: float
     given_up: float
     owner: Owner

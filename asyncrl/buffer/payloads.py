@@ -8,28 +8,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncrl.buffer.messages import Fetched, PrefetchedGroups
 from asyncrl.errors import LedgerError, WireError
 from asyncrl.experience import Group, decode_group
-from asyncrl.rpc import Reply
+from asyncrl.rpc.operation import Answer
 from asyncrl.wire import Frame
 
 
-def split_frames(reply: Reply) -> list[list[Frame]]:
-    """Return the frames of each group in a reply to `fetch` or `prefetch`."""
-    counts = reply.args["frames_per_group"]
-    if sum(counts) != len(reply.frames):
+def split_frames(answer: Answer[Fetched] | Answer[PrefetchedGroups]) -> list[list[Frame]]:
+    """Return the frames of each group in an answer to `fetch` or `prefetch`."""
+    counts = answer.message.frames_per_group
+    if sum(counts) != len(answer.frames):
         raise WireError("the buffer's frames do not fit the groups that it names")
-    frames = iter(reply.frames)
+    frames = iter(answer.frames)
     return [[next(frames) for _ in range(count)] for count in counts]
 
 
-def read_fetched(tickets: Sequence[int], reply: Reply, known: Mapping[int, Group]) -> dict[int, Group]:
+def read_fetched(
+    tickets: Sequence[int], answer: Answer[Fetched], known: Mapping[int, Group]
+) -> dict[int, Group]:
     """Return the groups that came; those of `tickets` without frames must be `known`."""
-    if reply.args["lost"]:
-        raise LedgerError(
-            f"the payloads of tickets {reply.args['lost']} are lost", hint="Reserve the step again"
-        )
-    found = split_frames(reply)
+    if lost := answer.message.lost:
+        raise LedgerError(f"the payloads of tickets {list(lost)} are lost", hint="Reserve the step again")
+    found = split_frames(answer)
     if len(found) != len(tickets):
         raise WireError("the buffer's frames do not fit the tickets that were fetched")
     came = {ticket: frames for ticket, frames in zip(tickets, found, strict=True) if frames}

@@ -1,28 +1,18 @@
-"""What the buffer does for rollout replicas: checks each argument, then asks the ledger."""
+"""What the buffer does for rollout replicas, by asking the ledger."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from asyncrl.buffer import messages as wire
+from asyncrl.buffer.ledger.tickets import Part
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import WireError
-from asyncrl.metrics.tallies import Tally
 from asyncrl.rpc import Request
-from asyncrl.wire import field
+from asyncrl.rpc.operation import Answer, Done, Operations
 
 if TYPE_CHECKING:
     from asyncrl.buffer.service import Desk
-
-MAX_WAIT_S = 600.0
-MAX_WANT = 4096
-MAX_NAME_CHARACTERS = 200
-MAX_METRICS = 1024
-METRIC = re.compile(r"(accuracy|reward_mean|val-(core|aux)/.+)")
-"""Figures of an evaluation that somebody reads."""
-MAX_COUNT, MAX_TOTAL, MAX_SQUARES = 10**15, 1e150, 1e300
-"""Of a tally: sums of many such, and the square of their mean, stay finite. Rewards reach 3.4e38."""
 
 
 class ReplicaOps:
@@ -34,114 +24,100 @@ class ReplicaOps:
         self._desk = desk
         self._last_seen: dict[str, float] = {}
 
-    def table(self) -> dict[str, Callable[[Request], None]]:
-        return {
-            "describe_data": self.describe_data,
-            "lease": self.lease,
-            "renew": self.renew,
-            "push": self.push,
-            "carry": self.carry,
-            "fetch_carry": self.fetch_carry,
-            "fail": self.fail,
-            "release": self.release,
-            "retire": self.retire,
-            "evaluated": self.evaluated,
-        }
+    def add_to(self, operations: Operations) -> None:
+        """Let these be handled."""
+        operations.add(wire.DESCRIBE_DATA, self.describe_data)
+        operations.add(wire.LEASE, self.lease)
+        operations.add(wire.RENEW, self.renew)
+        operations.add(wire.PUSH, self.push)
+        operations.add(wire.CARRY, self.carry)
+        operations.add(wire.FETCH_CARRY, self.fetch_carry)
+        operations.add(wire.FAIL, self.fail)
+        operations.add(wire.RELEASE, self.release)
+        operations.add(wire.RETIRE, self.retire)
+        operations.add(wire.EVALUATED, self.evaluated)
 
-    def describe_data(self, request: Request) -> None:
-        num_prompts, digest = field(request.args, "num_prompts", int), read_name(request.args, "digest")
-        self._ledger.describe_data(num_prompts, digest, _read_sources(request.args))
-        self._reply(request)
+    def describe_data(self, request: Request, asked: wire.DescribeData) -> Done:
+        self._ledger.describe_data(asked.num_prompts, asked.digest, list(asked.sources))
+        return Done()
 
-    def lease(self, request: Request) -> None:
-        args, replica = request.args, self._replica(request)
-        version, want = field(args, "version", int), field(args, "want", int)
-        if not 0 <= want <= MAX_WANT:
-            raise WireError(f"a replica wants {want} leases, allowed are 0 to {MAX_WANT}")
-        evaluating = args.get("evaluating")
-        if evaluating is not None:
-            evaluating = field(args, "evaluating", int)
+    def lease(self, request: Request, asked: wire.Lease) -> wire.LeaseReply | None:
+        self._note(asked.replica)
         if request.patience_s <= 0.0:  # it lay in the socket while the journal was away
             self._store.counters["leases_given_up"] += 1
-            self._reply(request, **no_grant())
-            return
-        if "held" in args:
-            num_lost = self._ledger.keep_only(replica, set(read_pairs(args, "held")))
-            self._store.counters["grants_lost"] += num_lost
+            return wire.LeaseReply()
+        if asked.held is not None:
+            self._store.counters["grants_lost"] += self._ledger.keep_only(asked.replica, set(asked.held))
 
-        def attempt() -> Any:
-            return self._grant(replica, version, want, evaluating)
+        def attempt() -> wire.LeaseReply | None:
+            return self._grant(asked)
 
         # Who serves the same version is granted the same, or nothing.
-        lane = ("lease", version, want > 0)
-        self._desk.park_until(request, attempt, no_grant, read_wait_s(args), ("replica", replica), lane)
+        lane = ("lease", asked.version, asked.want > 0)
+        owner = ("replica", asked.replica)
+        self._desk.park_until(request, attempt, wire.LeaseReply, asked.wait_s, owner, lane)
+        return None
 
-    def _grant(self, replica: str, version: int, want: int, evaluating: int | None) -> dict[str, Any] | None:
+    def _grant(self, asked: wire.Lease) -> wire.LeaseReply | None:
         # An evaluation is no lease: the learner has ordered it, and a pause lets what was begun end.
-        wanted = 0 if self._desk.is_paused else want
-        grants = self._ledger.lease(replica, version, wanted, self._desk.clock.now())
-        order = self._ledger.evaluations.give(replica, version, evaluating)
+        wanted = 0 if self._desk.is_paused else asked.want
+        grants = self._ledger.lease(asked.replica, asked.version, wanted, self._desk.clock.now())
+        order = self._ledger.evaluations.give(asked.replica, asked.version, asked.evaluating)
         if not grants and order is None:
             return None
         lease_s = self._ledger.settings.lease_s
-        rows = [
-            {
-                "ticket": grant.ticket,
-                "attempt": grant.attempt,
-                "source": grant.source,
-                "pass": grant.pass_number,
-                "index": grant.index,
-                "seed": grant.seed,
-                "lease_s": lease_s,
-                "carry_attempt": grant.carry_attempt,
-            }
+        granted = tuple(
+            wire.LeaseGrant(
+                grant.ticket,
+                grant.attempt,
+                grant.source,
+                grant.pass_number,
+                grant.index,
+                grant.seed,
+                lease_s,
+                grant.carry_attempt,
+            )
             for grant in grants
-        ]
-        return {"grants": rows, "evaluate": order and order._asdict()}
+        )
+        return wire.LeaseReply(granted, _order_of(order))
 
-    def take_back(self, request: Request, args: dict[str, Any]) -> None:
-        """Take back what `lease` granted in `args`: nobody waits for the answer any more."""
-        held = [(row["ticket"], row["attempt"]) for row in args["grants"]]
-        self._ledger.release(self._replica(request), held)
+    def take_back(self, replica: str, granted: wire.LeaseReply) -> None:
+        """Take back what `lease` granted: nobody waits for the answer any more."""
+        self._ledger.release(replica, [grant.key for grant in granted.grants])
         self._store.counters["leases_given_up"] += 1
 
-    def renew(self, request: Request) -> None:
-        held = read_pairs(request.args)
-        lost = self._ledger.renew(self._replica(request), held, self._desk.clock.now())
-        self._reply(request, lost=lost)
-
-    def push(self, request: Request) -> None:
-        ticket, attempt = field(request.args, "ticket", int), field(request.args, "attempt", int)
-        result = self._store.push(self._replica(request), ticket, attempt, request.frames)
-        self._reply(request, result=result)
-
-    def carry(self, request: Request) -> None:
-        ticket, attempt = field(request.args, "ticket", int), field(request.args, "attempt", int)
-        result = self._store.carry(self._replica(request), ticket, attempt, request.frames)
-        self._reply(request, result=result)
-
-    def fetch_carry(self, request: Request) -> None:
-        ticket, attempt = field(request.args, "ticket", int), field(request.args, "attempt", int)
-        frames = self._store.fetch_carry(self._replica(request), ticket, attempt)
-        self._desk.answer(request, {"found": frames is not None}, frames or [])
-
-    def fail(self, request: Request) -> None:
-        args = request.args
-        ticket, attempt, reason = (
-            field(args, "ticket", int),
-            field(args, "attempt", int),
-            field(args, "reason", str),
+    def renew(self, request: Request, asked: wire.Renew) -> wire.Renewed:
+        self._note(asked.replica)
+        return wire.Renewed(
+            tuple(self._ledger.renew(asked.replica, list(asked.tickets), self._desk.clock.now()))
         )
-        self._store.fail(self._replica(request), ticket, attempt, reason)
-        self._reply(request)
 
-    def release(self, request: Request) -> None:
-        self._ledger.release(self._replica(request), read_pairs(request.args))
-        self._reply(request)
+    def push(self, request: Request, asked: wire.Push) -> wire.Settled:
+        self._note(asked.replica)
+        return wire.Settled(self._store.push(asked.replica, asked.ticket, asked.attempt, request.frames))
 
-    def retire(self, request: Request) -> None:
-        self.retire_absent(self._replica(request))
-        self._reply(request)
+    def carry(self, request: Request, asked: wire.Carry) -> wire.Settled:
+        self._note(asked.replica)
+        return wire.Settled(self._store.carry(asked.replica, asked.ticket, asked.attempt, request.frames))
+
+    def fetch_carry(self, request: Request, asked: wire.FetchCarry) -> Answer[wire.FetchedCarry]:
+        self._note(asked.replica)
+        frames = self._store.fetch_carry(asked.replica, asked.ticket, asked.attempt)
+        return Answer(wire.FetchedCarry(frames is not None), frames or [])
+
+    def fail(self, request: Request, asked: wire.Fail) -> Done:
+        self._note(asked.replica)
+        self._store.fail(asked.replica, asked.ticket, asked.attempt, asked.reason)
+        return Done()
+
+    def release(self, request: Request, asked: wire.Release) -> Done:
+        self._note(asked.replica)
+        self._ledger.release(asked.replica, list(asked.tickets))
+        return Done()
+
+    def retire(self, request: Request, asked: wire.Retire) -> Done:
+        self.retire_absent(asked.replica)
+        return Done()
 
     def retire_absent(self, replica: str) -> None:
         """Take back what a replica holds, or held before it died; grant it nothing that it waits for."""
@@ -149,21 +125,18 @@ class ReplicaOps:
         self._ledger.retire(replica)
         self._last_seen.pop(replica, None)
 
-    def evaluated(self, request: Request) -> None:
-        args, orders = request.args, self._ledger.evaluations
-        replica = self._replica(request)
-        number, version = field(args, "id", int), field(args, "version", int)
-        part = field({"part": 0, **args}, "part", int)
+    def evaluated(self, request: Request, asked: wire.Evaluated) -> wire.NextPart:
+        self._note(asked.replica)
+        orders = self._ledger.evaluations
         try:
-            tallies = _read_tallies(number, field(args, "metrics", dict))
+            tallies = asked.tallies()
         except WireError:
             self._store.counters["evaluations_refused"] += 1
-            orders.refuse(number, replica, version, part)
+            orders.refuse(asked.id, asked.replica, asked.version, asked.part)
             raise
-        if not orders.finish(number, version, tallies, part):
+        if not orders.finish(asked.id, asked.version, tallies, asked.part):
             self._store.counters["evaluations_unasked"] += 1
-        more = orders.give_more(number, replica, version)
-        self._reply(request, more=more and more._asdict())
+        return wire.NextPart(_order_of(orders.give_more(asked.id, asked.replica, asked.version)))
 
     def expire_silent(self, now: float) -> bool:
         """Take evaluations back from replicas that have been silent for a lease's time."""
@@ -178,80 +151,10 @@ class ReplicaOps:
             has_silent = True
         return has_silent
 
-    def _replica(self, request: Request) -> str:
-        name = read_name(request.args, "replica")
-        if self._last_seen.pop(name, None) is not None:
-            self._last_seen[name] = self._desk.clock.now()
-        return name
-
-    def _reply(self, request: Request, **args: Any) -> None:
-        self._desk.answer(request, args)
+    def _note(self, replica: str) -> None:
+        if self._last_seen.pop(replica, None) is not None:
+            self._last_seen[replica] = self._desk.clock.now()
 
 
-def no_grant() -> dict[str, Any]:
-    """Return the answer to a lease that grants nothing."""
-    return {"grants": [], "evaluate": None}
-
-
-def read_name(args: dict[str, Any], name: str) -> str:
-    """Return a text that is kept, or comes back in errors: a name, or a digest."""
-    text = str(field(args, name, str))
-    if not 0 < len(text) <= MAX_NAME_CHARACTERS:
-        raise WireError(
-            f"the field '{name}' has {len(text)} characters, allowed are 1 to {MAX_NAME_CHARACTERS}"
-        )
-    return text
-
-
-def read_wait_s(args: dict[str, Any]) -> float:
-    """Return the checked `wait_s` of a long poll, in seconds."""
-    wait_s = float(field(args, "wait_s", (int, float)))
-    if not 0.0 <= wait_s <= MAX_WAIT_S:
-        raise WireError(f"a wait of {wait_s} s is not between 0 and {MAX_WAIT_S:g} s")
-    return wait_s
-
-
-def _read_sources(args: dict[str, Any]) -> list[tuple[int, float]]:
-    """Return the checked (prompts, weight) pairs of `describe_data`, none where there is one source."""
-    sources = field({"sources": [], **args}, "sources", list)
-    for one in sources:
-        is_pair = isinstance(one, list) and len(one) == 2
-        if not (is_pair and type(one[0]) is int and type(one[1]) in (int, float)):
-            raise WireError("the field 'sources' holds pairs of a number of prompts and a weight")
-    return [(count, float(weight)) for count, weight in sources]
-
-
-def read_pairs(args: dict[str, Any], name: str = "tickets") -> list[tuple[int, int]]:
-    """Return the checked (ticket, attempt) pairs of a request."""
-    pairs = field(args, name, list)
-    for pair in pairs:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(type(one) is int for one in pair)):
-            raise WireError(f"the field '{name}' holds pairs of a ticket and an attempt")
-    return [(ticket, attempt) for ticket, attempt in pairs]
-
-
-def _is_metric(name: Any) -> bool:
-    is_text = isinstance(name, str) and len(name) <= MAX_NAME_CHARACTERS and name.isprintable()
-    return is_text and METRIC.fullmatch(name) is not None
-
-
-def _read_tallies(number: int, metrics: dict[Any, Any]) -> dict[str, Tally]:
-    """Return the checked result of a part: by name a finite number, or [count, total, squares, trials]."""
-    if len(metrics) > MAX_METRICS:
-        raise WireError(f"evaluation {number}: more than {MAX_METRICS} metrics")
-    tallies = {}
-    for name, value in metrics.items():
-        sums = value if isinstance(value, list) else [1, value, 0.0, 0]
-        if not _is_metric(name) or len(sums) != 4 or not all(type(one) in (int, float) for one in sums):
-            raise WireError(
-                f"evaluation {number}: metrics are finite numbers, or four sums each, by name: "
-                "accuracy, reward_mean, val-core/..., val-aux/..."
-            )
-        count, total, squares, trials = sums
-        if not (type(count) is int and type(trials) is int and min(count, trials, squares) >= 0):
-            raise WireError(f"evaluation {number}: counts and squares are never below 0")
-        is_small = max(count, trials) <= MAX_COUNT and squares <= MAX_SQUARES
-        if not (is_small and abs(total) <= MAX_TOTAL):  # not so for no number either
-            raise WireError(f"evaluation {number}: the sums of '{name}' are not finite, or too large")
-        tallies[name] = Tally(count, float(total), float(squares), trials)
-    return tallies
+def _order_of(part: Part | None) -> wire.EvaluationOrder | None:
+    return None if part is None else wire.EvaluationOrder(*part)

@@ -22,25 +22,34 @@ from typing import Any
 from asyncrl.buffer.learner_ops import LearnerOps
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.tickets import State
+from asyncrl.buffer.messages import (
+    FETCH,
+    FETCH_CARRY,
+    LEASE,
+    STATUS,
+    BufferStatus,
+    FinishedEvaluation,
+    Lease,
+    LeaseReply,
+)
 from asyncrl.buffer.parking import Attempt, Owner, Parked, ParkingLot
-from asyncrl.buffer.replica_ops import ReplicaOps, no_grant
+from asyncrl.buffer.replica_ops import ReplicaOps
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import Clock
-from asyncrl.errors import AsyncrlError, LedgerError, WireError
+from asyncrl.errors import AsyncrlError, LedgerError
 from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
 from asyncrl.obstacle import OBSTACLES
 from asyncrl.rpc import Handler, Limits, Request, Server
+from asyncrl.rpc.operation import Answer, Message, Operations, fields_of, read_message
 from asyncrl.states import ServiceState
-from asyncrl.wire import Frame
 
 log = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
 MAX_PARKED = 16_384
 """Of a fleet of thousands each may wait, and once more under a newer version."""
-STATUS = "status"
-QUIET_OPS = frozenset({"lease", "fetch", "fetch_carry", STATUS})
+QUIET_OPS = frozenset(one.name for one in (LEASE, FETCH, FETCH_CARRY, STATUS))
 """What changes nothing that others wait for, but by events: a lease that is refused wakes nobody."""
 MAX_EVALUATIONS_TOLD = 64
 """The newest: a status must fit into a header, also after thousands of evaluations."""
@@ -54,8 +63,8 @@ MAX_OUTBOX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a request gets once the turn is durable: arguments and frames, or an error.
+class Outgoing:
+    """What a request gets once the turn is durable: an answer or an error.
 
     Attributes:
         given_up: From when on nobody waits for it.
@@ -63,15 +72,13 @@ class Answer:
 
     request: Request
     given_up: float
-    args: dict[str, Any]
-    frames: Sequence[Frame] = ()
-    error: AsyncrlError | None = None
+    answer: Answer[Message] | AsyncrlError
 
     def send(self) -> None:
-        if self.error is not None:
-            self.request.fail(self.error)
+        if isinstance(self.answer, AsyncrlError):
+            self.request.fail(self.answer)
         else:
-            self.request.reply(frames=self.frames, **self.args)
+            self.request.reply(frames=self.answer.frames, **fields_of(self.answer.message))
 
 
 class Desk:
@@ -83,30 +90,25 @@ class Desk:
         self.is_paused = False
         self.retiring: SimpleQueue[str] = SimpleQueue()
         self._was_paused = False
-        self.last_status: dict[str, Any] = {}
         self.counters: Counter[str] = Counter()
         self.wire_counters: Counter[str] = Counter()
         self._parked = ParkingLot()
-        self._outbox: list[Answer] = []
+        self._outbox: list[Outgoing] = []
         self._outbox_bytes = 0
         self._has_changed = False
         self._next_status = 0.0
+        self._ops = Operations("the buffer", self.answer)
+        self._ops.add(STATUS, lambda _, __: self.status())
         self._replicas = ReplicaOps(store, self)
-        self._ops: dict[str, Callable[[Request], None]] = {
-            **self._replicas.table(),
-            STATUS: lambda request: self.answer(request, self.status()),
-            **LearnerOps(store, self).table(),
-        }
-        self.generator_ops = frozenset({STATUS, *self._replicas.table()})
+        self._replicas.add_to(self._ops)
+        self.generator_ops = self._ops.names()
+        LearnerOps(store, self).add_to(self._ops)
         self.refresh_status()
 
     def handle(self, request: Request) -> None:
         """Handle one request; its answer leaves at the end of the turn."""
-        op = self._ops.get(request.op)
-        if op is None:
-            raise WireError(f"the buffer knows no operation '{request.op}'")
         self._has_changed |= request.op not in QUIET_OPS
-        op(request)
+        self._ops.handle(request)
 
     def tick(self, now: float) -> None:
         """End what time has ended: leases, silent evaluators, waits."""
@@ -132,10 +134,10 @@ class Desk:
                 return has_retired
             has_retired = True
 
-    def answer(self, request: Request, args: dict[str, Any], frames: Sequence[Frame] = ()) -> None:
+    def answer(self, request: Request, answer: Answer[Message]) -> None:
         """Send this once the turn's events are durable."""
-        self._outbox.append(Answer(request, self._given_up(request), args, frames))
-        self._outbox_bytes += sum(len(frame) for frame in frames)
+        self._outbox.append(Outgoing(request, self._given_up(request), answer))
+        self._outbox_bytes += sum(len(frame) for frame in answer.frames)
 
     def is_full(self) -> bool:
         """Tell whether the turn must end: its answers are large."""
@@ -145,7 +147,7 @@ class Desk:
         self,
         request: Request,
         attempt: Attempt,
-        last: Callable[[], dict[str, Any]],
+        last: Callable[[], Message],
         wait_s: float,
         owner: Owner,
         lane: Hashable = None,
@@ -155,11 +157,11 @@ class Desk:
         Args:
             lane: Of those that are alike while no evaluation is open (`parking`).
         """
-        args = attempt()
-        if args is None and (len(self._parked) >= MAX_PARKED or wait_s == 0.0):
-            args = last()
-        if args is not None:
-            self.answer(request, args)
+        found = attempt()
+        if found is None and (len(self._parked) >= MAX_PARKED or wait_s == 0.0):
+            found = last()
+        if found is not None:
+            self.answer(request, Answer(found))
             return
         deadline, given_up = self.clock.now() + wait_s, self._given_up(request)
         newcomer = Parked(request, attempt, last, deadline, given_up, owner, owner if lane is None else lane)
@@ -182,7 +184,7 @@ class Desk:
 
     def _end_wait(self, parked: Parked) -> None:
         self._parked.remove(parked)
-        self.answer(parked.request, parked.last())
+        self.answer(parked.request, Answer(parked.last()))
 
     def end_turn(self) -> None:
         """Answer what can be answered, make the turn durable, send; without the journal, wait."""
@@ -212,16 +214,17 @@ class Desk:
         Else they would be held until they expire, by replicas that do not know of them.
         """
         for number, answer in enumerate(self._outbox):
-            if answer.given_up <= now and answer.error is None and answer.args.get("grants"):
-                self._replicas.take_back(answer.request, answer.args)
-                self._outbox[number] = replace(answer, args=no_grant())
+            if answer.given_up <= now and (lost := _grants_in(answer.answer)) is not None:
+                asked = read_message(answer.request.args, Lease, LEASE.name)
+                self._replicas.take_back(asked.replica, lost)
+                self._outbox[number] = replace(answer, answer=Answer(LeaseReply()))
                 self._has_changed = True
 
     def _try_parked(self, now: float) -> None:
         has_changed, self._has_changed = self._has_changed or self.store.ledger.has_news, False
         for parked in self._parked.take_expired(now):
             if not self._try(parked, now):
-                self._outbox.append(Answer(parked.request, parked.given_up, parked.last()))
+                self._outbox.append(Outgoing(parked.request, parked.given_up, Answer(parked.last())))
         if has_changed and self._parked:
             are_alike = not self.store.ledger.evaluations.have_free_part
             self._parked.offer(lambda parked: self._try(parked, now), are_alike=are_alike)
@@ -229,68 +232,72 @@ class Desk:
     def _try(self, parked: Parked, now: float) -> bool:
         """Answer a parked request if that is possible now; return whether it was."""
         if now >= parked.given_up:  # the wait ended while the journal was away
-            self._outbox.append(Answer(parked.request, parked.given_up, parked.last()))
+            self._outbox.append(Outgoing(parked.request, parked.given_up, Answer(parked.last())))
             return True
         try:
-            args = parked.attempt()
+            found = parked.attempt()
         except AsyncrlError as error:
-            self._outbox.append(Answer(parked.request, parked.given_up, {}, error=error))
+            self._outbox.append(Outgoing(parked.request, parked.given_up, error))
             return True
         if parked.owner[0] == "learner":  # a reservation drops and issues again what others may lease
             self._has_changed |= self.store.ledger.has_news
-        if args is not None:
-            self._outbox.append(Answer(parked.request, parked.given_up, args))
-        return args is not None
+        if found is not None:
+            self._outbox.append(Outgoing(parked.request, parked.given_up, Answer(found)))
+        return found is not None
 
     def refresh_status(self) -> None:
         """Recount, for readers in other threads."""
         self.last_status = self.status()
         self._next_status = self.clock.now() + STATUS_EVERY_S
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> BufferStatus:
         """Return the census, both laws' residue and what else operators ask for."""
         state = self.store.ledger.state
-        census = take_census(state).as_values()
+        census = take_census(state)
         counters = self.store.counters + self.store.journal.counters + self.counters
         evaluations = [
-            {"id": one.id, "step": one.step, "version": one.version, "metrics": one.metrics}
+            FinishedEvaluation(one.id, one.step, one.version, one.metrics)
             for one in state.evaluations.values()
-            if one.is_done
+            if one.version is not None
         ]
-        num_pending = len(state.evaluations) - len(evaluations)
-        return {
-            "census": census,
-            **census,
-            "residue": census["residue"],
-            "stored_groups": state.counts[State.STORED],
-            "stored_tokens": state.held_tokens,
-            "memory_bytes": state.held_bytes,
-            "promised_bytes": state.memory_bytes,
-            "steps_trained": state.steps_trained,
-            "num_prompts": state.num_prompts,
-            "lineage": state.versions.lineage,
-            "last_version": state.versions.last_number,
-            "token": state.token,
-            "leases": {replica: len(held) for replica, held in state.leases.items()},
-            "reissues": dict(state.reissues),
-            "checkpoints": sorted(state.checkpoints),
-            "evaluations": _newest(evaluations),
-            "evaluations_pending": num_pending,
-            "parked": len(self._parked),
-            "journal": self.store.journal.status(),
-            "counters": {**counters, **{f"wire/{name}": n for name, n in self.wire_counters.items()}},
-        }
+        return BufferStatus(
+            **vars(census),
+            residue=census.residue,
+            stored_groups=state.counts[State.STORED],
+            stored_tokens=state.held_tokens,
+            memory_bytes=state.held_bytes,
+            promised_bytes=state.memory_bytes,
+            steps_trained=state.steps_trained,
+            num_prompts=state.num_prompts,
+            lineage=state.versions.lineage,
+            last_version=state.versions.last_number,
+            token=state.token,
+            leases={replica: len(held) for replica, held in state.leases.items()},
+            reissues=dict(state.reissues),
+            checkpoints=tuple(sorted(state.checkpoints)),
+            evaluations=_newest(evaluations),
+            evaluations_pending=len(state.evaluations) - len(evaluations),
+            parked=len(self._parked),
+            journal=self.store.journal.status(),
+            counters={**counters, **{f"wire/{name}": n for name, n in self.wire_counters.items()}},
+        )
 
 
-def _newest(evaluations: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _grants_in(answer: Answer[Message] | AsyncrlError) -> LeaseReply | None:
+    """Return an answer that grants leases, None for any other."""
+    found = answer.message if isinstance(answer, Answer) else None
+    return found if isinstance(found, LeaseReply) and found.grants else None
+
+
+def _newest(evaluations: Sequence[FinishedEvaluation]) -> tuple[FinishedEvaluation, ...]:
     """Return the newest evaluations, at least one, as many as fit."""
     num_told, room = 0, MAX_METRICS_TOLD
     for found in reversed(evaluations[-MAX_EVALUATIONS_TOLD:]):
-        room -= len(found["metrics"])
+        room -= len(found.metrics)
         if room < 0 and num_told:
             break
         num_told += 1
-    return evaluations[len(evaluations) - num_told :]
+    return tuple(evaluations[len(evaluations) - num_told :])
 
 
 class PatientServer(Server):
@@ -346,7 +353,7 @@ class BufferService:
         """Return the last recount, at most half a second old while the service runs."""
         told = {"state": self._state, "address": self.address, "paused": self._desk.is_paused}
         told[OBSTACLES] = [one.as_values() for one in self._store.journal.obstacles()]
-        return {**self._desk.last_status, **told}
+        return {**fields_of(self._desk.last_status), **told}
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """Do what an operator asks.

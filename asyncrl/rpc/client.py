@@ -24,6 +24,7 @@ from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, WireE
 from asyncrl.keys import ClientKeys
 from asyncrl.rpc.connection import Connection
 from asyncrl.rpc.frames import receive_parts, send_parts
+from asyncrl.rpc.operation import A, Answer, Operation, Q
 from asyncrl.rpc.request import Reply, pack_request, read_reply
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,25 @@ class Client:
             AsyncrlError: The service's own error, with its class where that is one of ours.
         """
         return self.begin(op, frames, deadline_s, **args).end()
+
+    def ask(
+        self,
+        operation: Operation[Q, A],
+        asked: Q,
+        frames: Sequence[wire.Frame] = (),
+        deadline_s: float = 10.0,
+    ) -> Answer[A]:
+        """Call an operation and wait for its answer.
+
+        Raises:
+            WireError: The answer is none of this operation.
+            AsyncrlError: As `call`.
+        """
+        return operation.read(self.call(operation.name, frames, deadline_s, **operation.arguments(asked)))
+
+    def begin_asking(self, operation: Operation[Q, A], asked: Q, deadline_s: float) -> PendingCall:
+        """Send a call, see `begin`; `operation.read` reads its reply."""
+        return self.begin(operation.name, (), deadline_s, **operation.arguments(asked))
 
     def begin(
         self, op: str, frames: Sequence[wire.Frame] = (), deadline_s: float = 10.0, **args: Any
@@ -206,6 +226,17 @@ class AsyncClient:
             raise _unreachable(op, self.address, deadline_s, self._keys) from None
         finally:
             self._waiting.pop(call_id, None)
+
+    async def ask(
+        self,
+        operation: Operation[Q, A],
+        asked: Q,
+        frames: Sequence[wire.Frame] = (),
+        deadline_s: float = 10.0,
+    ) -> Answer[A]:
+        """As `Client.ask`."""
+        arguments = operation.arguments(asked)
+        return operation.read(await self.call(operation.name, frames, deadline_s, **arguments))
 
     def _attach(self) -> asyncio.AbstractEventLoop:
         """Let the running loop watch the connection."""

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import zmq
 
-from asyncrl.buffer.client import LearnerClient, LeaseGrant, ReplicaClient
+from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.ledger.tickets import LedgerSettings
+from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.clock import SystemClock
 from asyncrl.experience import Group, Trajectory
 from asyncrl.versions import Span

@@ -243,7 +243,7 @@ class Watch:
             self.rows = found
             if found:  # before, the replicas may still be starting
                 replicas = {name: self._crew.ask(name, "status") for name in self._replicas}
-                dropped = self._crew.ask("buffer.0", "status")["census"]["dropped"]
+                dropped = self._crew.ask("buffer.0", "status")["dropped"]
                 self.samples.append(Sample(time.time(), replicas, sum(dropped.values())))
             if time.monotonic() > end_s:
                 raise ServiceFailed(f"no step in time\n{self._crew.tail('learner.0')}")

@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 
 from asyncrl.allocation import keep_freed_memory
-from asyncrl.buffer.client import LearnerClient, LeaseGrant, ReplicaClient
+from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import open_journal
 from asyncrl.buffer.ledger.tickets import LedgerSettings
+from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import SystemClock

@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from asyncrl.buffer.client import EvaluationOrder
 from asyncrl.buffer.ledger.orders import sample_seed
+from asyncrl.buffer.messages import EvaluationOrder
 from asyncrl.errors import AsyncrlError
 from asyncrl.experience import Trajectory
 from asyncrl.metrics.tallies import Tally

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl.buffer.client import EvaluationOrder
+from asyncrl.buffer.messages import EvaluationOrder
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.metrics.tallies import conclude

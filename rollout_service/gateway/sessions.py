@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncrl.buffer.client import LeaseGrant
 from asyncrl.buffer.ledger.orders import sample_seed
+from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.errors import AsyncrlError, WireError
 from asyncrl.experience import Group, Trajectory, check_reward
 from rollout_service.gateway.history import Asked, Step, follow

@@ -389,12 +389,12 @@ def test_a_paused_learner_takes_no_batch_after_its_step_and_may_be_asked_for_a_c
         driver.leader.is_paused = True  # while the step is in progress
         following = [driver.step() for _ in range(4)]
         assert not any(isinstance(one, Train) for one in following), "there was another batch"
-        assert driver.leader.step == 1 and learner.status()["steps_trained"] == 1, "the step was booked"
+        assert driver.leader.step == 1 and learner.status().steps_trained == 1, "the step was booked"
         driver.leader.asked_step = 1
         assert driver.until(Checkpoint) == Checkpoint(1)
         for _ in itertools.takewhile(lambda _: driver.leader.checkpointed_step == 0, range(100)):
             assert isinstance(driver.step(), Wait)
-        assert driver.leader.checkpointed_step == 1 and learner.status()["checkpoints"] == [1]
+        assert driver.leader.checkpointed_step == 1 and learner.status().checkpoints == (1,)
         assert driver.leader.asked_step is None
         driver.leader.is_paused = False
         assert isinstance(order, Train) and driver.until(Train).step == 1

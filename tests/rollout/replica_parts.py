@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl.buffer import composition
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
+from asyncrl.buffer.messages import BufferStatus
 from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config, EvalSection, SourceSection
 from asyncrl.errors import AsyncrlError, DeadlineExceeded
@@ -142,7 +143,7 @@ class Stage:
     def state(self) -> str:
         return str(self.replica.status()["state"])
 
-    def census(self) -> dict[str, Any]:
+    def census(self) -> BufferStatus:
         return self.learner.status()
 
     def serve_first_version(self) -> int:

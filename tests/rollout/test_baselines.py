@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.client import EvaluationOrder
+from asyncrl.buffer.messages import EvaluationOrder
 from asyncrl.config.tree import Config, RewardSection
 from asyncrl.control.record.metering import Meter
 from asyncrl.experience import Group
@@ -72,9 +72,9 @@ def test_a_greedy_answer_that_cannot_be_scored_fails_its_group(tmp_path: Path):
     reward = FunctionReward("refuse", refuse)
     with open_stage(tmp_path, reward, advantage="remax") as stage:
         stage.serve_first_version()
-        wait_for(lambda: stage.census()["given_up"] > 0, "a prompt that is given up")
-        assert stage.census()["stored_groups"] == 0
-        assert stage.census()["residue"] == 0
+        wait_for(lambda: stage.census().given_up > 0, "a prompt that is given up")
+        assert stage.census().stored_groups == 0
+        assert stage.census().residue == 0
 
 
 def test_a_run_with_remax_asks_for_greedy_answers_and_leaves_room_for_them(tmp_path: Path):

@@ -69,7 +69,7 @@ def check_logprobs(served: Stage, group: Group, trajectory: Trajectory) -> None:
 
 def test_what_two_siblings_saw_in_their_chats_is_their_group(served: Stage):
     time.sleep(0.3)
-    assert served.learner.status()["issued"] == 0, "a group was leased that nobody had asked for"
+    assert served.learner.status().issued == 0, "a group was leased that nobody had asked for"
     agents = [served.open(), served.open()]
     assert [agent.session["sample"] for agent in agents] == [0, 1]
     assert agents[0].session["ticket"] == agents[1].session["ticket"]

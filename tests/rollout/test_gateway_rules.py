@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from asyncrl.buffer.client import LeaseGrant
+from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.experience import MAX_REWARD_PARTS, decode_group, encode_group

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from asyncrl.buffer import composition
-from asyncrl.buffer.client import LearnerClient, LeaseGrant, ReplicaClient
+from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.ledger.orders import sample_seed
+from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.clock import SystemClock
 from asyncrl.errors import EngineError
 from asyncrl.experience import UNFINISHED, Group, Trajectory
@@ -155,14 +156,14 @@ def test_a_drained_replica_s_work_goes_on_elsewhere_with_its_tokens_versions_and
             replica.command("drain", {})
             wait_for(lambda: replica.status()["state"] == "RETIRED", "RETIRED")
             assert replica.status()["counters"]["carry/carried"] == num_groups
-        assert yard.learner.status()["reissues"] == {"carried": num_groups}
+        assert yard.learner.status().reissues == {"carried": num_groups}
         second = yard.learner.register_version(0)
         with yard.replica("rollout.1", ScriptedEngine(EOS), PolicyVersion(second, 0)) as replica:
             reservation = yard.learner.reserve(0, WAIT_S)
             assert reservation is not None
             groups = yard.learner.fetch([ticket.ticket for ticket in reservation.tickets])
             wait_for(lambda: replica.status()["counters"]["groups_resumed"] == num_groups, "all carried work")
-        assert yard.learner.status()["residue"] == 0
+        assert yard.learner.status().residue == 0
     crossings = 0
     for group in groups:
         assert group.is_whole and (group.baseline_reward is None) == (advantage == "grpo")
@@ -291,8 +292,8 @@ def test_a_group_with_masked_answers_is_trained_and_one_of_nothing_else_is_dropp
             reservation = yard.learner.reserve(0, WAIT_S)
             assert reservation is not None
             groups = yard.learner.fetch([ticket.ticket for ticket in reservation.tickets])
-        assert yard.learner.status()["dropped"]["masked"] > 0
-        assert yard.learner.status()["residue"] == 0
+        assert yard.learner.status().dropped["masked"] > 0
+        assert yard.learner.status().residue == 0
     masked = [one for group in groups for one in group.trajectories if not one.loss_mask.any()]
     assert masked and all(one.finish_reason == "length" for one in masked)
     assert all(any(one.loss_mask.any() for one in group.trajectories) for group in groups)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.client import LeaseReply, ReplicaClient
+from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.ledger.orders import sample_seed
+from asyncrl.buffer.messages import LeaseReply
 from asyncrl.errors import ConnectionLost, EngineError, ServiceFailed
 from asyncrl.obstacle import OBSTACLES, Cause, parse_obstacles
 from rollout_service.engine.protocol import EngineDied
@@ -32,9 +33,9 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 def test_a_replica_takes_no_leases_before_it_has_loaded_a_registered_version(stage: Stage):
     wait_for(lambda: stage.state() == "SYNCING", "SYNCING")
-    assert stage.census()["issued"] == 0
+    assert stage.census().issued == 0
     stage.serve_first_version()
-    wait_for(lambda: stage.census()["issued"] > 0, "a lease")
+    wait_for(lambda: stage.census().issued > 0, "a lease")
     assert stage.receiver.reports == [(1, True)]
 
 
@@ -80,7 +81,7 @@ def test_training_goes_on_over_several_versions_within_the_bound(stage: Stage):
         number = stage.learner.register_version(step + 1)
         stage.receiver.offer(number, step + 1)
         wait_for(lambda wanted=number: stage.replica.status()["version"] == wanted, "the swap")
-    assert stage.census()["residue"] == 0
+    assert stage.census().residue == 0
 
 
 def test_a_load_that_fails_puts_the_replica_back_to_syncing_until_one_works(stage: Stage):
@@ -117,19 +118,19 @@ def test_a_fenced_replica_takes_no_leases(stage: Stage):
     stage.receiver.is_fenced = True
     stage.serve_first_version()
     threading.Event().wait(0.3)
-    assert stage.census()["issued"] == 0
+    assert stage.census().issued == 0
     stage.receiver.is_fenced = False
-    wait_for(lambda: stage.census()["issued"] > 0, "a lease after the fence was lifted")
+    wait_for(lambda: stage.census().issued > 0, "a lease after the fence was lifted")
 
 
 def test_an_evaluation_is_pinned_to_one_version_and_reported(stage: Stage):
     number = stage.serve_first_version()
     order = stage.learner.request_evaluation(0)
-    wait_for(lambda: stage.census()["evaluations"], "the evaluation")
-    (found,) = stage.census()["evaluations"]
-    assert (found["id"], found["version"]) == (order, number)
-    assert found["metrics"]["val-aux/num_prompts"] == 12
-    assert 0.0 <= found["metrics"]["accuracy"] <= 1.0
+    wait_for(lambda: stage.census().evaluations, "the evaluation")
+    (found,) = stage.census().evaluations
+    assert (found.id, found.version) == (order, number)
+    assert found.metrics["val-aux/num_prompts"] == 12
+    assert 0.0 <= found.metrics["accuracy"] <= 1.0
     wait_for(lambda: stage.state() == "READY", "READY")
     assert stage.receiver.calls[:2] == ["pin", "unpin"]
 
@@ -152,9 +153,9 @@ def test_an_evaluation_that_meets_a_failed_load_waits_for_one_that_works(stage: 
     stage.learner.request_evaluation(0)
     wait_for(lambda: stage.replica._weights_lock._waiters, "the order, while the load runs")
     goes_on.set()
-    wait_for(lambda: stage.census()["evaluations"], "the evaluation")
+    wait_for(lambda: stage.census().evaluations, "the evaluation")
     assert stage.receiver.reports[1:] == [(second, False), (second, True)]
-    assert stage.census()["evaluations"][0]["version"] == second
+    assert stage.census().evaluations[0].version == second
     wait_for(lambda: stage.state() == "READY", "READY")
 
 
@@ -170,8 +171,8 @@ def test_a_group_that_no_agent_opened_goes_back_and_counts_as_no_attempt(stage: 
     wait_for(lambda: count()["counters"].get("groups_unopened", 0) > 20, "many groups without agents")
     runner.run = run  # type: ignore[method-assign]
     assert stage.learner.reserve(0, WAIT_S) is not None
-    assert set(stage.census()["reissues"]) == {"released"}
-    assert stage.census()["given_up"] == 0
+    assert set(stage.census().reissues) == {"released"}
+    assert stage.census().given_up == 0
 
 
 def test_busy_and_idle_seconds_add_up_to_the_time_that_passed(stage: Stage):
@@ -191,10 +192,10 @@ def test_a_reward_that_raises_fails_its_group_and_nothing_of_it_is_trained(tmp_p
 
     with open_stage(tmp_path, FunctionReward("refuse", refuse)) as stage:
         stage.serve_first_version()
-        wait_for(lambda: stage.census()["given_up"] > 0, "a prompt that is given up")
+        wait_for(lambda: stage.census().given_up > 0, "a prompt that is given up")
         census = stage.census()
-        assert census["stored_groups"] == 0
-        assert census["residue"] == 0
+        assert census.stored_groups == 0
+        assert census.residue == 0
         assert stage.replica.status()["counters"]["groups_failed"] >= 3
 
 
@@ -205,9 +206,9 @@ def test_a_draining_replica_releases_what_it_holds_and_retires(tmp_path: Path):
         assert stage.replica.command("drain", {}) == {"state": "DRAINING"}
         wait_for(lambda: stage.state() == "RETIRED", "RETIRED")
         census = stage.census()
-        assert census["reissues"] == {"released": 4}
-        assert census["leases"].get("rollout.0", 0) == 0
-        assert census["residue"] == 0
+        assert census.reissues == {"released": 4}
+        assert census.leases.get("rollout.0", 0) == 0
+        assert census.residue == 0
         assert stage.receiver.calls == ["drain", "close"]
 
 
@@ -215,7 +216,7 @@ def test_a_lease_is_renewed_while_its_group_takes_longer_than_the_lease(tmp_path
     with open_stage(tmp_path, DIGIT_SORT, tokens_per_s=2.5) as stage:  # a group takes up to 2.4 s
         stage.serve_first_version()
         assert stage.learner.reserve(0, WAIT_S) is not None
-        assert "expired" not in stage.census()["reissues"]
+        assert "expired" not in stage.census().reissues
 
 
 def test_an_engine_that_died_ends_the_replica_with_an_error(tmp_path: Path):
@@ -248,7 +249,7 @@ def test_grants_that_were_lost_on_their_way_are_generated_long_before_their_leas
     with open_stage(tmp_path, DIGIT_SORT, make_client=ForgetfulClient, lease_s=600.0) as stage:
         stage.serve_first_version()
         assert stage.learner.reserve(0, WAIT_S) is not None
-        assert stage.census()["reissues"] == {"released": 4}
+        assert stage.census().reissues == {"released": 4}
 
 
 def test_a_replica_that_stands_by_follows_the_weights_and_leases_nothing_until_it_is_promoted(
@@ -259,7 +260,7 @@ def test_a_replica_that_stands_by_follows_the_weights_and_leases_nothing_until_i
         assert stage.replica.status()["standby"] is True
         assert stage.replica.status()["version"] == number
         assert stage.learner.reserve(0, 0.3) is None
-        assert stage.census()["issued"] == 0
+        assert stage.census().issued == 0
         assert stage.replica.command("promote", {}) == {"standby": False}
         assert stage.learner.reserve(0, WAIT_S) is not None
         assert stage.replica.status()["standby"] is False

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from asyncrl.buffer.client import LearnerClient
+from asyncrl.buffer.messages import BufferStatus
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
 from asyncrl.control.launch.ports import HeldPort
@@ -106,7 +107,7 @@ class Harness:
         """Return how the service's process ended, None while it lives."""
         return self._processes[name].exitcode
 
-    def buffer_status(self) -> dict[str, Any]:
+    def buffer_status(self) -> BufferStatus:
         client = LearnerClient(self.address("buffer.0"), deadline_s=30.0)
         try:
             return client.status()

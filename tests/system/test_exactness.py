@@ -14,8 +14,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.buffer.client import LeaseGrant, ReplicaClient
+from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.ledger.orders import sample_seed
+from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.config.load import load_config
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.experience import Group, Trajectory

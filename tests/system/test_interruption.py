@@ -155,7 +155,6 @@ def reissues(run: UpRun) -> dict[str, int]:
     sockets = json.loads((run.folder / "run.json").read_text())["sockets"]
     client = LearnerClient(f"ipc://{sockets}/buffer.0")
     try:
-        found: dict[str, int] = client.status()["reissues"]
-        return found
+        return dict(client.status().reissues)
     finally:
         client.close()

@@ -58,9 +58,9 @@ def test_a_run_with_keys_trains_lets_no_stranger_in_and_writes_no_secret(
     address = address_of(run.folder / "logs" / "buffer.0.log")
     assert address.startswith(f"tcp://{host}:")
     with contextlib.closing(LearnerClient(address, deadline_s=20.0, keys=keys)) as learner:
-        assert learner.status()["residue"] == 0
+        assert learner.status().residue == 0
     with contextlib.closing(LearnerClient(address, token=9, deadline_s=20.0, keys=generators)) as pretender:
-        assert pretender.status()["residue"] == 0
+        assert pretender.status().residue == 0
         with pytest.raises(NotAllowed):
             pretender.open("generator")
     others = replace(make_run_keys().client, server=keys.server)

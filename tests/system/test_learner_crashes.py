@@ -68,9 +68,9 @@ def test_killed_between_any_two_phases_the_learner_resumes_and_trains_no_group_t
         harness.start("learner.0")
         harness.await_end("learner.0")
         status = harness.buffer_status()
-    assert status["residue"] == 0
-    assert status["steps_trained"] == NUM_STEPS
-    assert status["trained"] + sum(status["dropped"].values()) >= NUM_STEPS * 4
+    assert status.residue == 0
+    assert status.steps_trained == NUM_STEPS
+    assert status.trained + sum(status.dropped.values()) >= NUM_STEPS * 4
     store = CheckpointStore(harness.run_dir / "checkpoints", keep=3)
     assert NUM_STEPS in store.steps()
     check_no_group_was_trained_at_two_steps_of_one_lineage(harness.run_dir)

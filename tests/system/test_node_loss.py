@@ -98,7 +98,7 @@ def test_the_buffer_goes_on_at_another_node_with_every_acknowledged_group(
         }
     )
     client = Client(start_buffer(config, tmp_path, "first", password))
-    client.call("describe_data", replica="a", num_prompts=100, digest="digest")
+    client.call("describe_data", num_prompts=100, digest="digest")
     token = client.call("open", holder="learner").args["token"]
     version = client.call("register_version", token=token, step=0).args["number"]
     acknowledged = push_groups(client, version)
@@ -110,7 +110,7 @@ def test_the_buffer_goes_on_at_another_node_with_every_acknowledged_group(
     print(f"serving on another node after {time.monotonic() - began:.1f} s")
     with contextlib.closing(LearnerClient(address, token=token)) as learner:
         status = learner.status()
-        assert (status["stored_groups"], status["residue"]) == (NUM_GROUPS, 0)
+        assert (status.stored_groups, status.residue) == (NUM_GROUPS, 0)
         found: dict[int, list[Any]] = {}
         for step in range(NUM_GROUPS // 4):
             batch = learner.reserve(step, 10.0)
@@ -120,4 +120,4 @@ def test_the_buffer_goes_on_at_another_node_with_every_acknowledged_group(
             learner.trained(step)
             learner.register_version(step + 1)
         assert found == acknowledged
-        assert learner.status()["residue"] == 0
+        assert learner.status().residue == 0

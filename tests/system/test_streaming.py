@@ -72,5 +72,5 @@ def test_killed_between_two_parts_the_learner_resumes_and_the_account_stays_exac
         harness.await_end("learner.0")
         status = harness.buffer_status()
         found = verify_run(str(harness.run_dir), "")
-    assert status["residue"] == 0 and status["steps_trained"] == 5
+    assert status.residue == 0 and status.steps_trained == 5
     assert found["findings"] == []

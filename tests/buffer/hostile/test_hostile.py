@@ -65,7 +65,7 @@ def unharmed(buffer: BufferProcess, honest: Honest) -> Iterator[None]:
     assert buffer.is_alive
     honest.train_one_batch()
     assert buffer.num_bytes - before < GROWTH_BYTES
-    counters = honest.learner.status()["counters"]
+    counters = honest.learner.status().counters
     assert "wire/internal_errors" not in counters, counters
     assert "wire/reopened" not in counters, counters
 
@@ -165,11 +165,11 @@ BAD_HEADERS = {
 @pytest.mark.parametrize("name", BAD_HEADERS)
 @pytest.mark.usefixtures("unharmed")
 def test_a_malformed_header_is_counted_and_ignored(buffer: BufferProcess, honest: Honest, name: str) -> None:
-    before = honest.learner.status()["counters"].get("wire/malformed", 0)
+    before = honest.learner.status().counters.get("wire/malformed", 0)
     send_all(buffer.address, [[BAD_HEADERS[name]]] * 3)
     end = time.monotonic() + 10.0
-    while honest.learner.status()["counters"].get("wire/malformed", 0) < before + 3:
-        assert time.monotonic() < end, honest.learner.status()["counters"]
+    while honest.learner.status().counters.get("wire/malformed", 0) < before + 3:
+        assert time.monotonic() < end, honest.learner.status().counters
 
 
 BAD_ARGUMENTS = (
@@ -220,11 +220,11 @@ def test_frames_of_an_earlier_push_are_a_duplicate_or_late_and_count_once(
     buffer: BufferProcess, honest: Honest
 ) -> None:
     frames = push_frames(*evil_lease(honest), honest.version)
-    before = honest.learner.status()["counters"]
+    before = honest.learner.status().counters
     assert answer_of(buffer, frames) is None
     for _ in range(20):
         assert answer_of(buffer, frames) is None
-    after = honest.learner.status()["counters"]
+    after = honest.learner.status().counters
     assert after["duplicates"] - before.get("duplicates", 0) == 20
 
 
@@ -241,13 +241,13 @@ def test_a_message_of_very_many_parts_is_refused_to_its_sender(buffer: BufferPro
 def test_a_part_longer_than_any_group_ends_its_connection_before_it_is_read(
     buffer: BufferProcess, honest: Honest
 ) -> None:
-    before = honest.learner.status()["counters"]
+    before = honest.learner.status().counters
     send_all(buffer.address, [[header(), bytes(64 << 20)]] * 3)
     with contextlib.closing(raw_peer(buffer.address)) as end:
         end.sendall(struct.pack(">BQ", 3, 1 << 30) + b"x")  # declared, never sent
         while end.recv(4096):
             pass
-    after = honest.learner.status()["counters"]
+    after = honest.learner.status().counters
     assert after["wire/requests"] == before["wire/requests"] + 1
     assert after.get("wire/oversized", 0) == before.get("wire/oversized", 0)
 

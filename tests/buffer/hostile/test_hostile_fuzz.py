@@ -96,9 +96,9 @@ class DeskUnderTest:
 
     def close(self) -> None:
         self.desk.end_turn()
-        census = self.desk.status()["census"]
-        self.counts.update({f"tickets/{name}": census[name] for name in ("issued", "trained")})
-        assert self.desk.status()["residue"] == 0
+        status = self.desk.status()
+        self.counts.update({"tickets/issued": status.issued, "tickets/trained": status.trained})
+        assert status.residue == 0
         self.socket.close(linger=0)
         self.desk.store.journal.close()
 
@@ -118,7 +118,7 @@ def await_counted(honest: Honest, num_messages: int) -> Counter[str]:
     """Return the service's counters once it has counted so many messages."""
     end = time.monotonic() + 60.0
     while True:
-        counters = Counter(honest.learner.status()["counters"])
+        counters = Counter(honest.learner.status().counters)
         names = ("wire/requests", "wire/malformed", "wire/oversized")
         if sum(counters[name] for name in names) >= num_messages:
             return counters
@@ -138,7 +138,7 @@ def flood_socket(folder: Path, seed: int, num_messages: int) -> Counter[str]:
                     end.recv_multipart()
             counters = await_counted(honest, num_messages)
         assert process.is_alive
-        assert honest.learner.status()["residue"] == 0
+        assert honest.learner.status().residue == 0
         assert process.num_bytes - before < 96 << 20
         honest.close()
         return counters

@@ -207,9 +207,8 @@ def abuse(kind: str, folder: Path, num_messages: int, seed: int) -> dict[str, An
         client = Client(service.address, service.keys)
         if kind == "buffer":
             client.call("describe_data", deadline_s=60.0, num_prompts=1_000_000, digest="digest")
-            client.call(
-                "register_version", deadline_s=60.0, step=0, **client.call("open", holder="h").args | {}
-            )
+            token = client.call("open", holder="h").args["token"]
+            client.call("register_version", deadline_s=60.0, step=0, token=token)
         hostile, counts, early, waits = ABUSES[kind](seed, client), Counter[str](), 0, []
         with contextlib.closing(zmq.Context.instance().socket(zmq.DEALER)) as end:
             prepare_client(end, service.address, service.keys)

@@ -32,5 +32,5 @@ def test_the_documented_generator_and_learner_train_together() -> None:
         observer = LearnerClient(service.address)
         status = observer.status()
         observer.close()
-    assert (status["trained"], status["open"], status["residue"]) == (6, 0, 0)
-    assert status["checkpoints"] == [3]
+    assert (status.trained, status.open, status.residue) == (6, 0, 0)
+    assert status.checkpoints == (3,)

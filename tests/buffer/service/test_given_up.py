@@ -88,13 +88,13 @@ def test_a_lease_granted_as_the_journal_went_away_is_taken_back_when_its_caller_
     desk.end_turn()
     clock.advance(5.9)
     desk.end_turn()
-    assert desk.status()["leases"] == {"a": 2}, "its caller still waits"
+    assert desk.status().leases == {"a": 2}, "its caller still waits"
     clock.advance(0.2)
     journal.is_away = False
     desk.end_turn()
     assert request.is_answered
-    assert not any(desk.status()["leases"].values())
-    assert (desk.status()["reissues"], desk.status()["residue"]) == ({"released": 2}, 0)
+    assert not any(desk.status().leases.values())
+    assert (desk.status().reissues, desk.status().residue) == ({"released": 2}, 0)
 
 
 def test_a_lease_that_was_parked_when_the_journal_went_away_is_not_granted_to_one_who_gave_up(
@@ -116,7 +116,7 @@ def test_a_lease_that_was_parked_when_the_journal_went_away_is_not_granted_to_on
     desk.end_turn()  # it is back
     desk.end_turn()
     assert request.is_answered
-    assert not any(desk.status()["leases"].values())
+    assert not any(desk.status().leases.values())
 
 
 def test_a_caller_that_does_not_say_how_long_it_waits_is_served(
@@ -126,4 +126,4 @@ def test_a_caller_that_does_not_say_how_long_it_waits_is_served(
     desk = Desk(store, ManualClock())
     desk.handle(lease_request(socket, within_s=math.inf))
     desk.end_turn()
-    assert desk.status()["leases"] == {"a": 2}
+    assert desk.status().leases == {"a": 2}

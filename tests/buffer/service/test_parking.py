@@ -142,7 +142,7 @@ class FirstSteps:
 
     def __init__(self, **settings: Any) -> None:
         self.desk = Desk(make_store(**settings), ManualClock())
-        self.ask("describe_data", replica="a", num_prompts=10, digest="d", sources=[])
+        self.ask("describe_data", num_prompts=10, digest="d", sources=[])
         opened = self.ask("open", holder="learner").answer
         assert opened is not None
         self.token = opened["token"]

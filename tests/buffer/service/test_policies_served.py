@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.buffer.audit.report import verify_run
-from asyncrl.buffer.client import LearnerClient, LeaseGrant, ReplicaClient
+from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import build
+from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
 from asyncrl.service import ServiceContext
@@ -113,7 +114,7 @@ def test_under_drop_a_straggler_over_age_is_dropped_and_its_prompt_trains_later(
         assert parties.learner.reserve(2, 0.0) is None, "over age at step 2: dropped, not trained"
         parties.fill(2)
         assert slow.ticket not in parties.train(2)
-        assert parties.learner.status()["dropped"] == {"stale": 1}
+        assert parties.learner.status().dropped == {"stale": 1}
     account = sound_account(tmp_path)
     assert account["dropped"]["stale"] == 1
     assert (account["trained"], account["residue"]) == (6, 0)

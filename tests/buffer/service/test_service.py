@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import zmq
 
-from asyncrl.buffer.client import EvaluationOrder, LearnerClient, ReplicaClient
+from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import build, ledger_settings, max_group_bytes
 from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.ledger.events import Event, Opened
+from asyncrl.buffer.messages import EvaluationOrder, FinishedEvaluation
 from asyncrl.buffer.service import BufferService, Desk
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import SystemClock
@@ -81,7 +82,7 @@ def test_a_replica_and_a_learner_pass_groups_until_the_weights_are_too_old(servi
     thread.join(2 * WAIT_S)
     assert results == ["done"]
     status = learner.status()
-    assert (status["residue"], status["trained"], status["open"]) == (0, 4, 0)
+    assert (status.residue, status.trained, status.open) == (0, 4, 0)
     assert learner.reserve(2, 0.1) is None
     learner.close()
 
@@ -152,7 +153,7 @@ def test_a_restarted_replica_takes_the_place_of_its_parked_predecessor(
     push_one(raw), push_one(raw)
     with in_background(service, ask_lease) as results:
         assert raw.call("lease", replica="b", version=1, want=1, wait_s=0.1).args["grants"] == []
-        assert learner.status()["parked"] == 0
+        assert learner.status().parked == 0
     assert results == [[]]
 
 
@@ -272,7 +273,7 @@ def test_an_evaluation_is_handed_to_another_replica_when_the_first_falls_silent(
             await second.evaluated(orders[2], 1, {"accuracy": 0.5})
             orders.append((await second.lease(version=1, want=0, wait_s=0.0)).evaluate)
             status = await second.status()
-        assert status["evaluations"] == [{"id": 1, "step": 0, "version": 1, "metrics": {"accuracy": 0.5}}]
+        assert status.evaluations == (FinishedEvaluation(1, 0, 1, {"accuracy": 0.5}),)
         return orders
 
     with serving(make_store(lease_s=0.3)) as service:
@@ -298,11 +299,11 @@ def test_an_evaluation_whose_result_is_refused_ends(
 ) -> None:
     learner.request_evaluation(0)
     assert raw.call("lease", replica="a", version=1, want=0, wait_s=1.0).args["evaluate"] is not None
-    with pytest.raises(WireError, match="not finite"):
+    with pytest.raises(WireError, match="evaluation 1: a metric is refused"):
         raw.call("evaluated", replica="a", id=1, version=1, metrics={"accuracy": [1, total, 0.0, 0]})
     status = learner.status()
-    assert (status["evaluations_pending"], status["counters"]["evaluations_refused"]) == (0, 1)
-    assert status["evaluations"][0]["metrics"] == {"val-aux/num_refused": 1.0}
+    assert (status.evaluations_pending, status.counters["evaluations_refused"]) == (0, 1)
+    assert status.evaluations[0].metrics == {"val-aux/num_refused": 1.0}
 
 
 def test_rewards_of_any_size_that_a_group_may_have_can_be_evaluated(
@@ -312,7 +313,7 @@ def test_rewards_of_any_size_that_a_group_may_have_can_be_evaluated(
     raw.call("lease", replica="a", version=1, want=0, wait_s=1.0)
     sums = list(tally_values([3.4e38, 3.4e38]))
     raw.call("evaluated", replica="a", id=1, version=1, metrics={"accuracy": sums})
-    assert learner.status()["evaluations"][0]["metrics"]["accuracy"] == 3.4e38
+    assert learner.status().evaluations[0].metrics["accuracy"] == 3.4e38
 
 
 @pytest.mark.parametrize(
@@ -399,7 +400,6 @@ def test_build_makes_a_service_that_reports_itself(tmp_path: Path) -> None:
     client = Client(service.status()["address"])
     status = client.call("status").args
     assert {
-        "census",
         "residue",
         "issued",
         "trained",

@@ -16,6 +16,7 @@ import torch
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.events import Reserved, Resumed, Trained
+from asyncrl.buffer.messages import BufferStatus
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.tree import Config
@@ -131,7 +132,7 @@ class Run:
             stop.set()
             sampler.join(10.0)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> BufferStatus:
         with contextlib.closing(LearnerClient(self.address)) as client:
             return client.status()
 

@@ -116,7 +116,7 @@ def test_a_spike_is_rolled_back_with_half_the_learning_rate_and_the_account_stay
         run.go()
         status, rows = run.status(), run.rows()
     assert run.resumed_steps() == [4]
-    assert status["residue"] == 0 and status["steps_trained"] == NUM_STEPS
+    assert status.residue == 0 and status.steps_trained == NUM_STEPS
     check_no_group_was_trained_at_two_steps_of_one_lineage(run.events())
     assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8]
     assert rows[-1]["guard/rollbacks"] == 1.0 and rows[-1]["guard/grad_norm_spike"] == 1.0
@@ -137,7 +137,7 @@ def test_what_abandoned_weights_sampled_is_older_than_their_step_says(make_run):
     # The batch of step 6 was sampled at step 5 or 6, at least one step beyond the fork: lag 3 or more.
     assert rows[10]["training/global_step"] == 7 and rows[10]["staleness/trained_tokens"] == 0
     assert rows[10]["staleness/masked_share"] == 1, "groups without a trainable token count too"
-    assert status["dropped"]["stale"] >= 2 and status["residue"] == 0
+    assert status.dropped["stale"] >= 2 and status.residue == 0
     assert max(row["staleness/lag_max_trained"] for row in rows) <= 1
 
 
@@ -147,7 +147,7 @@ def test_a_fault_that_stays_is_rolled_back_twice_further_each_time_and_then_ends
             run.go()
         status = run.status()
     assert run.resumed_steps() == [4, 2]
-    assert status["residue"] == 0 and status["steps_trained"] == 2
+    assert status.residue == 0 and status.steps_trained == 2
     check_no_group_was_trained_at_two_steps_of_one_lineage(run.events())
 
 
@@ -159,8 +159,8 @@ def test_groups_whose_gradient_alone_is_not_finite_are_dropped_and_the_learning_
         status, rows = run.status(), run.rows()
     forks = [(event.step, event.is_fork) for event in run.events() if isinstance(event, Resumed)]
     assert forks == [(4, False)], "the replay is exact"
-    assert status["dropped"] == {"guard": 1} and status["residue"] == 0
-    assert status["steps_trained"] == NUM_STEPS
+    assert status.dropped == {"guard": 1} and status.residue == 0
+    assert status.steps_trained == NUM_STEPS
     assert rows[-1]["guard/rollbacks"] == 1.0
     assert {round(row["actor/lr"] / LR, 3) for row in rows} == {1.0}
     assert "without the 1 groups of the updates concerned" in caplog.text
@@ -185,7 +185,7 @@ def test_a_learner_killed_after_a_rollback_goes_on_with_what_the_rollback_change
         status, rows = run.status(), run.rows()
     forks = [(event.step, event.is_fork) for event in run.events() if isinstance(event, Resumed)]
     assert forks == [(4, True), (4, False)]
-    assert status["residue"] == 0 and status["steps_trained"] == NUM_STEPS
+    assert status.residue == 0 and status.steps_trained == NUM_STEPS
     assert [row["training/global_step"] for row in rows] == [5, 6, 7, 8]
     assert {round(row["actor/lr"] / LR, 3) for row in rows} == {0.5}
     assert rows[-1]["guard/rollbacks"] == 1.0
@@ -196,7 +196,7 @@ def test_a_fault_before_the_first_checkpoint_goes_back_to_the_start(make_run):
         run.go()
         status = run.status()
     assert run.resumed_steps() == [0]
-    assert status["residue"] == 0 and status["steps_trained"] == NUM_STEPS
+    assert status.residue == 0 and status.steps_trained == NUM_STEPS
 
 
 def test_skip_update_keeps_the_spike_from_the_weights(make_run):
@@ -205,7 +205,7 @@ def test_skip_update_keeps_the_spike_from_the_weights(make_run):
         status, rows = run.status(), run.rows()
     assert [row["actor/skipped_updates"] for row in rows] == [0, 0, 0, 0, 0, 1, 0, 0]
     assert rows[-1]["guard/skipped_updates"] == 1.0
-    assert status["dropped"] == {"guard": 2} and status["residue"] == 0, "it trained nothing"
+    assert status.dropped == {"guard": 2} and status.residue == 0, "it trained nothing"
 
 
 def test_reduce_lr_halves_the_learning_rate_from_the_next_step_on(make_run):

@@ -40,7 +40,7 @@ def test_a_spike_of_the_critic_alone_is_kept_from_its_weights_and_its_groups_sti
     assert [row["critic/skipped_updates"] for row in rows] == [0, 0, 0, 0, 0, 1, 0, 0]
     assert {row["actor/skipped_updates"] for row in rows} == {0}
     assert rows[-1]["guard/skipped_updates"] == 1.0
-    assert status["dropped"] == {} and status["steps_trained"] == NUM_STEPS, "the policy learned from them"
+    assert status.dropped == {} and status.steps_trained == NUM_STEPS, "the policy learned from them"
     assert rows[-1]["critic/grad_norm"] < 1e3, "what was refused moved nothing"
 
 
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_is_being_written_at_a_rollback_is_one_to_go_back_to_a
     found = committed(run.events())
     assert found[:4] == [("Checkpointed", 0), ("Checkpointed", 2), ("Checkpointed", 4), ("Resumed", 4)]
     assert found[4:] == [("Checkpointed", 6), ("Checkpointed", 8)]
-    assert status["residue"] == 0 and status["steps_trained"] == NUM_STEPS
+    assert status.residue == 0 and status.steps_trained == NUM_STEPS
 
 
 def test_a_checkpoint_that_is_due_at_the_end_is_not_skipped_for_one_that_is_still_being_written(

@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.buffer.client import LearnerClient, LeaseGrant, ReplicaClient, Reservation
+from asyncrl.buffer.client import LearnerClient, ReplicaClient, Reservation
+from asyncrl.buffer.messages import LeaseGrant
 from tests.learner.guard.guarded_run import Run, make_pair
 
 

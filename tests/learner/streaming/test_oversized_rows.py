@@ -48,7 +48,7 @@ def test_groups_with_a_row_that_fits_no_microbatch_are_dropped_and_the_run_goes_
         run.go()
         status = run.status()
         assert run.leader.step == NUM_STEPS
-    assert status["dropped"] == {"oversized": len(long)} and status["residue"] == 0
+    assert status.dropped == {"oversized": len(long)} and status.residue == 0
     assert drops_of(run) == dict.fromkeys(long, "oversized")
     assert f"a row of {BUDGET + 1} tokens does not fit a microbatch of {BUDGET}" in caplog.text
 
@@ -76,5 +76,5 @@ def test_a_journal_that_holds_such_a_row_in_a_reserved_batch_is_resumed(
     assert not drops_of(run)
     with running(model, cluster, tmp_path, Faults(), {}, learner=LEARNER) as run:
         run.go()
-        assert run.leader.step == NUM_STEPS and run.status()["residue"] == 0
+        assert run.leader.step == NUM_STEPS and run.status().residue == 0
     assert drops_of(run) == {2: "oversized"}

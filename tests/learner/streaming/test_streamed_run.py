@@ -49,7 +49,7 @@ def live(
         feeding.run = run
         run.learner.run(stop or threading.Event())
         status, rows = run.status(), run.rows()
-        assert status["residue"] == 0
+        assert status.residue == 0
         weights = folder / "weights" / "model.safetensors"
         found = load_file(weights) if weights.exists() else {}
     return rows, found, run.events()  # the journal is closed

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.client import LeaseGrant
+from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.clock import SystemClock
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.experience import MAX_REWARD_PARTS, UNFINISHED, Group

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.client import EvaluationOrder
+from asyncrl.buffer.messages import EvaluationOrder
 from asyncrl.metrics.tallies import conclude
 from rollout_service.engine.protocol import EngineDied, Sampling
 from rollout_service.environments import Environment, Step

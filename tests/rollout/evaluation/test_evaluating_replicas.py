@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.client import EvaluationOrder, LeaseReply, ReplicaClient
+from asyncrl.buffer.client import ReplicaClient
+from asyncrl.buffer.messages import EvaluationOrder, FinishedEvaluation, LeaseReply
 from asyncrl.metrics.tallies import Tally
 from rollout_service.engine.protocol import Interrupted
 from rollout_service.replica import CALL_ATTEMPTS
@@ -21,10 +22,10 @@ NUM_PROMPTS, SLOW = 12, 10.0
 """At so many tokens/s a part takes half a second: others can come in between."""
 
 
-def finished(stage: Stage) -> dict[str, Any]:
-    wait_for(lambda: stage.census()["evaluations"], "the evaluation")
-    (found,) = stage.census()["evaluations"]
-    return dict(found)
+def finished(stage: Stage) -> FinishedEvaluation:
+    wait_for(lambda: stage.census().evaluations, "the evaluation")
+    (found,) = stage.census().evaluations
+    return found
 
 
 async def take_part(client: ReplicaClient, version: int) -> EvaluationOrder:
@@ -41,8 +42,8 @@ def test_a_lone_replica_answers_all_parts_pinned_once(tmp_path: Path):
         found = finished(stage)
         wait_for(lambda: stage.state() == "READY", "READY")
         assert stage.replica.status()["counters"]["evaluations"] == 2
-    metrics = found["metrics"]
-    assert found["version"] == number
+    metrics = found.metrics
+    assert found.version == number
     assert (metrics["val-aux/num_prompts"], metrics["val-aux/num_failed"]) == (NUM_PROMPTS, 0)
     assert metrics["accuracy"] == metrics["val-core/held_out/acc/mean@3"]
     assert metrics["val-core/digit_sort/acc/maj@3"] <= metrics["val-core/digit_sort/acc/pass@3"]
@@ -114,9 +115,9 @@ def test_an_order_that_a_swap_overtook_is_answered_at_the_new_version(tmp_path: 
         number = stage.serve_first_version()
         stage.learner.request_evaluation(0)
         found = finished(stage)
-        assert found["version"] == number + 1
-        assert found["metrics"]["val-aux/num_prompts"] == NUM_PROMPTS
-        counters = stage.census()["counters"]
+        assert found.version == number + 1
+        assert found.metrics["val-aux/num_prompts"] == NUM_PROMPTS
+        counters = stage.census().counters
         assert counters.get("evaluations_unasked", 0) == 0, "no answer was thrown away"
         assert stage.replica.status()["counters"]["evaluations"] == 1
 
@@ -147,7 +148,7 @@ def test_an_interrupted_evaluation_reports_nothing(tmp_path: Path):
         stage.serve_first_version()
         stage.learner.request_evaluation(0)
         wait_for(lambda: stage.replica.status()["counters"].get("evaluation_errors"), "the interruption")
-        assert stage.census()["evaluations"] == []
+        assert stage.census().evaluations == ()
         stage.engine.generate = generate  # type: ignore[method-assign]
         assert finished(stage)["metrics"]["val-aux/num_failed"] == 0
 
@@ -158,6 +159,6 @@ def test_the_same_version_is_evaluated_with_the_same_answers_again(tmp_path: Pat
         stage.serve_first_version()
         for count in (1, 2):
             stage.learner.request_evaluation(0)
-            wait_for(lambda wanted=count: len(stage.census()["evaluations"]) == wanted, "the evaluation")
-        first, second = (one["metrics"] for one in stage.census()["evaluations"])
+            wait_for(lambda wanted=count: len(stage.census().evaluations) == wanted, "the evaluation")
+        first, second = (one.metrics for one in stage.census().evaluations)
         assert first == second

@@ -218,7 +218,7 @@ def test_a_replica_whose_reward_fails_too_often_ends_with_the_reasons(tmp_path: 
         assert isinstance(failure, ServiceFailed)
         assert failure.message.startswith(f"rollout.0 cannot go on: {FIRST_ANSWERS} of the last")
         assert "KeyError: 'no such judge'" in failure.message
-        assert stage.census()["trained"] == 0
+        assert stage.census().trained == 0
 
 
 def test_a_replica_counts_parts_and_failures_and_drops_the_groups_that_failed(tmp_path: Path):
@@ -229,7 +229,7 @@ def test_a_replica_counts_parts_and_failures_and_drops_the_groups_that_failed(tm
     reward = total_of(sometimes)
     with open_stage(tmp_path, reward) as stage:
         stage.serve_first_version()
-        wait_for(lambda: stage.learner.status()["stored_groups"] >= 4, "a batch")
+        wait_for(lambda: stage.learner.status().stored_groups >= 4, "a batch")
         wait_for(lambda: stage.replica.status()["counters"].get("groups_failed"), "a failed group")
         reservation = stage.learner.reserve(0, 20.0)
         assert reservation is not None

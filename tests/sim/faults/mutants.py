@@ -167,7 +167,7 @@ MUTANTS: dict[str, tuple[Patch, ...]] = {
     "digests are not checked": ((receiver_module, "is_right", _always(True)),),
     "the engine takes what it has again": ((Shelf, "take", _take_any),),
     "an older hello counts": ((ReportLog, "is_new", _always(True)),),
-    "a late call of the learner counts": ((LearnerOps, "_token_in_turn", LearnerOps._token),),
+    "a late call of the learner counts": ((LearnerOps, "_check_turn", _always(None)),),
     "leases never expire": ((Ledger, "expire", _always(0)),),
     "a lost payload is not noticed": ((ExperienceStore, "_lose", _always(None)),),
     "a fence is never lifted": ((Member, "catch_up", _never_lift),),

@@ -144,7 +144,7 @@ def play(
             time.sleep(POLL_S)
         outcome.seconds = time.monotonic() - began
         status = harness.buffer_status()
-    assert status["residue"] == 0 and status["steps_trained"] == config.learner.steps
+    assert status.residue == 0 and status.steps_trained == config.learner.steps
     found = verify_run(str(run_dir), "")
     assert found["findings"] == [], found["findings"]
     ends = (Path(config.model.path), run_dir / "weights")  # where no weight moves, equal ends show nothing

@@ -129,7 +129,7 @@ class LearnerProcess(Process):
         end = self.now + CALL_S
         while True:
             try:
-                return await self._buffer.call(op, (), max(0.0, end - self.now), token=self._token, **args)
+                return await self._buffer.call(op, (), max(0.0, end - self.now), **args)
             except DeadlineExceeded:
                 if self.now >= end:
                     raise
@@ -145,7 +145,7 @@ class LearnerProcess(Process):
         if opened["steps_trained"] or step:
             # Steps before a rollback are trained again with what it changed: no replay.
             is_fork = step < self._note.get("rolled_back_to", 0)
-            await self._call("resume", step=step, is_fork=is_fork, note={}, refused=[])
+            await self._call("resume", token=self._token, step=step, is_fork=is_fork, note={}, refused=[])
         self._stand_at(step)
 
     async def _open_publisher(self) -> None:
@@ -201,7 +201,7 @@ class LearnerProcess(Process):
         if found is None:
             return False
         tickets = [row["ticket"] for row in found["tickets"]]
-        fetched = await self._call("fetch", tickets=tickets)
+        fetched = await self._call("fetch", token=self._token, tickets=tickets)
         if fetched.args["lost"]:
             groups.clear()
             return False
@@ -235,7 +235,7 @@ class LearnerProcess(Process):
             lags = [lag(step, steps[number]) for number in used if not is_masked[number]]
             lag_max = max([lag_max, *lags])
             stale += [] if lags else [[group.ticket, "stale"]]
-        await self._call("trained", step=step, dropped=stale, lag_max=lag_max)
+        await self._call("trained", token=self._token, step=step, dropped=stale, lag_max=lag_max)
         self._node, self.step = node, step + 1
 
     async def _roll_back_if_due(self, tickets: Sequence[int]) -> bool:
@@ -248,7 +248,9 @@ class LearnerProcess(Process):
         branch = self._note.get("branch", 0.0) + is_forking
         self._note |= {f"at_{self.step}": 1.0, "rolled_back_to": float(step), "branch": branch}
         refused = [] if is_forking else [tickets[0]]
-        await self._call("resume", step=step, is_fork=is_forking, note=self._note, refused=refused)
+        await self._call(
+            "resume", token=self._token, step=step, is_fork=is_forking, note=self._note, refused=refused
+        )
         self._stand_at(step)
         return True
 
@@ -276,7 +278,7 @@ class LearnerProcess(Process):
         path = acquired.args["path"]
         if not path:
             return
-        number = (await self._call("register_version", step=self.step)).args["number"]
+        number = (await self._call("register_version", token=self._token, step=self.step)).args["number"]
         if await self._write(path) and await self._commit(path, number):
             self._published_step, self._published_number = self.step, number
             await self._evaluate_if_due()
@@ -287,7 +289,9 @@ class LearnerProcess(Process):
             return
         is_due = self.step // every > self._evaluated_step // every
         if is_due or self.step == self._plan.num_steps:
-            self.last_evaluation = (await self._call("request_evaluation", step=self.step)).args["id"]
+            self.last_evaluation = (
+                await self._call("request_evaluation", token=self._token, step=self.step)
+            ).args["id"]
         self._evaluated_step = self.step
 
     async def _write(self, path: str) -> bool:
@@ -335,7 +339,7 @@ class LearnerProcess(Process):
             if step > self.step:
                 continue
             kept = sorted({*self._commits, step})[-self._plan.kept :]
-            await self._call("checkpointed", step=step, digest=digest, kept=kept)
+            await self._call("checkpointed", token=self._token, step=step, digest=digest, kept=kept)
             self._commits = {at: known for at, known in {**self._commits, step: digest}.items() if at in kept}
             for old in [at for at in self._disk.checkpoints if at not in kept and at < step]:
                 del self._disk.checkpoints[old]

@@ -93,7 +93,8 @@ class ReplicaProcess(Process):
         while True:
             try:
                 await self._call("retire", CALL_S)
-                await self._call("describe_data", CALL_S, num_prompts=self._plan.num_prompts, digest="d")
+                described = {"num_prompts": self._plan.num_prompts, "digest": "d"}
+                await self._buffer.call("describe_data", (), CALL_S, **described)
                 break
             except DeadlineExceeded:
                 continue

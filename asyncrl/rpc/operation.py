@@ -1,0 +1,128 @@
+"""One operation of a service: its name on the wire, and what it takes and gives as typed structs.
+
+    RENEW = Operation("renew", Renew, Renewed)         # beside the service, in its `messages`
+    operations.add(RENEW, self.renew)                  # the service: renew(request, asked: Renew) -> Renewed
+    client.ask(RENEW, Renew("rollout.0", held))        # the caller: an Answer[Renewed]
+
+What arrives is checked against the struct where it arrives, on both sides: types, ranges, lengths, names.
+Invariant: no operation and no field of one is named in two places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+
+from asyncrl.errors import WireError
+from asyncrl.rpc.request import Reply, Request
+from asyncrl.wire import Frame
+
+MAX_NAME_CHARACTERS = 200
+MAX_WAIT_S = 600.0
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+"""A text that is kept, or comes back in errors: a service's name, a digest."""
+Wait = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAIT_S)]
+"""How long a long poll may wait, in seconds."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request or an answer holds beside its frames."""
+
+
+class Done(Message, frozen=True):
+    """The answer of an operation that has nothing to tell but that it was done."""
+
+
+M = TypeVar("M", bound=Message)
+Q = TypeVar("Q", bound=Message)
+A = TypeVar("A", bound=Message)
+
+
+@dataclass(frozen=True)
+class Answer(Generic[A]):
+    """What an operation returned."""
+
+    message: A
+    frames: Sequence[Frame] = ()
+
+
+@dataclass(frozen=True)
+class Operation(Generic[Q, A]):
+    """The `name` on the wire, the struct of a request and that of its answer."""
+
+    name: str
+    request: type[Q]
+    answer: type[A]
+
+    def arguments(self, asked: Q) -> dict[str, Any]:
+        """Return the fields of a request as they travel."""
+        return fields_of(asked)
+
+    def read(self, reply: Reply) -> Answer[A]:
+        """Return the answer in a reply.
+
+        Raises:
+            WireError: It is none of this operation.
+        """
+        return Answer(read_message(reply.args, self.answer, self.name), reply.frames)
+
+
+class Operations:
+    """What a service does for each operation.
+
+    Args:
+        who: Names the service in refusals, as in `the buffer`.
+        answer: Sends an answer, now or later.
+    """
+
+    def __init__(self, who: str, answer: Callable[[Request, Answer[Any]], None]) -> None:
+        self._who = who
+        self._answer = answer
+        self._table: dict[str, Callable[[Request], None]] = {}
+
+    def add(self, operation: Operation[Q, A], do: Callable[[Request, Q], Answer[A] | A | None]) -> None:
+        """Let `do` handle an operation; it returns the answer, or None where that comes later."""
+
+        def handle(request: Request) -> None:
+            found = do(request, read_message(request.args, operation.request, operation.name))
+            if found is not None:
+                self._answer(request, found if isinstance(found, Answer) else Answer(found))
+
+        self._table[operation.name] = handle
+
+    def names(self) -> frozenset[str]:
+        """Return the names of all operations."""
+        return frozenset(self._table)
+
+    def handle(self, request: Request) -> None:
+        """Handle one request.
+
+        Raises:
+            WireError: There is no such operation, or the request is none of it.
+        """
+        found = self._table.get(request.op)
+        if found is None:
+            raise WireError(f"{self._who} knows no operation '{request.op}'")
+        found(request)
+
+
+def read_message(fields: Mapping[str, Any], kind: type[M], op: str) -> M:
+    """Return the struct in `fields`.
+
+    Raises:
+        WireError: A field is missing, unknown, of another type or beyond its bounds.
+    """
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise WireError(f"'{op}': {error}") from None
+
+
+def fields_of(message: Message) -> dict[str, Any]:
+    """Return the fields of a struct as plain values."""
+    fields: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
+    return fields

@@ -1,0 +1,132 @@
+"""Runs the long tests a file at a time, goes on where it stopped, and prints what each took.
+
+    python tools/test_all.py [--minutes M] [--again] [FILE...]
+
+A file that passed for the same content of the repository is not run again, unless `--again`. With
+`--minutes`, the files of `TELLING` alone, in that order, while there is time. Records and logs are in
+`build/test-all/`. The exit status is 1 if a file failed, or if the working tree is not as committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "test-all"
+RECORD = FOLDER / "record.jsonl"
+PART_DEADLINE_S = 3600.0
+TELLING = (
+    "tests/system/test_exactness.py",
+    "tests/system/test_blame.py",
+    "tests/system/repair/test_standby.py",
+    "tests/system/test_replay.py",
+    "tests/system/test_redis_journal.py",
+    "tests/sim/faults/test_seeds.py",
+    "tests/buffer/hostile/test_key_holders.py",
+    "tests/buffer/killed/test_killed.py",
+    "tests/system/test_held_up.py",
+    "tests/learner/backends/test_publish_ranks.py",
+)
+"""What a change breaks first, and what takes minutes, not hours."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of one file came to; `tree` names the content of the repository."""
+
+    file: str
+    tree: str
+    status: int
+    seconds: float
+    summary: str
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what the command line asks for and return the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", help="of long tests; all by default")
+    parser.add_argument("--minutes", type=float, help="start no file after these, and the telling ones only")
+    parser.add_argument("--again", action="store_true", help="also what has passed")
+    given = parser.parse_args(arguments)
+    if _git("status", "--porcelain"):
+        print("the working tree is not as committed: commit first, so that the record says what ran")
+        return 1
+    tree, begun = _git("rev-parse", "HEAD^{tree}"), time.monotonic()
+    files = given.files or (TELLING if given.minutes else find_files())
+    passed = (
+        {} if given.again else {one.file: one for one in read_record() if one.tree == tree and not one.status}
+    )
+    outcomes = []
+    for number, file in enumerate(files, 1):
+        if given.minutes and time.monotonic() - begun > 60 * given.minutes:
+            print(f"{len(files) - number + 1} files are left out: {given.minutes:g} minutes are over")
+            break
+        outcome = passed.get(file) or run_part(file, tree)
+        outcomes.append(outcome)
+        word = "FAILED" if outcome.status else "passed before" if file in passed else "passed"
+        print(
+            f"[{number}/{len(files)}] {file}: {word} ({outcome.seconds:.0f} s): {outcome.summary}", flush=True
+        )
+    failed = [one.file for one in outcomes if one.status]
+    total = sum(one.seconds for one in outcomes)
+    print(f"{len(outcomes)} files in {total / 60:.1f} minutes, {len(failed)} failed: {' '.join(failed)}")
+    return int(bool(failed))
+
+
+def find_files() -> list[str]:
+    """Return the files that hold long tests, in order."""
+    command = [sys.executable, "-m", "pytest", "-m", "long", "--collect-only", "-q", "-n", "0"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        raise SystemExit(f"the tests cannot be collected:\n{found.stdout}{found.stderr}")
+    return sorted({line.partition("::")[0] for line in found.stdout.splitlines() if "::" in line})
+
+
+def read_record() -> list[Outcome]:
+    """Return what was run before."""
+    if not RECORD.exists():
+        return []
+    return [Outcome(**json.loads(line)) for line in RECORD.read_text().splitlines()]
+
+
+def run_part(file: str, tree: str) -> Outcome:
+    """Run the long tests of `file`, with the output in a log of its own, and write down what they came to."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    log, begun = FOLDER / (file.replace("/", "-") + ".log"), time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-m", "long", "--durations=10", "-n", "0", file]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        try:
+            status = process.wait(PART_DEADLINE_S)
+        except BaseException as error:  # Ctrl-C too: it has a session of its own
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            status = -signal.SIGTERM
+    lines = log.read_text(errors="replace").splitlines()
+    outcome = Outcome(file, tree, status, time.monotonic() - begun, lines[-1].strip("= ") if lines else "")
+    with RECORD.open("a") as record:
+        record.write(json.dumps(asdict(outcome)) + "\n")
+    return outcome
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
