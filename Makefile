@@ -1,6 +1,6 @@
 # The first command needs Linux on x86-64, Python 3.11 and make; all else comes from `make setup`.
 #   make demo         start the quickstart and watch it learn
-#   make test         all tests but the long ones        make test-long   the long ones
+#   make test         all tests but the long ones        make test-all    the long ones, file by file
 #   make lint         style, types, rooms, shape         make bench       measure
 #   make setup LIST=gpu   the CUDA packages instead of the CPU ones
 #   make lock             renew requirements/*.txt       (UPGRADE=--upgrade takes newer versions)
@@ -10,9 +10,10 @@ LIST ?= cpu
 STAMP := .venv/.set-up-$(LIST)
 PACKAGES := asyncrl benchmarks configs learner rollout_service weight_sync
 ARGS ?=
+WORKERS ?= 3
 UPGRADE ?=
 
-.PHONY: help setup demo test test-long lint format bench lock
+.PHONY: help setup demo test test-all lint format bench lock
 .NOTPARALLEL:
 
 help:
@@ -39,10 +40,10 @@ demo: $(STAMP)
 	@echo "  docs/your-own                                   your own data, reward, model, agent and project"
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not long" --durations=15 $(ARGS)
+	$(BIN)/python -m pytest -m "not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15 $(ARGS)
 
-test-long: $(STAMP)
-	$(BIN)/python -m pytest -m long --durations=15 $(ARGS)
+test-all: $(STAMP)
+	$(BIN)/python tools/test_all.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

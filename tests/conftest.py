@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import leftovers
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, and passed on to every child
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
@@ -22,10 +24,38 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
 
 
 _EXIT_STATUS = pytest.StashKey[int]()
+_SESSION = pytest.StashKey[leftovers.Session]()
+_LEFT = pytest.StashKey[list[str]]()
+SLOWEST_FIRST = ("tests/system", "tests/learner/backends", "tests/rollout", "tests/learner", "tests/control")
+"""Folders, so that no worker begins with what takes longest when the others are done."""
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # one look for all workers
+        session.config.stash[_SESSION] = leftovers.Session()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: next(_places(item.nodeid), len(SLOWEST_FIRST)))
+
+
+def _places(nodeid: str) -> Iterator[int]:
+    return (place for place, folder in enumerate(SLOWEST_FIRST) if nodeid.startswith(folder + "/"))
+
+
+@pytest.hookimpl(trylast=True)  # the workers are gone
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     session.config.stash[_EXIT_STATUS] = exitstatus
+    if (watched := session.config.stash.get(_SESSION, None)) is not None:
+        session.config.stash[_LEFT] = left = watched.find_left()
+        if left and not exitstatus:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash.get(_LEFT, []):
+        terminalreporter.section("left on the machine", red=True)
+        terminalreporter.write_line("\n".join(left))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -59,10 +59,10 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, help="start no file after these, and the telling ones only")
     parser.add_argument("--again", action="store_true", help="also what has passed")
     given = parser.parse_args(arguments)
-    if _git("status", "--porcelain"):
+    tree, begun = _git("rev-parse", "HEAD^{tree}"), time.monotonic()
+    if not tree or _git("status", "--porcelain"):
         print("the working tree is not as committed: commit first, so that the record says what ran")
         return 1
-    tree, begun = _git("rev-parse", "HEAD^{tree}"), time.monotonic()
     files = given.files or (TELLING if given.minutes else find_files())
     passed = (
         {} if given.again else {one.file: one for one in read_record() if one.tree == tree and not one.status}
@@ -123,9 +123,8 @@ def run_part(file: str, tree: str) -> Outcome:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    found = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    return "" if found.returncode else found.stdout.strip()
 
 
 if __name__ == "__main__":

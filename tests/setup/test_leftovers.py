@@ -1,0 +1,45 @@
+"""The look at what tests leave behind finds it, with its test, and nothing of others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.leftovers import MARK, Session
+
+WAITS = "import sys; sys.stdin.read()"
+
+
+def start(*command: str, mark: str = "mine") -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WAITS, *command], env={**os.environ, MARK: mark}, stdin=subprocess.PIPE
+    )
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.communicate(timeout=30)
+
+
+def test_a_process_is_found_by_its_mark_and_told_with_its_test() -> None:
+    session = Session("mine", {})
+    assert session.look() == []
+    process = start()
+    (left,) = session.look()
+    end(process)
+    assert f"process {process.pid} of tests/setup/test_leftovers.py::" in left
+    assert session.look() == []
+
+
+def test_a_new_file_is_found_unless_a_process_of_others_uses_it(tmp_path: Path) -> None:
+    (tmp_path / "older").touch()
+    session = Session("mine", {tmp_path: {"older"}})
+    assert session.look() == []
+    (tmp_path / "newer").touch()
+    assert session.look() == [str(tmp_path / "newer")]
+    process = start(str(tmp_path / "newer"), mark="theirs")
+    assert session.look() == [], "it is an argument of a process that is not ours"
+    end(process)
+    (tmp_path / "newer").unlink()
+    assert session.look() == []

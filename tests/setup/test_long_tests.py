@@ -1,0 +1,62 @@
+"""`make test-all`: a file at a time, and what passed is not run again until something changes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+TEST = """
+import pathlib, pytest
+
+@pytest.mark.long
+def test_one():
+    place = pathlib.Path(__file__).with_suffix(".ran")
+    place.write_text(place.read_text() + "x" if place.exists() else "x")
+    assert {claim}
+
+def test_short():
+    assert False, "it is not long"
+"""
+
+
+def run_all(root: Path, *arguments: str) -> tuple[int, list[str]]:
+    command = [sys.executable, "tools/test_all.py", *arguments]
+    found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    return found.returncode, found.stdout.splitlines() + found.stderr.splitlines()
+
+
+def commit(root: Path) -> None:
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e@x"]
+    subprocess.run(["git", "add", "-A"], cwd=root, check=True)
+    subprocess.run([*git, "commit", "-qm", "all"], cwd=root, check=True)
+
+
+def test_what_passed_is_left_out_until_the_repository_changes(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    shutil.copy("tools/test_all.py", tmp_path / "tools")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = long: takes minutes\n")
+    (tmp_path / ".gitignore").write_text("build/\n__pycache__/\n*.ran\n.pytest_cache/\n")
+    (tmp_path / "test_good.py").write_text(TEST.format(claim=True))
+    (tmp_path / "test_wrong.py").write_text(TEST.format(claim=False))
+    (tmp_path / "test_none.py").write_text("def test_short(): assert False\n")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    assert run_all(tmp_path)[0] == 1, "nothing is committed"
+    commit(tmp_path)
+    code, lines = run_all(tmp_path)
+    assert code == 1 and [line.split(":")[0] for line in lines[:2]] == [
+        "[1/2] test_good.py",
+        "[2/2] test_wrong.py",
+    ]
+    assert "passed" in lines[0] and "FAILED" in lines[1] and "1 failed: test_wrong.py" in lines[2]
+    code, lines = run_all(tmp_path)
+    assert code == 1 and "passed before" in lines[0]
+    assert [(tmp_path / f"test_{name}.ran").read_text() for name in ("good", "wrong")] == ["x", "xx"]
+    (tmp_path / "test_wrong.py").write_text(TEST.format(claim=True))
+    assert run_all(tmp_path)[0] == 1, "what is not committed has no name"
+    commit(tmp_path)
+    code, lines = run_all(tmp_path)
+    assert code == 0 and "before" not in lines[0], "another content: all is run again"
+    assert run_all(tmp_path, "--again", "test_good.py")[0] == 0
+    assert (tmp_path / "test_good.ran").read_text() == "xxx"
