@@ -14,16 +14,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, SegmentGone, SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import ClientKeys
-from asyncrl.rpc import Client, Reply
+from asyncrl.rpc import Client
 from asyncrl.versions import PolicyVersion
-from asyncrl.wire import field
+from weight_sync import messages as wire
 from weight_sync.memory.manifest import Bucket, Layout, Manifest, Planner, Probe, TensorSpec, plan
 from weight_sync.memory.parts import Part
 from weight_sync.memory.segments import SHM_DIR
@@ -138,7 +138,8 @@ class Handoff:
         end = time.monotonic() + START_DEADLINE_S
         while True:
             try:
-                self._client.call("open", deadline_s=max(0.0, end - time.monotonic()), token=self._token)
+                asked, left_s = wire.Open(self._token), max(0.0, end - time.monotonic())
+                self._client.ask(wire.OPEN, asked, deadline_s=left_s)
                 return
             except ConnectionLost as error:
                 self._note_absence(error)
@@ -165,10 +166,10 @@ class Handoff:
         if self.published is None:
             return False
         try:
-            reply = self._client.call("current", deadline_s=ASK_DEADLINE_S)
+            current = self._client.ask(wire.CURRENT, wire.AskCurrent(), deadline_s=ASK_DEADLINE_S)
         except DeadlineExceeded:  # it is being started anew, and will be asked again
             return False
-        return field(reply.args, "number", int) < self.published.number
+        return current.message.number < self.published.number
 
     @property
     def layout(self) -> Layout | None:
@@ -249,21 +250,17 @@ class Handoff:
         return True
 
     def _commit(self, path: str, manifest: Manifest) -> bool:
-        frames = [manifest.to_bytes()]
+        asked, frames = wire.Commit(self._token, path), [manifest.to_bytes()]
+        deadline_s = CALL_DEADLINE_S / 2
         try:
-            self._call("commit", frames, path=path)
+            try:
+                self._client.ask(wire.COMMIT, asked, frames, deadline_s)
+            except DeadlineExceeded:  # what was sent to a publisher that has just died is lost
+                self._client.ask(wire.COMMIT, asked, frames, deadline_s)
         except (DeadlineExceeded, SegmentGone) as error:
             self._note_absence(error)
             return False
         return True
-
-    def _call(self, op: str, frames: Sequence[bytes] = (), **args: Any) -> Reply:
-        """Call twice if need be: what was sent to a publisher that has just died is lost."""
-        deadline_s = CALL_DEADLINE_S / 2
-        try:
-            return self._client.call(op, frames, deadline_s, token=self._token, **args)
-        except DeadlineExceeded:
-            return self._client.call(op, frames, deadline_s, token=self._token, **args)
 
     def _note_absence(self, error: AsyncrlError) -> None:
         self.num_absences += 1
@@ -281,10 +278,8 @@ class Handoff:
     def _acquire(self) -> str:
         num_bytes = self._layout.total_bytes if self._layout else 0
         # Once, not twice: without an answer the publish is deferred, and the learner goes on.
-        reply = self._client.call(
-            "acquire", deadline_s=ACQUIRE_DEADLINE_S, token=self._token, num_bytes=num_bytes
-        )
-        path: str = field(reply.args, "path", str)
+        asked = wire.Acquire(self._token, num_bytes)
+        path = self._client.ask(wire.ACQUIRE, asked, deadline_s=ACQUIRE_DEADLINE_S).message.path
         if path and not path.startswith(self._prefix):
             raise WireError(f"the publisher named {Path(path).name}, which is not a segment of this run")
         return path

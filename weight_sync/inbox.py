@@ -16,10 +16,10 @@ from collections.abc import Callable
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.keys import ClientKeys
 from asyncrl.rpc import Client
+from weight_sync.messages import WAKE, Wake
 
 log = logging.getLogger(__name__)
 
-WAKE = "wake"
 WAKE_DEADLINE_S = 1.0
 
 
@@ -28,12 +28,12 @@ class Inbox:
 
     def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
         self._client = Client(address, keys)
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._is_woken = threading.Event()
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def put(self, call: Callable[[], None]) -> None:
+    def put(self, call: Callable[[], object]) -> None:
         """Have `call` run on the server's thread soon. Never called from that thread."""
         self._calls.put(call)
         if self._is_woken.is_set():
@@ -43,7 +43,7 @@ class Inbox:
             if self._is_closed:  # a transfer that ends after its service has nobody to tell
                 return
             try:
-                self._client.call(WAKE, deadline_s=WAKE_DEADLINE_S)
+                self._client.ask(WAKE, Wake(), deadline_s=WAKE_DEADLINE_S)
             except DeadlineExceeded:
                 log.debug("the server is busy; its tick will find the call")
 

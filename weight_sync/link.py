@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from typing import Any
 
 from asyncrl.errors import DeadlineExceeded, FencedError
 from asyncrl.keys import ClientKeys
 from asyncrl.rpc import AsyncClient
-from asyncrl.wire import field
+from weight_sync import messages as wire
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.staging import Staged
 
@@ -43,7 +42,7 @@ class ReceiverLink:
     ) -> None:
         self._client = AsyncClient(receiver_address, keys)
         born = time.monotonic_ns() if born is None else born
-        self._who: dict[str, Any] = {"life": uuid.uuid4().hex, "born": born}
+        self._life, self._born = uuid.uuid4().hex, born
         self._seqs, self._pin_seqs = itertools.count(1), itertools.count(1)
         self.is_fenced = False
 
@@ -59,51 +58,45 @@ class ReceiverLink:
             FencedError: Another process has taken this replica's place.
         """
         try:
-            reply = await self._client.call(
-                "next_staged",
-                deadline_s=wait_s + MARGIN_S,
-                serving=serving_number,
-                wait_s=wait_s,
-                **self._number(),
+            asked = wire.NextStaged(
+                serving=serving_number, wait_s=wait_s, life=self._life, born=self._born, seq=next(self._seqs)
             )
+            heard = await self._client.ask(wire.NEXT_STAGED, asked, deadline_s=wait_s + MARGIN_S)
         except DeadlineExceeded:
             self.is_fenced = True  # nobody could tell this replica if it were
             raise
-        self.is_fenced = field(reply.args, "fenced", bool)
-        if reply.args.get("past", False) is True:
+        self.is_fenced = heard.message.fenced
+        if heard.message.past:
             raise FencedError("another process has taken this replica's place at its receiver")
-        path = field(reply.args, "path", str)
-        if not path:
+        if not heard.message.path:
             return None
-        manifest = Manifest.from_bytes(bytes(reply.frames[0]))
-        return Staged(manifest.version, path, manifest)
+        manifest = Manifest.from_bytes(bytes(heard.frames[0]))
+        return Staged(manifest.version, heard.message.path, manifest)
 
     async def report_loaded(self, number: int, ok: bool, error: str = "") -> None:
         """Say that version `number` is loaded and served, or that the engine holds nothing usable."""
-        args = {"number": number, "ok": ok, "error": error, **self._number()}
-        await self._client.call("loaded", deadline_s=CALL_DEADLINE_S, **args)
-
-    def _number(self) -> dict[str, Any]:
-        return {**self._who, "seq": next(self._seqs)}
+        told = wire.Loaded(
+            number=number, ok=ok, error=error, life=self._life, born=self._born, seq=next(self._seqs)
+        )
+        await self._client.ask(wire.LOADED, told, deadline_s=CALL_DEADLINE_S)
 
     async def pin(self) -> None:
         """Hold this replica at its version: nothing is offered or handed over until `unpin`.
 
         It ends with this replica too: with the first poll of another one.
         """
-        await self._call_pin("pin")
+        asked = wire.Pin(life=self._life, born=self._born, seq=next(self._pin_seqs))
+        await self._client.ask(wire.PIN, asked, deadline_s=CALL_DEADLINE_S)
 
     async def unpin(self) -> None:
         """Follow again."""
-        await self._call_pin("unpin")
-
-    async def _call_pin(self, op: str) -> None:
-        args = {**self._who, "seq": next(self._pin_seqs)}
-        await self._client.call(op, deadline_s=CALL_DEADLINE_S, **args)
+        asked = wire.Unpin(life=self._life, born=self._born, seq=next(self._pin_seqs))
+        await self._client.ask(wire.UNPIN, asked, deadline_s=CALL_DEADLINE_S)
 
     async def drain(self) -> None:
         """Take no more versions; the replica is about to leave."""
-        await self._client.call("drain", deadline_s=CALL_DEADLINE_S, **self._who)
+        asked = wire.Drain(life=self._life, born=self._born)
+        await self._client.ask(wire.DRAIN, asked, deadline_s=CALL_DEADLINE_S)
 
     def close(self) -> None:
         self._client.close()

@@ -25,15 +25,17 @@ from asyncrl.errors import SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys
 from asyncrl.rpc import Request, Server
+from asyncrl.rpc.operation import Done, Operations, fields_of
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
 from asyncrl.wire import field
+from weight_sync import messages as wire
 from weight_sync.backends.contract import Transport
 from weight_sync.bounds import limits_of
 from weight_sync.carrier import Carrier, TransferOrder
 from weight_sync.encoding.choice import choose_widths
 from weight_sync.encoding.courier import CarryBucket, DeltaSender, carry_whole
-from weight_sync.inbox import WAKE, Inbox
+from weight_sync.inbox import Inbox
 from weight_sync.liaison import RESET, Introduction, Liaison
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.memory.pool import SegmentPool, Slot
@@ -117,7 +119,14 @@ class PublisherService:
         self._current: Manifest | None = pool.current.manifest if pool.current else None
         self._is_full = False
         self.counters: Counter[str] = Counter()
-        self._snapshot: dict[str, Any] = {"state": ServiceState.STARTING, "address": self._server.address}
+        self._snapshot = wire.PublisherStatus(ServiceState.STARTING, self._server.address)
+        self._ops = Operations("the publisher")
+        self._ops.add(wire.WAKE, self._wake)
+        self._ops.add(wire.OPEN, self._open)
+        self._ops.add(wire.ACQUIRE, self._acquire)
+        self._ops.add(wire.COMMIT, self._commit)
+        self._ops.add(wire.CURRENT, lambda _, __: wire.Current(self._current_number))
+        self._ops.add(wire.PUBLISHER_STATUS, lambda _, __: self._snapshot)
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop`, then unlink the segments."""
@@ -131,8 +140,8 @@ class PublisherService:
             self._pool.close()
 
     def status(self) -> dict[str, Any]:
-        """Return the current version, the slots' states and the counters."""
-        return self._snapshot
+        """Return the fields of a `PublisherStatus`."""
+        return fields_of(self._snapshot)
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """Nothing can be asked of the publisher but to stop."""
@@ -140,51 +149,47 @@ class PublisherService:
 
     def handle(self, request: Request) -> None:
         """Answer the learner; see `handoff.py` for the other side."""
-        args = request.args
-        if request.op == WAKE:
-            self._inbox.drain()
-            request.reply()
-        elif request.op == "open":
-            self._pool.open(field(args, "token", int))
-            request.reply()
-        elif request.op == "acquire":
-            request.reply(path=self._acquire(field(args, "token", int), field(args, "num_bytes", int)))
-        elif request.op == "commit":
-            self._commit(request)
-        elif request.op == "current":
-            request.reply(number=self._current.version.number if self._current else UNLOADED)
-        elif request.op == "status":
-            request.reply(**self._snapshot)
-        else:
-            raise WireError(f"the publisher knows no '{request.op}'")
+        self._ops.handle(request)
+
+    def _wake(self, request: Request, asked: wire.Wake) -> Done:
+        self._inbox.drain()
+        return Done()
+
+    def _open(self, request: Request, asked: wire.Open) -> Done:
+        self._pool.open(asked.token)
+        return Done()
 
     def tick(self, now: float) -> None:
         """Run what the inbox holds, make room for the next versions, and renew the status."""
         self._inbox.drain()
         self._make_room()
         current = self._current.version if self._current else None
-        self._snapshot = {
-            "state": ServiceState.READY,
-            "address": self._server.address,
-            "version": [current.number, current.step] if current else None,
-            "segments": self._pool.describe(),
-            "transfers": len(self._transfer_starts),
-            "longest_transfer_s": self._longest_s(),
-            "counters": dict(self.counters + self._liaison.counters),
-        }
+        self._snapshot = wire.PublisherStatus(
+            ServiceState.READY,
+            self._server.address,
+            version=(current.number, current.step) if current else None,
+            segments=tuple(self._pool.describe()),
+            transfers=len(self._transfer_starts),
+            longest_transfer_s=self._longest_s(),
+            counters=self.counters + self._liaison.counters,
+        )
+
+    @property
+    def _current_number(self) -> int:
+        return self._current.version.number if self._current else UNLOADED
 
     def _longest_s(self) -> float:
         """Return how long the longest transfer took, those included that run."""
         now = self._clock.now()
         return max([self._longest_transfer_s, *(now - start for start in self._transfer_starts.values())])
 
-    def _acquire(self, token: int, num_bytes: int) -> str:
-        self._bounds.check_size(num_bytes)
-        path = self._pool.acquire(token, num_bytes)
+    def _acquire(self, request: Request, asked: wire.Acquire) -> wire.Acquired:
+        self._bounds.check_size(asked.num_bytes)
+        path = self._pool.acquire(asked.token, asked.num_bytes)
         if self._liaison.is_fenced:  # another process has its place: what it took would reach nobody
             path = None
         self.counters["deferred" if path is None else "acquired"] += 1
-        return path or ""
+        return wire.Acquired(path or "")
 
     def _make_room(self) -> None:
         if self._is_full:
@@ -196,18 +201,18 @@ class PublisherService:
             self.counters["no_room"] += 1
             log.warning("no room for the next version: %s", error)
 
-    def _commit(self, request: Request) -> None:
+    def _commit(self, request: Request, asked: wire.Commit) -> Done:
         if not request.frames:
             raise WireError("a commit without a manifest")
         data = bytes(request.frames[0])
         manifest = Manifest.from_bytes(data, self._current, self._bounds)
         fault_point("publisher.commit", manifest.version.number)
-        self._pool.commit(field(request.args, "token", int), field(request.args, "path", str), manifest)
+        self._pool.commit(asked.token, asked.path, manifest)
         if manifest != self._current:
             self._current, self._is_full = manifest, False
             self._liaison.report("published", [data])
             self.counters["published"] += 1
-        request.reply()
+        return Done()
 
     def _introduce(self) -> Introduction:
         current = self._current

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -27,15 +27,17 @@ from asyncrl.errors import AsyncrlError, SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys
 from asyncrl.rpc import Request, Server
+from asyncrl.rpc.operation import Answer, Done, Operation, Operations, fields_of, send_answer
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
 from asyncrl.wire import field
+from weight_sync import messages as wire
 from weight_sync.backends.contract import Transport
 from weight_sync.bounds import limits_of
 from weight_sync.carrier import AfterBucket, Carrier, Check, DigestMismatch, TransferOrder
 from weight_sync.coordination.mail import ReportLog
 from weight_sync.encoding.courier import CarryBucket, DeltaReceiver, carry_whole
-from weight_sync.inbox import WAKE, Inbox
+from weight_sync.inbox import Inbox
 from weight_sync.liaison import RESET, Introduction, Liaison
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.memory.shelf import Copy, Shelf
@@ -44,11 +46,12 @@ from weight_sync.protocol.rounds import ABORTED
 from weight_sync.publisher import cut
 
 log = logging.getLogger(__name__)
+R = TypeVar("R", bound=wire.OfReplica)
 
 OnBucket = Callable[[int, int, torch.Tensor], None]
 """Called with version number, bucket index and the received bytes, before they are verified."""
-PINS = ("pin", "unpin")
-REPLICA_OPS = ("next_staged", "loaded", "drain", *PINS)
+PINS = (wire.PIN.name, wire.UNPIN.name)
+REPLICA_OPS = (wire.NEXT_STAGED.name, wire.LOADED.name, wire.DRAIN.name, *PINS)
 """What a replica asks its receiver; all else is asked by services."""
 
 
@@ -124,7 +127,9 @@ class ReceiverService:
         self._parked: _Parked | None = None
         self._heard = ReportLog()
         self.counters: Counter[str] = Counter()
-        self._snapshot: dict[str, Any] = {"state": ServiceState.STARTING, "address": self._server.address}
+        self._snapshot = wire.ReceiverStatus(ServiceState.STARTING, self._server.address)
+        self._ops = Operations("the receiver")
+        self._add_operations()
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop`, then unlink the staging segments."""
@@ -138,8 +143,8 @@ class ReceiverService:
             self._shelf.close()
 
     def status(self) -> dict[str, Any]:
-        """Return what is served, staged and going on."""
-        return self._snapshot
+        """Return the fields of a `ReceiverStatus`."""
+        return fields_of(self._snapshot)
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """`drain`: take no more offers."""
@@ -149,32 +154,40 @@ class ReceiverService:
 
     # --- the replica's calls ----------------------------------------------------------------------
 
+    def _add_operations(self) -> None:
+        self._ops.add(wire.WAKE, self._wake)
+        self._ops.add(wire.RECEIVER_STATUS, lambda _, __: self._snapshot)
+        self._add(wire.NEXT_STAGED, self._take_poll)
+        self._add(wire.LOADED, self._take_loaded)
+        self._add(wire.PIN, lambda _, asked: self._set_pin(asked, is_held=True))
+        self._add(wire.UNPIN, lambda _, asked: self._set_pin(asked, is_held=False))
+        self._add(wire.DRAIN, lambda _, __: self._drain())
+
+    def _add(
+        self, operation: Operation[R, wire.Handed], do: Callable[[Request, R], wire.Handed | None]
+    ) -> None:
+        """Let `do` handle a call of the replica, unless another process has followed, or it comes late."""
+        line = "pins" if operation.name in PINS else "polls"
+
+        def hear(request: Request, asked: R) -> wire.Handed | None:
+            if self._is_past(asked):
+                self.counters["past_calls"] += 1
+                return wire.Handed(fenced=True, past=True)
+            if self._is_late(asked, line):
+                self.counters["late_calls"] += 1
+                return wire.Handed(fenced=self._liaison.is_fenced)
+            return do(request, asked)
+
+        self._ops.add(operation, hear)
+
     def handle(self, request: Request) -> None:
         """Answer the replica; see `link.py` for the other side."""
-        if request.op == WAKE:
-            self._inbox.drain()
-            request.reply()
-        elif self._is_past(request):
-            self.counters["past_calls"] += 1
-            request.reply(path="", fenced=True, past=True)
-        elif self._is_late(request):
-            self.counters["late_calls"] += 1
-            request.reply(path="", fenced=self._liaison.is_fenced)
-        elif request.op == "next_staged":
-            self._take_poll(request)
-        elif request.op == "loaded":
-            self._take_loaded(request)
-        elif request.op in PINS:
-            self._note_pin(self._pin.set(_life_of(request), request.op == "pin"))
-            request.reply()
-        elif request.op == "drain":
-            self._drain()
-            request.reply()
-        elif request.op == "status":
-            request.reply(**self._snapshot)
-        else:
-            raise WireError(f"the receiver knows no '{request.op}'")
+        self._ops.handle(request)
         self._answer_poll()
+
+    def _wake(self, request: Request, asked: wire.Wake) -> Done:
+        self._inbox.drain()
+        return Done()
 
     def tick(self, now: float) -> None:
         """Run what the inbox holds; end empty polls; act alone if the coordinator is lost."""
@@ -186,30 +199,24 @@ class ReceiverService:
             self._end_poll(None)
         self._snapshot = self._describe()
 
-    def _is_past(self, request: Request) -> bool:
+    def _is_past(self, asked: wire.OfReplica) -> bool:
         """Tell whether a process of the replica speaks that another one has followed."""
-        born = field({"born": 0, **request.args}, "born", int)
-        self._newest_born = max(self._newest_born, born)
-        return 0 < born < self._newest_born
+        self._newest_born = max(self._newest_born, asked.born)
+        return 0 < asked.born < self._newest_born
 
-    def _is_late(self, request: Request) -> bool:
+    def _is_late(self, asked: wire.OfReplica, line: str) -> bool:
         """Tell whether the replica has said something newer since: what it served then says nothing."""
-        if "seq" not in request.args:
-            return False
-        line = "pins" if request.op in PINS else "polls"
-        return not self._heard.is_new(line, _life_of(request), field(request.args, "seq", int))
+        return asked.seq is not None and not self._heard.is_new(line, asked.life, asked.seq)
 
-    def _take_poll(self, request: Request) -> None:
-        serving = field(request.args, "serving", int)
-        wait_s = float(field(request.args, "wait_s", (int, float)))
+    def _take_poll(self, request: Request, asked: wire.NextStaged) -> None:
         if self._parked is not None:
             self._end_poll(None)  # the replica asks anew; it no longer waits for the older answer
-        self._meet(_life_of(request))
-        self._note_serving(serving)
+        self._meet(asked.life)
+        self._note_serving(asked.serving)
         if not self._is_attended:
             self._is_attended = True
             self._liaison.report("attended")
-        self._parked = _Parked(request, self._clock.now() + wait_s)
+        self._parked = _Parked(request, self._clock.now() + asked.wait_s)
 
     def _meet(self, life: str) -> None:
         self._note_pin(self._pin.meet(life))
@@ -229,14 +236,17 @@ class ReceiverService:
             self._shelf.finish_load(serving, is_ok=True)
             self._liaison.report("loaded", number=serving, ok=True, error="")
 
-    def _take_loaded(self, request: Request) -> None:
-        number, is_ok = field(request.args, "number", int), field(request.args, "ok", bool)
-        error = field(request.args, "error", str)[:500]
+    def _take_loaded(self, request: Request, asked: wire.Loaded) -> wire.Handed:
+        number, is_ok, error = asked.number, asked.ok, asked.error[: wire.MAX_ERROR_CHARACTERS]
         self._shelf.finish_load(number, is_ok)
         self._serving = number if is_ok else UNLOADED
         self.counters["loads" if is_ok else "failed_loads"] += 1
         self._liaison.report("loaded", number=number, ok=is_ok, error=error)
-        request.reply()
+        return wire.Handed(fenced=self._liaison.is_fenced)
+
+    def _set_pin(self, asked: wire.OfReplica, *, is_held: bool) -> wire.Handed:
+        self._note_pin(self._pin.set(asked.life, is_held))
+        return wire.Handed(fenced=self._liaison.is_fenced)
 
     def _note_pin(self, has_changed: bool) -> None:
         if not has_changed:
@@ -245,10 +255,11 @@ class ReceiverService:
             self._shelf.withdraw()  # as the coordinator does, which commits again after the unpin
         self._liaison.report("pin" if self._pin.is_held else "unpin")
 
-    def _drain(self) -> None:
+    def _drain(self) -> wire.Handed:
         if not self._is_draining:
             self._is_draining = True
             self._liaison.report("drain")
+        return wire.Handed(fenced=self._liaison.is_fenced)
 
     def _answer_poll(self) -> None:
         if self._parked is None or self._pin.is_held:
@@ -261,10 +272,8 @@ class ReceiverService:
     def _end_poll(self, copy: Copy | None) -> None:
         assert self._parked is not None
         request, self._parked = self._parked.request, None
-        if copy is None:
-            request.reply(path="", fenced=self._liaison.is_fenced)
-        else:
-            request.reply([copy.manifest.to_bytes()], path=copy.path, fenced=self._liaison.is_fenced)
+        handed = wire.Handed(copy.path if copy is not None else "", self._liaison.is_fenced)
+        send_answer(request, Answer(handed, [copy.manifest.to_bytes()] if copy is not None else []))
 
     # --- the coordinator's orders -----------------------------------------------------------------
 
@@ -415,22 +424,18 @@ class ReceiverService:
         now = self._clock.now()
         return max([self._longest_transfer_s, *(now - start for start in self._transfer_starts.values())])
 
-    def _describe(self) -> dict[str, Any]:
-        return {
-            "state": "DRAINING" if self._is_draining else "SYNCING" if self._serving == UNLOADED else "READY",
-            "address": self._server.address,
-            "version": self._serving,
-            "staged": self._shelf.newest_verified,
-            "committed": self._shelf.committed_number,
-            "pinned": self._pin.is_held,
-            "fenced": self._liaison.is_fenced,
-            "receiving": len(self._incoming),
-            "transfers": len(self._transfer_starts),
-            "longest_transfer_s": self._longest_s(),
-            "counters": dict(self.counters + self._liaison.counters),
-        }
-
-
-def _life_of(request: Request) -> str:
-    """Return which process of the replica speaks."""
-    return field(request.args, "life", str) if "life" in request.args else ""
+    def _describe(self) -> wire.ReceiverStatus:
+        state = ServiceState.SYNCING if self._serving == UNLOADED else ServiceState.READY
+        return wire.ReceiverStatus(
+            ServiceState.DRAINING if self._is_draining else state,
+            self._server.address,
+            version=self._serving,
+            staged=self._shelf.newest_verified,
+            committed=self._shelf.committed_number,
+            pinned=self._pin.is_held,
+            fenced=self._liaison.is_fenced,
+            receiving=len(self._incoming),
+            transfers=len(self._transfer_starts),
+            longest_transfer_s=self._longest_s(),
+            counters=self.counters + self._liaison.counters,
+        )

@@ -41,7 +41,7 @@ from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
 from asyncrl.obstacle import OBSTACLES
 from asyncrl.rpc import Handler, Limits, Request, Server
-from asyncrl.rpc.operation import Answer, Message, Operations, fields_of, read_message
+from asyncrl.rpc.operation import Answer, Message, Operations, fields_of, read_message, send_answer
 from asyncrl.states import ServiceState
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Outgoing:
         if isinstance(self.answer, AsyncrlError):
             self.request.fail(self.answer)
         else:
-            self.request.reply(frames=self.answer.frames, **fields_of(self.answer.message))
+            send_answer(self.request, self.answer)
 
 
 class Desk:

@@ -71,6 +71,11 @@ class Operation(Generic[Q, A]):
         return Answer(read_message(reply.args, self.answer, self.name), reply.frames)
 
 
+def send_answer(request: Request, answer: Answer[Any]) -> None:
+    """Answer a request now."""
+    request.reply(answer.frames, **fields_of(answer.message))
+
+
 class Operations:
     """What a service does for each operation.
 
@@ -79,7 +84,7 @@ class Operations:
         answer: Sends an answer, now or later.
     """
 
-    def __init__(self, who: str, answer: Callable[[Request, Answer[Any]], None]) -> None:
+    def __init__(self, who: str, answer: Callable[[Request, Answer[Any]], None] = send_answer) -> None:
         self._who = who
         self._answer = answer
         self._table: dict[str, Callable[[Request], None]] = {}

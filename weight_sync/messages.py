@@ -1,0 +1,176 @@
+"""What crosses the wire at the publisher and at a receiver: a struct per request and answer (pure).
+
+The learner publishes through the first, a replica follows versions through the second. A version's manifest
+travels as the one frame beside these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from msgspec import Meta
+
+from asyncrl.rpc.operation import MAX_NAME_CHARACTERS, Done, Message, Operation, Wait
+from asyncrl.states import ServiceState
+
+MAX_ERROR_CHARACTERS = 500
+"""Of an error of an engine, as much as is kept."""
+Bytes = Annotated[int, Meta(ge=0)]
+Life = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
+
+
+class AskStatus(Message, frozen=True):
+    """Asks how the service is."""
+
+
+class Wake(Message, frozen=True):
+    """Of the service itself: work of another thread waits."""
+
+
+# --- the publisher ----------------------------------------------------------------------------------
+
+
+class OfLearner(Message, frozen=True):
+    """A request of the learner that holds this fencing token; an older one is refused."""
+
+    token: int
+
+
+class Open(OfLearner, frozen=True):
+    """Who publishes from now on."""
+
+
+class Acquire(OfLearner, frozen=True):
+    """Asks for a free segment of so many bytes; 0: of any size, for a first version."""
+
+    num_bytes: Bytes
+
+
+class Acquired(Message, frozen=True):
+    """The path of the segment, empty if there is none."""
+
+    path: str
+
+
+class Commit(OfLearner, frozen=True):
+    """Makes what was written to the segment the newest version; its manifest is the frame."""
+
+    path: str
+
+
+class AskCurrent(Message, frozen=True):
+    """Asks for the newest version that the publisher has."""
+
+
+class Current(Message, frozen=True):
+    """Its number, 0 for none."""
+
+    number: int
+
+
+class PublisherStatus(Message, frozen=True):
+    """How the publisher is: the newest version as (number, step), its segments, and what is on its way."""
+
+    state: ServiceState
+    address: str
+    version: tuple[int, int] | None = None
+    segments: tuple[str, ...] = ()
+    transfers: int = 0
+    longest_transfer_s: float = 0.0
+    counters: Mapping[str, int] = {}
+
+
+OPEN = Operation("open", Open, Done)
+ACQUIRE = Operation("acquire", Acquire, Acquired)
+COMMIT = Operation("commit", Commit, Done)
+CURRENT = Operation("current", AskCurrent, Current)
+PUBLISHER_STATUS = Operation("status", AskStatus, PublisherStatus)
+WAKE = Operation("wake", Wake, Done)
+
+
+# --- a receiver -------------------------------------------------------------------------------------
+
+
+class OfReplica(Message, frozen=True, kw_only=True):
+    """A request of the replica beside the receiver.
+
+    Attributes:
+        life: Which process of the replica speaks. born: When it was given its work, by the host's clock.
+        seq: Number of the call, of those that may come late: one behind a newer one is not believed.
+    """
+
+    life: Life = ""
+    born: int = 0
+    seq: int | None = None
+
+
+class NextStaged(OfReplica, frozen=True):
+    """Asks for the next version to load, while the engine serves number `serving` (0: none)."""
+
+    serving: int
+    wait_s: Wait
+
+
+class Loaded(OfReplica, frozen=True):
+    """Version `number` is loaded and served, or the engine holds nothing usable."""
+
+    number: int
+    ok: bool
+    error: str
+
+
+class Pin(OfReplica, frozen=True):
+    """Holds the replica at its version: nothing is offered or handed over."""
+
+
+class Unpin(OfReplica, frozen=True):
+    """Lets it follow again."""
+
+
+class Drain(OfReplica, frozen=True):
+    """The replica takes no more versions."""
+
+
+class Handed(Message, frozen=True):
+    """What a replica hears.
+
+    Attributes:
+        path: Of a verified copy to load, whose manifest is the frame; empty without one.
+        fenced: The replica missed a deadline, and may take no leases before it has caught up.
+        past: Another process has taken the replica's place.
+    """
+
+    path: str = ""
+    fenced: bool = False
+    past: bool = False
+
+
+class ReceiverStatus(Message, frozen=True):
+    """How a receiver is.
+
+    Attributes:
+        version, staged, committed: Numbers of the version that the engine serves, of the newest verified
+            copy, and of the one that it may load; 0 for none.
+        receiving, transfers: Rounds that it takes part in, and transfers that run.
+    """
+
+    state: ServiceState
+    address: str
+    version: int = 0
+    staged: int = 0
+    committed: int = 0
+    pinned: bool = False
+    fenced: bool = False
+    receiving: int = 0
+    transfers: int = 0
+    longest_transfer_s: float = 0.0
+    counters: Mapping[str, int] = {}
+
+
+NEXT_STAGED = Operation("next_staged", NextStaged, Handed)
+LOADED = Operation("loaded", Loaded, Handed)
+PIN = Operation("pin", Pin, Handed)
+UNPIN = Operation("unpin", Unpin, Handed)
+DRAIN = Operation("drain", Drain, Handed)
+RECEIVER_STATUS = Operation("status", AskStatus, ReceiverStatus)
