@@ -19,16 +19,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from asyncrl.clock import Clock
 from asyncrl.errors import DeadlineExceeded, SyncError
 from asyncrl.versions import UNLOADED
-from asyncrl.wire import field
 from weight_sync.backends.contract import Broadcast, Group, Transport
 from weight_sync.encoding.courier import CarryBucket, carry_whole
+from weight_sync.protocol.messages import Transfer
 from weight_sync.protocol.rounds import DIGEST, TRANSPORT
 
 MAX_UNDER_WAY = 2
@@ -58,23 +57,11 @@ class TransferOrder:
     base: int = UNLOADED
 
     @staticmethod
-    def parse(fields: dict[str, Any]) -> TransferOrder:
-        """Return the order in `fields`; raises WireError."""
-        return TransferOrder(
-            round=field(fields, "round", int),
-            number=field(fields, "number", int),
-            group=Group(
-                membership=field(fields, "membership", int),
-                rank=field(fields, "rank", int),
-                world=field(fields, "world", int),
-                store_host=field(fields, "store_host", str),
-                store_port=field(fields, "store_port", int),
-            ),
-            backend=field(fields, "backend", str),
-            live=frozenset(field(fields, "live", list)),
-            deadline_s=float(field(fields, "deadline_s", (int, float))),
-            base=field(fields, "base", int) if "base" in fields else UNLOADED,
-        )
+    def of(told: Transfer) -> TransferOrder:
+        """Return the order that a peer was told."""
+        group = Group(told.membership, told.rank, told.world, told.store_host, told.store_port)
+        live, deadline_s = frozenset(told.live), told.deadline_s
+        return TransferOrder(told.round, told.number, group, told.backend, live, deadline_s, told.base)
 
 
 Check = Callable[[], None]

@@ -10,34 +10,27 @@ of a newer one's fencing token gives no more orders.
 from __future__ import annotations
 
 import logging
-import math
-import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.clock import Clock
 from asyncrl.errors import FencedError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
-from asyncrl.obstacle import OBSTACLES
+from asyncrl.message import A, Answer, Operation, fields_of
 from asyncrl.rpc import Request, Server
+from asyncrl.rpc.operations import Operations, send_answer
 from asyncrl.states import ServiceState
 from asyncrl.versions import PolicyVersion
-from asyncrl.wire import field
 from weight_sync.bounds import limits_of
-from weight_sync.coordination.callers import (
-    read_card,
-    read_name,
-    read_optional,
-    read_reason,
-    read_seat,
-    read_text,
-)
+from weight_sync.coordination.callers import card_of, seat_of
 from weight_sync.coordination.journal import Journal
 from weight_sync.coordination.mail import KnownVersion, Mailbox, ReportLog, fill, forget_versions
 from weight_sync.coordination.picture import picture_members, picture_obstacles, picture_rounds
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
+from weight_sync.protocol import messages as wire
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.records import BlameRecord, LoadFailureRecord, Record, RoundRecord
 
@@ -48,7 +41,7 @@ PICTURE_S = 1.0
 """The members are journalled at most so often."""
 DESCRIBE_S = 1e-4
 """A status is as old as this, times the members: some twenty times what it costs to describe them."""
-GOODBYE = "goodbye"
+P = TypeVar("P", bound=wire.OfPeer)
 
 
 class CoordinatorService:
@@ -82,7 +75,12 @@ class CoordinatorService:
         self._picture_at = 0.0
         self._described_until = 0.0
         self._newer_token = 0
-        self._snapshot: dict[str, Any] = {**self._describe(), "state": ServiceState.STARTING}
+        self._snapshot = self._describe(ServiceState.STARTING)
+        self._ops = Operations("the coordinator")
+        self._ops.add(wire.STATUS, lambda _, __: self._snapshot)
+        self._add(wire.HELLO, self._welcome)
+        self._add(wire.NEXT_ORDER, self._park)
+        self._add(wire.REPORT, self._take_report)
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop`."""
@@ -92,8 +90,8 @@ class CoordinatorService:
             self._journal_members(is_forced=True)
 
     def status(self) -> dict[str, Any]:
-        """Return members, versions, rounds and counters."""
-        return self._snapshot
+        """Return the fields of a `CoordinatorStatus`."""
+        return fields_of(self._snapshot)
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """Nothing can be asked of the coordinator but to stop."""
@@ -101,18 +99,16 @@ class CoordinatorService:
 
     def handle(self, request: Request) -> None:
         """Take one request; see `liaison.py` for the other side. `end_turn` answers what it leads to."""
-        if request.op == "status":
-            request.reply(**self._snapshot)
-            return
-        self._check_token(request)
-        if request.op == "next_order":
-            self._park(request)
-        elif request.op == "report":
-            self._take_report(request)
-        elif request.op == "hello":
-            self._welcome(request)
-        else:
-            raise WireError(f"the coordinator knows no '{request.op}'")
+        self._ops.handle(request)
+
+    def _add(self, operation: Operation[P, A], do: Callable[[Request, P], A | None]) -> None:
+        """Let `do` handle a peer's request, unless the peer obeys a newer coordinator."""
+
+        def hear(request: Request, asked: P) -> A | None:
+            self._check_token(asked.token)
+            return do(request, asked)
+
+        self._ops.add(operation, hear)
 
     def tick(self, now: float) -> None:
         """Let deadlines pass and empty polls return."""
@@ -127,9 +123,8 @@ class CoordinatorService:
         self._describe_in_time()
         self._journal_members()
 
-    def _check_token(self, request: Request) -> None:
+    def _check_token(self, token: int) -> None:
         """Refuse who obeys a newer coordinator: this one was replaced, and must give no more orders."""
-        token = field(request.args, "token", int) if "token" in request.args else 0
         self._newer_token = max(self._newer_token, token if token > self._coordination.token else 0)
         if self._newer_token:
             raise FencedError(
@@ -139,21 +134,19 @@ class CoordinatorService:
 
     # --- hellos -----------------------------------------------------------------------------------
 
-    def _welcome(self, request: Request) -> None:
-        name, incarnation = read_name(request.args), read_text(request.args, "incarnation")
-        seq = read_optional(request.args, "seq", int, 0)
-        if seq and not self._hellos.is_new(name, incarnation, seq):
+    def _welcome(self, request: Request, asked: wire.Hello) -> wire.Welcome:
+        name, incarnation = asked.name, asked.incarnation
+        if asked.seq and not self._hellos.is_new(name, incarnation, asked.seq):
             # It was read behind a later one, and its card is old: a member would be thought to serve nothing.
-            self._reply(request, poll_s=self._coordination.timing.poll_s, welcome=True)
-            return
-        if read_optional(request.args, "told", int, sys.maxsize) < self._reports.newest(name, incarnation):
+            return self._answer_hello(is_welcome=True)
+        if asked.told is not None and asked.told < self._reports.newest(name, incarnation):
             # A report that was made after its card was read before it: the card would undo what that said.
-            self._reply(request, poll_s=self._coordination.timing.poll_s, welcome=True, outdated=True)
-            return
+            return self._answer_hello(is_welcome=True, is_outdated=True)
+        now = self._clock.now()
         is_welcome = (
-            self._seat_publisher(request)
+            self._coordination.publisher_hello(seat_of(asked, now), self._take_manifest(request), now)
             if name == PUBLISHER
-            else self._coordination.hello(read_card(request.args), self._clock.now())
+            else self._coordination.hello(card_of(asked), now)
         )
         if is_welcome:
             box = self._mail.get(name)
@@ -161,12 +154,11 @@ class CoordinatorService:
                 self._outdated.append((box.parked, name, box.incarnation == incarnation))
             self._mail[name] = Mailbox.opened(incarnation, self._coordination.token, box)
         log.info("hello %s %s", name, "" if is_welcome else "(refused)")
-        self._reply(request, poll_s=self._coordination.timing.poll_s, welcome=is_welcome)
+        return self._answer_hello(is_welcome=is_welcome)
 
-    def _seat_publisher(self, request: Request) -> bool:
-        now = self._clock.now()
-        seat = read_seat(request.args, now)
-        return self._coordination.publisher_hello(seat, self._take_manifest(request), now)
+    def _answer_hello(self, *, is_welcome: bool, is_outdated: bool = False) -> wire.Welcome:
+        coordination = self._coordination
+        return wire.Welcome(coordination.token, coordination.timing.poll_s, is_welcome, is_outdated)
 
     def _take_manifest(self, request: Request) -> PolicyVersion | None:
         if not request.frames:
@@ -178,85 +170,71 @@ class CoordinatorService:
 
     # --- polls and reports ------------------------------------------------------------------------
 
-    def _park(self, request: Request) -> None:
-        name = read_name(request.args)
-        box = self._mail.get(name)
-        if box is None or not self._is_known(request):
-            self._reply(request, known=False, orders=[], fenced=False)
-            return
-        box.acknowledge(field(request.args, "after", int))
+    def _park(self, request: Request, asked: wire.NextOrder) -> wire.Orders | None:
+        box = self._mail.get(asked.name)
+        if box is None or not self._is_known(asked):
+            return wire.Orders(self._coordination.token, known=False)
+        box.acknowledge(asked.after)
         if box.parked is not None:  # after a pause an old poll may be read behind the one that is waited for
-            self._outdated.append((box.parked, name, True))
+            self._outdated.append((box.parked, asked.name, True))
         box.parked = request
         box.parked_until = self._clock.now() + self._coordination.timing.poll_s
+        return None
 
-    def _is_known(self, request: Request) -> bool:
-        name, incarnation = read_name(request.args), read_text(request.args, "incarnation")
-        return self._coordination.seen(name, incarnation, self._clock.now())
+    def _is_known(self, asked: wire.OfPeer) -> bool:
+        return self._coordination.seen(asked.name, asked.incarnation, self._clock.now())
 
-    def _take_report(self, request: Request) -> None:
-        args = request.args
-        if not self._is_known(request):
-            self._reply(request, known=False)
-            return
-        name, event = read_name(args), read_text(args, "event")
-        fields = field(args, "fields", dict)
-        seq = read_optional(args, "seq", int, 0)
-        if not seq or self._reports.is_new(name, field(args, "incarnation", str), seq):
-            if name == PUBLISHER:
-                self._hear_publisher(request, event, fields)
+    def _take_report(self, request: Request, asked: wire.Report) -> wire.Reported:
+        token = self._coordination.token
+        if not self._is_known(asked):
+            return wire.Reported(token, known=False)
+        if not asked.seq or self._reports.is_new(asked.name, asked.incarnation, asked.seq):
+            if asked.name == PUBLISHER:
+                self._hear_publisher(request, wire.read_event(asked.name, asked, wire.OF_PUBLISHER))
             else:
-                self._hear_receiver(name, event, fields)
-        self._reply(request, known=True)
+                self._hear_receiver(asked.name, wire.read_event(asked.name, asked, wire.OF_RECEIVER))
+        return wire.Reported(token, known=True)
 
-    def _hear_publisher(self, request: Request, event: str, fields: dict[str, Any]) -> None:
+    def _hear_publisher(self, request: Request, event: wire.Event) -> None:
         coordination, now = self._coordination, self._clock.now()
-        if event == "published":
-            version = self._take_manifest(request)
-            if version is None:
-                raise WireError("a version was published without a manifest")
-            coordination.published(version, now)
-        elif event == "sent":
-            coordination.sent(field(fields, "round", int), field(fields, "num_bytes", int), now)
-        elif event == "send_failed":
-            cause, begun_s = read_reason(fields, "cause"), read_optional(fields, "begun_s", float, math.inf)
-            coordination.send_failed(field(fields, "round", int), cause, now, begun_s)
-        elif event == GOODBYE:
-            coordination.publisher_leaves(now)
-        else:
-            raise WireError(f"the publisher reports '{event}', which is unknown here")
+        match event:
+            case wire.Published():
+                version = self._take_manifest(request)
+                if version is None:
+                    raise WireError("a version was published without a manifest")
+                coordination.published(version, now)
+            case wire.Sent():
+                coordination.sent(event.round, event.num_bytes, now)
+            case wire.SendFailed():
+                coordination.send_failed(event.round, event.cause[: wire.MAX_TEXT], now, event.begun_s)
+            case wire.Goodbye():
+                coordination.publisher_leaves(now)
 
-    def _hear_receiver(self, name: str, event: str, fields: dict[str, Any]) -> None:
+    def _hear_receiver(self, name: str, event: wire.Event) -> None:
         coordination, now = self._coordination, self._clock.now()
-        plain = {
-            "attended": coordination.attended,
-            "pin": coordination.pin,
-            "unpin": coordination.unpin,
-            "drain": coordination.drain,
-            GOODBYE: coordination.retire,
-        }
-        if event in plain:
-            plain[event](name, now)
-        elif event == "restarted":
-            coordination.restarted(name, field(fields, "serving", int), now)
-        elif event == "loaded":
-            number, is_ok = field(fields, "number", int), field(fields, "ok", bool)
-            coordination.loaded(name, number, is_ok, read_reason(fields, "error"), now)
-        else:
-            self._hear_of_round(name, event, fields, now)
-
-    def _hear_of_round(self, name: str, event: str, fields: dict[str, Any], now: float) -> None:
-        round_id = field(fields, "round", int)
-        if event == "accepted":
-            self._coordination.accepted(name, round_id, now)
-        elif event == "verified":
-            fault_point("coordinator.verified", field(fields, "number", int))
-            self._coordination.verified(name, round_id, field(fields, "number", int), now)
-        elif event == "failed":
-            num_buckets = read_optional(fields, "num_buckets", int, 0)
-            self._coordination.failed(name, round_id, read_reason(fields, "cause"), now, num_buckets)
-        else:
-            raise WireError(f"{name} reports '{event}', which is unknown here")
+        match event:
+            case wire.Attended():
+                coordination.attended(name, now)
+            case wire.Pinned():
+                coordination.pin(name, now)
+            case wire.Unpinned():
+                coordination.unpin(name, now)
+            case wire.Draining():
+                coordination.drain(name, now)
+            case wire.Goodbye():
+                coordination.retire(name, now)
+            case wire.Restarted():
+                coordination.restarted(name, event.serving, now)
+            case wire.LoadEnded():
+                coordination.loaded(name, event.number, event.ok, event.error[: wire.MAX_TEXT], now)
+            case wire.Accepted():
+                coordination.accepted(name, event.round, now)
+            case wire.Verified():
+                fault_point("coordinator.verified", event.number)
+                coordination.verified(name, event.round, event.number, now)
+            case wire.Failed():
+                cause = event.cause[: wire.MAX_TEXT]
+                coordination.failed(name, event.round, cause, now, event.num_buckets)
 
     # --- orders -----------------------------------------------------------------------------------
 
@@ -268,7 +246,7 @@ class CoordinatorService:
         orders = self._coordination.take_orders()
         self._journal.note_fences(self._coordination.fences)  # before anyone is told
         for order in orders:
-            fault_point(f"coordinator.{order.kind}", order.fields.get("number"))
+            fault_point(f"coordinator.{order.kind}", getattr(order.what, "number", None))
             box = self._mail.get(order.to)
             if box is not None:
                 box.put(order)
@@ -286,20 +264,19 @@ class CoordinatorService:
         """Polls behind which their peer has sent another one."""
         outdated, self._outdated = self._outdated, []
         for request, name, is_known in outdated:
-            self._reply(request, known=is_known, orders=[], fenced=self._is_fenced(name))
+            orders = wire.Orders(self._coordination.token, is_known, (), self._is_fenced(name))
+            send_answer(request, Answer(orders))
 
     def _answer(self, name: str, box: Mailbox) -> None:
         assert box.parked is not None
         request, box.parked = box.parked, None
-        orders, frames = fill(box, self._versions) if not self._newer_token else ([], [])
-        self._reply(request, frames, known=True, orders=orders, fenced=self._is_fenced(name))
+        orders, frames = fill(box, self._versions) if not self._newer_token else ((), [])
+        answer = wire.Orders(self._coordination.token, True, orders, self._is_fenced(name))
+        send_answer(request, Answer(answer, frames))
 
     def _is_fenced(self, name: str) -> bool:
         member = self._coordination.members.get(name)
         return member is not None and member.is_fenced
-
-    def _reply(self, request: Request, frames: list[bytes] | None = None, **args: Any) -> None:
-        request.reply(frames or [], token=self._coordination.token, **args)
 
     # --- what is told of it -----------------------------------------------------------------------
 
@@ -336,26 +313,26 @@ class CoordinatorService:
             self._snapshot = self._describe()
             self._described_until = now + DESCRIBE_S * len(self._coordination.members)
 
-    def _describe(self) -> dict[str, Any]:
+    def _describe(self, state: ServiceState = ServiceState.READY) -> wire.CoordinatorStatus:
         coordination, now = self._coordination, self._clock.now()
         current = coordination.current
         known = self._versions.get(current.number) if current else None
         members = picture_members(coordination)
         for name, member in coordination.members.items():
             members[name]["silent_s"] = round(now - member.last_seen, 3)
-        return {
-            "state": ServiceState.FENCED if self._newer_token else ServiceState.READY,
-            "address": self._server.address,
-            "token": coordination.token,
-            "version": self._version(),
-            "digest": known.digest if known else "",
-            "num_bytes": known.num_bytes if known else 0,
-            "round": coordination.round.phase.value if coordination.round else None,
-            "rounds": picture_rounds(coordination, now),
-            OBSTACLES: picture_obstacles(coordination),
-            "last_round_s": coordination.last_round_s,
-            "longest_round_s": self._longest_round_s,
-            "culprit": coordination.culprit,
-            "counters": dict(coordination.counters),
-            "members": members,
-        }
+        return wire.CoordinatorStatus(
+            state=ServiceState.FENCED if self._newer_token else state,
+            address=self._server.address,
+            token=coordination.token,
+            version=(current.number, current.step) if current else None,
+            digest=known.digest if known else "",
+            num_bytes=known.num_bytes if known else 0,
+            round=coordination.round.phase.value if coordination.round else None,
+            rounds=tuple(picture_rounds(coordination, now)),
+            obstacles=tuple(picture_obstacles(coordination)),
+            last_round_s=coordination.last_round_s,
+            longest_round_s=self._longest_round_s,
+            culprit=coordination.culprit,
+            counters=dict(coordination.counters),
+            members=members,
+        )

@@ -19,14 +19,15 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl import wire
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, FencedError
 from asyncrl.keys import ClientKeys
-from asyncrl.rpc import Client, Reply
+from asyncrl.message import Answer, fields_of
+from asyncrl.rpc import Client
+from weight_sync.protocol import messages as wire
 from weight_sync.protocol.peer import Allegiance, Hearing
 
 log = logging.getLogger(__name__)
@@ -37,28 +38,31 @@ RETRY_S = 0.2
 MAX_TRIES = 3
 MAX_PAUSE_S = 1.0
 """Between two questions how long the coordinator is lost; more, and this process did not run."""
-RESET = "reset"
-"""An order of this peer to itself, before it says hello again: give up all rounds."""
+
+
+class Reset(wire.Instruction, frozen=True):
+    """An order of this peer to itself, before it says hello again: give up all rounds."""
+
+    kind = "reset"
 
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a peer says of itself in its hello."""
+    """What a peer says of itself: fields of a `Hello`, and the manifest of what it has."""
 
-    args: dict[str, Any]
+    args: Mapping[str, Any]
     frames: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True)
 class _Report:
-    event: str
-    args: dict[str, Any]
+    event: wire.Event
     frames: Sequence[bytes]
     seq: int
 
 
-Deliver = Callable[[str, dict[str, Any], bytes], None]
-"""Called with the kind of an order, its fields, and the manifest's bytes (empty unless an offer)."""
+Deliver = Callable[[wire.Instruction, bytes], None]
+"""Called with what is ordered, and the manifest's bytes (empty unless an offer)."""
 
 
 class Liaison:
@@ -82,7 +86,7 @@ class Liaison:
     ) -> None:
         self._address, self._keys = address, keys
         self._orders_client, self._reports_client = Client(address, keys), Client(address, keys)
-        self._who: dict[str, Any] = {"name": name, "incarnation": incarnation}
+        self._name, self._incarnation = name, incarnation
         self._born = time.time_ns() // 1_000_000
         self._allegiance = Allegiance()
         self._hello_seqs, self._num_reports = itertools.count(1), 0
@@ -109,11 +113,11 @@ class Liaison:
         for thread in self._threads:
             thread.start()
 
-    def report(self, event: str, frames: Sequence[bytes] = (), **args: Any) -> None:
+    def report(self, event: wire.Event, frames: Sequence[bytes] = ()) -> None:
         """Queue an event for the coordinator; never blocks."""
         with self._report_lock:
             self._num_reports += 1
-            self._reports.put(_Report(event, args, frames, self._num_reports))
+            self._reports.put(_Report(event, frames, self._num_reports))
 
     @property
     def lost_for_s(self) -> float:
@@ -139,8 +143,8 @@ class Liaison:
     def _say_goodbye(self) -> None:
         client = Client(self._address, self._keys)
         try:
-            args = {"event": "goodbye", "fields": {}, "seq": self._num_reports + 1, **self._token()}
-            client.call("report", (), GOODBYE_DEADLINE_S, **args, **self._who)
+            report = self._report_of(wire.Goodbye(), self._num_reports + 1)
+            client.ask(wire.REPORT, report, deadline_s=GOODBYE_DEADLINE_S)
         except AsyncrlError as error:
             log.debug("left without goodbye: %s", error)  # the coordinator may have ended before
         finally:
@@ -190,20 +194,28 @@ class Liaison:
 
     def _introduce_itself(self, client: Client) -> bool:
         if self._is_acquainted:
-            self._deliver(RESET, {}, b"")
+            self._deliver(Reset(), b"")
         self._must_say_hello.clear()  # what is lost from here on is not in this introduction
         told = self._num_reports
         card = self._introduce()
-        numbers = {"born": self._born, "seq": next(self._hello_seqs), "told": told}
-        args = {**self._who, **card.args, **self._token(), **numbers}
-        reply = self._heard(client.call("hello", card.frames, CALL_DEADLINE_S, **args))
-        self._poll_s = wire.field(reply.args, "poll_s", float)
-        if reply.args.get("outdated", False) is True:
+        hello = wire.Hello(
+            **card.args,
+            name=self._name,
+            incarnation=self._incarnation,
+            token=self._allegiance.token,
+            born=self._born,
+            seq=next(self._hello_seqs),
+            told=told,
+        )
+        heard = client.ask(wire.HELLO, hello, card.frames, CALL_DEADLINE_S).message
+        self._hear(heard.token)
+        self._poll_s = heard.poll_s
+        if heard.outdated:
             self.counters["hellos_outdated"] += 1
             self._must_say_hello.set()  # at once: a later report was read before it
             return True
         self._after, self._session = 0, self._session + 1
-        if reply.args.get("welcome", True) is not True:
+        if not heard.welcome:
             self.is_fenced = True
             self.counters["hellos_refused"] += 1
             return False
@@ -215,31 +227,36 @@ class Liaison:
         """As long as a peer may be silent: a report that was lost holds up those behind it."""
         return min(CALL_DEADLINE_S, 3 * self._poll_s)
 
-    def _token(self) -> dict[str, int]:
-        return {"token": self._allegiance.token}
+    def _report_of(self, event: wire.Event, seq: int) -> wire.Report:
+        return wire.Report(
+            name=self._name,
+            incarnation=self._incarnation,
+            token=self._allegiance.token,
+            event=event.kind,
+            fields=fields_of(event),
+            seq=seq,
+        )
 
     def _poll(self, session: int) -> bool:
         """Take the orders of `session`; return False if the coordinator does not know this peer."""
-        deadline_s = self._poll_s + self._call_s
-        args = {"after": self._after, **self._who, **self._token()}
-        reply = self._heard(self._orders_client.call("next_order", deadline_s=deadline_s, **args))
-        if not wire.field(reply.args, "known", bool):
+        asked = wire.NextOrder(
+            name=self._name, incarnation=self._incarnation, token=self._allegiance.token, after=self._after
+        )
+        found = self._orders_client.ask(wire.NEXT_ORDER, asked, deadline_s=self._poll_s + self._call_s)
+        self._hear(found.message.token)
+        if not found.message.known:
             return False
         with self._hello_lock:
             if session == self._session:  # else these are orders from before the last hello
-                self._take_orders(reply)
+                self._take_orders(found)
         return True
 
-    def _take_orders(self, reply: Reply) -> None:
-        self.is_fenced = wire.field(reply.args, "fenced", bool)
-        for order in wire.field(reply.args, "orders", list):
-            frame = wire.field(order, "frame", int)
-            self._deliver(
-                wire.field(order, "kind", str),
-                wire.field(order, "fields", dict),
-                bytes(reply.frames[frame]) if 0 <= frame < len(reply.frames) else b"",
-            )
-            self._after = wire.field(order, "seq", int)
+    def _take_orders(self, found: Answer[wire.Orders]) -> None:
+        self.is_fenced = found.message.fenced
+        for order in found.message.orders:
+            manifest = bytes(found.frames[order.frame]) if 0 <= order.frame < len(found.frames) else b""
+            self._deliver(wire.read_instruction(order.kind, order.fields), manifest)
+            self._after = order.seq
 
     def _send_reports(self) -> None:
         while not self._stop.is_set():
@@ -250,7 +267,7 @@ class Liaison:
             if not any(self._try_report(report) for _ in range(MAX_TRIES)):
                 self.counters["lost_reports"] += 1
                 self._must_say_hello.set()  # which says all that counts of this peer
-                log.warning("the coordinator did not take the report '%s'", report.event)
+                log.warning("the coordinator did not take the report '%s'", report.event.kind)
 
     def _try_report(self, report: _Report) -> bool:
         if self._stop.is_set():
@@ -258,28 +275,26 @@ class Liaison:
         try:
             for _ in range(2):
                 session = self._session
-                args = {"event": report.event, "fields": report.args, "seq": report.seq}
-                reply = self._reports_client.call(
-                    "report", report.frames, self._call_s, **args, **self._who, **self._token()
-                )
-                if wire.field(self._heard(reply).args, "known", bool):
+                told = self._report_of(report.event, report.seq)
+                heard = self._reports_client.ask(wire.REPORT, told, report.frames, self._call_s).message
+                self._hear(heard.token)
+                if heard.known:
                     return True
                 self._say_hello(self._reports_client, session)
         except (DeadlineExceeded, FencedError):
             self.counters["coordinator_unreachable"] += 1
             self._reports_client = self._connect_anew(self._reports_client)
         except AsyncrlError as error:
-            log.warning("the coordinator refused the report '%s': %s", report.event, error)
+            log.warning("the coordinator refused the report '%s': %s", report.event.kind, error)
             self._stop.wait(RETRY_S)
         except Exception as error:  # of any kind, such as no descriptor left: a mute peer helps nobody
             self.counters["coordinator_unreachable"] += 1
-            log.warning("the report '%s' could not be sent: %s", report.event, error)
+            log.warning("the report '%s' could not be sent: %s", report.event.kind, error)
             self._stop.wait(RETRY_S)
         return False
 
-    def _heard(self, reply: Reply) -> Reply:
-        """Return the reply; raises FencedError if it is of a coordinator that was replaced."""
-        token = wire.field(reply.args, "token", int)
+    def _hear(self, token: int) -> None:
+        """Note that a coordinator has answered; raises FencedError if it is one that was replaced."""
         hearing = self._allegiance.hear(token)
         if hearing is Hearing.OLDER:
             self.counters["older_coordinators"] += 1
@@ -287,4 +302,3 @@ class Liaison:
         if hearing is Hearing.NEWER:
             self.counters["newer_coordinators"] += 1
         self._heard_at = time.monotonic()
-        return reply

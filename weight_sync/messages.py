@@ -11,7 +11,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from asyncrl.rpc.operation import MAX_NAME_CHARACTERS, Done, Message, Operation, Wait
+from asyncrl.message import MAX_NAME_CHARACTERS, Done, Message, Operation, Wait
 from asyncrl.states import ServiceState
 
 MAX_ERROR_CHARACTERS = 500

@@ -24,11 +24,11 @@ from asyncrl.clock import Clock
 from asyncrl.errors import SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys
+from asyncrl.message import Done, fields_of
 from asyncrl.rpc import Request, Server
-from asyncrl.rpc.operation import Done, Operations, fields_of
+from asyncrl.rpc.operations import Operations
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
-from asyncrl.wire import field
 from weight_sync import messages as wire
 from weight_sync.backends.contract import Transport
 from weight_sync.bounds import limits_of
@@ -36,9 +36,10 @@ from weight_sync.carrier import Carrier, TransferOrder
 from weight_sync.encoding.choice import choose_widths
 from weight_sync.encoding.courier import CarryBucket, DeltaSender, carry_whole
 from weight_sync.inbox import Inbox
-from weight_sync.liaison import RESET, Introduction, Liaison
+from weight_sync.liaison import Introduction, Liaison, Reset
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.memory.pool import SegmentPool, Slot
+from weight_sync.protocol import messages as told
 from weight_sync.protocol.peer import Attendance
 from weight_sync.protocol.protocol import PUBLISHER
 from weight_sync.protocol.rounds import ABORTED, NEVER, SUPERSEDED, TRANSPORT
@@ -210,7 +211,7 @@ class PublisherService:
         self._pool.commit(asked.token, asked.path, manifest)
         if manifest != self._current:
             self._current, self._is_full = manifest, False
-            self._liaison.report("published", [data])
+            self._liaison.report(told.Published(), [data])
             self.counters["published"] += 1
         return Done()
 
@@ -223,20 +224,21 @@ class PublisherService:
         }
         return Introduction(args, [current.to_bytes()] if current else [])
 
-    def _deliver(self, kind: str, fields: dict[str, Any], manifest: bytes) -> None:
-        self._inbox.put(partial(self._obey, kind, fields))
+    def _deliver(self, order: told.Instruction, manifest: bytes) -> None:
+        self._inbox.put(partial(self._obey, order))
 
-    def _obey(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind == "transfer":
-            self._send(TransferOrder.parse(fields))
-        elif kind == "abort":
-            self._abort(field(fields, "round", int))
-        elif kind == RESET:
-            for round_id in self._rounds.open_rounds:
-                self._abort(round_id)
-        else:
-            log.warning("the order '%s' is unknown to the publisher", kind)
-            self.counters["unknown_orders"] += 1
+    def _obey(self, order: told.Instruction) -> None:
+        match order:
+            case told.Transfer():
+                self._send(TransferOrder.of(order))
+            case told.Abort():
+                self._abort(order.round)
+            case Reset():
+                for round_id in self._rounds.open_rounds:
+                    self._abort(round_id)
+            case _:
+                log.warning("the order '%s' is none for the publisher", order.kind)
+                self.counters["unknown_orders"] += 1
 
     def _send(self, order: TransferOrder) -> None:
         if not self._rounds.begin(order.round, needs_offer=False):
@@ -245,7 +247,7 @@ class PublisherService:
         if slot is None or slot.manifest is None or slot.bytes_B is None:
             self.counters[SUPERSEDED] += 1
             self._rounds.end(order.round)
-            self._liaison.report("send_failed", round=order.round, cause=SUPERSEDED)
+            self._liaison.report(told.SendFailed(order.round, SUPERSEDED))
             return
         fault_point("publisher.transfer", order.number)
         self._sending[order.round] = order
@@ -270,7 +272,7 @@ class PublisherService:
         is_known, now = self._rounds.stage_of(round_id) is not None, self._clock.now()
         begun_s = now - self._transfer_starts.get(round_id, -math.inf) if is_known else NEVER
         self._rounds.abort(round_id)
-        self._liaison.report("send_failed", round=round_id, cause=ABORTED, begun_s=begun_s)
+        self._liaison.report(told.SendFailed(round_id, ABORTED, begun_s))
         order = self._sending.pop(round_id, None)
         if order is not None:  # the thread ends by itself and releases the slot then
             self._carrier.abort(order.group.membership)
@@ -290,13 +292,13 @@ class PublisherService:
             self.counters["failed_transfers"] += 1
             log.warning("round %d with version %d failed: %s", order.round, order.number, message)
             self._carrier.abort(order.group.membership)
-            self._liaison.report("send_failed", round=order.round, cause=TRANSPORT)
+            self._liaison.report(told.SendFailed(order.round, TRANSPORT))
         else:
             self._pool.note_sent(cargo.slot)
             self.counters["transfers"] += 1
             self.counters["deltas"] += cargo.num_deltas
             fault_point("publisher.sent", order.number)
-            self._liaison.report("sent", round=order.round, num_bytes=cargo.num_bytes)
+            self._liaison.report(told.Sent(order.round, cargo.num_bytes))
 
 
 def cut(bytes_B: torch.Tensor, manifest: Manifest) -> list[torch.Tensor]:

@@ -26,11 +26,11 @@ from asyncrl.clock import Clock
 from asyncrl.errors import AsyncrlError, SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys
+from asyncrl.message import Answer, Done, Operation, fields_of
 from asyncrl.rpc import Request, Server
-from asyncrl.rpc.operation import Answer, Done, Operation, Operations, fields_of, send_answer
+from asyncrl.rpc.operations import Operations, send_answer
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
-from asyncrl.wire import field
 from weight_sync import messages as wire
 from weight_sync.backends.contract import Transport
 from weight_sync.bounds import limits_of
@@ -38,9 +38,10 @@ from weight_sync.carrier import AfterBucket, Carrier, Check, DigestMismatch, Tra
 from weight_sync.coordination.mail import ReportLog
 from weight_sync.encoding.courier import CarryBucket, DeltaReceiver, carry_whole
 from weight_sync.inbox import Inbox
-from weight_sync.liaison import RESET, Introduction, Liaison
+from weight_sync.liaison import Introduction, Liaison, Reset
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.memory.shelf import Copy, Shelf
+from weight_sync.protocol import messages as told
 from weight_sync.protocol.peer import Attendance, Pin, Stage
 from weight_sync.protocol.rounds import ABORTED
 from weight_sync.publisher import cut
@@ -215,7 +216,7 @@ class ReceiverService:
         self._note_serving(asked.serving)
         if not self._is_attended:
             self._is_attended = True
-            self._liaison.report("attended")
+            self._liaison.report(told.Attended())
         self._parked = _Parked(request, self._clock.now() + asked.wait_s)
 
     def _meet(self, life: str) -> None:
@@ -230,18 +231,18 @@ class ReceiverService:
             self._serving = serving
             self._shelf.untake()
             self._note_pin(self._pin.end())
-            self._liaison.report("restarted", serving=serving)
+            self._liaison.report(told.Restarted(serving))
         elif serving > self._serving:
             self._serving = serving
             self._shelf.finish_load(serving, is_ok=True)
-            self._liaison.report("loaded", number=serving, ok=True, error="")
+            self._liaison.report(told.LoadEnded(serving, ok=True, error=""))
 
     def _take_loaded(self, request: Request, asked: wire.Loaded) -> wire.Handed:
         number, is_ok, error = asked.number, asked.ok, asked.error[: wire.MAX_ERROR_CHARACTERS]
         self._shelf.finish_load(number, is_ok)
         self._serving = number if is_ok else UNLOADED
         self.counters["loads" if is_ok else "failed_loads"] += 1
-        self._liaison.report("loaded", number=number, ok=is_ok, error=error)
+        self._liaison.report(told.LoadEnded(number, is_ok, error))
         return wire.Handed(fenced=self._liaison.is_fenced)
 
     def _set_pin(self, asked: wire.OfReplica, *, is_held: bool) -> wire.Handed:
@@ -253,12 +254,12 @@ class ReceiverService:
             return
         if self._pin.is_held:
             self._shelf.withdraw()  # as the coordinator does, which commits again after the unpin
-        self._liaison.report("pin" if self._pin.is_held else "unpin")
+        self._liaison.report(told.Pinned() if self._pin.is_held else told.Unpinned())
 
     def _drain(self) -> wire.Handed:
         if not self._is_draining:
             self._is_draining = True
-            self._liaison.report("drain")
+            self._liaison.report(told.Draining())
         return wire.Handed(fenced=self._liaison.is_fenced)
 
     def _answer_poll(self) -> None:
@@ -290,30 +291,34 @@ class ReceiverService:
             }
         )
 
-    def _deliver(self, kind: str, fields: dict[str, Any], manifest: bytes) -> None:
-        self._inbox.put(partial(self._obey, kind, fields, manifest))
+    def _deliver(self, order: told.Instruction, manifest: bytes) -> None:
+        self._inbox.put(partial(self._obey, order, manifest))
 
-    def _obey(self, kind: str, fields: dict[str, Any], manifest: bytes) -> None:
+    def _obey(self, order: told.Instruction, manifest: bytes) -> None:
         try:
-            if kind == "offer":
-                self._accept(field(fields, "round", int), manifest)
-            elif kind == "transfer":
-                self._receive(TransferOrder.parse(fields))
-            elif kind == "abort":
-                self._abort(field(fields, "round", int))
-            elif kind == "commit":
-                self._commit(field(fields, "number", int))
-            elif kind == "withdraw":
-                self._shelf.withdraw()
-                self._is_attended = False
-            elif kind == RESET:
-                self._abort_all()
-            else:
-                raise WireError(f"the order '{kind}' is unknown to a receiver")
+            self._carry_out(order, manifest)
         except AsyncrlError as error:
             self.counters["refused_orders"] += 1
-            log.warning("cannot obey '%s': %s", kind, error)
+            log.warning("cannot obey '%s': %s", order.kind, error)
         self._answer_poll()
+
+    def _carry_out(self, order: told.Instruction, manifest: bytes) -> None:
+        match order:
+            case told.Offer():
+                self._accept(order.round, manifest)
+            case told.Transfer():
+                self._receive(TransferOrder.of(order))
+            case told.Abort():
+                self._abort(order.round)
+            case told.Commit():
+                self._commit(order.number)
+            case told.Withdraw():
+                self._shelf.withdraw()
+                self._is_attended = False
+            case Reset():
+                self._abort_all()
+            case _:
+                raise WireError(f"the order '{order.kind}' is none for a receiver")
 
     def _accept(self, round_id: int, manifest: bytes) -> None:
         if self._rounds.offer(round_id):
@@ -321,13 +326,13 @@ class ReceiverService:
                 copy = self._shelf.make_room(Manifest.from_bytes(manifest, bounds=self._bounds))
             except (SyncError, WireError) as error:
                 self._rounds.abort(round_id)
-                self._liaison.report("failed", round=round_id, cause=f"refused: {error.message}"[:200])
+                self._liaison.report(told.Failed(round_id, f"refused: {error.message}"[: told.MAX_TEXT]))
                 raise
             self._incoming[round_id] = _Incoming(round_id, copy)
         if round_id not in self._incoming:
             return  # over already
         fault_point("receiver.offer", self._incoming[round_id].copy.number)
-        self._liaison.report("accepted", round=round_id)
+        self._liaison.report(told.Accepted(round_id))
 
     def _commit(self, number: int) -> None:
         fault_point("receiver.commit", number)
@@ -389,11 +394,11 @@ class ReceiverService:
             self.counters[f"failed/{cause}"] += 1
             log.warning("round %d with version %d failed: %s", order.round, order.number, message)
             self._shelf.give_back(incoming.copy)
-            self._liaison.report("failed", round=order.round, cause=cause, num_buckets=incoming.num_buckets)
+            self._liaison.report(told.Failed(order.round, cause, incoming.num_buckets))
         else:
             self._shelf.put_verified(incoming.copy)
             fault_point("receiver.verified", order.number)
-            self._liaison.report("verified", round=order.round, number=order.number)
+            self._liaison.report(told.Verified(order.round, order.number))
         self._answer_poll()
 
     def _abort(self, round_id: int) -> None:
@@ -407,7 +412,7 @@ class ReceiverService:
         else:
             self._shelf.abandon(round_id, incoming.copy)
             self._carrier.abort(incoming.order.group.membership)
-        self._liaison.report("failed", round=round_id, cause=ABORTED, num_buckets=incoming.num_buckets)
+        self._liaison.report(told.Failed(round_id, ABORTED, incoming.num_buckets))
 
     def _abort_all(self) -> None:
         for round_id in self._rounds.open_rounds:

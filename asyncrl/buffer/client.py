@@ -30,9 +30,9 @@ from asyncrl.buffer.payloads import Prefetched, read_fetched, split_frames
 from asyncrl.errors import ConnectionLost, DeadlineExceeded, WireError
 from asyncrl.experience import Group, decode_group, encode_group
 from asyncrl.keys import ClientKeys
+from asyncrl.message import A, Answer, Operation, Q
 from asyncrl.metrics.tallies import Tally
 from asyncrl.rpc import AsyncClient, Client, PendingCall
-from asyncrl.rpc.operation import A, Answer, Operation, Q
 from asyncrl.wire import Frame
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from asyncrl.buffer import messages as wire
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import LedgerError, WireError
+from asyncrl.message import MAX_NAME_CHARACTERS, Answer, Done
 from asyncrl.rpc import Request
-from asyncrl.rpc.operation import MAX_NAME_CHARACTERS, Answer, Done, Operations
+from asyncrl.rpc.operations import Operations
 from asyncrl.wire import Frame
 
 if TYPE_CHECKING:

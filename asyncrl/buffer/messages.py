@@ -15,8 +15,8 @@ from msgspec import Meta, field
 from asyncrl.buffer.ledger.events import UNSAID
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.errors import WireError
+from asyncrl.message import MAX_NAME_CHARACTERS, Done, Message, Name, Operation, Wait
 from asyncrl.metrics.tallies import Tally
-from asyncrl.rpc.operation import MAX_NAME_CHARACTERS, Done, Message, Name, Operation, Wait
 
 MAX_WANT = 4096
 MAX_METRICS = 1024

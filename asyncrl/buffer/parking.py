@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
+from asyncrl.message import Message
 from asyncrl.rpc import Request
-from asyncrl.rpc.operation import Message
 
 Attempt = Callable[[], Message | None]
 """Returns the answer, or None to wait on; raises to refuse."""

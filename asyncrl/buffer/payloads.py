@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from asyncrl.buffer.messages import Fetched, PrefetchedGroups
 from asyncrl.errors import LedgerError, WireError
 from asyncrl.experience import Group, decode_group
-from asyncrl.rpc.operation import Answer
+from asyncrl.message import Answer
 from asyncrl.wire import Frame
 
 

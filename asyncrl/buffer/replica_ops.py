@@ -8,8 +8,9 @@ from asyncrl.buffer import messages as wire
 from asyncrl.buffer.ledger.tickets import Part
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import WireError
+from asyncrl.message import Answer, Done
 from asyncrl.rpc import Request
-from asyncrl.rpc.operation import Answer, Done, Operations
+from asyncrl.rpc.operations import Operations
 
 if TYPE_CHECKING:
     from asyncrl.buffer.service import Desk

@@ -39,9 +39,10 @@ from asyncrl.clock import Clock
 from asyncrl.errors import AsyncrlError, LedgerError
 from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
+from asyncrl.message import Answer, Message, fields_of, read_message
 from asyncrl.obstacle import OBSTACLES
 from asyncrl.rpc import Handler, Limits, Request, Server
-from asyncrl.rpc.operation import Answer, Message, Operations, fields_of, read_message, send_answer
+from asyncrl.rpc.operations import Operations, send_answer
 from asyncrl.states import ServiceState
 
 log = logging.getLogger(__name__)

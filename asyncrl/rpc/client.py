@@ -22,9 +22,9 @@ import zmq
 from asyncrl import wire
 from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, WireError
 from asyncrl.keys import ClientKeys
+from asyncrl.message import A, Answer, Operation, Q
 from asyncrl.rpc.connection import Connection
 from asyncrl.rpc.frames import receive_parts, send_parts
-from asyncrl.rpc.operation import A, Answer, Operation, Q
 from asyncrl.rpc.request import Reply, pack_request, read_reply
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from weight_sync.coordination.journal import (
 )
 from weight_sync.coordination.mail import ReportLog
 from weight_sync.coordinator import CoordinatorService
-from weight_sync.liaison import RESET, Introduction, Liaison
+from weight_sync.liaison import Introduction, Liaison, Reset
+from weight_sync.protocol.messages import Commit, Instruction, Pinned, Unpinned
 from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Pin, Stage
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.records import BlameRecord
@@ -181,10 +182,11 @@ CARD = {
 
 
 @contextmanager
-def liaison(address: str, incarnation: str, heard: list[str]) -> Iterator[Liaison]:
-    made = Liaison(
-        address, "receiver.0", incarnation, lambda: Introduction(CARD), lambda kind, *_: heard.append(kind)
-    )
+def liaison(address: str, incarnation: str, heard: list[Instruction]) -> Iterator[Liaison]:
+    def deliver(order: Instruction, _: bytes) -> None:
+        heard.append(order)
+
+    made = Liaison(address, "receiver.0", incarnation, lambda: Introduction(CARD), deliver)
     made.start()
     try:
         yield made
@@ -252,8 +254,13 @@ class DeafCoordinator:
         self._token = token
 
     def handle(self, request: Request) -> None:
-        order = {"seq": 1, "kind": f"by {self._token}", "fields": {}, "frame": -1}
-        request.reply(token=self._token, known=True, welcome=True, poll_s=0.1, fenced=False, orders=[order])
+        order = {"seq": 1, "kind": Commit.kind, "fields": {"number": self._token}, "frame": -1}
+        answers = {
+            "hello": {"welcome": True, "poll_s": 0.1},
+            "next_order": {"known": True, "orders": [order]},
+            "report": {"known": True},
+        }
+        request.reply(token=self._token, **answers[request.op])
 
     def tick(self, now: float) -> None:
         return
@@ -276,10 +283,10 @@ def test_a_peer_does_not_obey_an_older_coordinator_than_the_newest_it_has_heard(
     with ExitStack() as stack:
         with deaf_coordinator(7, address):
             peer = stack.enter_context(liaison(address, "1", heard))
-            wait_until(lambda: "by 7" in heard)
+            wait_until(lambda: Commit(7) in heard)
         with deaf_coordinator(3, address):
             wait_until(lambda: peer.counters["older_coordinators"] > 2)
-    assert "by 3" not in heard
+    assert Commit(3) not in heard
 
 
 def test_a_peer_leaves_a_coordinator_that_was_stopped_for_the_one_that_took_its_address(tmp_path):
@@ -300,7 +307,7 @@ def test_a_process_whose_name_a_newer_one_has_taken_is_fenced_and_gets_no_orders
             with liaison(address, "new", []) as new:
                 wait_until(lambda: old.counters["hellos_refused"])
                 assert old.is_fenced and not new.is_fenced
-    assert set(old_heard) <= {RESET}
+    assert set(old_heard) <= {Reset()}
 
 
 def test_a_peer_that_cannot_introduce_itself_tries_again_whatever_the_error_was():
@@ -328,7 +335,7 @@ def test_a_hello_that_a_report_overtakes_is_said_again_with_what_has_changed():
     def introduce() -> Introduction:
         cards.append(CARD | {"attended": True, "pinned": len(cards) == 1})
         if len(cards) == 2:
-            made.report("unpin")  # after its state was read, and heard before its hello
+            made.report(Unpinned())  # after its state was read, and heard before its hello
             wait_until(lambda: not is_pinned())
         return Introduction(cards[-1])
 
@@ -336,7 +343,7 @@ def test_a_hello_that_a_report_overtakes_is_said_again_with_what_has_changed():
         made = Liaison(address_of(service), "receiver.0", "1", introduce, lambda *_: None)
         made.start()
         wait_until(lambda: "receiver.0" in service.status()["members"])
-        made.report("pin")
+        made.report(Pinned())
         wait_until(is_pinned)
         made._must_say_hello.set()
         wait_until(lambda: made.counters["hellos_outdated"] and not made._must_say_hello.is_set())

@@ -23,6 +23,7 @@ from tests.weight_sync.world import TIMING
 from weight_sync.coordinator import CoordinatorService
 from weight_sync.liaison import MAX_TRIES, Introduction, Liaison, _Report
 from weight_sync.memory import segments
+from weight_sync.protocol.messages import Attended
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 
 WAIT_S = 20.0
@@ -197,7 +198,7 @@ def silent_liaison(address: str, heard: list[str]) -> Iterator[Liaison]:
     """A receiver's liaison whose threads do not run: the test does one thing after another."""
     card = {"abilities": ["gloo"], "serving": 0, "staged": 0, **FLAGS}
     made = Liaison(
-        address, "receiver.0", "1", lambda: Introduction(card), lambda kind, *_: heard.append(kind)
+        address, "receiver.0", "1", lambda: Introduction(card), lambda order, _: heard.append(order.kind)
     )
     try:
         yield made
@@ -211,7 +212,7 @@ def test_a_report_that_finds_a_new_coordinator_is_taken_after_one_hello(tmp_path
     address = f"ipc://{tmp_path}/c"
     heard: list[str] = []
     with coordinator(7, address), silent_liaison(address, heard) as liaison:
-        assert liaison._try_report(_Report("attended", {}, (), 1))
+        assert liaison._try_report(_Report(Attended(), (), 1))
         assert not heard and not liaison._must_say_hello.is_set()
 
 
@@ -247,7 +248,7 @@ def test_who_is_told_that_it_is_unknown_says_no_hello_if_its_other_thread_has_do
 
         def answer(op: str) -> dict[str, Any]:
             if op == "hello":
-                return {"poll_s": 0.1}
+                return {"poll_s": 0.1, "welcome": True}
             is_known = liaison._session > 1
             liaison._session = 2  # the other thread says hello while this answer is on its way
             if is_known:
@@ -277,7 +278,7 @@ def test_who_has_waited_for_the_hello_of_its_other_thread_says_no_second_one(tmp
     with silent_liaison(address, []) as liaison:
         liaison._hello_lock = PassingLock(liaison)  # type: ignore[assignment]
         with answering(address, lambda op: {"known": liaison._session > 0}) as asked:
-            assert liaison._try_report(_Report("attended", {}, (), 1))
+            assert liaison._try_report(_Report(Attended(), (), 1))
         assert asked == ["report", "report"]
 
 
@@ -304,11 +305,11 @@ def test_reports_go_on_after_one_that_found_no_descriptor_left(tmp_path: Path) -
             is_known = liaison._session > 0
             if op == "report" and is_known:
                 liaison._stop.set()
-            return {"known": is_known, "poll_s": 0.1}
+            return {"known": is_known} if op == "report" else {"poll_s": 0.1, "welcome": True}
 
         liaison._introduce = introduce_later
-        liaison.report("attended")
-        liaison.report("attended")
+        liaison.report(Attended())
+        liaison.report(Attended())
         with answering(address, answer) as asked:
             liaison._send_reports()
         assert liaison.counters["lost_reports"] == 1 and not failures

@@ -16,6 +16,7 @@ import xxhash
 from asyncrl.rpc import Request
 from weight_sync.memory.manifest import Manifest
 from weight_sync.protocol.floor import ID_BITS
+from weight_sync.protocol.messages import NumberedOrder, Offer
 from weight_sync.protocol.rounds import Order
 
 
@@ -96,17 +97,17 @@ class KnownVersion:
         )
 
 
-def fill(box: Mailbox, versions: dict[int, KnownVersion]) -> tuple[list[dict[str, object]], list[bytes]]:
+def fill(box: Mailbox, versions: dict[int, KnownVersion]) -> tuple[tuple[NumberedOrder, ...], list[bytes]]:
     """Return the box's orders as they go over the wire, and the frames that they refer to."""
     frames: list[bytes] = []
-    orders: list[dict[str, object]] = []
+    orders = []
     for seq, order in box.orders:
         frame = -1
-        if order.kind == "offer" and order.fields["number"] in versions:
+        if isinstance(order.what, Offer) and order.what.number in versions:
             frame = len(frames)
-            frames.append(versions[order.fields["number"]].data)
-        orders.append({"seq": seq, "kind": order.kind, "fields": order.fields, "frame": frame})
-    return orders, frames
+            frames.append(versions[order.what.number].data)
+        orders.append(NumberedOrder(seq, order.kind, order.fields, frame))
+    return tuple(orders), frames
 
 
 def forget_versions(versions: dict[int, KnownVersion], keep: Iterable[int]) -> None:

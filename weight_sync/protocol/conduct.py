@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from asyncrl.versions import UNLOADED
 from weight_sync.backends.choice import agree_on_backend
 from weight_sync.protocol.floor import PUBLISHER, Floor
 from weight_sync.protocol.judgement import Judgement
 from weight_sync.protocol.members import Member
+from weight_sync.protocol.messages import Abort, Offer, Transfer
 from weight_sync.protocol.rounds import (
     DEADLINE,
     FINAL_PARTS,
@@ -77,7 +80,7 @@ class Conduct:
             if part not in OPEN_PARTS or (part is Part.RECEIVING and not is_gone):
                 continue
             self.set_part(round_, member.name, Part.LEFT)
-            self._floor.order(member.name, "abort", round=round_.id)
+            self._floor.order(member.name, Abort(round_.id))
             if part is Part.RECEIVING:
                 self.break_up(round_, LEFT, now)
 
@@ -128,9 +131,9 @@ class Conduct:
         round_.has_publisher_spoken = cause == DEADLINE and round_.sender is Sender.SENT  # in time, that is
         if round_.sender is Sender.PENDING:
             round_.sender = Sender.FAILED
-        self._floor.order(PUBLISHER, "abort", round=round_.id)
+        self._floor.order(PUBLISHER, Abort(round_.id))
         for name in round_.those(*OPEN_PARTS):
-            self._floor.order(name, "abort", round=round_.id)
+            self._floor.order(name, Abort(round_.id))
         for name in round_.those(Part.OFFERED, Part.ACCEPTED):
             self.set_part(round_, name, Part.FAILED)
 
@@ -168,7 +171,7 @@ class Conduct:
         round_ = self.active[lane] = Round(self._floor.next_id(), lane, version, now, until, parts)
         for member in members:
             member.staging = version.number
-            self._floor.order(member.name, "offer", round=round_.id, number=version.number)
+            self._floor.order(member.name, Offer(round_.id, version.number))
 
     # --- progress -----------------------------------------------------------------------------------
 
@@ -189,22 +192,23 @@ class Conduct:
         key = tuple((name, floor.members[name].incarnation) for name in names)
         round_.membership = self.groups.find(key) or self.groups.add(key, floor.next_id())
         abilities = [floor.publisher.abilities, *(floor.members[name].abilities for name in names)]
-        shared = {
-            "round": round_.id,
-            "number": round_.version.number,
-            "membership": round_.membership,
-            "live": self.groups.live(other.membership for other in self.active.values()),
-            "world": len(names) + 1,
-            "backend": agree_on_backend(floor.backend, abilities),
-            "store_host": floor.publisher.store_host,
-            "store_port": floor.publisher.store_port,
-            "deadline_s": round_.until - now,
-            "base": self._base_of(names, round_.version.number),
-        }
-        floor.order(PUBLISHER, "transfer", rank=0, **shared)
+        transfer = Transfer(
+            round=round_.id,
+            number=round_.version.number,
+            membership=round_.membership,
+            rank=0,
+            world=len(names) + 1,
+            store_host=floor.publisher.store_host,
+            store_port=floor.publisher.store_port,
+            backend=agree_on_backend(floor.backend, abilities),
+            live=tuple(self.groups.live(other.membership for other in self.active.values())),
+            deadline_s=round_.until - now,
+            base=self._base_of(names, round_.version.number),
+        )
+        floor.order(PUBLISHER, transfer)
         for rank, name in enumerate(names, start=1):
             self.set_part(round_, name, Part.RECEIVING)
-            floor.order(name, "transfer", rank=rank, **shared)
+            floor.order(name, msgspec.structs.replace(transfer, rank=rank))
 
     def _base_of(self, names: list[str], number: int) -> int:
         """Return the version that all of `names` hold and differences may be to; 0 for whole buckets."""
@@ -256,7 +260,7 @@ class Conduct:
         member.part_from_others()
         self.set_part(round_, name, Part.LEFT_OUT)
         round_.causes[name] = cause
-        self._floor.order(name, "abort", round=round_.id)
+        self._floor.order(name, Abort(round_.id))
         self._floor.blame(member, cause, round_)
 
     def _close(self, round_: Round, now: float) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from asyncrl.versions import UNLOADED, PolicyVersion
 from weight_sync.protocol.members import Member, PublisherSeat
+from weight_sync.protocol.messages import Instruction
 from weight_sync.protocol.records import BlameRecord, Record
 from weight_sync.protocol.rounds import Order, Round, Timing
 
@@ -48,9 +48,9 @@ class Floor:
         self._records: list[Record] = []
         self._last_id = self.token << ID_BITS
 
-    def order(self, to: str, kind: str, **fields: Any) -> None:
+    def order(self, to: str, what: Instruction) -> None:
         """Have a peer told to do something."""
-        self._orders.append(Order(to, kind, fields))
+        self._orders.append(Order(to, what))
 
     def forget_orders(self, to: str) -> None:
         """Drop what a peer was ordered before its hello: whoever says that knows nothing of it."""

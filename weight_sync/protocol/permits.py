@@ -10,6 +10,7 @@ from __future__ import annotations
 from asyncrl.versions import UNLOADED
 from weight_sync.protocol.floor import Floor
 from weight_sync.protocol.members import Member, MemberState
+from weight_sync.protocol.messages import Commit, Withdraw
 from weight_sync.protocol.records import LoadFailureRecord
 
 MAX_LOAD_FAILURES = 3
@@ -79,7 +80,7 @@ class Permits:
                 self._floor.counters["missed_swaps"] += 1
                 self.take_back(member)
                 member.is_attended = False
-                self._floor.order(member.name, "withdraw")
+                self._floor.order(member.name, Withdraw())
                 self._floor.blame(member, "swap not done in time")
 
     def grant(self, now: float) -> None:
@@ -93,9 +94,10 @@ class Permits:
             if num_swapping >= self._floor.parallelism:
                 return
             del self._queue[member.name]
+            assert member.staged is not None, "only a verified version is waited with"
             member.swapping, member.staged = member.staged, None
             member.swap_began, member.swap_until = now, now + self._floor.timing.deadline_s
-            self._floor.order(member.name, "commit", number=member.swapping)
+            self._floor.order(member.name, Commit(member.swapping))
             num_swapping += 1
 
     def _requeue(self, member: Member) -> None:

@@ -18,6 +18,7 @@ from asyncrl.versions import UNLOADED, PolicyVersion
 from weight_sync.protocol.conduct import Conduct
 from weight_sync.protocol.floor import PUBLISHER, Floor
 from weight_sync.protocol.members import Card, Member, MemberState, PublisherSeat
+from weight_sync.protocol.messages import Withdraw
 from weight_sync.protocol.permits import Permits
 from weight_sync.protocol.records import Record
 from weight_sync.protocol.rounds import (
@@ -165,7 +166,7 @@ class Coordination:
             member.move(MemberState.SYNCING)
             member.is_unheard = True
         if member.is_unheard:
-            self._floor.order(member.name, "withdraw")
+            self._floor.order(member.name, Withdraw())
 
     def _take_card(self, member: Member, card: Card, now: float) -> None:
         member.serving, member.last_seen, member.born = card.serving, now, card.born

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from asyncrl.message import fields_of
 from asyncrl.versions import PolicyVersion
+from weight_sync.protocol.messages import Instruction
 
 MAX_CACHED_GROUPS = 8
 TRANSPORT, DEADLINE, DIGEST, SILENT = "transport", "deadline", "digest", "silent"
@@ -164,14 +166,19 @@ class Round:
 
 @dataclass(frozen=True)
 class Order:
-    """What a member or the publisher is told to do.
-
-    Kinds: `offer`, `transfer`, `abort`, `commit`, `withdraw`.
-    """
+    """What a member or the publisher is told to do."""
 
     to: str
-    kind: str
-    fields: dict[str, Any]
+    what: Instruction
+
+    @property
+    def kind(self) -> str:
+        return self.what.kind
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As they travel."""
+        return fields_of(self.what)
 
 
 class GroupCache:

@@ -14,7 +14,7 @@ from asyncrl.errors import AsyncrlError, DeadlineExceeded, FencedError
 from asyncrl.rpc import Reply
 from asyncrl.sim.faults.kernel.process import Connection, Process
 from asyncrl.sim.faults.kernel.tasks import Bell, Lock
-from weight_sync.liaison import CALL_DEADLINE_S, MAX_TRIES, RESET, RETRY_S, Introduction
+from weight_sync.liaison import CALL_DEADLINE_S, MAX_TRIES, RETRY_S, Introduction, Reset
 from weight_sync.protocol.peer import Allegiance, Hearing
 
 COORDINATOR = "weight_sync.0"
@@ -101,7 +101,7 @@ class SimulatedLiaison:
 
     async def _introduce_itself(self, connection: Connection) -> bool:
         if self._is_acquainted:
-            self._deliver(self._allegiance.token, RESET, {}, b"")
+            self._deliver(self._allegiance.token, Reset.kind, {}, b"")
         self._must_say_hello = False
         told = self._num_reports
         card = self._introduce()

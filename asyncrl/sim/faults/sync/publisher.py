@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from asyncrl.errors import AsyncrlError
+from asyncrl.message import read_message
 from asyncrl.rpc import Request
 from asyncrl.sim.faults.checks.observer import Observer
 from asyncrl.sim.faults.kernel.process import Process, Switchboard
@@ -13,9 +14,10 @@ from asyncrl.sim.faults.sync.content import NUM_BUCKETS, nodes_in
 from asyncrl.sim.faults.sync.liaison import SimulatedLiaison
 from asyncrl.versions import UNLOADED
 from weight_sync.carrier import TransferOrder
-from weight_sync.liaison import RESET, Introduction
+from weight_sync.liaison import Introduction, Reset
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.pool import SegmentPool, Slot
+from weight_sync.protocol.messages import Transfer
 from weight_sync.protocol.peer import Attendance
 from weight_sync.protocol.protocol import PUBLISHER
 from weight_sync.protocol.rounds import ABORTED, NEVER, SUPERSEDED, TRANSPORT
@@ -111,13 +113,13 @@ class PublisherProcess(Process):
         return Introduction(args, [self._current.to_bytes()] if self._current else [])
 
     def _obey(self, token: int, kind: str, fields: dict[str, int], manifest: bytes) -> None:
-        if kind == RESET:
+        if kind == Reset.kind:
             for round_id in self._rounds.open_rounds:
                 self._abort(round_id)
             return
         self._observer.obeys(self.name, token)
         if kind == "transfer":
-            self._send(TransferOrder.parse(fields))
+            self._send(TransferOrder.of(read_message(fields, Transfer, kind)))
         elif kind == "abort":
             self._abort(fields["round"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl.errors import SyncError, WireError
+from asyncrl.message import read_message
 from asyncrl.rpc import Request
 from asyncrl.sim.faults.checks.observer import Observer
 from asyncrl.sim.faults.kernel.process import Process, Switchboard
@@ -14,9 +15,10 @@ from asyncrl.sim.faults.sync.liaison import SimulatedLiaison
 from asyncrl.versions import UNLOADED
 from weight_sync.carrier import TransferOrder
 from weight_sync.coordination.mail import ReportLog
-from weight_sync.liaison import RESET, Introduction
+from weight_sync.liaison import Introduction, Reset
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.shelf import Copy, Shelf
+from weight_sync.protocol.messages import Transfer
 from weight_sync.protocol.peer import Attendance, Pin, Stage
 from weight_sync.protocol.rounds import ABORTED
 from weight_sync.receiver import PINS
@@ -203,7 +205,7 @@ class ReceiverProcess(Process):
         )
 
     def _obey(self, token: int, kind: str, fields: dict[str, int], manifest: bytes) -> None:
-        if kind == RESET:
+        if kind == Reset.kind:
             for round_id in self._rounds.open_rounds:
                 self._abort(round_id)
             return
@@ -211,7 +213,7 @@ class ReceiverProcess(Process):
         if kind == "offer":
             self._accept(fields["round"], manifest)
         elif kind == "transfer":
-            self._receive(TransferOrder.parse(fields))
+            self._receive(TransferOrder.of(read_message(fields, Transfer, kind)))
         elif kind == "abort":
             self._abort(fields["round"])
         elif kind == "commit":

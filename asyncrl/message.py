@@ -1,4 +1,4 @@
-"""One operation of a service: its name on the wire, and what it takes and gives as typed structs.
+"""One operation of a service: its name on the wire, and what it takes and gives as typed structs (pure).
 
     RENEW = Operation("renew", Renew, Renewed)         # beside the service, in its `messages`
     operations.add(RENEW, self.renew)                  # the service: renew(request, asked: Renew) -> Renewed
@@ -10,15 +10,17 @@ Invariant: no operation and no field of one is named in two places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 from asyncrl.errors import WireError
-from asyncrl.rpc.request import Reply, Request
 from asyncrl.wire import Frame
+
+if TYPE_CHECKING:
+    from asyncrl.rpc.request import Reply
 
 MAX_NAME_CHARACTERS = 200
 MAX_WAIT_S = 600.0
@@ -69,50 +71,6 @@ class Operation(Generic[Q, A]):
             WireError: It is none of this operation.
         """
         return Answer(read_message(reply.args, self.answer, self.name), reply.frames)
-
-
-def send_answer(request: Request, answer: Answer[Any]) -> None:
-    """Answer a request now."""
-    request.reply(answer.frames, **fields_of(answer.message))
-
-
-class Operations:
-    """What a service does for each operation.
-
-    Args:
-        who: Names the service in refusals, as in `the buffer`.
-        answer: Sends an answer, now or later.
-    """
-
-    def __init__(self, who: str, answer: Callable[[Request, Answer[Any]], None] = send_answer) -> None:
-        self._who = who
-        self._answer = answer
-        self._table: dict[str, Callable[[Request], None]] = {}
-
-    def add(self, operation: Operation[Q, A], do: Callable[[Request, Q], Answer[A] | A | None]) -> None:
-        """Let `do` handle an operation; it returns the answer, or None where that comes later."""
-
-        def handle(request: Request) -> None:
-            found = do(request, read_message(request.args, operation.request, operation.name))
-            if found is not None:
-                self._answer(request, found if isinstance(found, Answer) else Answer(found))
-
-        self._table[operation.name] = handle
-
-    def names(self) -> frozenset[str]:
-        """Return the names of all operations."""
-        return frozenset(self._table)
-
-    def handle(self, request: Request) -> None:
-        """Handle one request.
-
-        Raises:
-            WireError: There is no such operation, or the request is none of it.
-        """
-        found = self._table.get(request.op)
-        if found is None:
-            raise WireError(f"{self._who} knows no operation '{request.op}'")
-        found(request)
 
 
 def read_message(fields: Mapping[str, Any], kind: type[M], op: str) -> M:

@@ -1,0 +1,343 @@
+"""What crosses the wire between the coordinator and its peers: requests, events, orders, answers (pure).
+
+Peers are the publisher and the receivers. Events and orders travel as their name and their fields;
+`read_event` and `read_order` check both where they arrive. A version's manifest travels as a frame.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta
+
+from asyncrl.errors import WireError
+from asyncrl.message import Message, Operation, read_message
+from asyncrl.states import ServiceState
+from asyncrl.versions import UNLOADED
+
+MAX_TEXT = 200
+"""Characters of a name or an address; further ones of a reason are cut."""
+MAX_ABILITIES = 16
+_BELOW_4096 = r"[0-9]|[1-9][0-9]{1,2}|[1-3][0-9]{3}|40[0-8][0-9]|409[0-5]"
+PeerName = Annotated[str, Meta(pattern=rf"\A(publisher|receiver\.({_BELOW_4096}))\Z")]
+"""There is one publisher; receivers are numbered below 4,096, so that what is kept of them is bounded."""
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+
+
+class OfPeer(Message, frozen=True, kw_only=True):
+    """A request of a peer; `token` is that of the newest coordinator it has heard."""
+
+    name: PeerName
+    incarnation: Text
+    token: int = 0
+
+
+class Hello(OfPeer, frozen=True, kw_only=True):
+    """What a peer says of itself: the publisher where receivers meet it, a receiver what it holds.
+
+    Attributes:
+        born: Start of its process, in milliseconds of the wall clock.
+        seq: Number of the hello; one that is read behind a later one says nothing. 0 for none.
+        told: Number of the last report that it was written after; None from who does not count.
+        base: Version number whose bytes a receiver keeps, verified.
+    """
+
+    abilities: Annotated[tuple[Text, ...], Meta(max_length=MAX_ABILITIES)]
+    store_host: Text = ""
+    store_port: int = 0
+    serving: int = UNLOADED
+    staged: int = UNLOADED
+    attended: bool = False
+    pinned: bool = False
+    draining: bool = False
+    base: int = UNLOADED
+    born: int = 0
+    seq: int = 0
+    told: int | None = None
+
+
+class Welcome(Message, frozen=True):
+    """How a hello is taken: `poll_s` is how long a poll is parked, `outdated` asks for another hello."""
+
+    token: int
+    poll_s: float
+    welcome: bool
+    outdated: bool = False
+
+
+class NextOrder(OfPeer, frozen=True, kw_only=True):
+    """Asks for orders behind number `after`, which acknowledges those up to it."""
+
+    after: int
+
+
+class NumberedOrder(Message, frozen=True):
+    """An order: its number, name and fields, and which of the frames is its manifest, -1 for none."""
+
+    seq: int
+    kind: str
+    fields: Mapping[str, Any]
+    frame: int = -1
+
+
+class Orders(Message, frozen=True):
+    """Orders to a peer; one that is not known must say hello first."""
+
+    token: int
+    known: bool
+    orders: tuple[NumberedOrder, ...] = ()
+    fenced: bool = False
+
+
+class Report(OfPeer, frozen=True, kw_only=True):
+    """Something happened at the peer; `seq` numbers its reports, 0 for none."""
+
+    event: str
+    fields: Mapping[str, Any]
+    seq: int = 0
+
+
+class Reported(Message, frozen=True):
+    """Whether the coordinator knows the peer, and took the report."""
+
+    token: int
+    known: bool
+
+
+class AskStatus(Message, frozen=True):
+    """Asks how the coordinator is."""
+
+
+class CoordinatorStatus(Message, frozen=True):
+    """How the coordinator is, see `coordination.picture`.
+
+    Attributes:
+        version: The newest, as (number, step).
+        round: Phase of the round of most members, None without one.
+        culprit: Who was blamed last, and for what.
+    """
+
+    state: ServiceState
+    address: str
+    token: int
+    version: tuple[int, int] | None
+    digest: str
+    num_bytes: int
+    round: str | None
+    rounds: tuple[Mapping[str, Any], ...]
+    obstacles: tuple[Mapping[str, Any], ...]
+    last_round_s: float | None
+    longest_round_s: float
+    culprit: str
+    counters: Mapping[str, int]
+    members: Mapping[str, Mapping[str, Any]]
+
+
+HELLO = Operation("hello", Hello, Welcome)
+NEXT_ORDER = Operation("next_order", NextOrder, Orders)
+REPORT = Operation("report", Report, Reported)
+STATUS = Operation("status", AskStatus, CoordinatorStatus)
+
+
+class Event(Message, frozen=True):
+    """What a peer reports, under the name `kind`."""
+
+    kind: ClassVar[str]
+
+
+class Goodbye(Event, frozen=True):
+    """The peer ends."""
+
+    kind = "goodbye"
+
+
+class Published(Event, frozen=True):
+    """The publisher has a new version; its manifest is the frame."""
+
+    kind = "published"
+
+
+class Sent(Event, frozen=True):
+    """The publisher has sent all buckets of a round: so many bytes."""
+
+    kind = "sent"
+    round: int
+    num_bytes: int
+
+
+class SendFailed(Event, frozen=True):
+    """The publisher did not send all; it had begun `begun_s` ago, infinity for never."""
+
+    kind = "send_failed"
+    round: int
+    cause: str
+    begun_s: float = math.inf
+
+
+class Attended(Event, frozen=True):
+    """A replica asks the receiver for weights."""
+
+    kind = "attended"
+
+
+class Pinned(Event, frozen=True):
+    """The replica stays at its version."""
+
+    kind = "pin"
+
+
+class Unpinned(Event, frozen=True):
+    """The replica follows again."""
+
+    kind = "unpin"
+
+
+class Draining(Event, frozen=True):
+    """The replica takes no more versions."""
+
+    kind = "drain"
+
+
+class Restarted(Event, frozen=True):
+    """The replica's engine was started anew, and serves this number."""
+
+    kind = "restarted"
+    serving: int
+
+
+class LoadEnded(Event, frozen=True):
+    """The engine serves version `number`, or could not load it."""
+
+    kind = "loaded"
+    number: int
+    ok: bool
+    error: str
+
+
+class Accepted(Event, frozen=True):
+    """The receiver has room for the version of a round."""
+
+    kind = "accepted"
+    round: int
+
+
+class Verified(Event, frozen=True):
+    """All bytes of a round's version are there, and right."""
+
+    kind = "verified"
+    round: int
+    number: int
+
+
+class Failed(Event, frozen=True):
+    """The receiver does not get the version of a round; so many buckets had come."""
+
+    kind = "failed"
+    round: int
+    cause: str
+    num_buckets: int = 0
+
+
+OF_PUBLISHER: Mapping[str, type[Event]] = {one.kind: one for one in (Goodbye, Published, Sent, SendFailed)}
+OF_RECEIVER: Mapping[str, type[Event]] = {
+    one.kind: one
+    for one in (
+        Goodbye,
+        Attended,
+        Pinned,
+        Unpinned,
+        Draining,
+        Restarted,
+        LoadEnded,
+        Accepted,
+        Verified,
+        Failed,
+    )
+}
+
+
+def read_event(name: str, report: Report, kinds: Mapping[str, type[Event]]) -> Event:
+    """Return the event in the report of `name`.
+
+    Raises:
+        WireError: It is none of `kinds`, or has other fields.
+    """
+    if report.event not in kinds:
+        raise WireError(f"{name} reports '{report.event[:MAX_TEXT]}', which is unknown here")
+    return read_message(report.fields, kinds[report.event], report.event)
+
+
+class Instruction(Message, frozen=True):
+    """What a peer is told to do, under the name `kind`."""
+
+    kind: ClassVar[str]
+
+
+class Offer(Instruction, frozen=True):
+    """Make room for a version: its manifest is the frame."""
+
+    kind = "offer"
+    round: int
+    number: int
+
+
+class Transfer(Instruction, frozen=True):
+    """Send or receive a version.
+
+    Attributes:
+        membership, rank, world, store_host, store_port: Of the group, see `backends.contract.Group`.
+        live: Numbers of the groups that may stay open.
+        base: The version number that every receiver of the round holds, so that differences to it may be
+            sent; 0 if whole buckets are to be.
+    """
+
+    kind = "transfer"
+    round: int
+    number: int
+    membership: int
+    rank: int
+    world: int
+    store_host: str
+    store_port: int
+    backend: str
+    live: tuple[int, ...]
+    deadline_s: float
+    base: int = UNLOADED
+
+
+class Abort(Instruction, frozen=True):
+    """Give a round up."""
+
+    kind = "abort"
+    round: int
+
+
+class Commit(Instruction, frozen=True):
+    """Let the replica load this version."""
+
+    kind = "commit"
+    number: int
+
+
+class Withdraw(Instruction, frozen=True):
+    """Take back what was committed; the replica must speak before it counts."""
+
+    kind = "withdraw"
+
+
+INSTRUCTIONS: Mapping[str, type[Instruction]] = {
+    one.kind: one for one in (Offer, Transfer, Abort, Commit, Withdraw)
+}
+
+
+def read_instruction(kind: str, fields: Mapping[str, Any]) -> Instruction:
+    """Return what an order of this name tells to do.
+
+    Raises:
+        WireError: There is no such order, or it has other fields.
+    """
+    if kind not in INSTRUCTIONS:
+        raise WireError(f"an order '{kind[:MAX_TEXT]}' is unknown here")
+    return read_message(fields, INSTRUCTIONS[kind], kind)
