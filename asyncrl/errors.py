@@ -49,6 +49,10 @@ class WireError(AsyncrlError, ValueError):
     """Bytes from a peer that do not have the agreed form."""
 
 
+class WrongVersion(WireError):
+    """A message is of another version of the wire's schema."""
+
+
 class RemoteError(AsyncrlError, RuntimeError):
     """A service refused or failed a call."""
 
@@ -115,6 +119,7 @@ BY_NAME: dict[str, type[AsyncrlError]] = {
         ConfigError,
         DataError,
         WireError,
+        WrongVersion,
         RemoteError,
         Refused,
         NotAllowed,

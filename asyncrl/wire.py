@@ -11,9 +11,12 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.errors import WireError
+from asyncrl.errors import WireError, WrongVersion
 
 SCHEMA_VERSION = 1
+"""Of what is stored: groups in journals, records."""
+RPC_VERSION = 2
+"""Of requests and replies. 2: each operation's struct says what it takes and gives (`asyncrl.message`)."""
 MAX_HEADER_BYTES = 4 << 20
 """Of a reply, or of a group."""
 MAX_REQUEST_BYTES = 256 << 10
@@ -28,7 +31,7 @@ Frame = bytes | bytearray | memoryview
 _PLAIN = frozenset((int, str, float, bool, bytes, type(None)))
 
 
-def pack_header(fields: Mapping[str, Any]) -> bytes:
+def pack_header(fields: Mapping[str, Any], version: int = SCHEMA_VERSION) -> bytes:
     """Return `fields` as msgpack, stamped with the schema version.
 
     Raises:
@@ -36,22 +39,25 @@ def pack_header(fields: Mapping[str, Any]) -> bytes:
             more than 64 bits.
     """
     try:
-        return bytes(msgpack.packb({"v": SCHEMA_VERSION, **fields}, use_bin_type=True))
+        return bytes(msgpack.packb({"v": version, **fields}, use_bin_type=True))
     except (ValueError, OverflowError) as error:
         raise WireError(f"a header cannot be packed: {str(error)!a}") from error
 
 
-def unpack_header(data: Frame, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Any]:
+def unpack_header(
+    data: Frame, max_bytes: int = MAX_HEADER_BYTES, version: int = SCHEMA_VERSION
+) -> dict[str, Any]:
     """Return the fields of a header, see `unpack_map`.
 
     Raises:
-        WireError: As `unpack_map`; or the header is of another schema version.
+        WireError: As `unpack_map`.
+        WrongVersion: The header is of another schema version.
     """
     fields = unpack_map(data, "header", max_bytes)
-    version = fields.get("v")
-    if type(version) is not int or version != SCHEMA_VERSION:
-        raise WireError(
-            f"a header has schema version {str(version)[:20]}, this process speaks {SCHEMA_VERSION}",
+    found = fields.get("v")
+    if type(found) is not int or found != version:
+        raise WrongVersion(
+            f"a header has schema version {str(found)[:20]}, this process speaks {version}",
             hint="Run the same asyncrl version on both sides",
         )
     return fields

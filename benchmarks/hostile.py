@@ -286,9 +286,9 @@ def flood_messages() -> list[list[wire.Frame]]:
         {"op": "renew", "args": {"replica": "evil", "leases": [[1, 1]]}},
         {"op": "no_such_operation", "args": {}},
     ]
-    late = wire.pack_header({"id": 1, "op": "push", "args": {"replica": "evil", "ticket": 1, "attempt": 1}})
+    late = _header({"op": "push", "args": {"replica": "evil", "ticket": 1, "attempt": 1}})
     malformed: list[wire.Frame] = [random.Random(0).randbytes(1000), b"\x91" * 100_000]
-    whole = [wire.pack_header({"id": 1, **one}) for one in asked]
+    whole = [_header(one) for one in asked]
     return [[late, *encode_group(make_group(1, 1, 1))], *([one] for one in (*malformed, *whole))]
 
 
@@ -308,7 +308,7 @@ class Attacker:
         group = encode_group(make_group(1, 1, 1))
         self.messages: dict[str, list[wire.Frame]] = {
             "malformed": [self._random.randbytes(1000)],
-            "late_push": [wire.pack_header({"id": 1, "op": "push", "args": push}), *group],
+            "late_push": [_header({"op": "push", "args": push}), *group],
             "deep": [b"\x91" * 100_000],
         }
 
@@ -376,6 +376,10 @@ def judge(results: dict[str, Any]) -> options.Verdict:
         "slowdown by a key holder": MAX_SLOWDOWN / results["slowdown_by_key_holder"],
     }
     return options.judge(ratios)
+
+
+def _header(fields: dict[str, Any]) -> bytes:
+    return wire.pack_header({"id": 1, **fields}, wire.RPC_VERSION)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import zmq
 
 from asyncrl import wire
-from asyncrl.errors import BY_NAME, AsyncrlError, RemoteError, WireError
+from asyncrl.errors import BY_NAME, AsyncrlError, RemoteError, WireError, WrongVersion
 from asyncrl.keys import Role
 from asyncrl.rpc.frames import send_parts
 
@@ -71,7 +71,7 @@ class Request:
         assert not self.is_answered, f"request '{self.op}' was answered twice"
         self.is_answered = True
         with contextlib.suppress(zmq.ZMQError):  # the caller is gone; nobody waits for this answer
-            send_parts(self._socket, [self.client, wire.pack_header(header), *frames])
+            send_parts(self._socket, [self.client, wire.pack_header(header, wire.RPC_VERSION), *frames])
 
 
 class Handler(Protocol):
@@ -85,7 +85,7 @@ class Handler(Protocol):
 def pack_request(call_id: int, op: str, args: dict[str, Any], within_s: float) -> bytes:
     """Return the header of a call whose answer is awaited for `within_s` from now."""
     times = {"sent_s": time.monotonic(), "within_s": float(within_s)}
-    return wire.pack_header({"id": call_id, "op": op, "args": args, **times})
+    return wire.pack_header({"id": call_id, "op": op, "args": args, **times}, wire.RPC_VERSION)
 
 
 def read_request(message: list[wire.Frame], socket: zmq.Socket[bytes], role: Role) -> Request:
@@ -96,7 +96,7 @@ def read_request(message: list[wire.Frame], socket: zmq.Socket[bytes], role: Rol
     """
     if len(message) < 2:
         raise WireError("a message without a header")
-    fields = wire.unpack_header(message[1], wire.MAX_REQUEST_BYTES)
+    fields = wire.unpack_header(message[1], wire.MAX_REQUEST_BYTES, wire.RPC_VERSION)
     op, call_id = wire.field(fields, "op", str), wire.field(fields, "id", int)
     if len(op) > MAX_OP_CHARACTERS:
         raise WireError(f"an operation's name has {len(op)} characters, allowed are {MAX_OP_CHARACTERS}")
@@ -112,6 +112,16 @@ def read_request(message: list[wire.Frame], socket: zmq.Socket[bytes], role: Rol
         within_s=within_s,
         role=role,
     )
+
+
+def refuse_version(message: list[wire.Frame], socket: zmq.Socket[bytes], error: WrongVersion) -> None:
+    """Tell a caller of another version so, in its own: it would wait for an answer until its deadline."""
+    with contextlib.suppress(WireError, zmq.ZMQError):
+        fields = wire.unpack_map(message[1], "header", wire.MAX_REQUEST_BYTES)
+        call_id, version = wire.field(fields, "id", int), wire.field(fields, "v", int)
+        said = {"message": error.message, "hint": error.hint}
+        header = {"id": call_id, "ok": False, "kind": WireError.__name__, **said}
+        send_parts(socket, [bytes(message[0]), wire.pack_header(header, version)])
 
 
 def _read_times(fields: dict[str, Any]) -> tuple[float | None, float]:
@@ -130,7 +140,7 @@ def read_reply(message: list[wire.Frame]) -> tuple[int, Reply | AsyncrlError]:
     Raises:
         WireError: The message is no reply.
     """
-    fields = wire.unpack_header(message[0])
+    fields = wire.unpack_header(message[0], version=wire.RPC_VERSION)
     call_id = wire.field(fields, "id", int)
     if wire.field(fields, "ok", bool):
         return call_id, Reply(wire.field(fields, "args", dict), message[1:])

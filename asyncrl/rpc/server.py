@@ -17,13 +17,13 @@ from collections.abc import Callable, Collection
 
 import zmq
 
-from asyncrl.errors import AsyncrlError, ConfigError, NotAllowed, RemoteError, WireError
+from asyncrl.errors import AsyncrlError, ConfigError, NotAllowed, RemoteError, WireError, WrongVersion
 from asyncrl.keys import Role, ServerKeys
 from asyncrl.rpc.delays import Delays
 from asyncrl.rpc.frames import receive_part
 from asyncrl.rpc.gate import Gate, role_of
 from asyncrl.rpc.memory import MemoryGuard
-from asyncrl.rpc.request import Handler, Request, read_request
+from asyncrl.rpc.request import Handler, Request, read_request, refuse_version
 from asyncrl.rpc.sockets import Limits, prepare_server
 from asyncrl.wire import Frame
 
@@ -202,6 +202,8 @@ class Server:
             request = read_request(message, self._socket, role)
         except WireError as error:
             self.counters["malformed"] += 1
+            if isinstance(error, WrongVersion):
+                refuse_version(message, self._socket, error)
             self._complain("refused a malformed message: %s", error)
             return
         if is_oversized:

@@ -13,6 +13,7 @@ import zmq
 
 from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, FencedError, RemoteError
 from asyncrl.rpc import AsyncClient, Client, Request, Server
+from asyncrl.wire import pack_header, unpack_map
 
 
 class Echo:
@@ -257,3 +258,15 @@ def test_a_client_may_be_closed_twice(server: Server) -> None:
     for client in (Client(server.address), AsyncClient(server.address)):
         client.close()
         client.close()
+
+
+def test_a_caller_of_an_older_version_is_told_so_in_its_own(server: Server) -> None:
+    with closing(zmq.Context.instance().socket(zmq.DEALER)) as end:
+        end.setsockopt(zmq.RCVTIMEO, 20_000)
+        end.setsockopt(zmq.LINGER, 0)
+        end.connect(server.address)
+        end.send(pack_header({"id": 7, "op": "echo", "args": {}}, 1))
+        answer = unpack_map(end.recv(), "header", 4096)
+    assert (answer["v"], answer["id"], answer["ok"], answer["kind"]) == (1, 7, False, "WireError")
+    assert "schema version 1, this process speaks 2" in answer["message"] and "same asyncrl" in answer["hint"]
+    assert server.counters["malformed"] == 1

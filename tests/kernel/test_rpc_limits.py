@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -22,8 +23,13 @@ from asyncrl.rpc.delays import MAX_CALLERS, WINDOW_S, Delays
 from asyncrl.rpc.memory import MemoryGuard, resident_bytes
 from asyncrl.rpc.request import MAX_ERROR_CHARACTERS, read_request
 from asyncrl.rpc.server import MAX_TURN_OF_CALLER
-from asyncrl.wire import pack_header
+from asyncrl.wire import RPC_VERSION
+from asyncrl.wire import pack_header as pack
 from tests.buffer.hostile.hostile_parts import dealer, raw_part, raw_peer, raw_socket, shake_hands
+
+
+def header_of(fields: dict[str, Any]) -> bytes:
+    return pack(fields, RPC_VERSION)
 
 
 @contextlib.contextmanager
@@ -144,7 +150,7 @@ def test_replies_for_a_peer_that_never_reads_are_dropped_and_do_not_pile_up() ->
         client = Client(address)
         client.call("echo")
         before = anonymous_bytes(pid)
-        request = pack_header({"id": 1, "op": "echo", "args": {}})
+        request = header_of({"id": 1, "op": "echo", "args": {}})
         message = raw_part(request, has_more=True) + raw_part(bytes(60_000), has_more=False)
         for _ in range(2500):
             end.sendall(message)
@@ -158,8 +164,8 @@ def test_messages_that_wait_for_a_busy_server_are_held_back_at_their_sender() ->
         client = Client(address)
         client.call("echo")
         before = anonymous_bytes(pid)
-        end.sendall(raw_part(pack_header({"id": 1, "op": "stall", "args": {}}), has_more=False))
-        request = pack_header({"id": 1, "op": "echo", "args": {}})
+        end.sendall(raw_part(header_of({"id": 1, "op": "stall", "args": {}}), has_more=False))
+        request = header_of({"id": 1, "op": "echo", "args": {}})
         message = raw_part(request, has_more=True) + raw_part(bytes(1 << 19), has_more=False)
         end.settimeout(0.5)
         with contextlib.suppress(TimeoutError):
@@ -206,7 +212,7 @@ def test_callers_without_end_take_bounded_memory() -> None:
     "times", [{"sent_s": float("nan"), "within_s": 1.0}, {"sent_s": 1.0}, {"sent_s": "x"}]
 )
 def test_a_request_that_was_sent_at_no_time_is_malformed(times: dict[str, object]) -> None:
-    header = pack_header({"id": 1, "op": "echo", "args": {}, **times})
+    header = header_of({"id": 1, "op": "echo", "args": {}, **times})
     with zmq.Context() as context, context.socket(zmq.ROUTER) as end, pytest.raises(WireError):
         read_request([b"client", header], end, Role.SERVICE)
 
@@ -235,7 +241,7 @@ def test_a_turn_whose_answers_are_large_ends_early_and_is_followed_by_the_guard_
 
     with dealer(server.address) as end:
         for _ in range(10):
-            end.send(pack_header({"id": 1, "op": "keep", "args": {}}))
+            end.send(header_of({"id": 1, "op": "keep", "args": {}}))
         given = {"tick_s": 600.0, "end_turn": end_turn, "is_full": lambda: handler.num_handled > sum(turns)}
         thread = threading.Thread(target=server.serve, args=(handler, stop), kwargs=given, daemon=True)
         thread.start()
@@ -266,9 +272,9 @@ def test_a_caller_who_asks_without_end_has_a_bounded_part_of_each_turn() -> None
     server, handler, stop = Server(), Notes(), threading.Event()
     with dealer(server.address) as flooding, dealer(server.address) as other:
         for _ in range(100):
-            flooding.send(pack_header({"id": 1, "op": "note", "args": {"name": "flooding"}}))
+            flooding.send(header_of({"id": 1, "op": "note", "args": {"name": "flooding"}}))
         for _ in range(3):
-            other.send(pack_header({"id": 1, "op": "note", "args": {"name": "other"}}))
+            other.send(header_of({"id": 1, "op": "note", "args": {"name": "other"}}))
         given = {"tick_s": 600.0, "end_turn": lambda: handler.turns.append([])}
         thread = threading.Thread(target=server.serve, args=(handler, stop), kwargs=given, daemon=True)
         thread.start()

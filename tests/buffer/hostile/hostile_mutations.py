@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 
 from asyncrl.experience import encode_group
-from asyncrl.wire import SCHEMA_VERSION
+from asyncrl.wire import RPC_VERSION
 from tests.buffer.parts import make_group
 
 EDGES: tuple[Any, ...] = (
@@ -79,7 +79,7 @@ class Mutator:
         if chance < 0.6:
             return [self._pack(op, self._changed(self._numbered(CALLS[op]))), *frames]
         if chance < 0.7:
-            fields = {"v": SCHEMA_VERSION, "id": 1, "op": op, "args": CALLS[op]}
+            fields = {"v": RPC_VERSION, "id": 1, "op": op, "args": CALLS[op]}
             return [msgpack.packb(self._changed(fields)), *frames]
         if chance < 0.75:
             return [self._pack(op, CALLS[op]), *[self._random.randbytes(8)] * self._random.randrange(20)]
@@ -109,7 +109,7 @@ class Mutator:
         return bytes(changed)
 
     def _pack(self, op: str, args: dict[str, Any]) -> bytes:
-        return bytes(msgpack.packb({"v": SCHEMA_VERSION, "id": 1, "op": op, "args": args}))
+        return bytes(msgpack.packb({"v": RPC_VERSION, "id": 1, "op": op, "args": args}))
 
     def _numbered(self, args: dict[str, Any]) -> dict[str, Any]:
         """Return `args` with numbers that fit, or nearly do, in the place of its numbers."""

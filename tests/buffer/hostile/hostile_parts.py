@@ -17,7 +17,7 @@ import zmq
 
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.experience import encode_group
-from asyncrl.wire import SCHEMA_VERSION
+from asyncrl.wire import RPC_VERSION
 from tests.buffer.parts import make_group
 
 NUM_PROMPTS = 1_000_000
@@ -25,7 +25,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0")
 """What a ZMTP 3 connection without keys begins with."""
 
 
-def header(op: str = "status", call_id: Any = 1, version: Any = SCHEMA_VERSION, **args: Any) -> bytes:
+def header(op: str = "status", call_id: Any = 1, version: Any = RPC_VERSION, **args: Any) -> bytes:
     """Return a request's header, right but for what is asked for."""
     return bytes(msgpack.packb({"v": version, "id": call_id, "op": op, "args": args}))
 

@@ -140,7 +140,7 @@ BAD_HEADERS = {
     "a truncated header": header()[:-3],
     "a list": msgpack.packb([1, 2, 3]),
     "no id": msgpack.packb({"v": 1, "op": "status", "args": {}}),
-    "a future schema": header(version=2),
+    "a future schema": header(version=3),
     "a schema that is not a number": header(version=float("nan")),
     "an id that is not a number": header(call_id=float("nan")),
     "an operation of bytes": msgpack.packb({"v": 1, "id": 1, "op": b"status", "args": {}}),

@@ -30,7 +30,7 @@ def read_headers(mutator: Mutator, num_frames: int) -> Counter[str]:
     while counts.total() < num_frames:
         data = mutator.message()[0]
         try:
-            fields = wire.unpack_header(data, wire.MAX_REQUEST_BYTES)
+            fields = wire.unpack_header(data, wire.MAX_REQUEST_BYTES, wire.RPC_VERSION)
         except WireError:
             counts["refused"] += 1
         else:
