@@ -33,7 +33,7 @@ STEPS, MINUTES, QUICK_S = 100_000, 120.0, 24.0
 EVERY_S, QUICK_EVERY_S = 2.0, 0.5
 TOLD_RATIO = 10.0
 """A growth is told if it is more than a tenth of its limit."""
-MAX_KEPT = 400
+MAX_KEPT = 60
 """Samples of a part that `--json` keeps, evenly drawn."""
 
 Figures = dict[str, Any]
