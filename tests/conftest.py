@@ -17,6 +17,9 @@ import pytest
 
 from tests import leftovers
 
+# Before torch: on tensors of a few hundred elements its threads take three times as long as one does.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, and passed on to every child
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup

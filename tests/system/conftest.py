@@ -47,6 +47,11 @@ def no_run_outlives_its_test() -> Iterator[None]:
             run.end()
 
 
+def users_environment() -> dict[str, str]:
+    """Return the environment without what the tests set for themselves."""
+    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+
 @pytest.fixture(scope="session")
 def up(runs_dir: Path) -> Callable[..., UpRun]:
     """Return a function that starts `asyncrl up` with the quickstart configuration, changed."""
@@ -65,7 +70,7 @@ def up(runs_dir: Path) -> Callable[..., UpRun]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+            env={**users_environment(), "PYTHONPATH": str(Path(__file__).parent)},
             cwd=cwd,
         )
         STARTED.append(UpRun(runs_dir / name, process))
