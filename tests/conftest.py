@@ -6,9 +6,11 @@ A run that was started in the background of a shell takes Ctrl-C and SIGHUP as a
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,9 @@ from tests import leftovers
 
 # Before torch: on tensors of a few hundred elements its threads take three times as long as one does.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# vLLM leaves its sockets where they are; a path of them has at most 107 bytes.
+if "VLLM_RPC_BASE_PATH" not in os.environ:
+    os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="asyncrl-tests-")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, and passed on to every child
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,6 +55,7 @@ def _places(nodeid: str) -> Iterator[int]:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     session.config.stash[_EXIT_STATUS] = exitstatus
     if (watched := session.config.stash.get(_SESSION, None)) is not None:
+        shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
         session.config.stash[_LEFT] = left = watched.find_left()
         if left and not exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -25,16 +25,15 @@ FOLDER = ROOT / "build" / "test-all"
 RECORD = FOLDER / "record.jsonl"
 PART_DEADLINE_S = 3600.0
 TELLING = (
+    "tests/system/test_interruption.py",
+    "tests/system/test_determinism.py",
     "tests/system/test_exactness.py",
     "tests/system/test_blame.py",
-    "tests/system/repair/test_standby.py",
+    "tests/system/test_held_up.py",
     "tests/system/test_replay.py",
     "tests/system/test_redis_journal.py",
-    "tests/sim/faults/test_seeds.py",
     "tests/buffer/hostile/test_key_holders.py",
     "tests/buffer/killed/test_killed.py",
-    "tests/system/test_held_up.py",
-    "tests/learner/backends/test_publish_ranks.py",
 )
 """What a change breaks first, and what takes minutes, not hours."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
@@ -370,7 +370,7 @@ def test_nobody_gets_a_session_without_a_lease_or_while_draining():
 def test_a_drain_hands_back_the_groups_that_no_agent_can_complete_any_more():
     async def script(desk: Desk, first: Session, group: Any) -> None:
         siblings = [first, await desk.open(0.0)]
-        half_open = asyncio.create_task(desk.run(replace(GRANT, ticket=6)))
+        half_open = asyncio.create_task(desk.run(msgspec.structs.replace(GRANT, ticket=6)))
         await asyncio.sleep(0)
         alone = await desk.open(0.0)
         desk.refuse_sessions()

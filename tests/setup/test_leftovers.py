@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 from tests.leftovers import MARK, Session
@@ -36,10 +37,11 @@ def test_a_new_file_is_found_unless_a_process_of_others_uses_it(tmp_path: Path) 
     (tmp_path / "older").touch()
     session = Session("mine", {tmp_path: {"older"}})
     assert session.look() == []
-    (tmp_path / "newer").touch()
-    assert session.look() == [str(tmp_path / "newer")]
-    process = start(str(tmp_path / "newer"), mark="theirs")
+    newer = tmp_path / uuid.uuid4().hex
+    newer.touch()
+    assert session.look() == [str(newer)]
+    process = start(str(newer), mark="theirs")
     assert session.look() == [], "it is an argument of a process that is not ours"
     end(process)
-    (tmp_path / "newer").unlink()
+    newer.unlink()
     assert session.look() == []

@@ -48,6 +48,7 @@ def finish(run: UpRun, task: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.long
 def test_two_runs_of_one_seed_end_with_identical_weights_and_learner_and_engine_agree(
     up: Callable[..., UpRun], tmp_path: Path
 ) -> None:

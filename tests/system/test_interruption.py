@@ -22,6 +22,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 SHORT = ("rollout.replicas=1", "eval.every_steps=0", "checkpoint.every_steps=10")
 
 
+@pytest.mark.long
 def test_ctrl_c_checkpoints_and_up_again_goes_on_until_a_service_may_not_be_replaced(
     up: Callable[..., UpRun], tmp_path: Path
 ) -> None:

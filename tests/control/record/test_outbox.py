@@ -163,7 +163,9 @@ def test_the_record_is_whole_and_ends_in_time_whatever_its_sinks_do(tmp_path: Pa
     monkeypatch.setattr("asyncrl.control.record.recorder.CLOSE_S", 0.05)
     hanging = [AwkwardSink(hangs_in=where) for where in WHERE]
     raising = [AwkwardSink(raises_in=where) for where in WHERE]
-    recorder = Recorder(tmp_path / "metrics.jsonl", [Outbox(sink, 2) for sink in (*hanging, *raising)])
+    last_of_its_name = AwkwardSink(hangs_in="write")  # whose count is told: it can take no third row
+    hanging.append(last_of_its_name)
+    recorder = Recorder(tmp_path / "metrics.jsonl", [Outbox(sink, 2) for sink in (*raising, *hanging)])
     for step in range(20):
         last = recorder.record(row(step))
     recorder.close()

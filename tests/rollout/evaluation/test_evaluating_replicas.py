@@ -76,7 +76,7 @@ def test_two_replicas_of_one_version_share_an_evaluation(tmp_path: Path):
         number = stage.serve_first_version()
         stage.learner.request_evaluation(0)
         assert asyncio.run(help_out(stage.address, number)) >= 1
-        assert finished(stage)["metrics"]["val-aux/num_prompts"] == NUM_PROMPTS
+        assert finished(stage).metrics["val-aux/num_prompts"] == NUM_PROMPTS
 
 
 def test_the_part_of_a_replica_that_falls_silent_is_answered_by_another(tmp_path: Path):
@@ -85,7 +85,7 @@ def test_the_part_of_a_replica_that_falls_silent_is_answered_by_another(tmp_path
         stage.learner.request_evaluation(0)
         client = ReplicaClient(stage.address, "rollout.1", 5.0)
         asyncio.run(take_part(client, number))  # and never a word again
-        metrics = finished(stage)["metrics"]
+        metrics = finished(stage).metrics
         assert metrics["val-aux/num_prompts"] == NUM_PROMPTS
         wait_for(lambda: stage.replica.status()["counters"]["evaluations"] == 2, "the second answer's answer")
         client.close()
@@ -129,7 +129,7 @@ def test_an_answer_that_fails_is_a_wrong_one_and_is_counted(tmp_path: Path):
     with open_stage(tmp_path, FunctionReward("refuse", refuse), evaluation={"samples": 2}) as stage:
         stage.serve_first_version()
         stage.learner.request_evaluation(0)
-        metrics = finished(stage)["metrics"]
+        metrics = finished(stage).metrics
     assert (metrics["accuracy"], metrics["val-aux/num_failed"]) == (0.0, 2 * NUM_PROMPTS)
     assert metrics["val-core/held_out/acc/maj@2"] == 0.0
 
@@ -150,7 +150,7 @@ def test_an_interrupted_evaluation_reports_nothing(tmp_path: Path):
         wait_for(lambda: stage.replica.status()["counters"].get("evaluation_errors"), "the interruption")
         assert stage.census().evaluations == ()
         stage.engine.generate = generate  # type: ignore[method-assign]
-        assert finished(stage)["metrics"]["val-aux/num_failed"] == 0
+        assert finished(stage).metrics["val-aux/num_failed"] == 0
 
 
 @pytest.mark.parametrize("num_samples", [1, 3])
