@@ -261,7 +261,8 @@ class Supervisor:
         self._collect_rows()
         if (why := _why_unsaved(last.get("learner.0", {"state": ServiceState.ENDED}))) is not None:
             lost = "it wrote no checkpoint as the run was stopped, which goes on from the newest one"
-            held_up = f" ({known.sentence})" if (known := self._lookout.blocking) is not None else ""
+            known = self._lookout.blocking
+            held_up = f" ({known.sentence})" if known is not None and known.sentence not in why else ""
             raise ServiceFailed(f"learner.0 {why}{held_up}; {lost}")
 
     def _has_trained(self) -> bool:

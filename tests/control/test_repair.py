@@ -27,6 +27,7 @@ from asyncrl.control.launch.processes import (
     stopped_services,
 )
 from asyncrl.control.launch.spec import RUN_VARIABLE, ServiceSpec
+from asyncrl.control.lookout import Lookout
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.recorder import Recorder, training_rows
 from asyncrl.control.record.row_files import load_rows
@@ -38,6 +39,8 @@ from asyncrl.control.upkeep.keeper import Upkeep
 from asyncrl.control.upkeep.reading import at_home, event_of, events_of
 from asyncrl.errors import ConfigError, DeadlineExceeded, ServiceFailed
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.obstacle import Cause as ObstacleCause
+from asyncrl.obstacle import Obstacle
 from asyncrl.service import SERVICE_VARIABLE
 
 CORE = ["buffer.0", "weight_sync.0", "learner.0", "publisher.0"]
@@ -491,6 +494,23 @@ def test_a_stop_whose_checkpoint_could_not_be_written_is_a_failure(tmp_path: Pat
     assert (outcome["state"], outcome["service"]) == ("failed", "learner.0")
     assert outcome["error"].startswith("learner.0 failed: OSError: no space left on device; it wrote no")
     assert launcher.started.count("learner.0") == 1, "nobody wants it to go on"
+
+
+def test_what_a_learner_failed_of_is_said_once_although_it_was_noted_as_what_holds_the_run_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = Obstacle("learner.0", ObstacleCause.SERVICE_DOWN, "OSError: no space left on device")
+    monkeypatch.setattr(Lookout, "blocking", property(lambda _: noted))
+    supervisor, _ = make_supervised(tmp_path, "SlowSaver")
+    (tmp_path / "may-save").write_text("no space left on device")
+    stop = threading.Event()
+    thread = threading.Thread(target=supervisor.run, args=(stop,))
+    thread.start()
+    wait_for(lambda: supervisor.state == "running")
+    stop.set()
+    thread.join(30.0)
+    outcome = read_outcome(tmp_path)
+    assert outcome["error"].count("no space left on device") == 1, outcome
 
 
 @pytest.mark.parametrize("is_learner_dead", [False, True])
