@@ -27,6 +27,8 @@ OWN_FOLDERS = ("pytest-of-", "matplotlib-", "pymp-")
 """Of pytest, which keeps its last three; and caches of libraries, one for all their processes."""
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "execnet")
 """Processes that end with the Python that started them."""
+VLLM_MEETS = "vllm_dist_"
+"""The file where the processes of one engine meet, which vLLM leaves; a run's own is in its private folder."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -51,7 +53,11 @@ class Session:
         for folder, before in self.before.items():
             for name in sorted(_names_in(folder) - before):
                 others = _used_by_others(self.mark) if others is None else others
-                if name not in others:
+                if name in others:
+                    continue
+                if name.startswith(VLLM_MEETS):
+                    (folder / name).unlink(missing_ok=True)
+                else:
                     left.append(f"{folder / name}")
         if (now := _untracked()) != self.tree:
             left.append(f"files in the repository: {now}")
