@@ -28,7 +28,7 @@ OWN_FOLDERS = ("pytest-of-", "matplotlib-", "pymp-")
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "execnet")
 """Processes that end with the Python that started them."""
 VLLM_MEETS = "vllm_dist_"
-"""The file where the processes of one engine meet, which vLLM leaves; a run's own is in its private folder."""
+"""Where the processes of one engine meet; vLLM leaves the file. A run's own is in its private folder."""
 ROOT = Path(__file__).resolve().parent.parent
 
 
