@@ -480,7 +480,12 @@ def test_while_the_learner_writes_its_last_checkpoint_the_others_are_kept_up(tmp
     assert (read_outcome(tmp_path)["state"], launcher.started.count("learner.0")) == ("stopped", 1)
 
 
-def test_a_stop_whose_checkpoint_could_not_be_written_is_a_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reason", ["", "OSError: no space left on device"])
+def test_a_stop_whose_checkpoint_could_not_be_written_is_a_failure_that_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    noted = Obstacle("learner.0", ObstacleCause.SERVICE_DOWN, reason) if reason else None
+    monkeypatch.setattr(Lookout, "blocking", property(lambda _: noted))
     supervisor, launcher = make_supervised(tmp_path, "SlowSaver")
     (tmp_path / "may-save").write_text("no space left on device")
     stop = threading.Event()
@@ -494,23 +499,6 @@ def test_a_stop_whose_checkpoint_could_not_be_written_is_a_failure(tmp_path: Pat
     assert (outcome["state"], outcome["service"]) == ("failed", "learner.0")
     assert outcome["error"].startswith("learner.0 failed: OSError: no space left on device; it wrote no")
     assert launcher.started.count("learner.0") == 1, "nobody wants it to go on"
-
-
-def test_what_a_learner_failed_of_is_said_once_although_it_was_noted_as_what_holds_the_run_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noted = Obstacle("learner.0", ObstacleCause.SERVICE_DOWN, "OSError: no space left on device")
-    monkeypatch.setattr(Lookout, "blocking", property(lambda _: noted))
-    supervisor, _ = make_supervised(tmp_path, "SlowSaver")
-    (tmp_path / "may-save").write_text("no space left on device")
-    stop = threading.Event()
-    thread = threading.Thread(target=supervisor.run, args=(stop,))
-    thread.start()
-    wait_for(lambda: supervisor.state == "running")
-    stop.set()
-    thread.join(30.0)
-    outcome = read_outcome(tmp_path)
-    assert outcome["error"].count("no space left on device") == 1, outcome
 
 
 @pytest.mark.parametrize("is_learner_dead", [False, True])
