@@ -33,7 +33,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
 
 _EXIT_STATUS = pytest.StashKey[int]()
 _SESSION = pytest.StashKey[leftovers.Session]()
-_LEFT = pytest.StashKey[list[str]]()
+_LEFT = pytest.StashKey[tuple[list[str], list[str]]]()
 SLOWEST_FIRST = ("tests/system", "tests/learner/backends", "tests/rollout", "tests/learner", "tests/control")
 """Folders, so that no worker begins with what takes longest when the others are done."""
 
@@ -57,14 +57,18 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if (watched := session.config.stash.get(_SESSION, None)) is not None:
         shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
         session.config.stash[_LEFT] = left = watched.find_left()
-        if left and not exitstatus:
+        if left[0] and not exitstatus:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if left := config.stash.get(_LEFT, []):
+    ours, perhaps = config.stash.get(_LEFT, ([], []))
+    if ours:
         terminalreporter.section("left on the machine", red=True)
-        terminalreporter.write_line("\n".join(left))
+        terminalreporter.write_line("\n".join(ours))
+    if perhaps:
+        terminalreporter.section("new on the machine, of these tests or of others")
+        terminalreporter.write_line("\n".join(perhaps))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -27,6 +27,8 @@ OWN_FOLDERS = ("pytest-of-", "matplotlib-", "pymp-")
 """Of pytest, which keeps its last three; and caches of libraries, one for all their processes."""
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "execnet")
 """Processes that end with the Python that started them."""
+OURS = "asyncrl"
+"""In the names of all that the project makes in shared folders."""
 VLLM_MEETS = "vllm_dist_"
 """Where the processes of one engine meet; vLLM leaves the file. A run's own is in its private folder."""
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,15 +42,16 @@ class Session:
     before: dict[Path, set[str]] = field(default_factory=lambda: {one: _names_in(one) for one in FOLDERS})
     tree: str = field(default_factory=lambda: _untracked())
 
-    def find_left(self) -> list[str]:
-        """Return a line for each thing that is left once all had their time to go."""
+    def find_left(self) -> tuple[list[str], list[str]]:
+        """Return what is surely ours and left once all had their time to go, and what may be others'."""
         end = time.monotonic() + PATIENCE_S
-        while (left := self.look()) and time.monotonic() < end:
+        while (left := self.look())[0] and time.monotonic() < end:
             time.sleep(0.5)
         return left
 
-    def look(self) -> list[str]:
-        left = [_describe(process) for process in self._processes()]
+    def look(self) -> tuple[list[str], list[str]]:
+        """Return a line for each thing that is ours, and for each that may be others'."""
+        ours, perhaps = [_describe(process) for process in self._processes()], []
         others = None
         for folder, before in self.before.items():
             for name in sorted(_names_in(folder) - before):
@@ -58,10 +61,10 @@ class Session:
                 if name.startswith(VLLM_MEETS):
                     (folder / name).unlink(missing_ok=True)
                 else:
-                    left.append(f"{folder / name}")
+                    (ours if OURS in name else perhaps).append(f"{folder / name}")
         if (now := _untracked()) != self.tree:
-            left.append(f"files in the repository: {now}")
-        return left
+            perhaps.append(f"files in the repository: {now}")
+        return ours, perhaps
 
     def _processes(self) -> Iterator[psutil.Process]:
         own = {os.getpid(), *(one.pid for one in psutil.Process().parents())}

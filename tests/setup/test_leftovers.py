@@ -25,23 +25,23 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def test_a_process_is_found_by_its_mark_and_told_with_its_test() -> None:
     session = Session("mine", {})
-    assert session.look() == []
+    assert session.look() == ([], [])
     process = start()
-    (left,) = session.look()
+    ((left,), _) = session.look()
     end(process)
     assert f"process {process.pid} of tests/setup/test_leftovers.py::" in left
-    assert session.look() == []
+    assert session.look() == ([], [])
 
 
 def test_a_new_file_is_found_unless_a_process_of_others_uses_it(tmp_path: Path) -> None:
     (tmp_path / "older").touch()
     session = Session("mine", {tmp_path: {"older"}})
-    assert session.look() == []
-    newer = tmp_path / uuid.uuid4().hex
-    newer.touch()
-    assert session.look() == [str(newer)]
-    process = start(str(newer), mark="theirs")
-    assert session.look() == [], "it is an argument of a process that is not ours"
+    assert session.look() == ([], [])
+    newer, ours = tmp_path / uuid.uuid4().hex, tmp_path / f"asyncrl-{uuid.uuid4().hex}"
+    for one in (newer, ours):
+        one.touch()
+    assert session.look() == ([str(ours)], [str(newer)])
+    process = start(str(newer), str(ours), mark="theirs")
+    assert session.look() == ([], []), "they are arguments of a process that is not ours"
     end(process)
-    newer.unlink()
-    assert session.look() == []
+    assert session.look() == ([str(ours)], [str(newer)])
