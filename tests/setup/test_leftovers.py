@@ -13,7 +13,7 @@ from tests.leftovers import MARK, Session
 WAITS = "import sys; sys.stdin.read()"
 
 
-def start(*command: str, mark: str = "mine") -> subprocess.Popen[bytes]:
+def start(*command: str, mark: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-c", WAITS, *command], env={**os.environ, MARK: mark}, stdin=subprocess.PIPE
     )
@@ -24,9 +24,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_process_is_found_by_its_mark_and_told_with_its_test() -> None:
-    session = Session("mine", {})
+    session = Session("first", {})
     assert session.look() == ([], [])
-    process = start()
+    process = start(mark="first")
     ((left,), _) = session.look()
     end(process)
     assert f"process {process.pid} of tests/setup/test_leftovers.py::" in left
@@ -35,7 +35,7 @@ def test_a_process_is_found_by_its_mark_and_told_with_its_test() -> None:
 
 def test_a_new_file_is_found_unless_a_process_of_others_uses_it(tmp_path: Path) -> None:
     (tmp_path / "older").touch()
-    session = Session("mine", {tmp_path: {"older"}})
+    session = Session("second", {tmp_path: {"older"}})
     assert session.look() == ([], [])
     newer, ours = tmp_path / uuid.uuid4().hex, tmp_path / f"asyncrl-{uuid.uuid4().hex}"
     for one in (newer, ours):
