@@ -39,6 +39,10 @@ class Done(Message, frozen=True):
     """The answer of an operation that has nothing to tell but that it was done."""
 
 
+class AskStatus(Message, frozen=True):
+    """The request of a service's status, whose answer is a struct of its own."""
+
+
 M = TypeVar("M", bound=Message)
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
@@ -59,10 +63,6 @@ class Operation(Generic[Q, A]):
     name: str
     request: type[Q]
     answer: type[A]
-
-    def arguments(self, asked: Q) -> dict[str, Any]:
-        """Return the fields of a request as they travel."""
-        return fields_of(asked)
 
     def read(self, reply: Reply) -> Answer[A]:
         """Return the answer in a reply.

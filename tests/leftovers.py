@@ -23,7 +23,7 @@ MARK = "ASYNCRL_TEST_SESSION"
 PATIENCE_S = 15.0
 """Processes that were told to end, and what they remove, are gone by then."""
 FOLDERS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-OWN_FOLDERS = ("pytest-of-", "matplotlib-", "pymp-")
+OWN_FOLDERS = ("pytest-of-", "asyncrl-tests-", "matplotlib-", "pymp-")
 """Of pytest, which keeps its last three; and caches of libraries, one for all their processes."""
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "execnet")
 """Processes that end with the Python that started them."""

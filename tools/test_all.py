@@ -109,11 +109,11 @@ def run_part(file: str, tree: str) -> Outcome:
         try:
             status = process.wait(PART_DEADLINE_S)
         except BaseException as error:  # Ctrl-C too: it has a session of its own
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(60.0)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            status = -signal.SIGTERM
+            status = -signal.SIGKILL
     lines = log.read_text(errors="replace").splitlines()
     outcome = Outcome(file, tree, status, time.monotonic() - begun, lines[-1].strip("= ") if lines else "")
     with RECORD.open("a") as record:

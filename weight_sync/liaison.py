@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import AsyncrlError, DeadlineExceeded, FencedError
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, FencedError, WireError
 from asyncrl.keys import ClientKeys
 from asyncrl.message import Answer, fields_of
 from asyncrl.rpc import Client
@@ -255,7 +255,11 @@ class Liaison:
         self.is_fenced = found.message.fenced
         for order in found.message.orders:
             manifest = bytes(found.frames[order.frame]) if 0 <= order.frame < len(found.frames) else b""
-            self._deliver(wire.read_instruction(order.kind, order.fields), manifest)
+            try:
+                self._deliver(wire.read_instruction(order.kind, order.fields), manifest)
+            except WireError as error:  # it would come again with each poll, and hold up those behind it
+                self.counters["unreadable_orders"] += 1
+                log.warning("an order of the coordinator cannot be read: %s", error)
             self._after = order.seq
 
     def _send_reports(self) -> None:

@@ -11,17 +11,13 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from asyncrl.message import MAX_NAME_CHARACTERS, Done, Message, Operation, Wait
+from asyncrl.message import MAX_NAME_CHARACTERS, AskStatus, Done, Message, Operation, Wait
 from asyncrl.states import ServiceState
 
 MAX_ERROR_CHARACTERS = 500
 """Of an error of an engine, as much as is kept."""
 Bytes = Annotated[int, Meta(ge=0)]
 Life = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
-
-
-class AskStatus(Message, frozen=True):
-    """Asks how the service is."""
 
 
 class Wake(Message, frozen=True):

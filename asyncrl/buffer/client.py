@@ -30,7 +30,7 @@ from asyncrl.buffer.payloads import Prefetched, read_fetched, split_frames
 from asyncrl.errors import ConnectionLost, DeadlineExceeded, WireError
 from asyncrl.experience import Group, decode_group, encode_group
 from asyncrl.keys import ClientKeys
-from asyncrl.message import A, Answer, Operation, Q
+from asyncrl.message import A, Answer, AskStatus, Operation, Q
 from asyncrl.metrics.tallies import Tally
 from asyncrl.rpc import AsyncClient, Client, PendingCall
 from asyncrl.wire import Frame
@@ -178,7 +178,7 @@ class ReplicaClient:
 
     async def status(self) -> BufferStatus:
         """Return the buffer's census, counters and evaluations."""
-        return (await self._ask(wire.STATUS, wire.AskStatus())).message
+        return (await self._ask(wire.STATUS, AskStatus())).message
 
     def close(self) -> None:
         self._rpc.close()
@@ -366,7 +366,7 @@ class LearnerClient:
 
     def status(self) -> BufferStatus:
         """Return the buffer's census, counters and evaluations."""
-        return self._ask(wire.STATUS, wire.AskStatus())
+        return self._ask(wire.STATUS, AskStatus())
 
     def close(self) -> None:
         self._rpc.close()

@@ -15,7 +15,7 @@ from msgspec import Meta, field
 from asyncrl.buffer.ledger.events import UNSAID
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.errors import WireError
-from asyncrl.message import MAX_NAME_CHARACTERS, Done, Message, Name, Operation, Wait
+from asyncrl.message import MAX_NAME_CHARACTERS, AskStatus, Done, Message, Name, Operation, Wait
 from asyncrl.metrics.tallies import Tally
 
 MAX_WANT = 4096
@@ -353,10 +353,6 @@ class EvaluationId(Message, frozen=True):
     """The order's id; the results stand in the status."""
 
     id: int
-
-
-class AskStatus(Message, frozen=True):
-    """Asks how the buffer is."""
 
 
 class FinishedEvaluation(Message, frozen=True):

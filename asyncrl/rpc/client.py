@@ -22,7 +22,7 @@ import zmq
 from asyncrl import wire
 from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, WireError
 from asyncrl.keys import ClientKeys
-from asyncrl.message import A, Answer, Operation, Q
+from asyncrl.message import A, Answer, Operation, Q, fields_of
 from asyncrl.rpc.connection import Connection
 from asyncrl.rpc.frames import receive_parts, send_parts
 from asyncrl.rpc.request import Reply, pack_request, read_reply
@@ -76,11 +76,11 @@ class Client:
             WireError: The answer is none of this operation.
             AsyncrlError: As `call`.
         """
-        return operation.read(self.call(operation.name, frames, deadline_s, **operation.arguments(asked)))
+        return operation.read(self.call(operation.name, frames, deadline_s, **fields_of(asked)))
 
     def begin_asking(self, operation: Operation[Q, A], asked: Q, deadline_s: float) -> PendingCall:
         """Send a call, see `begin`; `operation.read` reads its reply."""
-        return self.begin(operation.name, (), deadline_s, **operation.arguments(asked))
+        return self.begin(operation.name, (), deadline_s, **fields_of(asked))
 
     def begin(
         self, op: str, frames: Sequence[wire.Frame] = (), deadline_s: float = 10.0, **args: Any
@@ -235,8 +235,7 @@ class AsyncClient:
         deadline_s: float = 10.0,
     ) -> Answer[A]:
         """As `Client.ask`."""
-        arguments = operation.arguments(asked)
-        return operation.read(await self.call(operation.name, frames, deadline_s, **arguments))
+        return operation.read(await self.call(operation.name, frames, deadline_s, **fields_of(asked)))
 
     def _attach(self) -> asyncio.AbstractEventLoop:
         """Let the running loop watch the connection."""

@@ -65,6 +65,15 @@ def test_a_peer_whose_name_or_abilities_are_none_is_refused_and_not_remembered(
     assert client.call("hello", deadline_s=30.0, **CARD, **WHO).args["welcome"]
 
 
+@pytest.mark.parametrize("name", ["serving", "staged", "attended", "pinned", "store_host", "store_port"])
+def test_a_hello_that_leaves_out_what_counts_is_refused(client: Client, name: str) -> None:
+    is_seat = name in SEAT
+    said = SEAT | {"name": "publisher", "incarnation": "1"} if is_seat else {**CARD, **WHO}
+    with pytest.raises(WireError, match=f"the field '{name}' is missing"):
+        client.call("hello", deadline_s=30.0, **{key: value for key, value in said.items() if key != name})
+    assert client.call("hello", deadline_s=30.0, **said).args["welcome"]
+
+
 def test_a_reason_that_a_peer_reports_is_cut(client: Client, tmp_path: Path) -> None:
     client.call("hello", deadline_s=30.0, **CARD, **WHO)
     fields = {"number": 1, "ok": False, "error": "e" * 100_000}

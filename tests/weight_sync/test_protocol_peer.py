@@ -250,14 +250,14 @@ def test_a_hello_that_is_read_behind_a_later_word_of_its_process_changes_nothing
 class DeafCoordinator:
     """Orders the same in every answer and looks at no token, as one that was thawed may."""
 
-    def __init__(self, token: int) -> None:
-        self._token = token
+    def __init__(self, token: int, *before: dict[str, Any]) -> None:
+        self._token, self._before = token, before
 
     def handle(self, request: Request) -> None:
-        order = {"seq": 1, "kind": Commit.kind, "fields": {"number": self._token}, "frame": -1}
+        order = {"seq": 9, "kind": Commit.kind, "fields": {"number": self._token}, "frame": -1}
         answers = {
             "hello": {"welcome": True, "poll_s": 0.1},
-            "next_order": {"known": True, "orders": [order]},
+            "next_order": {"known": True, "orders": [*self._before, order]},
             "report": {"known": True},
         }
         request.reply(token=self._token, **answers[request.op])
@@ -267,9 +267,9 @@ class DeafCoordinator:
 
 
 @contextmanager
-def deaf_coordinator(token: int, address: str) -> Iterator[None]:
+def deaf_coordinator(token: int, address: str, *before: dict[str, Any]) -> Iterator[None]:
     stop = threading.Event()
-    thread = threading.Thread(target=Server(address).serve, args=(DeafCoordinator(token), stop))
+    thread = threading.Thread(target=Server(address).serve, args=(DeafCoordinator(token, *before), stop))
     thread.start()
     try:
         yield
@@ -287,6 +287,17 @@ def test_a_peer_does_not_obey_an_older_coordinator_than_the_newest_it_has_heard(
         with deaf_coordinator(3, address):
             wait_until(lambda: peer.counters["older_coordinators"] > 2)
     assert Commit(3) not in heard
+
+
+def test_an_order_that_cannot_be_read_holds_up_none_behind_it(tmp_path):
+    address, heard = f"ipc://{tmp_path}/c", []
+    unreadable = [
+        {"seq": 1, "kind": "dance", "fields": {}, "frame": -1},
+        {"seq": 2, "kind": Commit.kind, "fields": {"number": "seven"}, "frame": -1},
+    ]
+    with deaf_coordinator(7, address, *unreadable), liaison(address, "1", heard) as peer:
+        wait_until(lambda: Commit(7) in heard)
+        assert peer.counters["unreadable_orders"] >= 2
 
 
 def test_a_peer_leaves_a_coordinator_that_was_stopped_for_the_one_that_took_its_address(tmp_path):

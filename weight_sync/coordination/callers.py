@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+from asyncrl.errors import WireError
 from weight_sync.protocol.members import Card, PublisherSeat
 from weight_sync.protocol.messages import Hello
 
+T = TypeVar("T")
+
 
 def seat_of(hello: Hello, now: float) -> PublisherSeat:
-    """Return the publisher that says hello."""
+    """Return the publisher that says hello. Raises WireError if it leaves out where receivers meet it."""
     return PublisherSeat(
         hello.incarnation,
         frozenset(hello.abilities),
-        hello.store_host,
-        hello.store_port,
+        _said("store_host", hello.store_host),
+        _said("store_port", hello.store_port),
         now,
         born=hello.born,
     )
 
 
 def card_of(hello: Hello) -> Card:
-    """Return what a receiver says of itself."""
+    """Return what a receiver says of itself. Raises WireError if it leaves out what it holds."""
     return Card(
         hello.name,
         hello.incarnation,
         frozenset(hello.abilities),
-        serving=hello.serving,
-        staged=hello.staged,
-        is_attended=hello.attended,
-        is_pinned=hello.pinned,
+        serving=_said("serving", hello.serving),
+        staged=_said("staged", hello.staged),
+        is_attended=_said("attended", hello.attended),
+        is_pinned=_said("pinned", hello.pinned),
         is_draining=hello.draining,
         born=hello.born,
         base=hello.base,
     )
+
+
+def _said(name: str, value: T | None) -> T:
+    if value is None:
+        raise WireError(f"'hello': the field '{name}' is missing")
+    return value

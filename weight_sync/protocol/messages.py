@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from asyncrl.errors import WireError
-from asyncrl.message import Message, Operation, read_message
+from asyncrl.message import AskStatus, Message, Operation, read_message
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
 
@@ -38,6 +38,8 @@ class Hello(OfPeer, frozen=True, kw_only=True):
     """What a peer says of itself: the publisher where receivers meet it, a receiver what it holds.
 
     Attributes:
+        store_host, store_port: Of the publisher, who must say both.
+        serving, staged, attended, pinned: Of a receiver, who must say all four.
         born: Start of its process, in milliseconds of the wall clock.
         seq: Number of the hello; one that is read behind a later one says nothing. 0 for none.
         told: Number of the last report that it was written after; None from who does not count.
@@ -45,12 +47,12 @@ class Hello(OfPeer, frozen=True, kw_only=True):
     """
 
     abilities: Annotated[tuple[Text, ...], Meta(max_length=MAX_ABILITIES)]
-    store_host: Text = ""
-    store_port: int = 0
-    serving: int = UNLOADED
-    staged: int = UNLOADED
-    attended: bool = False
-    pinned: bool = False
+    store_host: Text | None = None
+    store_port: int | None = None
+    serving: int | None = None
+    staged: int | None = None
+    attended: bool | None = None
+    pinned: bool | None = None
     draining: bool = False
     base: int = UNLOADED
     born: int = 0
@@ -104,10 +106,6 @@ class Reported(Message, frozen=True):
 
     token: int
     known: bool
-
-
-class AskStatus(Message, frozen=True):
-    """Asks how the coordinator is."""
 
 
 class CoordinatorStatus(Message, frozen=True):

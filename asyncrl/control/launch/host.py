@@ -34,6 +34,8 @@ from asyncrl.states import ServiceState
 log = logging.getLogger(__name__)
 
 MAX_DESCRIPTORS = 65_536
+FAILED_STOP_S = 1.0
+"""A service that has failed has ended, or hangs and will not."""
 DUMP_STACKS = "dump_stacks"
 """The command that every service obeys; SIGUSR1 asks for the same where Python itself does not get on."""
 
@@ -92,7 +94,7 @@ class ServiceHost:
     def stop(self, deadline_s: float) -> bool:
         """Ask the service to end; return whether it did within the deadline."""
         self._stop.set()
-        self._thread.join(min(deadline_s, 1.0) if self._error else deadline_s)
+        self._thread.join(min(deadline_s, FAILED_STOP_S) if self._error else deadline_s)
         return not self._thread.is_alive()
 
     def _hear(self, obstacles: Sequence[Obstacle]) -> None:
