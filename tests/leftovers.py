@@ -61,7 +61,8 @@ class Session:
                 if name.startswith(VLLM_MEETS):
                     (folder / name).unlink(missing_ok=True)
                 else:
-                    (ours if OURS in name else perhaps).append(f"{folder / name}")
+                    is_ours = OURS in name and _is_alone(self.mark)
+                    (ours if is_ours else perhaps).append(f"{folder / name}")
         if (now := _untracked()) != self.tree:
             perhaps.append(f"files in the repository: {now}")
         return ours, perhaps
@@ -97,6 +98,15 @@ def _used_by_others(mark: str) -> str:
                 found += [*process.cmdline(), Path(f"/proc/{process.pid}/maps").read_text()]
                 found += [os.readlink(one) for one in Path(f"/proc/{process.pid}/fd").iterdir()]
     return "\n".join(found)
+
+
+def _is_alone(mark: str) -> bool:
+    """Tell whether no other session of tests runs on this machine, whose runs have names like ours."""
+    marks = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            marks.add(process.environ().get(MARK, mark))
+    return marks == {mark}
 
 
 def _untracked() -> str:

@@ -8,6 +8,9 @@ import sys
 import uuid
 from pathlib import Path
 
+import pytest
+
+from tests import leftovers
 from tests.leftovers import MARK, Session
 
 WAITS = "import sys; sys.stdin.read()"
@@ -35,13 +38,26 @@ def test_a_process_is_found_by_its_mark_and_told_with_its_test() -> None:
 
 def test_a_new_file_is_found_unless_a_process_of_others_uses_it(tmp_path: Path) -> None:
     (tmp_path / "older").touch()
-    session = Session("second", {tmp_path: {"older"}})
-    assert session.look() == ([], [])
-    newer, ours = tmp_path / uuid.uuid4().hex, tmp_path / f"asyncrl-{uuid.uuid4().hex}"
-    for one in (newer, ours):
-        one.touch()
-    assert session.look() == ([str(ours)], [str(newer)])
-    process = start(str(newer), str(ours), mark="theirs")
-    assert session.look() == ([], []), "they are arguments of a process that is not ours"
+    session = Session(os.environ[MARK], {tmp_path: {"older"}})
+    newer = tmp_path / uuid.uuid4().hex
+    newer.touch()
+    assert session.look()[1] == [str(newer)]
+    process = start(str(newer), mark="theirs")
+    assert str(newer) not in session.look()[1], "it is an argument of a process that is not ours"
     end(process)
-    assert session.look() == ([str(ours)], [str(newer)])
+
+
+def test_what_bears_the_projects_name_is_ours_while_no_other_session_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = tmp_path / f"asyncrl-{uuid.uuid4().hex}"
+    ours.touch()
+    session = Session(os.environ[MARK], {tmp_path: set()})
+    for is_alone in (True, False):
+        monkeypatch.setattr(leftovers, "_is_alone", lambda _, found=is_alone: found)
+        assert (str(ours) in session.look()[0]) is is_alone
+        assert (str(ours) in session.look()[1]) is not is_alone
+    monkeypatch.undo()
+    process = start(mark="theirs")
+    assert str(ours) in session.look()[1]
+    end(process)
