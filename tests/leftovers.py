@@ -1,4 +1,4 @@
-"""What a session of tests has left on the machine: processes, shared memory, files outside its folders.
+"""Leftovers of a test session: processes, shared memory, files outside its folders.
 
 Owns the question "is it ours": every process of a session has its mark in the environment, and names the test
 that started it (PYTEST_CURRENT_TEST). A name in /dev/shm or in the folder of temporary files is ours if it is

@@ -1,4 +1,4 @@
-"""What crosses the wire at the publisher and at a receiver: a struct per request and answer (pure).
+"""Messages of the publisher and of a receiver: a struct per request and answer (pure).
 
 The learner publishes through the first, a replica follows versions through the second. A version's manifest
 travels as the one frame beside these.
@@ -21,7 +21,7 @@ Life = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
 
 
 class Wake(Message, frozen=True):
-    """Of the service itself: work of another thread waits."""
+    """Request of a service to itself: another thread has put work into its inbox."""
 
 
 # --- the publisher ----------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ class OfLearner(Message, frozen=True):
 
 
 class Open(OfLearner, frozen=True):
-    """Who publishes from now on."""
+    """Makes this learner the one that publishes."""
 
 
 class Acquire(OfLearner, frozen=True):
@@ -66,7 +66,7 @@ class Current(Message, frozen=True):
 
 
 class PublisherStatus(Message, frozen=True):
-    """How the publisher is: the newest version as (number, step), its segments, and what is on its way."""
+    """Status of the publisher: newest version as (number, step), states of its segments, transfers that run."""
 
     state: ServiceState
     address: str
@@ -129,7 +129,7 @@ class Drain(OfReplica, frozen=True):
 
 
 class Handed(Message, frozen=True):
-    """What a replica hears.
+    """Answer of a receiver to its replica.
 
     Attributes:
         path: Of a verified copy to load, whose manifest is the frame; empty without one.
@@ -143,7 +143,7 @@ class Handed(Message, frozen=True):
 
 
 class ReceiverStatus(Message, frozen=True):
-    """How a receiver is.
+    """Status of a receiver.
 
     Attributes:
         version, staged, committed: Numbers of the version that the engine serves, of the newest verified

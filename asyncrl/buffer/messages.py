@@ -1,4 +1,4 @@
-"""What crosses the wire between the buffer and its callers: a struct per request and answer (pure).
+"""Messages between the buffer and its callers: a struct per request and answer (pure).
 
 Replicas lease, push and report; the learner reserves, fetches and commits. Payloads of groups travel as
 frames beside these (`asyncrl.experience`).
@@ -71,7 +71,7 @@ class OfStep(OfLearner, frozen=True):
 
 
 class DescribeData(Message, frozen=True):
-    """What the training data is: said once, before the first lease.
+    """Description of the training data, sent once, before the first lease.
 
     Attributes:
         sources: (prompts, weight) of each source, where there are several.
@@ -164,7 +164,7 @@ class Carry(OfAttempt, frozen=True):
 
 
 class Settled(Message, frozen=True):
-    """What became of a group: `stored`, `duplicate`, `late`, `dropped`; or `carried`, `released`, `late`."""
+    """Result of a push (`stored`, `duplicate`, `late`, `dropped`) or a carry (`carried`, `released`, `late`)."""
 
     result: str
 
@@ -245,7 +245,7 @@ class CheckpointEntry(Message, frozen=True):
 
 
 class Opening(Message, frozen=True):
-    """What a learner learns when it takes over.
+    """State of the run for a learner that takes over.
 
     Attributes:
         checkpoints: From which it may resume, oldest first; without any, `resume(0)`.
@@ -365,7 +365,7 @@ class FinishedEvaluation(Message, frozen=True):
 
 
 class BufferStatus(Message, frozen=True):
-    """How the buffer is, recounted at most half a second ago.
+    """Status of the buffer, recounted at most half a second ago.
 
     Attributes:
         issued, trained, dropped, pending, prompts_drawn, given_up, open, residue: See `Census`.

@@ -1,4 +1,4 @@
-"""What a peer's hello makes of it at the coordinator (pure)."""
+"""A peer's hello as the record that the coordinator keeps of it (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses the wire between the coordinator and its peers: requests, events, orders, answers (pure).
+"""Messages between the coordinator and its peers: requests, events, orders, answers (pure).
 
 Peers are the publisher and the receivers. Events and orders travel as their name and their fields;
 `read_event` and `read_order` check both where they arrive. A version's manifest travels as a frame.
@@ -35,7 +35,7 @@ class OfPeer(Message, frozen=True, kw_only=True):
 
 
 class Hello(OfPeer, frozen=True, kw_only=True):
-    """What a peer says of itself: the publisher where receivers meet it, a receiver what it holds.
+    """Introduction of a peer: the publisher says where receivers meet it, a receiver what it holds.
 
     Attributes:
         store_host, store_port: Of the publisher, who must say both.
@@ -61,7 +61,7 @@ class Hello(OfPeer, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True):
-    """How a hello is taken: `poll_s` is how long a poll is parked, `outdated` asks for another hello."""
+    """Answer to a hello: `poll_s` is how long a poll is parked, `outdated` asks for another hello."""
 
     token: int
     poll_s: float
@@ -109,7 +109,7 @@ class Reported(Message, frozen=True):
 
 
 class CoordinatorStatus(Message, frozen=True):
-    """How the coordinator is, see `coordination.picture`.
+    """Status of the coordinator, see `coordination.picture`.
 
     Attributes:
         version: The newest, as (number, step).
@@ -140,7 +140,7 @@ STATUS = Operation("status", AskStatus, CoordinatorStatus)
 
 
 class Event(Message, frozen=True):
-    """What a peer reports, under the name `kind`."""
+    """Event at a peer, reported under the name `kind`."""
 
     kind: ClassVar[str]
 
@@ -268,7 +268,7 @@ def read_event(name: str, report: Report, kinds: Mapping[str, type[Event]]) -> E
 
 
 class Instruction(Message, frozen=True):
-    """What a peer is told to do, under the name `kind`."""
+    """Order to a peer, sent under the name `kind`."""
 
     kind: ClassVar[str]
 
