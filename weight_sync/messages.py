@@ -66,7 +66,7 @@ class Current(Message, frozen=True):
 
 
 class PublisherStatus(Message, frozen=True):
-    """Status of the publisher: newest version as (number, step), states of its segments, transfers that run."""
+    """Status of the publisher: newest version as (number, step), states of segments, transfers that run."""
 
     state: ServiceState
     address: str

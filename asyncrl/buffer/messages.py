@@ -164,7 +164,7 @@ class Carry(OfAttempt, frozen=True):
 
 
 class Settled(Message, frozen=True):
-    """Result of a push (`stored`, `duplicate`, `late`, `dropped`) or a carry (`carried`, `released`, `late`)."""
+    """Result of a push (stored, duplicate, late, dropped) or of a carry (carried, released, late)."""
 
     result: str
 
