@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.allocation import keep_freed_memory
 from asyncrl.buffer.client import ReplicaClient
@@ -39,7 +39,7 @@ CALL_DEADLINE_S = 10.0
 SCRIPTED_TOKENS_PER_S = 200.0
 MAX_TEMPERATURE = 2.0
 
-MakeEngine = Callable[[Config, Any], Engine]
+MakeEngine = Callable[[Config, "PreTrainedTokenizerBase"], Engine]
 """(configuration, tokenizer) -> an engine, not yet started."""
 
 

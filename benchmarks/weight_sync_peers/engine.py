@@ -83,7 +83,7 @@ class Replica:
     async def reload(self) -> float:
         """Return the seconds of vLLM's own reload of the checkpoint."""
         began = now_s()
-        await self._engine._llm.collective_rpc("reload_weights")
+        await self._engine.client.collective_rpc("reload_weights")
         return now_s() - began
 
     async def rate(self, seconds: float) -> float:

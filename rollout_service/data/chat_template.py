@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -60,7 +60,7 @@ def has_no_template(model: Path) -> bool:
     )
 
 
-def _read_config(model: Path) -> Mapping[str, Any]:
+def _read_config(model: Path) -> Mapping[str, object]:
     try:
         return dict(json.loads((model / "tokenizer_config.json").read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -78,7 +78,7 @@ def _read_text(model: Path) -> str:
     return found if isinstance(found, str) else ""
 
 
-def _content(token: Any) -> str:
+def _content(token: object) -> str:
     return str(token["content"] if isinstance(token, dict) else token)
 
 
@@ -91,8 +91,16 @@ def _compile(text: str) -> Template | None:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    def to_json(
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl.errors import ConfigError
 from rollout_service.data.functions import load_function
@@ -28,7 +27,7 @@ class Filters:
         min_tokens, max_tokens: Bounds on a prompt's length.
     """
 
-    keeps_row: Callable[[Mapping[str, Any]], bool]
+    keeps_row: Callable[[Mapping[str, object]], bool]
     min_tokens: int
     max_tokens: int
 
@@ -42,7 +41,7 @@ def parse_filters(names: Sequence[str], max_prompt_tokens: int) -> Filters:
     Raises:
         ConfigError: A name is none of these, or its function cannot be loaded.
     """
-    checks: list[Callable[[Mapping[str, Any]], Any]] = []
+    checks: list[Callable[[Mapping[str, object]], object]] = []
     low, high = 0, max_prompt_tokens
     for name in names:
         if found := TOKENS.fullmatch(name):
@@ -57,10 +56,10 @@ def parse_filters(names: Sequence[str], max_prompt_tokens: int) -> Filters:
     return Filters(lambda row: all(check(row) for check in checks), low, high)
 
 
-def _make_unique() -> Callable[[Mapping[str, Any]], bool]:
+def _make_unique() -> Callable[[Mapping[str, object]], bool]:
     seen: set[str] = set()
 
-    def is_new(row: Mapping[str, Any]) -> bool:
+    def is_new(row: Mapping[str, object]) -> bool:
         content = json.dumps(row.get("prompt"), sort_keys=True, default=str)
         is_first = content not in seen
         seen.add(content)

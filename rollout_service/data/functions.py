@@ -6,12 +6,14 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from asyncrl.errors import ConfigError, DataError
 from rollout_service.user_file import import_file
 
-RowFunction = Callable[[Mapping[str, Any]], Any]
+Row = Mapping[str, object]
+RowFunction = Callable[[Row], object]
+Key = str | int | numbers.Real
+"""What a curriculum sorts by."""
 
 
 def load_function(name: str) -> RowFunction:
@@ -28,7 +30,7 @@ def load_function(name: str) -> RowFunction:
     return _guard(name, found)
 
 
-def load_key(name: str) -> RowFunction:
+def load_key(name: str) -> Callable[[Row], Key]:
     """Return what a curriculum sorts by: `file.py:function`, or a field such as `extra_info.level`.
 
     It returns a finite number or a text, and raises DataError where a row has neither.
@@ -36,19 +38,18 @@ def load_key(name: str) -> RowFunction:
     file, _, _ = name.rpartition(":")
     read = load_function(name) if file.endswith(".py") else _field_reader(name)
 
-    def key(row: Mapping[str, Any]) -> Any:
+    def key(row: Mapping[str, object]) -> Key:
         value = read(row)
-        is_number = isinstance(value, numbers.Real) and math.isfinite(value)
-        if not is_number and not isinstance(value, str):
-            raise DataError(f"the key '{name}' is {value!r:.60}, which is neither a finite number nor a text")
-        return value
+        if isinstance(value, str) or (isinstance(value, numbers.Real) and math.isfinite(value)):
+            return value
+        raise DataError(f"the key '{name}' is {value!r:.60}, which is neither a finite number nor a text")
 
     return key
 
 
 def _field_reader(name: str) -> RowFunction:
-    def read(row: Mapping[str, Any]) -> Any:
-        value: Any = row
+    def read(row: Mapping[str, object]) -> object:
+        value: object = row
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
@@ -57,7 +58,7 @@ def _field_reader(name: str) -> RowFunction:
 
 
 def _guard(name: str, function: RowFunction) -> RowFunction:
-    def call(row: Mapping[str, Any]) -> Any:
+    def call(row: Mapping[str, object]) -> object:
         try:
             return function(row)
         except Exception as error:  # a user's function may raise anything

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +24,7 @@ def convert_gsm8k(source: Path, target: Path, limit: int | None = None) -> int:
     Raises:
         DataError: A row is not of GSM8K's form.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     with source.open(encoding="utf-8") as file:
         for number, line in enumerate(file):
             if limit is not None and number >= limit:
@@ -48,7 +47,7 @@ def extract_gold(answer: str) -> str:
     return gold.strip().replace(",", "")
 
 
-def _convert_row(source: Path, number: int, line: str) -> dict[str, Any]:
+def _convert_row(source: Path, number: int, line: str) -> dict[str, object]:
     try:
         fields = json.loads(line)
         question, answer = fields["question"], fields["answer"]

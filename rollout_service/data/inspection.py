@@ -85,7 +85,11 @@ def _look(path: Path, filters: Filters, search: Search, is_without_template: boo
     while block := [(row, fields) for row, fields in itertools.islice(rows, BLOCK_ROWS)]:
         num_rows += len(block)
         prompts = [parse_row(path, row, fields) for row, fields in block]
-        kept = [one for one, (_, fields) in zip(prompts, block, strict=True) if filters.keeps_row(fields)]
+        kept = [
+            prompt
+            for prompt, (_, fields) in zip(prompts, block, strict=True)
+            if isinstance(fields, dict) and filters.keeps_row(fields)
+        ]
         chat = next((one for one in kept if not isinstance(one.content, str)), None)
         if chat is not None and is_without_template:
             what = f"{path}, row {chat.row}: it is a chat, and the model's tokenizer has no chat template"

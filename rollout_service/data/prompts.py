@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +36,9 @@ class Prompt:
 
     row: int
     content: str | tuple[Message, ...]
-    ground_truth: Any
+    ground_truth: object
     data_source: str
-    extra_info: Mapping[str, Any]
+    extra_info: Mapping[str, object]
 
     def named(self, data_source: str) -> Prompt:
         """Return the prompt with this `data_source`, unless it has one."""
@@ -101,7 +101,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def tokenize(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, object]] = ()
 ) -> list[list[int]]:
     """Return the token ids of each prompt: chats by the chat template, strings as they are.
 
@@ -122,7 +122,7 @@ def tokenize(
 
 
 def _tokenize_chat(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, object]]
 ) -> list[int]:
     if not tokenizer.chat_template:
         raise DataError(
@@ -130,12 +130,12 @@ def _tokenize_chat(
             hint="Give prompts as plain strings, or use an instruction-tuned model",
         )
     chat = [dict(message) for message in prompt.content if isinstance(message, Mapping)]
-    described: Any = [dict(tool) for tool in tools] or None
+    described = [dict(tool) for tool in tools] or None
     ids = tokenizer.apply_chat_template(chat, tools=described, add_generation_prompt=True, return_dict=False)
     return list(ids)
 
 
-def parse_row(path: Path, row: int, fields: Any) -> Prompt:
+def parse_row(path: Path, row: int, fields: object) -> Prompt:
     """Return the prompt that a row holds. Raises DataError with the file and the row."""
     try:
         return _prompt_of(row, fields)
@@ -143,7 +143,7 @@ def parse_row(path: Path, row: int, fields: Any) -> Prompt:
         raise DataError(f"{path}, row {row}: {error.message}", hint=error.hint) from error
 
 
-def _prompt_of(row: int, fields: Any) -> Prompt:
+def _prompt_of(row: int, fields: object) -> Prompt:
     if not isinstance(fields, dict):
         raise DataError(f"a row must be an object, not {type(fields).__name__}")
     if "question" in fields and "answer" in fields and "prompt" not in fields:
@@ -162,7 +162,7 @@ def _prompt_of(row: int, fields: Any) -> Prompt:
     )
 
 
-def _content(value: Any) -> str | tuple[Message, ...]:
+def _content(value: object) -> str | tuple[Message, ...]:
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
@@ -176,7 +176,7 @@ def _content(value: Any) -> str | tuple[Message, ...]:
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 
-def _ground_truth(fields: dict[str, Any]) -> Any:
+def _ground_truth(fields: Mapping[str, object]) -> object:
     """Return verl's `reward_model.ground_truth`, or `ground_truth`."""
     reward_model = fields.get("reward_model")
     if isinstance(reward_model, dict) and "ground_truth" in reward_model:

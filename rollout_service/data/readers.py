@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from asyncrl.errors import DataError
 
@@ -20,7 +19,7 @@ BATCH_ROWS = 1024
 """Of a Parquet file that are made Python values at once: who wants a few rows waits for no more."""
 
 
-def read_rows(path: Path) -> Iterator[Any]:
+def read_rows(path: Path) -> Iterator[object]:
     """Yield the rows of a `.parquet`, `.jsonl` or `.json` (one object per line) file, or of a folder.
 
     Raises:
@@ -75,7 +74,7 @@ def _bare_name(name: str) -> str:
     return name
 
 
-def _read_folder(folder: Path) -> Iterator[Any]:
+def _read_folder(folder: Path) -> Iterator[object]:
     import pyarrow as pa
 
     for file in find_arrow_files(folder):
@@ -87,7 +86,7 @@ def _read_folder(folder: Path) -> Iterator[Any]:
             raise DataError(f"{file} is not a readable Arrow stream: {error}") from error
 
 
-def _read_parquet(path: Path) -> Iterator[Any]:
+def _read_parquet(path: Path) -> Iterator[object]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -98,7 +97,7 @@ def _read_parquet(path: Path) -> Iterator[Any]:
         raise DataError(f"{path} is not a readable Parquet file: {error}") from error
 
 
-def _read_lines(path: Path) -> Iterator[Any]:
+def _read_lines(path: Path) -> Iterator[object]:
     with path.open("rb") as file:
         lines: Iterable[bytes] = (line for line in file if line.strip())
         for row, line in enumerate(lines):

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from asyncrl.config.tree import SourceSection
 from asyncrl.errors import DataError
 from rollout_service.data.filters import parse_filters
-from rollout_service.data.functions import RowFunction, load_key
+from rollout_service.data.functions import Key, Row, load_key
 from rollout_service.data.prompts import Prompt, PromptSet, TokenizedPrompt, parse_row, tokenize
 from rollout_service.data.readers import digest_of, read_rows
 
@@ -38,7 +38,7 @@ def load_sources(
     tokenizer: PreTrainedTokenizerBase,
     max_prompt_tokens: int,
     curriculum: str | None = None,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, object]] = (),
 ) -> PromptSet:
     """Read, filter, sort and tokenise the prompts of all sources.
 
@@ -68,17 +68,18 @@ def _load_source(
     source: SourceSection,
     tokenizer: PreTrainedTokenizerBase,
     limit: int,
-    key: RowFunction | None,
-    tools: Sequence[Mapping[str, Any]],
+    key: Callable[[Row], Key] | None,
+    tools: Sequence[Mapping[str, object]],
 ) -> tuple[list[TokenizedPrompt], str]:
     """Return a source's prompts in their order, and its digest."""
     path, filters = Path(source.path), parse_filters(source.filter, limit)
     kept: list[Prompt] = []
-    keys: list[Any] = []
+    keys: list[Key] = []
     num_rows = 0
     for row, fields in enumerate(read_rows(path)):
         num_rows += 1
         prompt = parse_row(path, row, fields)
+        assert isinstance(fields, dict), "parse_row looked"
         try:
             if filters.keeps_row(fields):
                 kept.append(prompt)
@@ -118,7 +119,7 @@ def _check_left(path: Path, num_rows: int, num_kept: int, num_fitting: int) -> N
     )
 
 
-def _sort(path: Path, found: list[TokenizedPrompt], keys: Sequence[Any]) -> list[TokenizedPrompt]:
+def _sort(path: Path, found: list[TokenizedPrompt], keys: Sequence[Key]) -> list[TokenizedPrompt]:
     try:
         return sorted(found, key=lambda one: keys[one.index])
     except TypeError as error:

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 from asyncrl.errors import EngineError
 
@@ -120,9 +119,11 @@ def find_missing(feature: Feature) -> Iterator[str]:
     yield from (f"{where}({name})" for name in feature.takes if name not in known)
 
 
-def _names_of(found: Any) -> set[str]:
+def _names_of(found: object) -> set[str]:
     """Return the parameters of a function, or the fields of a class that is a struct of any kind."""
     fields = {*getattr(found, "__annotations__", {}), *getattr(found, "__struct_fields__", ())}
+    if not callable(found):
+        return fields
     try:
         return fields | set(inspect.signature(found).parameters)
     except (TypeError, ValueError):

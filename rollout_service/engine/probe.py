@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -23,6 +22,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from asyncrl.errors import SyncError
+from rollout_service.engine.vllm_objects import AttentionLayer, ScoringModel
 from weight_sync.memory.agreement import TOLERANCES, find_disagreement, is_check_due
 from weight_sync.memory.manifest import Probe
 
@@ -37,7 +37,7 @@ class ProbeCheck:
         self._num_passed = 0
         self._passed_step: int | None = None
 
-    def check(self, model: torch.nn.Module, config: VllmConfig, probe: Probe, step: int) -> None:
+    def check(self, model: ScoringModel, config: VllmConfig, probe: Probe, step: int) -> None:
         """Return if the `model`, loaded with the weights of `step`, agrees with `probe` or no check is due.
 
         Collective over the workers that share the model, as all of them load the same versions.
@@ -67,7 +67,7 @@ class ProbeCheck:
         self._first = self._first or differences
 
 
-def _measure(model: Any, config: VllmConfig, probe: Probe) -> dict[Row, list[float]] | None:
+def _measure(model: ScoringModel, config: VllmConfig, probe: Probe) -> dict[Row, list[float]] | None:
     """Return engine's minus learner's log-probs by row; None where no logits arrive."""
     rows, wanted = zip(*probe.rows(), strict=True)
     at_once = max(1, config.scheduler_config.max_num_batched_tokens // probe.row_tokens)
@@ -85,7 +85,7 @@ def _measure(model: Any, config: VllmConfig, probe: Probe) -> dict[Row, list[flo
 
 @torch.inference_mode()
 def measure_logprobs(
-    model: Any, config: VllmConfig, rows: Sequence[Row], temperature: float
+    model: ScoringModel, config: VllmConfig, rows: Sequence[Row], temperature: float
 ) -> torch.Tensor | None:
     """Return the log-prob of each token after its row's first, float32 [R, L - 1]; None without logits.
 
@@ -110,7 +110,7 @@ def measure_logprobs(
 
 
 @contextmanager
-def plain_attention(model: torch.nn.Module, row_tokens: int) -> Iterator[None]:
+def plain_attention(model: ScoringModel, row_tokens: int) -> Iterator[None]:
     """Within the block attention layers see rows of `row_tokens` alone, and write no KV cache.
 
     Raises:
@@ -121,14 +121,14 @@ def plain_attention(model: torch.nn.Module, row_tokens: int) -> Iterator[None]:
         for name, layer in model.named_modules():
             if not isinstance(layer, Attention):
                 continue
-            impl: Any = layer.impl
+            impl = layer.impl
             _check_layer(name, layer)
             impl.forward = attend
             undo.callback(delattr, impl, "forward")  # the class's own method shows again
         yield
 
 
-def _check_layer(name: str, layer: Any) -> None:
+def _check_layer(name: str, layer: AttentionLayer) -> None:
     impl = layer.impl
     unknown = [
         what
@@ -146,14 +146,14 @@ def _check_layer(name: str, layer: Any) -> None:
 
 def _attend(
     row_tokens: int,
-    layer: Any,
+    layer: AttentionLayer,
     query_THD: torch.Tensor,
     key_TKD: torch.Tensor,
     value_TKD: torch.Tensor,
     _cache: torch.Tensor,
     _metadata: None,
     output: torch.Tensor,
-    **_fused: Any,
+    **_fused: object,
 ) -> torch.Tensor:
     """Stand in for the forward of a backend. A row of a probe is shorter than any sliding window."""
     query_RHLD, key_RKLD, value_RKLD = (

@@ -13,10 +13,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.config import ModelConfig
@@ -28,6 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from asyncrl.errors import SyncError
 from asyncrl.faults import is_wanted
+from rollout_service.engine.vllm_objects import HasModules, LoadableModel, LoadedParameter
 
 # It warns at every load of the modules that have buffers only; `_find_missing` names what is really missing.
 logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
@@ -53,16 +53,18 @@ class Holder:
         return f"{self.path}.{self.name}".lstrip(".")
 
     @property
-    def parameter(self) -> Any:
+    def parameter(self) -> LoadedParameter:
         """The parameter as it is now: a reload replaces it for a while."""
-        return getattr(self.module, self.name)
+        parameter: LoadedParameter = getattr(self.module, self.name)
+        return parameter
 
 
-Calls = dict[Holder, list[tuple[tuple[Any, ...], dict[str, Any]]]]
+Call = tuple[tuple[object, ...], dict[str, object]]
+Calls = dict[Holder, list[Call]]
 """What each holder's weight loader was called with."""
 
 
-def find_shared(model: torch.nn.Module) -> list[list[Holder]]:
+def find_shared(model: HasModules) -> list[list[Holder]]:
     """Return the holders of each parameter that several modules hold, in the order of the modules.
 
     During a reload nothing is shared: vLLM gives each module a parameter of its own until the end.
@@ -74,7 +76,7 @@ def find_shared(model: torch.nn.Module) -> list[list[Holder]]:
     return [group for group in holders.values() if len(group) > 1]
 
 
-def find_refused(model: torch.nn.Module, config: ModelConfig) -> Iterator[str]:
+def find_refused(model: HasModules, config: ModelConfig) -> Iterator[str]:
     """Yield, by module, why loads into `model` would not be right."""
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -91,7 +93,7 @@ def find_refused(model: torch.nn.Module, config: ModelConfig) -> Iterator[str]:
         )
 
 
-def reload(model: Any, config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def reload(model: LoadableModel, config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Overwrite the weights of `model` in place. Modules refer to `tensors` until this returns.
 
     Raises:
@@ -117,7 +119,7 @@ def _processes_itself(module: torch.nn.Module) -> bool:
     return type(module) is not Attention and callable(getattr(module, "process_weights_after_loading", None))
 
 
-def _find_overlaps(model: torch.nn.Module) -> Iterator[str]:
+def _find_overlaps(model: HasModules) -> Iterator[str]:
     """Yield pairs of tensors of two modules that have memory in common without being one parameter."""
     first: dict[int, tuple[str, torch.Tensor]] = {}
     parameters = model.named_parameters(remove_duplicate=False)
@@ -144,9 +146,9 @@ def _noted_calls(shared: Sequence[Sequence[Holder]]) -> Iterator[Calls]:
             parameter.weight_loader = loader
 
 
-def _noting(loader: Any, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
+def _noting(loader: Callable[..., object], calls: list[Call]) -> Callable[..., object]:
     @functools.wraps(loader)  # with its name: vLLM wraps loaders of any other name once more
-    def note(param: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def note(param: torch.Tensor, *args: object, **options: object) -> object:
         calls.append((args, options))
         return loader(param, *args, **options)
 
@@ -165,7 +167,7 @@ def _repeat(shared: Sequence[Sequence[Holder]], calls: Calls) -> None:
                 parameter.weight_loader(parameter, *args, **options)
 
 
-def _find_missing(model: torch.nn.Module) -> Iterator[str]:
+def _find_missing(model: HasModules) -> Iterator[str]:
     """Yield the names of the parameters that were given nothing."""
     for path, module in model.named_modules():
         info = get_layerwise_info(module)

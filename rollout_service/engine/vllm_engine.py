@@ -16,10 +16,11 @@ import contextlib
 import gc
 import importlib.metadata
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import numpy as np
 
 from asyncrl.errors import EngineError
@@ -31,6 +32,7 @@ from rollout_service.engine.environment import prepare_environment
 from rollout_service.engine.features import check_features
 from rollout_service.engine.plugin import BACKEND, OTHER_WORKER, REFUSED, REPORT, WORKER_EXTENSION
 from rollout_service.engine.protocol import Completion, EngineDied, Interrupted, Sampling
+from rollout_service.engine.vllm_objects import AsyncLLM, TokenPrompt
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -79,12 +81,15 @@ class VllmSettings:
     seed: int = 0
 
 
+T = TypeVar("T")
+
+
 class VllmEngine:
     """An `Engine` whose model runs in vLLM. See `protocol.Engine`."""
 
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
-        self._llm: Any = None
+        self._llm: AsyncLLM | None = None
         self._log = CoreLog()
         self._serving = PolicyVersion(UNLOADED, 0)
         self._is_loaded = False
@@ -102,8 +107,9 @@ class VllmEngine:
         return self._is_loaded
 
     @property
-    def client(self) -> Any:
+    def client(self) -> AsyncLLM:
         """The `AsyncLLM` itself, for vLLM's serving classes. Not before `start`."""
+        assert self._llm is not None, "the engine was started"
         return self._llm
 
     def cache_salt(self) -> str | None:
@@ -130,7 +136,7 @@ class VllmEngine:
             raise EngineError(what) from error
         self._child_pids = sorted(set(_children()) - before)
         await self._check_modules()
-        await self._control(self._llm.update_weight_version(str(UNLOADED)), "the first label")
+        await self._control(self.client.update_weight_version(str(UNLOADED)), "the first label")
         self._is_loaded = True
         await self._warm_up()
 
@@ -159,7 +165,7 @@ class VllmEngine:
         try:
             async with asyncio.timeout(CONTROL_DEADLINE_S):
                 while left := ended & self._running:
-                    await self._llm.abort(sorted(left))  # again for one that vLLM had not taken in yet
+                    await self.client.abort(sorted(left))  # again for one that vLLM had not taken in yet
                     await asyncio.sleep(INTERRUPT_PAUSE_S)
         except TimeoutError as error:
             raise EngineError(f"vLLM did not end {len(left)} requests in time") from error
@@ -186,7 +192,7 @@ class VllmEngine:
 
         from rollout_service.engine.weight_transfer import describe_staged
 
-        llm, number = self._llm, staged.version.number
+        llm, number = self.client, staged.version.number
         update = WeightTransferUpdateRequest(update_info=describe_staged(staged))
         async with self._swap_lock:
             await self._pause()
@@ -198,7 +204,7 @@ class VllmEngine:
             self._is_loaded = True
 
     async def _pause(self) -> None:
-        llm, clear_cache = self._llm, self._settings.recomputes_kv_cache
+        llm, clear_cache = self.client, self._settings.recomputes_kv_cache
         try:
             await self._control(llm.pause_generation(mode="keep", clear_cache=clear_cache), "the pause")
         except EngineDied:
@@ -210,9 +216,9 @@ class VllmEngine:
                 self._is_loaded = True
             raise
 
-    async def _load(self, number: int, update: Any) -> None:
+    async def _load(self, number: int, update: object) -> None:
         """Load on all workers, or raise what the first of them says. The label stays as it was."""
-        llm, what = self._llm, f"the load of version {number}"
+        llm, what = self.client, f"the load of version {number}"
         if self._has_open_update:  # an earlier load, or only its start, outlasted its deadline
             try:
                 await self._control(llm.finish_weight_update(), "the end of an earlier load")
@@ -223,7 +229,7 @@ class VllmEngine:
         self._has_open_update = True
         await self._control(llm.start_weight_update(), what)
         await self._control(llm.update_weights(update), what)
-        outcomes: list[str] = await self._control(llm.collective_rpc(REPORT), what)
+        outcomes = msgspec.convert(await self._control(llm.collective_rpc(REPORT), what), list[str])
         await self._control(llm.finish_weight_update(), what)
         self._has_open_update = False
         failures = [outcome for outcome in outcomes if outcome]
@@ -242,15 +248,17 @@ class VllmEngine:
                 self._llm.shutdown(timeout=SHUTDOWN_S)
             self._llm = None
 
-    async def _final_output(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Any:
+    async def _final_output(
+        self, prompt_ids: list[int], sampling: Sampling, request_id: str
+    ) -> RequestOutput:
         from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": prompt_ids}
+        prompt = TokenPrompt(type="token", prompt_token_ids=prompt_ids)
         if (salt := self.cache_salt()) is not None:
             prompt["cache_salt"] = salt
         try:
-            async for output in self._llm.generate(prompt, _sampling_params(sampling), request_id):
+            async for output in self.client.generate(prompt, _sampling_params(sampling), request_id):
                 if output.finished:
                     return output
         except EngineDeadError as error:
@@ -259,7 +267,7 @@ class VllmEngine:
             raise EngineError(f"vLLM failed request {request_id}: {_describe(error)}") from error
         raise EngineError(f"vLLM ended request {request_id} without a final output")
 
-    async def _control(self, call: Any, what: str) -> Any:
+    async def _control(self, call: Awaitable[T], what: str) -> T:
         """Await one of vLLM's control calls, within a deadline, under our error class.
 
         vLLM 0.32 ends requests when its core dies, but never answers a control call that was under way.
@@ -270,7 +278,7 @@ class VllmEngine:
         try:
             async with asyncio.timeout(CONTROL_DEADLINE_S):
                 while not (await asyncio.wait([answer], timeout=DEATH_WATCH_S))[0]:
-                    if self._llm.errored:
+                    if self.client.errored:
                         raise self.death(f" at {what}")
             return answer.result()
         except EngineDied:
@@ -285,8 +293,9 @@ class VllmEngine:
             answer.cancel()
 
     async def _check_modules(self) -> None:
-        call = self._llm.collective_rpc(REFUSED)
-        by_worker: list[list[str]] = await self._control(call, "the look at the model's modules")
+        call = self.client.collective_rpc(REFUSED)
+        told = await self._control(call, "the look at the model's modules")
+        by_worker = msgspec.convert(told, list[list[str]])
         if refused := by_worker[0]:
             more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
             raise EngineError(
@@ -313,19 +322,21 @@ class VllmEngine:
         gc.freeze()  # vLLM's import leaves millions of objects that no collection needs to visit again
 
 
-def _start_async_llm(settings: VllmSettings) -> Any:
+def _start_async_llm(settings: VllmSettings) -> AsyncLLM:
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine import async_llm as vllm_client
 
     fault_point("rollout.engine")
 
     start_core = contextlib.nullcontext() if settings.num_gpus else core_nursery.forked_cores()
     with start_core:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(settings)))
+        arguments = AsyncEngineArgs(**_engine_arguments(settings))
+        client: AsyncLLM = vllm_client.AsyncLLM.from_engine_args(arguments)
+        return client
 
 
-def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
-    everywhere: dict[str, Any] = {
+def _engine_arguments(settings: VllmSettings) -> dict[str, object]:
+    everywhere: dict[str, object] = {
         "model": settings.model,
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_tokens,
@@ -353,7 +364,7 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     return {**everywhere, **on_cpu}
 
 
-def _sampling_params(sampling: Sampling) -> Any:
+def _sampling_params(sampling: Sampling) -> object:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -378,7 +389,7 @@ def read_output(output: RequestOutput) -> Completion:
         EngineError: vLLM gives no log-probs or versions for some of its tokens.
     """
     completion = output.outputs[0]
-    logprobs: Any = completion.logprobs
+    logprobs = completion.logprobs
     versions = completion.weight_versions
     if versions is None or len(logprobs.logprobs) != len(completion.token_ids):
         raise EngineError(f"vLLM gave no version or log-prob for each token of request {output.request_id}")

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -81,7 +80,7 @@ class StagedUpdateInfo(WeightTransferUpdateInfo):
     manifest: bytes
 
 
-def describe_staged(staged: Staged) -> dict[str, Any]:
+def describe_staged(staged: Staged) -> dict[str, object]:
     """Return the fields of `StagedUpdateInfo` for `staged`."""
     return {"path": staged.path, "manifest": staged.manifest.to_bytes()}
 
@@ -108,7 +107,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     def finish_weight_update(self) -> None:
         """Do nothing: `receive_weights` has finalized the reload."""
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
+    def update_weights(self, update_info: dict[str, object]) -> None:
         """Load, and keep in `outcome` what went wrong. No accelerator is waited for that is not there."""
         try:
             self.receive_weights(self.parse_update_info(update_info))

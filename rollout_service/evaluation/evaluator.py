@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import EvaluationOrder
@@ -109,7 +109,7 @@ class Evaluator:
         )
 
 
-async def _gather_all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def _gather_all(calls: Sequence[Coroutine[object, None, T]]) -> list[T]:
     """Return all results; the first failure ends the other calls, and is raised once they have ended."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -91,7 +91,7 @@ def open_chats(
     return replace(prompts, prompts=tuple(opened(one) for one in prompts.prompts))
 
 
-def _tools(episodes: Episodes | None) -> Sequence[Mapping[str, Any]]:
+def _tools(episodes: Episodes | None) -> Sequence[Mapping[str, object]]:
     return episodes.tools if episodes else ()
 
 

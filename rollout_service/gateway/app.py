@@ -20,10 +20,11 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol, Self
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from rollout_service.gateway.history import Asked, Step, asked_in_chat, asked_in_completion
 from rollout_service.gateway.keys import GatewayKey
@@ -49,8 +50,17 @@ RESPONSES_HINT = (
     "use_responses_api=False"
 )
 
-Body = dict[str, Any]
+Body = dict[str, object]
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+class _Form(Protocol):
+    """vLLM's form of a request."""
+
+    session_id: str
+
+    @classmethod
+    def model_validate(cls, values: dict[str, object], /) -> Self: ...
 
 
 class Serving:
@@ -63,13 +73,13 @@ class Serving:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
         self._counters = counters
-        self._calls: dict[str, tuple[Any, Any]] = {
+        self._calls: dict[str, tuple[type[_Form], Callable[[_Form, Request], Awaitable[Response | None]]]] = {
             "chat": (ChatCompletionRequest, create_chat_completion),
             "completion": (CompletionRequest, create_completion),
         }
 
     async def answer(
-        self, kind: str, body: Mapping[str, Any], session: Session, raw_request: Request
+        self, kind: str, body: Mapping[str, object], session: Session, raw_request: Request
     ) -> Response | None:
         """Return vLLM's answer; None if the client has gone."""
         from vllm.entrypoints.serve import create_error_response
@@ -78,8 +88,7 @@ class Serving:
         try:
             request = form.model_validate({**body, "model": None})
             request.session_id = session.id
-            response: Response | None = await create(request, raw_request)
-            return response
+            return await create(request, raw_request)
         except Refusal:
             raise
         except Exception as error:  # vLLM's serving raises its own classes and others'; it sorts them itself
@@ -97,7 +106,7 @@ class Held(Response):
         self._call = call
         self.background = None
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._response(scope, receive, send)
         finally:
@@ -276,13 +285,15 @@ async def read_body(request: Request) -> Body:
     return body
 
 
-def _with_marker(body: Mapping[str, Any], call: Call) -> Mapping[str, Any]:
+def _with_marker(body: Mapping[str, object], call: Call) -> Mapping[str, object]:
     """Return the body with the call's marker in place of the answer that is recorded."""
     if call.step is not Step.NEXT or call.asked.kind != "chat":
         return body
     assert call.session.before is not None
     place = len(call.session.before.content)
-    messages = list(body["messages"])
+    told = body["messages"]
+    assert isinstance(told, list), "asked_in_chat looked"
+    messages = list(told)
     messages[place] = {"role": "assistant", "content": call.marker}
     return {**body, "messages": messages}
 
@@ -297,7 +308,7 @@ def _bearer(request: Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
-def _number(value: Any, name: str) -> float:
+def _number(value: object, name: str) -> float:
     if not isinstance(value, bool) and isinstance(value, int | float):
         with contextlib.suppress(OverflowError):  # an int may have any number of digits
             if math.isfinite(number := float(value)):
@@ -305,7 +316,7 @@ def _number(value: Any, name: str) -> float:
     raise Refusal(f"'{name}' must be a finite number")
 
 
-def _parts(parts: Any) -> Mapping[str, float]:
+def _parts(parts: object) -> Mapping[str, float]:
     if not isinstance(parts, dict):
         raise Refusal("'parts' must be an object of numbers by name")
     return {name: _number(value, f"parts.{name}"[:MAX_REASON_CHARS]) for name, value in parts.items()}

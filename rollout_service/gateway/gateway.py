@@ -24,15 +24,17 @@ from asyncrl.service import ServiceContext
 from rollout_service.engine.features import ENGINE, Feature, check_features
 from rollout_service.engine.protocol import Engine, EngineDied
 from rollout_service.engine.vllm_engine import VllmEngine
+from rollout_service.engine.vllm_objects import ServingClient
 from rollout_service.gateway.keys import GatewayKey, read_key
 from rollout_service.gateway.rules import Rules
 from rollout_service.gateway.sessions import Desk
 
 if TYPE_CHECKING:
+    import uvicorn
     from fastapi import FastAPI
 
     from rollout_service.data.prompts import PromptSet
-    from rollout_service.gateway.recorder import Meter
+    from rollout_service.gateway.recorder import Meter, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class Llm(Protocol):
     """What the gateway needs of `VllmEngine`."""
 
     @property
-    def client(self) -> Any: ...
+    def client(self) -> ServingClient: ...
 
     def cache_salt(self) -> str | None: ...
 
@@ -106,7 +108,7 @@ class Gateway:
         self._key = key
         self._engine = engine
         self._meter = meter
-        self._server: Any = None
+        self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.url = ""
         self.desk = Desk(prompts, rules, settings.deadline_s, self._abort)
@@ -125,11 +127,11 @@ class Gateway:
         check_features(NEEDED)
         listener = _listen(self._settings.host, self._settings.port)
         self.url = "http://{}:{}".format(*listener.getsockname()[:2])
-        self._server = make_server(self.build_app(), STOP_DEADLINE_S)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._server = server = make_server(self.build_app(), STOP_DEADLINE_S)
+        self._serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             async with asyncio.timeout(START_DEADLINE_S):
-                while not self._server.started:
+                while not server.started:
                     self._check_serving()
                     await asyncio.sleep(0.01)
         except TimeoutError:
@@ -151,7 +153,8 @@ class Gateway:
             await asyncio.sleep(WATCH_S)
 
     def _check_serving(self) -> None:
-        if self._serving is None or not self._serving.done() or self._server.should_exit:
+        is_stopping = self._server is not None and self._server.should_exit
+        if self._serving is None or not self._serving.done() or is_stopping:
             return
         error = None if self._serving.cancelled() else self._serving.exception()
         raise ServiceFailed(f"the gateway's server at {self.url} has ended: {error}") from error
@@ -187,7 +190,7 @@ class Gateway:
 
     async def stop(self) -> None:
         """Stop listening; answers in flight have `STOP_DEADLINE_S` to reach their clients."""
-        if self._serving is None:
+        if self._serving is None or self._server is None:
             return
         self._server.should_exit = True
         done, _ = await asyncio.wait([self._serving], timeout=STOP_DEADLINE_S + 1.0)
@@ -247,7 +250,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _build_serving(client: Any) -> dict[str, Any]:
+def _build_serving(client: Recorder) -> dict[str, object]:
     """Return vLLM's serving objects by the names under which its handlers look for them."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -256,9 +259,9 @@ def _build_serving(client: Any) -> dict[str, Any]:
     from vllm.renderers.online_renderer import OnlineRenderer
 
     models = OpenAIServingModels(client, [BaseModelPath(name=MODEL, model_path=MODEL)])
-    template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
+    template: dict[str, object] = {"chat_template": None, "chat_template_content_format": "auto"}
     renderer = OnlineRenderer(client.model_config, client.renderer, request_logger=None, **template)
-    common: dict[str, Any] = {"online_renderer": renderer, "request_logger": None}
+    common: dict[str, object] = {"online_renderer": renderer, "request_logger": None}
     return {
         "openai_serving_models": models,
         "openai_serving_chat": OpenAIServingChat(client, models, "assistant", **common, **template),

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Literal
 
 from rollout_service.gateway.refusal import Refusal
 
@@ -33,16 +33,17 @@ class Asked:
 
     Attributes:
         kind: A chat's messages, a text, or token ids.
-        content: The messages as JSON texts; the text alone; the ids.
+        content: The messages as JSON texts, or the text alone.
         frame: What else the prompt is made of: tools and the arguments of the template.
     """
 
     kind: Literal["chat", "text", "ids"]
-    content: tuple[Any, ...]
+    content: tuple[str, ...] = ()
     frame: str = ""
+    ids: tuple[int, ...] = ()
 
 
-def asked_in_chat(body: Mapping[str, Any]) -> Asked:
+def asked_in_chat(body: Mapping[str, object]) -> Asked:
     """Return what a chat request asks. Raises Refusal if it has no messages."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
@@ -51,7 +52,7 @@ def asked_in_chat(body: Mapping[str, Any]) -> Asked:
     return Asked("chat", tuple(_comparable(m) for m in messages), _json(frame))
 
 
-def asked_in_completion(body: Mapping[str, Any]) -> Asked:
+def asked_in_completion(body: Mapping[str, object]) -> Asked:
     """Return what a completion request asks. Raises Refusal if that is not one prompt."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -59,7 +60,7 @@ def asked_in_completion(body: Mapping[str, Any]) -> Asked:
     if isinstance(prompt, str) and prompt:
         return Asked("text", (prompt,))
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return Asked("ids", tuple(prompt))
+        return Asked("ids", ids=tuple(prompt))
     raise Refusal("'prompt' must be one text or one list of token ids, and not empty")
 
 
@@ -90,14 +91,14 @@ def follow(before: Asked | None, reply: str, ids: Sequence[int], asked: Asked) -
 def _extends(before: Asked, reply: str, ids: Sequence[int], asked: Asked) -> bool:
     old, new = before.content, asked.content
     if asked.kind == "ids":
-        return new[: len(ids)] == tuple(ids)
+        return asked.ids[: len(ids)] == tuple(ids)
     if asked.kind == "text":
-        return str(new[0]).startswith(old[0] + reply)
+        return new[0].startswith(old[0] + reply)
     answer = _comparable({"role": "assistant", "content": reply})
     return new[: len(old)] == old and new[len(old) : len(old) + 1] == (answer,)
 
 
-def _comparable(message: Mapping[str, Any]) -> str:
+def _comparable(message: Mapping[str, object]) -> str:
     """Return a message as a text; what clients add to an answer that says nothing is left out."""
     content = message.get("content")
     if isinstance(content, list):
@@ -109,5 +110,5 @@ def _comparable(message: Mapping[str, Any]) -> str:
     return _json({"role": message.get("role"), "content": content or "", **said})
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, sort_keys=True)

@@ -12,15 +12,29 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Protocol, TypedDict
 
 from asyncrl.versions import Span
 from rollout_service.engine.protocol import EngineDied
+from rollout_service.engine.vllm_objects import (
+    AskedSampling,
+    CompletionOutput,
+    RequestOutput,
+    ServingClient,
+    TokenPrompt,
+)
 from rollout_service.gateway.history import Step
 from rollout_service.gateway.refusal import Refusal
 from rollout_service.gateway.rules import sampling_params
 from rollout_service.gateway.sessions import Call, Desk
 from rollout_service.gateway.transcript import Turn
+
+
+class RenderedPrompt(TypedDict):
+    """What vLLM makes of a request: the text that a template gave, and its ids."""
+
+    prompt: str
+    prompt_token_ids: list[int]
 
 
 class Meter(Protocol):
@@ -40,7 +54,7 @@ class _Answer:
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
 
-    def add(self, output: Any) -> None:
+    def add(self, output: CompletionOutput) -> None:
         ids = list(output.token_ids)
         self.logprobs += [at[token].logprob for at, token in zip(output.logprobs or (), ids, strict=True)]
         self.token_ids += ids
@@ -55,7 +69,7 @@ class Recorder:
         salt: Returns what keeps prefixes of other versions apart, None where none are cached.
     """
 
-    def __init__(self, llm: Any, desk: Desk, meter: Meter, salt: Callable[[], str | None]) -> None:
+    def __init__(self, llm: ServingClient, desk: Desk, meter: Meter, salt: Callable[[], str | None]) -> None:
         self._llm = llm
         self._desk = desk
         self._meter = meter
@@ -72,16 +86,21 @@ class Recorder:
 
     @property
     def dead_error(self) -> BaseException:
-        error: BaseException = self._llm.dead_error
-        return error
+        return self._llm.dead_error
 
     def check_admission(self, n: int = 1) -> None:
         """Raise if vLLM's queue is full."""
         self._llm.check_admission(n)
 
     def generate(
-        self, prompt: Any, asked: Any, request_id: str, *, session_id: str | None = None, **_: Any
-    ) -> AsyncGenerator[Any, None]:
+        self,
+        prompt: RenderedPrompt,
+        asked: AskedSampling,
+        request_id: str,
+        *,
+        session_id: str | None = None,
+        **_: object,
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Return the outputs of the call that session `session_id` has in flight.
 
         What else a client may bring along (priorities, ranks, adapters) goes no further.
@@ -97,11 +116,11 @@ class Recorder:
         return self._outputs(call, prompt_ids, params)
 
     async def _outputs(
-        self, call: Call, prompt_ids: tuple[int, ...], params: Any
-    ) -> AsyncGenerator[Any, None]:
+        self, call: Call, prompt_ids: tuple[int, ...], params: object
+    ) -> AsyncGenerator[RequestOutput, None]:
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(prompt_ids)}
+        prompt = TokenPrompt(type="token", prompt_token_ids=list(prompt_ids))
         if (salt := self._salt()) is not None:
             prompt["cache_salt"] = salt
         answer = _Answer()
@@ -116,7 +135,9 @@ class Recorder:
             self._desk.fail_all(EngineDied(f"vLLM died: {error}"))
             raise
 
-    def _finish(self, call: Call, prompt_ids: tuple[int, ...], answer: _Answer, last: Any) -> None:
+    def _finish(
+        self, call: Call, prompt_ids: tuple[int, ...], answer: _Answer, last: CompletionOutput
+    ) -> None:
         """Record a finished answer, before the client sees its end."""
         from vllm.exceptions import GenerationError
 
@@ -139,7 +160,7 @@ class Recorder:
 
     # What the engine is given
 
-    def _prompt_ids(self, call: Call, prompt: Any) -> tuple[int, ...]:
+    def _prompt_ids(self, call: Call, prompt: RenderedPrompt) -> tuple[int, ...]:
         """Return the ids of the call's prompt, those of earlier turns as they were sampled."""
         transcript = call.session.transcript
         if call.step is Step.FIRST:
@@ -147,16 +168,16 @@ class Recorder:
         if call.step is Step.AGAIN:
             return transcript.last_prompt
         if call.asked.kind == "ids":
-            return tuple(call.asked.content)
+            return call.asked.ids
         before = transcript.ids
         return before + self._observe(self._new_text(call, prompt), before[-1])
 
-    def _new_text(self, call: Call, prompt: Any) -> str:
+    def _new_text(self, call: Call, prompt: RenderedPrompt) -> str:
         """Return what follows the recorded answer in the rendered prompt."""
         if call.asked.kind == "text":
             assert call.session.before is not None
             transcript = call.session.transcript
-            new_text = str(call.asked.content[0]).removeprefix(
+            new_text = call.asked.content[0].removeprefix(
                 call.session.before.content[0] + transcript.last_text
             )
             return new_text.removeprefix(transcript.last_stop)  # sampled: the recorded ids hold it
@@ -167,7 +188,7 @@ class Recorder:
                 hint="Use completions with this model, or another template",
                 code="template",
             )
-        return str(parts[1])
+        return parts[1]
 
     def _observe(self, text: str, last_id: int) -> tuple[int, ...]:
         """Return the ids of new text; the end of the answer is left out where the model sampled it itself."""
@@ -176,7 +197,7 @@ class Recorder:
             text = text.removeprefix(tokenizer.decode([last_id]))
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _params(self, call: Call, prompt_ids: Sequence[int], asked: Any) -> Any:
+    def _params(self, call: Call, prompt_ids: Sequence[int], asked: AskedSampling) -> object:
         rules, transcript = self._desk.rules, call.session.transcript
         num_first = len(transcript.first_prompt if transcript.answers else prompt_ids)
         if num_first > rules.max_prompt_tokens:

@@ -7,7 +7,6 @@ end. Messages go to strangers: they name what was asked for and never what this 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from asyncrl.errors import AsyncrlError
 
@@ -25,7 +24,7 @@ class Refusal(AsyncrlError, ValueError):
         self.status = status
         self.code = code
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         made = partial(type(self), hint=self.hint, status=self.status, code=self.code)
         return made, (self.message,)
 
@@ -38,6 +37,6 @@ class NobodyCame(AsyncrlError, RuntimeError):
     """A group of which no agent took a session: its lease goes back, and counts as no attempt."""
 
 
-def error_body(message: str, status: int, code: str) -> dict[str, Any]:
+def error_body(message: str, status: int, code: str) -> dict[str, object]:
     """Return the body that OpenAI's clients read an error from."""
     return {"error": {"message": message, "type": code, "code": status, "param": None}}

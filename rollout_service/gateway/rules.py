@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from rollout_service.engine.vllm_objects import AskedSampling
 from rollout_service.gateway.refusal import Refusal
 
 FREE = frozenset(
@@ -22,7 +22,7 @@ FREE = frozenset(
     }
 )  # fmt: skip
 """Fields that change nothing about how tokens are drawn."""
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
     "n": (1,),
@@ -85,11 +85,11 @@ class Admitted:
         overridden: Names of the replaced parameters, sorted.
     """
 
-    body: Mapping[str, Any]
+    body: Mapping[str, object]
     overridden: tuple[str, ...] = ()
 
 
-def admit(body: Mapping[str, Any], rules: Rules) -> Admitted:
+def admit(body: Mapping[str, object], rules: Rules) -> Admitted:
     """Return the request as vLLM gets it, and which sampling parameters the run's values replace.
 
     vLLM parses no tool calls for the gateway, so a free `tool_choice` becomes `none`, with which vLLM still
@@ -117,7 +117,7 @@ def admit(body: Mapping[str, Any], rules: Rules) -> Admitted:
     return Admitted(kept, tuple(sorted(overridden)))
 
 
-def _says_nothing(name: str, value: Any, rules: Rules) -> bool:
+def _says_nothing(name: str, value: object, rules: Rules) -> bool:
     if value is None or (name == "temperature" and value == rules.temperature):
         return True
     if name in NEUTRAL:
@@ -125,7 +125,7 @@ def _says_nothing(name: str, value: Any, rules: Rules) -> bool:
     return not value
 
 
-def sampling_params(asked: Any, rules: Rules, seed: int, max_tokens: int) -> Any:
+def sampling_params(asked: AskedSampling, rules: Rules, seed: int, max_tokens: int) -> object:
     """Return vLLM's SamplingParams: of what the client `asked`, only how an answer ends and is shown."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -53,7 +53,7 @@ class Strangers:
 class _Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """A connection that the strangers' bounds hold for until it is admitted."""
 
-    def __init__(self, strangers: Strangers, *, app_state: dict[str, Any], **settings: Any) -> None:
+    def __init__(self, strangers: Strangers, *, app_state: dict[str, object], **settings: object) -> None:
         super().__init__(app_state={**app_state, ADMIT: self._admit}, **settings)
         self._strangers = strangers
 
@@ -85,7 +85,7 @@ def make_server(app: FastAPI, stop_deadline_s: float) -> uvicorn.Server:
     """
     config = uvicorn.Config(
         app,
-        http=cast(Any, partial(_Protocol, Strangers())),
+        http=cast(type[asyncio.Protocol], partial(_Protocol, Strangers())),
         log_config=None,
         access_log=False,
         lifespan="off",

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,7 +32,7 @@ MARKER = "task.json"
 
 
 def make_by_recipe(
-    folder: Path, task: str, recipe: Recipe, fill: Callable[[Path, Recipe], dict[str, Any]]
+    folder: Path, task: str, recipe: Recipe, fill: Callable[[Path, Recipe], dict[str, float]]
 ) -> Path:
     """Make `folder` unless it is complete, and return it.
 

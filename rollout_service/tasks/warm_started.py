@@ -11,16 +11,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 SHIPPED = "warm_started"
 NOTES = "warm_start.json"
 
-Save = Callable[[Path, int, int], dict[str, Any]]
+Save = Callable[[Path, int, int], dict[str, float]]
 """(folder, seed, number of steps) -> figures: trains a model; saves it and its tokenizer to the folder."""
 
 
-def put_warm_start(folder: Path, task: Path, seed: int, num_steps: int, save: Save) -> dict[str, Any]:
+def put_warm_start(folder: Path, task: Path, seed: int, num_steps: int, save: Save) -> dict[str, float]:
     """Put the model of (`seed`, `num_steps`) into `folder`: the one that ships in `task`, or a new one.
 
     Returns:
@@ -32,7 +31,7 @@ def put_warm_start(folder: Path, task: Path, seed: int, num_steps: int, save: Sa
     for file in sorted((task / SHIPPED).iterdir()):
         if file.name != NOTES:
             shutil.copyfile(file, folder / file.name)
-    figures: dict[str, Any] = notes["figures"]
+    figures: dict[str, float] = notes["figures"]
     return figures
 
 

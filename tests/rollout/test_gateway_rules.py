@@ -90,8 +90,8 @@ def test_a_completion_goes_on_where_its_text_or_its_ids_do():
     text = asked_in_completion({"prompt": ["ab"]})
     assert follow(text, "cd", (), Asked("text", ("abcd ef",))) is Step.NEXT
     ids = asked_in_completion({"prompt": [1, 2]})
-    assert follow(ids, "cd", (1, 2, 3), Asked("ids", (1, 2, 3, 4))) is Step.NEXT
-    for before, changed in ((text, Asked("text", ("abce",))), (ids, Asked("ids", (1, 2, 4)))):
+    assert follow(ids, "cd", (1, 2, 3), Asked("ids", ids=(1, 2, 3, 4))) is Step.NEXT
+    for before, changed in ((text, Asked("text", ("abce",))), (ids, Asked("ids", ids=(1, 2, 4)))):
         with pytest.raises(Refusal, match="not the one that this session recorded"):
             follow(before, "cd", (1, 2, 3), changed)
 

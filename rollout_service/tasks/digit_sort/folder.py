@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rollout_service.tasks.digit_sort.examples import Digits, draw_split
 from rollout_service.tasks.digit_sort.vocabulary import answer_text, build_tokenizer, prompt_text
@@ -38,7 +37,7 @@ def make_folder(folder: Path, recipe: Recipe = Recipe()) -> Path:
     return make_by_recipe(folder, DATA_SOURCE, recipe, _fill)
 
 
-def _fill(folder: Path, recipe: Recipe) -> dict[str, Any]:
+def _fill(folder: Path, recipe: Recipe) -> dict[str, float]:
     split = draw_split(recipe.seed, recipe.num_train, recipe.num_held_out)
     write_prompts(folder / "train.parquet", split.train, "train")
     write_prompts(folder / "eval.parquet", split.held_out, "eval")
@@ -47,7 +46,7 @@ def _fill(folder: Path, recipe: Recipe) -> dict[str, Any]:
     )
 
 
-def save_warm_start(folder: Path, seed: int, num_steps: int) -> dict[str, Any]:
+def save_warm_start(folder: Path, seed: int, num_steps: int) -> dict[str, float]:
     """Train a model and save it with its tokenizer; return its accuracy on held-out lists."""
     from rollout_service.tasks.digit_sort.warm_start import train_warm_start  # imports torch
 

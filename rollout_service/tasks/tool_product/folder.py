@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rollout_service.tasks.recipes import make_by_recipe, write_rows
 from rollout_service.tasks.tool_product.examples import draw_split
@@ -37,7 +36,7 @@ def make_folder(folder: Path, recipe: Recipe = Recipe()) -> Path:
     return make_by_recipe(folder, TASK, recipe, _fill)
 
 
-def _fill(folder: Path, recipe: Recipe) -> dict[str, Any]:
+def _fill(folder: Path, recipe: Recipe) -> dict[str, float]:
     split = draw_split(recipe.seed, recipe.num_train, recipe.num_held_out)
     write_prompts(folder / "train.parquet", split.train, "train")
     write_prompts(folder / "eval.parquet", split.held_out, "eval")
@@ -46,7 +45,7 @@ def _fill(folder: Path, recipe: Recipe) -> dict[str, Any]:
     )
 
 
-def save_warm_start(folder: Path, seed: int, num_steps: int) -> dict[str, Any]:
+def save_warm_start(folder: Path, seed: int, num_steps: int) -> dict[str, float]:
     """Train a model and save it with its tokenizer; return its last loss."""
     from rollout_service.tasks.tool_product.warm_start import train_warm_start  # imports torch
 

@@ -1,0 +1,164 @@
+"""What is used of vLLM's objects; vLLM itself is not type-checked.
+
+Owns no behaviour: `engine.features` says what a vLLM must have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+
+class TokenPrompt(TypedDict):
+    """A prompt by its ids. `cache_salt` keeps its prefixes apart from those of other salts."""
+
+    type: str
+    prompt_token_ids: list[int]
+    cache_salt: NotRequired[str]
+
+
+class Logprob(Protocol):
+    """The log-prob of one entry of the vocabulary."""
+
+    logprob: float
+
+
+class VersionSpan(Protocol):
+    """The tokens `start` to `end` of an answer, and the label of the weights that sampled them."""
+
+    version: str
+    start: int
+    end: int
+
+
+class CompletionOutput(Protocol):
+    """One answer of a request, or what is new of it."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[Mapping[int, Logprob]] | None
+    text: str
+    finish_reason: str | None
+    stop_reason: int | str | None
+    weight_versions: Sequence[VersionSpan] | None
+
+
+class RequestOutput(Protocol):
+    """What has come of a request."""
+
+    outputs: Sequence[CompletionOutput]
+    finished: bool
+
+
+class Renderer(Protocol):
+    """What makes prompts of requests."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+
+class AskedSampling(Protocol):
+    """What a client's SamplingParams say of how an answer ends and is shown."""
+
+    output_kind: object
+    stop: Iterable[str] | None
+    stop_token_ids: Iterable[int] | None
+    logprobs: int | None
+
+
+class ServingClient(Protocol):
+    """An engine's client, as vLLM's serving classes and the gateway use it."""
+
+    model_config: object
+    vllm_config: object
+    renderer: Renderer
+    input_processor: object
+
+    @property
+    def errored(self) -> bool: ...
+
+    @property
+    def dead_error(self) -> BaseException: ...
+
+    def check_admission(self, n: int = 1) -> None:
+        """Raise if the queue is full."""
+
+    def generate(
+        self, prompt: TokenPrompt, sampling_params: object, request_id: str, /
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield what comes of a request."""
+
+    async def abort(self, request_id: list[str], /) -> None:
+        """End requests."""
+
+
+class AsyncLLM(ServingClient, Protocol):
+    """The client of an engine, with what steers it."""
+
+    def update_weight_version(self, version: str, /) -> Awaitable[object]: ...
+
+    def pause_generation(self, *, mode: str, clear_cache: bool) -> Awaitable[object]: ...
+
+    def resume_generation(self) -> Awaitable[object]: ...
+
+    def start_weight_update(self) -> Awaitable[object]: ...
+
+    def update_weights(self, request: object, /) -> Awaitable[object]: ...
+
+    def finish_weight_update(self) -> Awaitable[object]: ...
+
+    def collective_rpc(self, method: str, /) -> Awaitable[object]: ...
+
+    def shutdown(self, *, timeout: float) -> None: ...
+
+
+class HasModules(Protocol):
+    """A model, as far as its modules go."""
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]: ...
+
+    def named_parameters(
+        self, *, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
+
+    def named_buffers(self, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+class LoadableModel(HasModules, Protocol):
+    """A model that takes weights by name."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], /) -> object: ...
+
+
+class ScoringModel(Protocol):
+    """A model that gives logits."""
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]: ...
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+
+    def __call__(self, **inputs: object) -> torch.Tensor: ...
+
+    def compute_logits(self, hidden_TE: torch.Tensor, /) -> torch.Tensor | None: ...
+
+
+class AttentionBackend(Protocol):
+    """The computing part of an attention layer."""
+
+    scale: float
+    forward: Callable[..., torch.Tensor]
+
+
+class AttentionLayer(Protocol):
+    """An attention layer."""
+
+    impl: AttentionBackend
+    attn_type: str
+
+
+class LoadedParameter(Protocol):
+    """A parameter with the function that fills it."""
+
+    weight_loader: Callable[..., object]
