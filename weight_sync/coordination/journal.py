@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from asyncrl.durable import append_lines
 from weight_sync.protocol.records import BlameRecord, LoadFailureRecord, Record, RoundRecord
@@ -101,7 +100,7 @@ class Journal:
         self._fences = dict(fences or {})
         self.write({"kind": "start", "token": token})
 
-    def note(self, record: Record, **fields: Any) -> None:
+    def note(self, record: Record, **fields: object) -> None:
         """Write down a record of the protocol."""
         self.write({"kind": KINDS[type(record)], **asdict(record), **fields})
 
@@ -111,7 +110,7 @@ class Journal:
             self._fences = fences
             self.write(self._fences_line())
 
-    def write(self, line: dict[str, Any]) -> None:
+    def write(self, line: Mapping[str, object]) -> None:
         """Append one line, unless a newer coordinator writes here; one that would not fit is left out."""
         if self._path is None or newest_token(self._path.parent) > self._token:
             return
@@ -138,5 +137,5 @@ class Journal:
         temporary.write_text("".join([*kept, fences]))
         temporary.replace(self._path)
 
-    def _fences_line(self) -> dict[str, Any]:
+    def _fences_line(self) -> Mapping[str, object]:
         return {"kind": "fences", "fences": self._fences}

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncrl.errors import WireError
 
@@ -29,10 +29,15 @@ BLOCK_ELEMENTS = 1 << 17
 """Compared at once: old, new and the mask of 2-byte elements stay in a cache of 2 MB."""
 ESCAPE = 255
 BITS = 8
-WIDTHS: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+WIDTHS: dict[int, type[np.uint8 | np.uint16 | np.uint32 | np.uint64]] = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+}
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Positions = np.ndarray[Any, np.dtype[np.int64]]
+Bytes = npt.NDArray[np.uint8]
+Positions = npt.NDArray[np.int64]
 
 
 class Code(IntEnum):
@@ -99,7 +104,7 @@ def decode(target: Bytes, sparse: Sparse) -> None:
     target_E[positions] = values.view(WIDTHS[width])
 
 
-def _changed(old_E: np.ndarray[Any, Any], new_E: np.ndarray[Any, Any]) -> Iterator[Positions]:
+def _changed(old_E: npt.NDArray[np.generic], new_E: npt.NDArray[np.generic]) -> Iterator[Positions]:
     """Yield the positions of elements that differ, block by block."""
     for start in range(0, len(new_E), BLOCK_ELEMENTS):
         end = start + BLOCK_ELEMENTS

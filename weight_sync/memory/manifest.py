@@ -286,7 +286,7 @@ def check_tensors(
         )
 
 
-def _to_plain(manifest: Manifest) -> dict[str, Any]:
+def _to_plain(manifest: Manifest) -> dict[str, object]:
     probe = manifest.probe
     return {
         "version": [manifest.version.number, manifest.version.step],
@@ -297,7 +297,7 @@ def _to_plain(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _plain_probe(probe: Probe) -> dict[str, Any]:
+def _plain_probe(probe: Probe) -> dict[str, object]:
     lists = {"tokens": list(probe.tokens), "logprobs": list(probe.logprobs)}
     return {
         **lists,
@@ -307,11 +307,11 @@ def _plain_probe(probe: Probe) -> dict[str, Any]:
     }
 
 
-def _rows(layout: Layout) -> list[list[Any]]:
+def _rows(layout: Layout) -> list[list[object]]:
     return [[t.name, t.dtype, list(t.shape), t.offset, t.num_bytes] for t in layout.tensors]
 
 
-def _from_plain(plain: dict[str, Any], like: Manifest | None) -> Manifest:
+def _from_plain(plain: dict[str, object], like: Manifest | None) -> Manifest:
     number, step = _row(field(plain, "version", list), int, int)
     bucket_bytes = field(plain, "bucket_bytes", int)
     if number < 1 or step < 0 or bucket_bytes < 1:
@@ -325,7 +325,7 @@ def _from_plain(plain: dict[str, Any], like: Manifest | None) -> Manifest:
     )
 
 
-def _layout(rows: list[Any], bucket_bytes: int, like: Layout | None) -> Layout:
+def _layout(rows: list[object], bucket_bytes: int, like: Layout | None) -> Layout:
     if like is not None and like.bucket_bytes == bucket_bytes and _rows(like) == rows:
         return like
     checked = [_row(row, str, str, list, int, int) for row in rows]
@@ -336,7 +336,7 @@ def _layout(rows: list[Any], bucket_bytes: int, like: Layout | None) -> Layout:
     return _checked_layout(entries, bucket_bytes)
 
 
-def _row(row: Any, *kinds: type) -> Any:
+def _row(row: object, *kinds: type) -> list[Any]:
     if not isinstance(row, list) or len(row) != len(kinds):
         raise WireError(f"a manifest has a row that is not {len(kinds)} long: {str(row)[:80]}")
     for value, kind in zip(row, kinds, strict=True):
@@ -345,11 +345,11 @@ def _row(row: Any, *kinds: type) -> Any:
     return row
 
 
-def _shape(name: str, sizes: list[Any]) -> tuple[int, ...]:
-    is_whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sizes)
-    if not is_whole or len(sizes) > MAX_DIMENSIONS:
+def _shape(name: str, sizes: list[object]) -> tuple[int, ...]:
+    whole = [size for size in sizes if isinstance(size, int) and not isinstance(size, bool) and size >= 0]
+    if len(whole) != len(sizes) or len(sizes) > MAX_DIMENSIONS:
         raise WireError(f"the tensor '{name}' has an impossible shape")
-    return tuple(sizes)
+    return tuple(whole)
 
 
 def _checked_layout(entries: tuple[TensorEntry, ...], bucket_bytes: int) -> Layout:
@@ -376,7 +376,7 @@ def _check_buckets(layout: Layout, buckets: tuple[Bucket, ...]) -> None:
             raise WireError(f"bucket {index} has a digest of {len(bucket.digest)} characters")
 
 
-def _probe(plain: Any) -> Probe:
+def _probe(plain: object) -> Probe:
     if not isinstance(plain, dict):
         raise WireError("a manifest's probe must be a map")
     tokens, logprobs = field(plain, "tokens", list), field(plain, "logprobs", list)

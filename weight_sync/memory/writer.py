@@ -13,9 +13,10 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
@@ -26,7 +27,7 @@ from weight_sync.memory.manifest import ALIGNMENT_BYTES, Bucket, align
 PIECE_BYTES = 512 << 10
 _PADDING = np.zeros(ALIGNMENT_BYTES, dtype=np.uint8)
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Bytes = npt.NDArray[np.uint8]
 
 
 class Place(Protocol):

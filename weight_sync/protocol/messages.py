@@ -80,7 +80,7 @@ class NumberedOrder(Message, frozen=True):
 
     seq: int
     kind: str
-    fields: Mapping[str, Any]
+    fields: Mapping[str, object]
     frame: int = -1
 
 
@@ -97,7 +97,7 @@ class Report(OfPeer, frozen=True, kw_only=True):
     """Something happened at the peer; `seq` numbers its reports, 0 for none."""
 
     event: str
-    fields: Mapping[str, Any]
+    fields: Mapping[str, object]
     seq: int = 0
 
 
@@ -330,7 +330,7 @@ INSTRUCTIONS: Mapping[str, type[Instruction]] = {
 }
 
 
-def read_instruction(kind: str, fields: Mapping[str, Any]) -> Instruction:
+def read_instruction(kind: str, fields: Mapping[str, object]) -> Instruction:
     """Return what an order of this name tells to do.
 
     Raises:
