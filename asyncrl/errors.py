@@ -6,8 +6,6 @@ standard library type that it stands for, so `except ValueError` works as a read
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class AsyncrlError(Exception):
     """Base of all errors that asyncrl raises on purpose.
@@ -25,7 +23,7 @@ class AsyncrlError(Exception):
     def __str__(self) -> str:
         return f"{self.message}. {self.hint}" if self.hint else self.message
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.hint))
 
 

@@ -219,7 +219,7 @@ def check_reward(reward: float, parts: Mapping[str, float], names: Iterable[str]
     _check_part_names({*parts, *names})
 
 
-def _check_part_names(names: Collection[Any]) -> None:
+def _check_part_names(names: Collection[object]) -> None:
     if len(names) > MAX_REWARD_PARTS:
         raise WireError(f"a group has {len(names)} reward parts, over the limit of {MAX_REWARD_PARTS}")
     for name in names:
@@ -239,7 +239,7 @@ def _parts_by_name(trajectories: Sequence[Trajectory]) -> dict[str, list[float |
     return parts
 
 
-def _column(arrays: Sequence[npt.NDArray[Any]], dtype: str) -> wire.Frame:
+def _column(arrays: Sequence[npt.NDArray[np.generic]], dtype: str) -> wire.Frame:
     """Return the arrays one after the other, copied once."""
     if not any(len(array) for array in arrays):
         return b""
@@ -390,7 +390,7 @@ def _check_schema(schema: object) -> None:
     )
 
 
-def _baseline_reward(header: dict[str, Any]) -> float | None:
+def _baseline_reward(header: Mapping[str, object]) -> float | None:
     """Return the reward of the greedy answer, if there is one, as float32 holds it: so are the others."""
     if "baseline_reward" not in header:
         return None
@@ -400,7 +400,7 @@ def _baseline_reward(header: dict[str, Any]) -> float | None:
     return float(np.float32(value))
 
 
-def _reward_parts(header: dict[str, Any], num_trajectories: int) -> dict[str, list[float | None]]:
+def _reward_parts(header: Mapping[str, object], num_trajectories: int) -> dict[str, list[float | None]]:
     parts = wire.field(header, "parts", dict)
     _check_part_names(parts)
     for name, values in parts.items():
@@ -411,7 +411,7 @@ def _reward_parts(header: dict[str, Any], num_trajectories: int) -> dict[str, li
     return parts
 
 
-def _non_negative_ints(header: dict[str, Any], name: str) -> list[int]:
+def _non_negative_ints(header: Mapping[str, object], name: str) -> list[int]:
     values = wire.field(header, name, list)
     if not all(type(value) is int and value >= 0 for value in values):
         raise WireError(f"the field '{name}' must hold whole numbers from 0")

@@ -73,7 +73,7 @@ class Operation(Generic[Q, A]):
         return Answer(read_message(reply.args, self.answer, self.name), reply.frames)
 
 
-def read_message(fields: Mapping[str, Any], kind: type[M], op: str) -> M:
+def read_message(fields: Mapping[str, object], kind: type[M], op: str) -> M:
     """Return the struct in `fields`.
 
     Raises:

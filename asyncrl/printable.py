@@ -32,7 +32,7 @@ def printable(text: str, newline: str = "\n") -> str:
     return "".join(newline if letter == "\n" else _written(letter) for letter in text)
 
 
-def printable_values(value: Any) -> Any:
+def printable_values(value: object) -> Any:
     """Return plain values with each text in them, names included, as `printable` returns it."""
     if isinstance(value, str):
         return printable(value)

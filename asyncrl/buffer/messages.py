@@ -204,7 +204,7 @@ class Evaluated(OfReplica, frozen=True):
 
     id: int
     version: int
-    metrics: Mapping[str, Any]
+    metrics: Mapping[str, object]
     part: int = 0
 
     def tallies(self) -> dict[str, Tally]:

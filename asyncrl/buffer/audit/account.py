@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
-from asyncrl.buffer.audit.recount import PENDING, Recount
+from asyncrl.buffer.audit.recount import PENDING, Account, Recount
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import State, Ticket
@@ -35,14 +35,28 @@ class Moment:
     what: str
 
 
-def describe_account(
-    past: Iterable[TimedEvent], max_lag: int, start: LedgerState | None = None
-) -> dict[str, Any]:
-    """Return the account, tickets by state, and histograms.
+class AccountReport(TypedDict):
+    """The account of a run.
 
     `lag`: trained groups by the lag of their oldest token, which a mask may have kept out of the loss.
     `age_s`: open tickets by the time since they were issued, counted to the newest event.
     """
+
+    account: Account
+    steps_trained: int
+    lineages: int
+    versions: int
+    events: int
+    lag_max_trained: int | None
+    max_lag: int
+    lag: dict[int, int]
+    age_s: dict[str, int]
+
+
+def describe_account(
+    past: Iterable[TimedEvent], max_lag: int, start: LedgerState | None = None
+) -> AccountReport:
+    """Return the account, tickets by state, and histograms."""
     recount = Recount(max_lag)
     issued_s: dict[int, float | None] = {}
     newest_s: float | None = None
@@ -110,7 +124,7 @@ class Tracer:
         self._step = -1
         self._is_settled = False
         self._attempt = 1
-        self._of_ticket: dict[type[Any], Callable[[Any], str]] = {
+        self._of_ticket: dict[type[ev.Event], Callable[..., str]] = {
             ev.Leased: self._leased,
             ev.Stored: lambda event: (
                 f"stored: {event.num_tokens} tokens, {event.num_bytes} bytes, {_versions(event.versions)}"

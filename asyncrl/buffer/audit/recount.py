@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.state import LedgerState
@@ -27,6 +27,19 @@ FOLDED_DROP = "dropped/"
 SETTLED = {"acked": "trained"}
 UNKNOWN = -1
 """The child of a ticket that was dropped before the past begins."""
+
+
+class Account(TypedDict):
+    """Both sides of the laws of conservation: tickets, dropped ones by reason, pending ones by state."""
+
+    issued: int
+    trained: int
+    dropped: dict[str, int]
+    pending: dict[str, int]
+    prompts_drawn: int
+    given_up: int
+    open: int
+    residue: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ class Recount:
     _prompts: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._books: dict[type[Any], Callable[[Any], None]] = {
+        self._books: dict[type[ev.Event], Callable[..., None]] = {
             ev.Opened: self._open,
             ev.VersionRegistered: self._register,
             ev.Issued: self._issue,
@@ -274,7 +287,7 @@ class Recount:
             found.append(Finding("S1", f"the residue is {account['residue']}: {account}"))
         return found
 
-    def account(self) -> dict[str, Any]:
+    def account(self) -> Account:
         """Return both laws' sides: `issued`, `trained`, `dropped` by reason, `pending` by state, …"""
         by_state = Counter(row.state for row in self.rows.values())
         dropped = Counter(row.reason for row in self.rows.values() if row.state == "dropped")

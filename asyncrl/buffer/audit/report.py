@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-from asyncrl.buffer.audit.account import Moment, TimedEvent, describe_account, trace_ticket
+from asyncrl.buffer.audit.account import AccountReport, Moment, TimedEvent, describe_account, trace_ticket
 from asyncrl.buffer.audit.payloads import Payloads, payloads_in_files, payloads_in_redis
-from asyncrl.buffer.audit.recount import Finding, Recount
+from asyncrl.buffer.audit.recount import Account, Finding, Recount
 from asyncrl.buffer.composition import expand_variables, ledger_settings, run_key
 from asyncrl.buffer.journals.file_journal import read_newest, read_turns
 from asyncrl.buffer.journals.journal import Turn
@@ -38,7 +38,7 @@ class RunPast:
     """
 
     config: Config
-    snapshot: Mapping[str, Any] | None
+    snapshot: Mapping[str, object] | None
     turns: Sequence[Turn]
     payloads: Payloads
 
@@ -121,7 +121,7 @@ def committed_steps(folder: Path) -> list[int]:
     return sorted({*state.checkpoints, *([0] if is_whole else [])})
 
 
-def inspect_account(run: str, runs_dir: str) -> dict[str, Any]:
+def inspect_account(run: str, runs_dir: str) -> AccountReport:
     """Return the account of a run, see `describe_account`."""
     past = open_past(run, runs_dir)
     return describe_account(past.events(), past.config.staleness.max_lag, past.start())
@@ -143,12 +143,22 @@ def inspect_ticket(run: str, runs_dir: str, number: int) -> list[Moment]:
     return moments
 
 
-def verify_run(run: str, runs_dir: str) -> dict[str, Any]:
-    """Check S1, S2, S3 and S5 on a run's journal by a recount, and the ledger's own account against it.
+class Verdict(TypedDict):
+    """What a recount found wrong, as {law, message}, empty for a sound run; and what was checked."""
 
-    Returns:
-        `findings`: what is wrong, as {law, message}; empty for a sound run. Further what was checked.
-    """
+    findings: list[dict[str, str]]
+    events: int
+    from_the_beginning: bool
+    steps_trained: int
+    lineages: int
+    max_lag: int
+    lag_max_trained: int | None
+    steps_without_a_lag: int
+    account: Account
+
+
+def verify_run(run: str, runs_dir: str) -> Verdict:
+    """Check S1, S2, S3 and S5 on a run's journal by a recount, and the ledger's own account against it."""
     past = open_past(run, runs_dir)
     recount = Recount(past.config.staleness.max_lag)
     recount.begin_at(past.start())
@@ -172,7 +182,8 @@ def _compare(recount: Recount, past: RunPast) -> list[Finding]:
     state = past.start()
     for timed in past.events():
         state.apply(timed.event)
-    ours, theirs = recount.account(), take_census(state).as_values()
+    ours: Mapping[str, object] = recount.account()
+    theirs = take_census(state).as_values()
     return [
         Finding("S1", f"the recount says {key}: {ours[key]}, the ledger {theirs[key]}")
         for key in ours
@@ -180,5 +191,5 @@ def _compare(recount: Recount, past: RunPast) -> list[Finding]:
     ]
 
 
-def _without_zeros(value: Any) -> Any:
+def _without_zeros(value: object) -> object:
     return {key: count for key, count in value.items() if count} if isinstance(value, dict) else value

@@ -214,7 +214,7 @@ class FileJournal:
         self._refusal = f"{error}"
         self._next_try = time.monotonic() + RETRY_S
 
-    def write_snapshot(self, values: Mapping[str, Any]) -> None:
+    def write_snapshot(self, values: Mapping[str, object]) -> None:
         try:
             self._write_snapshot(values)
         except sqlite3.OperationalError as error:
@@ -222,7 +222,7 @@ class FileJournal:
                 self._database.execute("ROLLBACK")
             self._note_refusal(error)  # the events are there: it only spares a restart the way through them
 
-    def _write_snapshot(self, values: Mapping[str, Any]) -> None:
+    def _write_snapshot(self, values: Mapping[str, object]) -> None:
         data, digest = pack_snapshot(values)
         self._database.execute("BEGIN IMMEDIATE")
         (turn,) = self._database.execute("SELECT COALESCE(MAX(id), 0) FROM turns").fetchone()
@@ -237,7 +237,7 @@ class FileJournal:
     def survey(self) -> bool:
         return True
 
-    def begin_anew(self, values: Mapping[str, Any]) -> bool:
+    def begin_anew(self, values: Mapping[str, object]) -> bool:
         raise AssertionError("a file journal never asks for this")
 
     def tick(self, now: float) -> None:
@@ -386,7 +386,7 @@ def read_turns(folder: Path) -> list[Turn]:
         return list(_read_turns(database, 0))
 
 
-def read_newest(folder: Path) -> tuple[dict[str, Any] | None, list[Turn]]:
+def read_newest(folder: Path) -> tuple[dict[str, object] | None, list[Turn]]:
     """Return the newest whole snapshot and the turns after it, as `read_turns` does all of them.
 
     Raises:
@@ -422,7 +422,7 @@ def _read_turns(database: sqlite3.Connection, after: int) -> Iterator[Turn]:
 
 def _newest_snapshot(
     database: sqlite3.Connection, counters: Counter[str]
-) -> tuple[int, dict[str, Any] | None]:
+) -> tuple[int, dict[str, object] | None]:
     """Return the newest whole snapshot and the turn that it was made after; 0 and None if there is none."""
     query = "SELECT turn, digest, data FROM snapshots ORDER BY turn DESC"
     for turn, digest, data in database.execute(query).fetchall():

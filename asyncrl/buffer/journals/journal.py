@@ -43,7 +43,7 @@ class Need(enum.Enum):
 class Recovery:
     """The past: a snapshot of the ledger, if there is one, and the events after it, in order."""
 
-    snapshot: Mapping[str, Any] | None
+    snapshot: Mapping[str, object] | None
     events: Iterable[Event]
 
 
@@ -96,13 +96,13 @@ class Journal(Protocol):
         False while the journal is away: call again, with what happened since.
         """
 
-    def write_snapshot(self, values: Mapping[str, Any]) -> None:
+    def write_snapshot(self, values: Mapping[str, object]) -> None:
         """Remember the ledger as it stands after the last commit, which returned True."""
 
     def survey(self) -> bool:
         """When ALL is needed: find out which payloads are still there; False while it is away."""
 
-    def begin_anew(self, values: Mapping[str, Any]) -> bool:
+    def begin_anew(self, values: Mapping[str, object]) -> bool:
         """When ALL is needed: replace the past by this ledger and the payloads appended since `survey`."""
 
     def tick(self, now: float) -> None:
@@ -150,13 +150,13 @@ class MemoryJournal:
     def commit(self, events: Sequence[Event], now: float) -> bool:
         return True
 
-    def write_snapshot(self, values: Mapping[str, Any]) -> None:
+    def write_snapshot(self, values: Mapping[str, object]) -> None:
         pass
 
     def survey(self) -> bool:
         return True
 
-    def begin_anew(self, values: Mapping[str, Any]) -> bool:
+    def begin_anew(self, values: Mapping[str, object]) -> bool:
         return True
 
     def tick(self, now: float) -> None:
@@ -189,22 +189,22 @@ def unpack_turn(number: int, data: bytes, digest: str) -> list[Event]:
         raise _damaged(f"turn {number}", str(error)) from error
 
 
-def pack_snapshot(values: Mapping[str, Any]) -> tuple[bytes, str]:
+def pack_snapshot(values: Mapping[str, object]) -> tuple[bytes, str]:
     """Return a snapshot as bytes, and its digest."""
     return _seal(values)
 
 
-def unpack_snapshot(data: bytes, digest: str) -> dict[str, Any]:
+def unpack_snapshot(data: bytes, digest: str) -> dict[str, object]:
     """Return a snapshot.
 
     Raises:
         CheckpointError: It is not what was written.
     """
-    values: dict[str, Any] = _open("the snapshot", data, digest)
+    values: dict[str, object] = _open("the snapshot", data, digest)
     return values
 
 
-def _seal(values: Any) -> tuple[bytes, str]:
+def _seal(values: object) -> tuple[bytes, str]:
     data: bytes = msgpack.packb(values)
     return data, xxhash.xxh3_64_hexdigest(data)
 

@@ -184,7 +184,7 @@ class RedisJournal:
         record = self._unwritten[name]
         command = ("HSET", self._keys["payloads"], name, record)
 
-        def on_reply(reply: Any) -> None:
+        def on_reply(reply: object) -> None:
             self._sent.discard(name)
             if isinstance(reply, Refusal):
                 self._refusal = str(reply)
@@ -270,7 +270,7 @@ class RedisJournal:
         if self._shows_settings:
             self._eviction = read_eviction(self._link)
 
-    def write_snapshot(self, values: Mapping[str, Any]) -> None:
+    def write_snapshot(self, values: Mapping[str, object]) -> None:
         def write() -> None:
             trim = ("XTRIM", self._keys["turns"], "MINID", "=", f"{self._turn + 1}-0")
             self._write_state(values, self._turn, [trim])
@@ -285,7 +285,7 @@ class RedisJournal:
 
         return self._work(look, is_anew=True)
 
-    def begin_anew(self, values: Mapping[str, Any]) -> bool:
+    def begin_anew(self, values: Mapping[str, object]) -> bool:
         turn = max(self._turn, self._sent_turn) + len(self._backlog)
 
         def write() -> None:
@@ -338,7 +338,7 @@ class RedisJournal:
             raise _Refused(self._refusal)
 
     def _write_state(
-        self, values: Mapping[str, Any], turn: int, commands: list[tuple[Argument, ...]]
+        self, values: Mapping[str, object], turn: int, commands: list[tuple[Argument, ...]]
     ) -> None:
         data, digest = pack_snapshot(values)
         snapshot = ("turn", str(turn), "data", data, "digest", digest)
@@ -357,7 +357,7 @@ class RedisJournal:
         seen: list[Any] = []
         refusals: list[Refusal] = []
 
-        def note_refusal(reply: Any) -> None:
+        def note_refusal(reply: object) -> None:
             if isinstance(reply, Refusal):
                 refusals.append(reply)
 

@@ -23,7 +23,7 @@ from redis.retry import Retry
 from asyncrl.errors import ConfigError
 
 Argument = bytes | str
-OnReply = Callable[[Any], None]
+OnReply = Callable[[object], None]
 LinkDown = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
 """What a broken connection raises; also a server that is loading, or refuses the password."""
 Refusal = redis.exceptions.ResponseError

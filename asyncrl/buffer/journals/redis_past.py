@@ -37,7 +37,7 @@ class Past:
     """
 
     last_turn: int
-    values: dict[str, Any] | None
+    values: dict[str, object] | None
     turns: list[Turn]
 
 

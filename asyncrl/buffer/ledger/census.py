@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import OPEN_STATES, TRAINED_STATES, State
@@ -40,7 +39,7 @@ class Census:
         prompts = self.trained + self.given_up + self.open
         return abs(self.issued - settled) + abs(self.prompts_drawn - prompts)
 
-    def as_values(self) -> dict[str, Any]:
+    def as_values(self) -> dict[str, object]:
         """Return plain values, `residue` among them."""
         return asdict(self) | {"residue": self.residue}
 

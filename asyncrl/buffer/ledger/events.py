@@ -5,7 +5,8 @@ An event is a small tuple. `pack` and `unpack` turn it into plain values for the
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from asyncrl.buffer.ledger.tickets import CarryLoss, DropReason, Reissue
 from asyncrl.errors import WireError
@@ -195,23 +196,23 @@ Event = (
     | EvaluationDone
 )
 
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Event.__args__}
+_KINDS: dict[str, Callable[..., Event]] = {kind.__name__: kind for kind in Event.__args__}
 
 
-def pack(event: Event) -> list[Any]:
+def pack(event: Event) -> list[object]:
     """Return `event` as a list of plain values."""
     return [type(event).__name__, *event]
 
 
-def unpack(values: list[Any]) -> Event:
+def unpack(values: Sequence[object]) -> Event:
     """Return the event that `pack` packed.
 
     Raises:
         WireError: The values are no event of this version of asyncrl.
     """
     try:
-        kind = _KINDS[values[0]]
-        event: Event = kind(*(_as_tuple(value) for value in values[1:]))
+        kind = _KINDS[str(values[0])]
+        event = kind(*(_as_tuple(value) for value in values[1:]))
         if isinstance(event, Dropped):
             event = event._replace(reason=_OLD_REASONS.get(event.reason, event.reason))
             DropReason(event.reason)
@@ -224,5 +225,5 @@ def unpack(values: list[Any]) -> Event:
     return event
 
 
-def _as_tuple(value: Any) -> Any:
+def _as_tuple(value: object) -> object:
     return tuple(_as_tuple(item) for item in value) if isinstance(value, list) else value

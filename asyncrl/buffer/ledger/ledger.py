@@ -40,7 +40,6 @@ journal), this one fewer than a batch, stored groups among them: so (d) holds.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.leases import ReplicaCommands
@@ -78,7 +77,7 @@ class Ledger(ReplicaCommands):
         cls,
         settings: LedgerSettings,
         events: Iterable[ev.Event],
-        snapshot: Mapping[str, Any] | None = None,
+        snapshot: Mapping[str, object] | None = None,
     ) -> Ledger:
         """Return the ledger that these events made, the first of them in `snapshot`, if given.
 

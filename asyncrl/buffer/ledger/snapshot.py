@@ -10,7 +10,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.buffer.ledger.lineage import VersionBook, VersionRun
 from asyncrl.buffer.ledger.tickets import (
@@ -51,8 +51,10 @@ _STATE_AT, _REASON_AT = _TICKET_FIELDS.index("state"), _TICKET_FIELDS.index("rea
 _VERSIONS_AT, _CARRY_AT = _TICKET_FIELDS.index("versions"), _TICKET_FIELDS.index("carry")
 _STATES = {state.value: state for state in State}
 
+K = TypeVar("K")
 
-def write_snapshot(state: LedgerState) -> dict[str, Any]:
+
+def write_snapshot(state: LedgerState) -> dict[str, object]:
     """Return the state as numbers, texts, lists and maps; maps of numbers are lists of pairs."""
     book = state.versions
     return {
@@ -82,18 +84,18 @@ def write_snapshot(state: LedgerState) -> dict[str, Any]:
     }
 
 
-def _pairs(mapping: Mapping[Any, Any]) -> list[list[Any]]:
+def _pairs(mapping: Mapping[K, object]) -> list[list[object]]:
     return [[key, value] for key, value in mapping.items()]
 
 
-def _write_results(evaluation: Evaluation) -> list[list[Any]]:
+def _write_results(evaluation: Evaluation) -> list[list[object]]:
     return [
         [part, [[name, *tally] for name, tally in tallies.items()]]
         for part, tallies in evaluation.results.items()
     ]
 
 
-def _write_ticket(ticket: Ticket) -> list[Any]:
+def _write_ticket(ticket: Ticket) -> list[object]:
     row = [getattr(ticket, name) for name in _TICKET_FIELDS]
     row[_STATE_AT] = ticket.state.value
     row[_REASON_AT] = ticket.reason and ticket.reason.value
@@ -103,7 +105,7 @@ def _write_ticket(ticket: Ticket) -> list[Any]:
     return row
 
 
-def read_snapshot(state: LedgerState, values: Mapping[str, Any]) -> None:
+def read_snapshot(state: LedgerState, values: Mapping[str, object]) -> None:
     """Fill a new state.
 
     Raises:

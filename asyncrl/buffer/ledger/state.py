@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.lineage import VersionBook
@@ -104,7 +103,7 @@ class LedgerState:
         self._placed_gaps: list[tuple[int, int]] = []
         self.freed: list[int] = []
         self.released: list[int] = []
-        self._appliers: dict[type[Any], Callable[[Any], None]] = {
+        self._appliers: dict[type[ev.Event], Callable[..., None]] = {
             ev.DataDescribed: self._describe_data,
             ev.Opened: self._open,
             ev.Resumed: self._resume,
@@ -194,12 +193,12 @@ class LedgerState:
         """Change the state as `event` says."""
         self._appliers[type(event)](event)
 
-    def as_snapshot(self) -> dict[str, Any]:
+    def as_snapshot(self) -> dict[str, object]:
         """Return what the events determine as plain values; take it when `freed` is drained."""
         return write_snapshot(self)
 
     @classmethod
-    def from_snapshot(cls, settings: LedgerSettings, values: Mapping[str, Any]) -> LedgerState:
+    def from_snapshot(cls, settings: LedgerSettings, values: Mapping[str, object]) -> LedgerState:
         """Return the state that `as_snapshot` wrote.
 
         Raises:
@@ -209,7 +208,7 @@ class LedgerState:
         read_snapshot(state, values)
         return state
 
-    def as_values(self) -> dict[str, Any]:
+    def as_values(self) -> dict[str, object]:
         """Return all that the events determine, for comparison."""
         skipped = {"settings", "freed", "released", "issued_heap", "deadlines"}
         values = {name: value for name, value in vars(self).items() if name not in skipped and name[0] != "_"}
