@@ -53,7 +53,7 @@ class RowLog:
         self._num_taken = self._num_rows = 0
         self._end_of_older = 1  # once a row of this life was taken, those of the lives before it were too
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Mapping[str, object]) -> None:
         """Keep one row, and write it in one write: a process that dies has written it or has not."""
         with self._lock:
             is_first = self._num_rows == 0

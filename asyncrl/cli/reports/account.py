@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from asyncrl.buffer.audit import report
+from asyncrl.buffer.audit.account import AccountReport
 from asyncrl.cli.exits import say, show
 
 
@@ -21,12 +22,12 @@ def print_account(run: Path, as_json: bool) -> None:
     show(*lines_of(found))
 
 
-def lines_of(found: dict[str, Any]) -> list[str]:
+def lines_of(found: AccountReport) -> list[str]:
     """Return the account as lines of text."""
     return _lines(_with_explained_lags(found))
 
 
-def _with_explained_lags(found: dict[str, Any]) -> dict[str, Any]:
+def _with_explained_lags(found: AccountReport) -> dict[str, object]:
     """Return the account with each row of `lag` saying what it counts: an age over the bound looks wrong."""
     bound = found["max_lag"]
     rows = {
@@ -39,7 +40,7 @@ def _with_explained_lags(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _lines(values: dict[str, Any], indent: str = "") -> list[str]:
+def _lines(values: Mapping[str, object], indent: str = "") -> list[str]:
     lines = []
     for name, value in values.items():
         if isinstance(value, dict):
@@ -74,7 +75,7 @@ def print_verdict(run: Path, as_json: bool) -> bool:
     return not found["findings"]
 
 
-def _verdict(found: dict[str, Any]) -> str:
+def _verdict(found: report.Verdict) -> str:
     account = found["account"]
     whole = "" if found["from_the_beginning"] else " since the snapshot that the journal begins with"
     lag = "not reported" if found["lag_max_trained"] is None else found["lag_max_trained"]

@@ -7,10 +7,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.cli.exits import say, show
 from asyncrl.cli.reports.table import align
@@ -138,7 +137,7 @@ def _read_run(target: str, runs_dir: str, step: str, wishes: Wishes, scratch: Pa
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(exported)})})
 
 
-def _read_table(folder: Path) -> dict[str, Any]:
+def _read_table(folder: Path) -> Mapping[str, object]:
     try:
         table = json.loads((folder / MODEL_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -148,13 +147,13 @@ def _read_table(folder: Path) -> dict[str, Any]:
     return table
 
 
-def _dtype(table: dict[str, Any]) -> str:
+def _dtype(table: Mapping[str, object]) -> str:
     """Return the dtype that a model names, `bfloat16` if it names none of ours."""
     named = table.get("dtype") or table.get("torch_dtype")
-    return named if named in DTYPES else "bfloat16"
+    return named if isinstance(named, str) and named in DTYPES else "bfloat16"
 
 
-def _positions(table: dict[str, Any]) -> int:
+def _positions(table: Mapping[str, object]) -> int:
     """Return how many tokens a model can see at once, as far as it says."""
     size = table.get("max_position_embeddings")
     return size if isinstance(size, int) and size > 1 else 4 * DEFAULT_TOKENS

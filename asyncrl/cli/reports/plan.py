@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -76,7 +75,9 @@ def print_schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
-def _values(found: plan.Plan, changes: list[Change] | None, folder: RunDir, is_live: bool) -> dict[str, Any]:
+def _values(
+    found: plan.Plan, changes: list[Change] | None, folder: RunDir, is_live: bool
+) -> dict[str, object]:
     values = asdict(found) | {
         "num_processes": found.num_processes,
         "num_cpus": found.num_cpus,

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.cli import exits
 from asyncrl.control.services import function
@@ -46,7 +46,7 @@ def _describe_state(found: Comparison) -> str:
     return f"{what}: bit by bit those of {checkpoints} of {_name_steps(compared)}"
 
 
-def _without_nan(value: Any) -> Any:
+def _without_nan(value: object) -> object:
     """Return `value` with null for every number that JSON has no word for."""
     if isinstance(value, dict):
         return {name: _without_nan(inner) for name, inner in value.items()}

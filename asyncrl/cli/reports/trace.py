@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from asyncrl.buffer.audit.report import opened_past
 from asyncrl.cli.exits import say, show
@@ -42,7 +41,7 @@ def print_trace(folder: Path, steps: str | None, target: Path | None, as_json: b
     say("open it at https://ui.perfetto.dev, or in chrome://tracing")
 
 
-def make_trace(folder: Path, steps: str | None) -> dict[str, Any]:
+def make_trace(folder: Path, steps: str | None) -> dict[str, object]:
     """Return the trace of the run in `folder`, living or ended.
 
     Raises:

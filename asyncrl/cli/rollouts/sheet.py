@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl.buffer.audit.rollouts import WHY_DROPPED, Fate, Rollout
 from asyncrl.cli.rollouts.pieces import Piece
@@ -77,7 +76,7 @@ def fate_line_of(fate: Fate) -> str:
     return f"ticket {fate.ticket}: dropped ({reason}){making}: {why}{given_up}"
 
 
-def values_of(sheet: Sheet) -> dict[str, Any]:
+def values_of(sheet: Sheet) -> dict[str, object]:
     """Return the sheet as plain values."""
     return {
         "run": sheet.run,
@@ -88,7 +87,7 @@ def values_of(sheet: Sheet) -> dict[str, Any]:
     }
 
 
-def _fate_values(fate: Fate) -> dict[str, Any]:
+def _fate_values(fate: Fate) -> dict[str, object]:
     return {
         "ticket": fate.ticket,
         "attempt": fate.attempt,
@@ -99,7 +98,7 @@ def _fate_values(fate: Fate) -> dict[str, Any]:
     }
 
 
-def _entry_values(entry: Entry) -> dict[str, Any]:
+def _entry_values(entry: Entry) -> dict[str, object]:
     rollout, trajectory = entry.rollout, entry.rollout.trajectory
     spans = [
         {"version": one.span.version, "start": one.span.start, "end": one.span.end, "lag": one.lag}
