@@ -51,6 +51,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/shape.py $(PACKAGES) tools tests
+	$(BIN)/python tools/untyped.py
 	$(BIN)/python tools/pickles.py $(filter-out benchmarks,$(PACKAGES)) tools
 
 format: $(STAMP)
