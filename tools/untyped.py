@@ -1,8 +1,8 @@
 """Counts `Any` in the shipped packages, and fails unless each has just as many as its maximum says.
 
-Owns the maxima. Invariant: they are only ever lowered: a package with more fails, and so does one with fewer,
-until its maximum here says so. `object` is for what is really opaque; a struct, a `TypedDict`, a `Protocol` or
-a type variable says what is known (docs/adr/0009-a-struct-per-edge.md).
+Owns the maxima. Invariant: they are only ever lowered: a package with more fails, and so does one with
+fewer, until its maximum here says so. `object` is for what is really opaque; a struct, a `TypedDict`, a
+`Protocol` or a type variable says what is known (docs/adr/0009-a-struct-per-edge.md).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def violations(root: Path, maxima: Mapping[str, int]) -> Iterator[str]:
         if found > most:
             yield f"{package} names `Any` {found} times, at most {most}: give the value a type"
         elif found < most:
-            yield f"{package} names `Any` {found} times: lower its maximum in tools/untyped.py, {most}, to that"
+            yield f"{package} names `Any` {found} times: lower its maximum of {most} in tools/untyped.py"
 
 
 def main() -> int:
