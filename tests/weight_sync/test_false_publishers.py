@@ -18,6 +18,7 @@ from asyncrl.errors import NotAllowed
 from asyncrl.keys import RunKeys, make_run_keys
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.weight_sync.test_protocol_peer import WAIT_S
 from weight_sync.composition import build_publisher, build_receiver
 from weight_sync.control_composition import build_coordinator
@@ -34,7 +35,7 @@ ORDERS = {
 
 @contextmanager
 def running(service: Any) -> Iterator[str]:
-    stop = threading.Event()
+    stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,))
     thread.start()
     try:
@@ -66,12 +67,12 @@ def addresses(tmp_path: Path, keys: RunKeys) -> Iterator[dict[str, str]]:
 
 def test_a_generators_key_gives_no_orders_to_weight_sync(addresses: dict[str, str], keys: RunKeys) -> None:
     for name, orders in ORDERS.items():
-        false = Client(addresses[name], keys.of_generator().client)
+        false = Client(ThreadRuntime(), addresses[name], keys.of_generator().client)
         for op in orders:
             assert op not in REPLICA_OPS
             with pytest.raises(NotAllowed, match="not for the key of a generator"):
                 false.call(op, deadline_s=WAIT_S, name="publisher", number=1, token=10**6)
         false.close()
-        true = Client(addresses[name], keys.client)
+        true = Client(ThreadRuntime(), addresses[name], keys.client)
         assert "address" in true.call("status", deadline_s=WAIT_S).args, "the others' key opens it"
         true.close()
