@@ -118,8 +118,16 @@ class Server:
             self._guard_memory(poller)
 
     def _answer_gate(self) -> None:
-        if self._gate is not None:
-            self._gate.answer(self.counters)
+        if self._gate is None:
+            return
+        num_refused = self.counters["refused_keys"]
+        self._gate.answer(self.counters)
+        if self.counters["refused_keys"] > num_refused:
+            self._complain("refused a connection: its key is none of this start of the run")
+
+    def tell_counters(self) -> Counter[str]:
+        """Return the counters by their names in a service's status: `wire/refused_ops`, say."""
+        return Counter({f"wire/{name}": count for name, count in self.counters.items()})
 
     def close(self) -> None:
         """Close the socket; what was sent leaves within 0.2 s."""
@@ -212,6 +220,7 @@ class Server:
             return
         if role is Role.GENERATOR and request.op not in self._generator_ops:
             self.counters["refused_ops"] += 1
+            self._complain("refused '%s': it was asked with the key of a generator", request.op)
             hint = "A learner of your own uses service_keys.json"
             request.fail(NotAllowed(f"'{request.op}' is not for the key of a generator", hint=hint))
             return
