@@ -356,6 +356,6 @@ class CoordinatorService:
             last_round_s=coordination.last_round_s,
             longest_round_s=self._longest_round_s,
             culprit=coordination.culprit,
-            counters=dict(coordination.counters),
+            counters=dict(coordination.counters) | self._server.tell_counters(),
             members=members,
         )

@@ -181,7 +181,7 @@ class PublisherService:
             segments=tuple(self._pool.describe()),
             transfers=len(self._transfer_starts),
             longest_transfer_s=self._longest_s(),
-            counters=self.counters + self._liaison.counters,
+            counters=self.counters + self._liaison.counters + self._server.tell_counters(),
         )
 
     @property

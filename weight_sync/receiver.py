@@ -443,5 +443,5 @@ class ReceiverService:
             receiving=len(self._incoming),
             transfers=len(self._transfer_starts),
             longest_transfer_s=self._longest_s(),
-            counters=self.counters + self._liaison.counters,
+            counters=self.counters + self._liaison.counters + self._server.tell_counters(),
         )

@@ -63,6 +63,7 @@ class Server:
         self._memory = MemoryGuard(self._limits.memory_bytes)
         self._guard_at = runtime.now()
         self._complain_at = 0.0
+        self._num_told = 0  # refused keys that are in the log
         self._calls: deque[Callable[[], object]] = deque()
         self._listener = runtime.network.router(bind, keys, self._limits, self.counters)
         self.address: str = self._listener.address
@@ -94,6 +95,7 @@ class Server:
                 until = min(handler.wake_at(), self._guard_at)
                 takes = takes_messages()
                 has_come = self._listener.wait(until - self._runtime.now(), takes_messages=takes)
+                self._tell_of_refused_keys()
                 has_called = self._make_calls()
                 if has_come:
                     self._drain(handler, is_full)
@@ -107,6 +109,15 @@ class Server:
                     self._guard_memory()
         finally:
             self.close()
+
+    def tell_counters(self) -> Counter[str]:
+        """Return the counters by their names in a service's status: `wire/refused_ops`, say."""
+        return Counter({f"wire/{name}": count for name, count in self.counters.items()})
+
+    def _tell_of_refused_keys(self) -> None:
+        if self.counters["refused_keys"] > self._num_told:
+            self._num_told = self.counters["refused_keys"]
+            self._complain("refused a connection: its key is none of this start of the run")
 
     def close(self) -> None:
         """Close the socket; what was sent leaves within 0.2 s."""
@@ -157,6 +168,7 @@ class Server:
             return
         if arrival.role is Role.GENERATOR and request.op not in self._generator_ops:
             self.counters["refused_ops"] += 1
+            self._complain("refused '%s': it was asked with the key of a generator", request.op)
             hint = "A learner of your own uses service_keys.json"
             request.fail(NotAllowed(f"'{request.op}' is not for the key of a generator", hint=hint))
             return
