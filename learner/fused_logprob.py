@@ -20,11 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+
+from learner.autograd import SavedTensors
 
 TILE_ENTRIES = {"cpu": 1 << 13, "cuda": 1 << 14}
 """Vocabulary entries of a tile."""
@@ -142,10 +144,15 @@ def _make_plan(
     )
 
 
+class _Context(SavedTensors, Protocol):
+    plan: _Plan
+    kept: Kept
+
+
 class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, labels_N: torch.Tensor, plan: _Plan
+        ctx: _Context, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, labels_N: torch.Tensor, plan: _Plan
     ) -> tuple[torch.Tensor, ...]:
         kept: Kept = []
         max_N, sums_KN = _sum_tiles(hidden_NH, weight_VH, labels_N - plan.first_entry, plan, kept)
@@ -171,10 +178,10 @@ class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(
-        ctx: Any, logprob_grad_N: torch.Tensor | None, entropy_grad_N: torch.Tensor | None, *_: Any
+        ctx: _Context, logprob_grad_N: torch.Tensor | None, entropy_grad_N: torch.Tensor | None, *_: object
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         hidden_NH, weight_VH, labels_N, log_norm_N, entropy_N = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        plan = ctx.plan
         # A caller that stacks both outputs sends zeros for an unused entropy; on a GPU to look would wait.
         if entropy_grad_N is not None and not entropy_grad_N.is_cuda and not entropy_grad_N.any():
             entropy_grad_N = None

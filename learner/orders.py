@@ -6,9 +6,8 @@ few plain values; trajectories never travel with it, each rank fetches its own b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from asyncrl import wire
 
@@ -22,7 +21,7 @@ class Restore:
 
     step: int
     has_checkpoint: bool
-    controllers: dict[str, float] = field(default_factory=dict)
+    controllers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,5 +132,5 @@ def encode_order(order: Order) -> bytes:
 
 def decode_order(data: bytes) -> Order:
     """Return the order in `data`."""
-    fields: dict[str, Any] = wire.unpack_header(data)
-    return _KINDS[fields["kind"]](**fields["fields"])
+    header = wire.unpack_header(data)
+    return _KINDS[header["kind"]](**header["fields"])

@@ -9,8 +9,8 @@ bits. Other formats have a scale of 1 and pay nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+import msgspec
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,7 +59,8 @@ class LossScale:
         """Return what a checkpoint keeps; nothing where there is no scale."""
         return {"loss_scale": self._value, "loss_scale_updates": self._num_updates} if self._is_active else {}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, object]) -> None:
         """Take what `state` returned; that of a run without a scale changes nothing."""
         if self._is_active and "loss_scale" in state:
-            self._value, self._num_updates = state["loss_scale"], state["loss_scale_updates"]
+            self._value = msgspec.convert(state["loss_scale"], float)
+            self._num_updates = msgspec.convert(state["loss_scale_updates"], int)

@@ -10,7 +10,6 @@ import ast
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -70,10 +69,10 @@ def names_in(definition: ast.ClassDef) -> set[str]:
     }
 
 
-def stand_in(function: Function, is_method: bool = False) -> Callable[..., Any]:
+def stand_in(function: Function, is_method: bool = False) -> Callable[..., object]:
     """Return something of the signature of `function`, which is never called."""
 
-    def never(*arguments: Any, **named: Any) -> None:
+    def never(*arguments: object, **named: object) -> None:
         raise AssertionError("it stands for a signature")
 
     never.__signature__ = signature_of(function, is_method)  # type: ignore[attr-defined]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 SUPPORTED = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "llama3")
@@ -33,17 +32,17 @@ class ModelSize:
     vocab_size: int
 
     @staticmethod
-    def read(table: Mapping[str, Any]) -> ModelSize:
-        """Return what a Hugging Face `config.json` says. Raises KeyError if it does not."""
-        num_heads = int(table["num_attention_heads"])
+    def read(table: Mapping[str, object]) -> ModelSize:
+        """Return what a Hugging Face `config.json` says. Raises KeyError or TypeError if not."""
+        num_heads, hidden_size = _whole(table["num_attention_heads"]), _whole(table["hidden_size"])
         return ModelSize(
-            num_layers=int(table["num_hidden_layers"]),
-            hidden_size=int(table["hidden_size"]),
+            num_layers=_whole(table["num_hidden_layers"]),
+            hidden_size=hidden_size,
             num_heads=num_heads,
-            num_key_value_heads=int(table.get("num_key_value_heads") or num_heads),
-            head_size=int(table.get("head_dim") or table["hidden_size"] // num_heads),
-            intermediate_size=int(table["intermediate_size"]),
-            vocab_size=int(table["vocab_size"]),
+            num_key_value_heads=_whole(table.get("num_key_value_heads") or num_heads),
+            head_size=_whole(table.get("head_dim") or hidden_size // num_heads),
+            intermediate_size=_whole(table["intermediate_size"]),
+            vocab_size=_whole(table["vocab_size"]),
         )
 
     @property
@@ -59,7 +58,7 @@ class ModelSize:
         return 2 * self.num_weights * num_tokens + attention
 
 
-def find_unsupported(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def find_unsupported(table: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Yield (problem, hint) for what of a Hugging Face `config.json` is not supported."""
     experts = next((key for key in _EXPERT_KEYS if table.get(key)), None)
     if experts is not None:
@@ -77,7 +76,7 @@ def find_unsupported(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"rope_type '{rope_type}' is not supported", f"Supported: {', '.join(ROPE_TYPES)}"
 
 
-def tensor_shapes(table: Mapping[str, Any], has_head: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensor_shapes(table: Mapping[str, object], has_head: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield (name, shape) of the matrices that a supported model has for certain; nothing of any other.
 
     Args:
@@ -109,19 +108,32 @@ def tensor_shapes(table: Mapping[str, Any], has_head: bool) -> Iterator[tuple[st
         yield f"model.layers.{index}.{name}.weight", shape
 
 
-def read_max_positions(table: Mapping[str, Any]) -> int | None:
+def read_max_positions(table: Mapping[str, object]) -> int | None:
     """Return how long a row of the model may be, None if that is not told or a rotary factor changes it."""
     found = table.get("max_position_embeddings")
     is_plain = rope_type_of(table) in ROPE_TYPES and "model_max_length" not in table
     return found if isinstance(found, int) and is_plain else None
 
 
-def read_rope(table: Mapping[str, Any]) -> dict[str, Any]:
+def read_rope(table: Mapping[str, object]) -> dict[str, object]:
     """Return the rotary parameters: newer files have all in one table, older ones a table of changes."""
-    return dict(table.get("rope_scaling") or {}) | dict(table.get("rope_parameters") or {})
+    return _map(table, "rope_scaling") | _map(table, "rope_parameters")
 
 
-def rope_type_of(table: Mapping[str, Any]) -> str:
+def _map(table: Mapping[str, object], key: str) -> dict[str, object]:
+    found = table.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise TypeError(f"{key} is a {type(found).__name__}, not a table")
+    return dict(found)
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int | float | str):
+        raise TypeError(f"a {type(value).__name__} is no number")
+    return int(value)
+
+
+def rope_type_of(table: Mapping[str, object]) -> str:
     """Return the kind of rotary embedding."""
     rope = read_rope(table)
     return str(rope.get("rope_type", rope.get("type", "default")))

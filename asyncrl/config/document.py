@@ -8,7 +8,6 @@ knows nothing of what the keys mean.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, StreamMark, YAMLError
@@ -16,6 +15,7 @@ from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from asyncrl.config.problems import ORIGIN, KeyPath, Places, Problem
+from asyncrl.plain import JsonObject, JsonValue
 
 MAX_DEPTH = 8
 TOO_DEEP = f"values are nested deeper than {MAX_DEPTH} levels"
@@ -28,7 +28,7 @@ class Document:
     """Values read so far, where they stand, and what was wrong with the text."""
 
     places: Places
-    values: Any = None
+    values: JsonValue = None
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -91,12 +91,13 @@ def _overlay_map(below: Document, above: Document, path: KeyPath) -> None:
             mine |= {other: theirs[other] for other in theirs if other[: len(here)] == here}
 
 
-def _value_at(document: Document, path: KeyPath) -> dict[str, Any]:
+def _value_at(document: Document, path: KeyPath) -> JsonObject:
     value = document.values
     for part in path:
+        assert isinstance(value, dict), path
         value = value[part]
-    found: dict[str, Any] = value
-    return found
+    assert isinstance(value, dict), path
+    return value
 
 
 def forget_below(places: Places, path: KeyPath) -> None:
@@ -118,7 +119,7 @@ class _Reader:
     def complain(self, mark: StreamMark, what: str, hint: str = "") -> None:
         self.document.problems.append(Problem(what, hint=hint, where=self.place(mark)))
 
-    def read(self, node: Node, path: KeyPath) -> Any:
+    def read(self, node: Node, path: KeyPath) -> JsonValue:
         self.document.places.values[path] = self.place(node.start_mark)
         if len(path) > MAX_DEPTH:
             self.complain(node.start_mark, TOO_DEEP)
@@ -130,8 +131,8 @@ class _Reader:
         assert isinstance(node, ScalarNode), "a node is a mapping, a sequence or a scalar"
         return self.read_scalar(node)
 
-    def read_mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+    def read_mapping(self, node: MappingNode, path: KeyPath) -> JsonObject:
+        values: JsonObject = {}
         lines: dict[str, int] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode):
@@ -149,7 +150,7 @@ class _Reader:
             values[key] = self.read(value_node, (*path, key))
         return values
 
-    def read_scalar(self, node: ScalarNode) -> Any:
+    def read_scalar(self, node: ScalarNode) -> JsonValue:
         text, tag = str(node.value), str(node.tag)
         if tag in PLAIN_TAGS:
             return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
@@ -76,12 +76,12 @@ def keys_of(path: KeyPath) -> list[str]:
     return [] if is_map else list(model.model_fields)
 
 
-def _is_map(annotation: Any) -> bool:
+def _is_map(annotation: object) -> bool:
     """Tell whether an annotation is a map from names to sections, or None."""
     return get_origin(annotation) is Mapping or any(_is_map(part) for part in get_args(annotation))
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def _section_of(annotation: object) -> type[BaseModel] | None:
     """Return the section that an annotation is, or a list of."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
@@ -89,7 +89,7 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     return next((section for section in found if section is not None), None)
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Return `value` as it could stand in the file, cut to a readable length and without passwords."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     text = hide_passwords(text)
@@ -127,7 +127,7 @@ def _required(path: KeyPath) -> list[str]:
     return [name for name, spec in model.model_fields.items() if spec.is_required()]
 
 
-def _hint(kind: str, value: Any, context: dict[str, Any]) -> str:
+def _hint(kind: str, value: object, context: Mapping[str, object]) -> str:
     if "hint" in context:
         return str(context["hint"])
     if kind == "string_type" and isinstance(value, int | float):
@@ -139,7 +139,7 @@ def _hint(kind: str, value: Any, context: dict[str, Any]) -> str:
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and _is_plain(value):
         return "Write it without quotes"
     if kind == "literal_error" and isinstance(value, str):
-        return suggest(value, context["expected"].replace(" or ", ", ").replace("'", "").split(", "))
+        return suggest(value, str(context["expected"]).replace(" or ", ", ").replace("'", "").split(", "))
     return ""
 
 

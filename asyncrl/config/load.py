@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -27,6 +26,7 @@ from asyncrl.config.rules.format import FORMAT, OLDEST, bring_up_to_date
 from asyncrl.config.secrets import hide_in_option
 from asyncrl.config.tree import Config, CriticSection
 from asyncrl.errors import ConfigError, UnknownRun
+from asyncrl.plain import JsonObject
 
 REPAIR_ROUNDS = 4
 OPTION = "--set "
@@ -95,11 +95,11 @@ def load(
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
     document = _read_files(paths, assumed_format)
-    is_tree = isinstance(document.values, dict)
-    values: dict[str, Any] = document.values if is_tree else {}
+    tree = document.values if isinstance(document.values, dict) else None
+    values: JsonObject = {} if tree is None else tree
     for text in overrides:
         _override(document, values, text)
-    config, problems = _check(values, document.places) if is_tree else (None, [])
+    config, problems = _check(values, document.places) if tree is not None else (None, [])
     if config is not None:
         problems = _find_unused(config, values, document.places)
     if document.problems or problems or config is None:
@@ -109,9 +109,10 @@ def load(
     return Loaded(config, document.places)
 
 
-def _find_unused(config: Config, values: dict[str, Any], places: Places) -> list[Problem]:
+def _find_unused(config: Config, values: JsonObject, places: Places) -> list[Problem]:
     """Return what a person wrote and does nothing, though it is the default; a dump has every key."""
-    written = set(values.get("critic") or ())
+    critic = values.get("critic")
+    written = set(critic) if isinstance(critic, dict) else set()
     if not written or written == set(CriticSection.model_fields) or not has_no_critic(config):
         return []
     return _conflict_problems([unused_critic(config)], places, set())
@@ -170,7 +171,7 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
 
 
-def _override(document: Document, values: dict[str, Any], text: str) -> None:
+def _override(document: Document, values: JsonObject, text: str) -> None:
     """Put one `--set` into `values`; what is wrong with it goes to `document.problems`."""
     where = OPTION + hide_in_option(text)
     key, equals, value_text = text.partition("=")
@@ -184,13 +185,14 @@ def _override(document: Document, values: dict[str, Any], text: str) -> None:
     if given.problems:
         document.problems.extend(given.problems)
         return
-    parent: Any = values
+    parent = values
     for part in path[:-1]:
         if parent.get(part) is None:
             parent[part] = {}
-        parent = parent[part]
-        if not isinstance(parent, dict):
+        section = parent[part]
+        if not isinstance(section, dict):
             return  # the value there is no section, which is reported where it stands
+        parent = section
     parent[path[-1]] = given.values
     for length in range(1, len(path) + 1):
         if length == len(path) or not document.places.knows(path[:length]):
@@ -198,7 +200,7 @@ def _override(document: Document, values: dict[str, Any], text: str) -> None:
     forget_below(document.places, path)
 
 
-def _check(values: dict[str, Any], places: Places) -> tuple[Config | None, list[Problem]]:
+def _check(values: JsonObject, places: Places) -> tuple[Config | None, list[Problem]]:
     """Return the configuration, or all that is wrong: fields first, then what does not fit together.
 
     Sections that do not fit together show only in a tree whose fields are right. So the tree is
@@ -222,7 +224,7 @@ def _check(values: dict[str, Any], places: Places) -> tuple[Config | None, list[
     return config, problems
 
 
-def _validate(values: dict[str, Any]) -> tuple[Config | None, list[ErrorDetails]]:
+def _validate(values: JsonObject) -> tuple[Config | None, list[ErrorDetails]]:
     """Validate strictly: JSON's rules take a list for a tuple, but never text for a number."""
     try:
         return Config.model_validate_json(json.dumps(values), strict=True), []
@@ -230,7 +232,7 @@ def _validate(values: dict[str, Any]) -> tuple[Config | None, list[ErrorDetails]
         return None, error.errors(include_url=False)
 
 
-def _without(values: dict[str, Any], errors: Iterable[ErrorDetails]) -> dict[str, Any]:
+def _without(values: JsonObject, errors: Iterable[ErrorDetails]) -> JsonObject:
     """Return `values` with each wrong field removed, and each missing one filled in."""
     repaired = copy.deepcopy(values)
     for error in errors:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from asyncrl.errors import ConfigError
 
@@ -79,7 +78,7 @@ class ConfigProblems(ConfigError):
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.problems,))
 
     def placed(self, places: Places) -> ConfigProblems:

@@ -27,7 +27,7 @@ from asyncrl.experience import Group
 from asyncrl.versions import UNLOADED
 from learner.batching.balance import karmarkar_karp, plan_microbatches
 
-Array = npt.NDArray[Any]
+Array = npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True)

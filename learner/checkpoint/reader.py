@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Protocol, Self
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -31,6 +33,36 @@ class _Stored:
     step: float
 
 
+class _PieceRecord(msgspec.Struct, frozen=True):
+    name: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    step: float
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """What one rank wrote beside its tensors, see `Snapshot.write`."""
+
+    layout: dict[str, object]
+    extra: dict[str, object]
+    pieces: tuple[_PieceRecord, ...]
+
+
+class _Slices(Protocol):
+    def __getitem__(self, place: tuple[slice, slice]) -> torch.Tensor: ...
+
+
+class _TensorFile(Protocol):
+    """What is used of an open file of `safetensors`."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def get_slice(self, name: str) -> _Slices: ...
+
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
 class StateReader:
     """The state in one folder.
 
@@ -44,13 +76,13 @@ class StateReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[int, Any] = {}
+        self._files: dict[int, _TensorFile] = {}
         self._records = _read_records(folder)
         self._stored: dict[str, list[_Stored]] = defaultdict(list)
         for rank, record in enumerate(self._records):
-            for index, row in enumerate(record["pieces"]):
-                piece = Piece(row["name"], tuple(row["shape"]), (*row["rows"],), (*row["columns"],))
-                self._stored[piece.name].append(_Stored(rank, index, piece, row["step"]))
+            for index, row in enumerate(record.pieces):
+                piece = Piece(row.name, row.shape, row.rows, row.columns)
+                self._stored[piece.name].append(_Stored(rank, index, piece, row.step))
 
     def __enter__(self) -> Self:
         return self
@@ -61,16 +93,14 @@ class StateReader:
         self._files.clear()
 
     @property
-    def layout(self) -> dict[str, Any]:
+    def layout(self) -> Mapping[str, object]:
         """The layout of the ranks that wrote the state."""
-        layout: dict[str, Any] = self._records[0]["layout"]
-        return layout
+        return self._records[0].layout
 
     @property
-    def extra(self) -> dict[str, Any]:
+    def extra(self) -> Mapping[str, object]:
         """The plain values that went with it."""
-        extra: dict[str, Any] = self._records[0]["extra"]
-        return extra
+        return self._records[0].extra
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -126,7 +156,7 @@ class StateReader:
             )
         return stored
 
-    def _file(self, rank: int) -> Any:
+    def _file(self, rank: int) -> _TensorFile:
         if rank not in self._files:
             path = tensor_file(self._folder, rank)
             try:
@@ -136,12 +166,12 @@ class StateReader:
         return self._files[rank]
 
 
-def _read_records(folder: Path) -> list[dict[str, Any]]:
+def _read_records(folder: Path) -> list[_Record]:
     paths = sorted(folder.glob("rank-*.json"))
     try:
-        records = [json.loads(path.read_text()) for path in paths]
+        records = [msgspec.convert(json.loads(path.read_text()), _Record) for path in paths]
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: {error}", hint=HINT) from error
-    if not records or len(records) != records[0]["layout"]["world_size"]:
+    if not records or len(records) != records[0].layout.get("world_size"):
         raise CheckpointError(f"{folder} holds the state of {len(records)} ranks", hint=HINT)
     return records

@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -50,10 +49,10 @@ class Snapshot:
     """
 
     rank: int
-    layout: dict[str, Any]
+    layout: Mapping[str, object]
     pieces: tuple[PieceState, ...]
     generators: dict[str, torch.Tensor]
-    extra: dict[str, Any]
+    extra: Mapping[str, object]
 
     @property
     def num_bytes(self) -> int:
@@ -70,8 +69,8 @@ class Snapshot:
         save_file(tensors, path)
         sync_path(path)
         record = {
-            "layout": self.layout,
-            "extra": self.extra,
+            "layout": dict(self.layout),
+            "extra": dict(self.extra),
             "pieces": [asdict(state.piece) | {"step": state.step} for state in self.pieces],
         }
         path = record_file(folder, self.rank)

@@ -13,8 +13,8 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import xxhash
 
 import asyncrl
@@ -61,7 +61,17 @@ class Cut:
     """
 
     version: int = 0
-    controllers: Mapping[str, Any] = field(default_factory=dict)
+    controllers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+class _Body(msgspec.Struct, frozen=True):
+    """What is read of a manifest."""
+
+    written_by: str
+    format: int
+    files: dict[str, str]
+    version: int = 0
+    controllers: dict[str, dict[str, float | bool]] = msgspec.field(default_factory=dict)
 
 
 class CheckpointStore:
@@ -195,7 +205,7 @@ class CheckpointStore:
     def verify_whole(self, step: int) -> None:
         """Raise CheckpointError unless the folder of `step` is what its own manifest says."""
         folder = self.folder(step)
-        files: dict[str, str] = _read_body(folder)["files"]
+        files = _read_body(folder).files
         if set(files) != {str(path.relative_to(folder)) for path in _files(folder)} - {MANIFEST}:
             raise CheckpointError(f"{folder} holds other files than its manifest says")
         for name, digest in files.items():
@@ -205,7 +215,7 @@ class CheckpointStore:
     def cut(self, step: int) -> Cut:
         """Return what the checkpoint of `step` holds besides the ranks' state."""
         body = _read_body(self.folder(step))
-        return Cut(body["version"], body["controllers"])
+        return Cut(body.version, body.controllers)
 
     def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
         """Return name and full shape of the parameters that the first rank wrote into the one of `step`.
@@ -238,7 +248,7 @@ def digest_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _digest(body: Mapping[str, Any]) -> str:
+def _digest(body: Mapping[str, object]) -> str:
     return str(xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode()))
 
 
@@ -249,17 +259,19 @@ def _read_manifest(folder: Path) -> bytes:
         raise CheckpointError(f"the checkpoint {folder} is missing") from None
 
 
-def _read_body(folder: Path) -> dict[str, Any]:
+def _read_body(folder: Path) -> _Body:
     """Return what the manifest says, once it agrees with its own digest and is of our format."""
     try:
         table = json.loads(_read_manifest(folder))
-        body: dict[str, Any] = table.get("body", {})
+        body: dict[str, object] = table.get("body", {})
         is_whole = _digest(body) == table.get("digest") or "files" in table
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"the manifest of {folder} is torn or altered: {error}") from error
     if not is_whole:
         raise CheckpointError(f"the manifest of {folder} is torn or altered")
     found = body.get("format", 1)
+    if not isinstance(found, int):
+        raise CheckpointError(f"the manifest of {folder} is torn or altered")
     if not OLDEST_FORMAT <= found <= FORMAT:
         by = f"asyncrl {body['written_by']} wrote it" if "written_by" in body else "asyncrl wrote it"
         newer = f"A newer {by}: use that one, or newer"
@@ -271,9 +283,12 @@ def _read_body(folder: Path) -> dict[str, Any]:
     return _bring_up_to_date(body)
 
 
-def _bring_up_to_date(body: Mapping[str, Any]) -> dict[str, Any]:
+def _bring_up_to_date(body: Mapping[str, object]) -> _Body:
     """Return what an older manifest says, in the current format; the file stays as it was committed."""
-    return {"written_by": "unknown", **body, "format": FORMAT}
+    try:
+        return msgspec.convert({"written_by": "unknown", **body, "format": FORMAT}, _Body)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"a manifest is not understood: {error}") from error
 
 
 def _files(folder: Path) -> list[Path]:

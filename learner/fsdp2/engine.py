@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -63,7 +64,7 @@ class Engine:
         is_frozen: bool = False,
     ) -> None:
         self.parameters, self.progress = parameters, Progress(config.lr)
-        self._module: Any = module
+        self._module: Any = module  # an FSDPModule, whose class in PyTorch is no Module
         self._group, self._config, self._is_packed = group, config, is_packed
         self.max_tokens_per_microbatch = config.max_tokens_per_microbatch
         self.step_gate: StepGate | None = None
@@ -143,7 +144,7 @@ class Engine:
         """Restore what any layout wrote; see `LearnerBackend.load_state`."""
         assert self._state is not None, "a frozen model has no state"
         extra = self._state.load(folder)
-        self.progress = Progress(lr=extra["lr"], num_updates=extra["num_updates"])
+        self.progress = msgspec.convert(extra, Progress)
         self._loss_scale.restore(extra)
 
     def _add_gradients(

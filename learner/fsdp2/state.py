@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,17 +38,17 @@ class TrainingState:
         self._parameters, self._optimizer, self._group = parameters, optimizer, group
         self._copies = HostCopies()
 
-    def snapshot(self, extra: Mapping[str, Any]) -> Snapshot:
+    def snapshot(self, extra: Mapping[str, object]) -> Snapshot:
         """Copy this rank's state to the host. The next snapshot overwrites it."""
         held = list(self._held())
         copies = iter(self._copies.take(one.values[kind] for one in held for kind in KINDS))
         pieces = [
             PieceState(one.piece, {kind: next(copies) for kind in KINDS}, float(one.step)) for one in held
         ]
-        layout = {"backend": "fsdp2", "world_size": self._group.size}
+        layout: dict[str, object] = {"backend": "fsdp2", "world_size": self._group.size}
         return Snapshot(self._group.rank, layout, tuple(pieces), _generator_states(), dict(extra))
 
-    def load(self, folder: Path) -> dict[str, Any]:
+    def load(self, folder: Path) -> Mapping[str, object]:
         """Restore what any layout of ranks wrote; return its plain values.
 
         Generators are exact at the same layout; at another one each rank gets some rank's.

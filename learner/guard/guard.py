@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl.config.tree import GuardSection
 from asyncrl.errors import AsyncrlError
@@ -152,7 +151,7 @@ class Guard:
             "num_rollbacks": float(self.num_rollbacks),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, float]) -> None:
         """Take over what `state` returned, possibly nothing."""
         self.lr_scale = float(state.get("lr_scale", 1.0))
         self.is_kl_off = bool(state.get("is_kl_off", False))

@@ -80,7 +80,7 @@ class GuardedModel:
         """This rank's groups of the step that were in updates, none of which was applied."""
         return self._refused - self._applied
 
-    def update(self, minibatch: PackedBatch, loss_fn: Any) -> dict[str, float]:
+    def update(self, minibatch: PackedBatch, loss_fn: object) -> dict[str, float]:
         """See `LearnerBackend.update` and `ValueBackend.update`.
 
         Raises:
@@ -88,7 +88,7 @@ class GuardedModel:
         """
         return self._step([minibatch], lambda: self._inner.update(minibatch, loss_fn))
 
-    def accumulate(self, parts: Sequence[PackedBatch], loss_fn: Any, *, is_last: bool) -> dict[str, float]:
+    def accumulate(self, parts: Sequence[PackedBatch], loss_fn: object, *, is_last: bool) -> dict[str, float]:
         """See `LearnerBackend.accumulate`. Raises UnstableTraining as `update` does."""
         with self._explaining():
             found: dict[str, float] = self._inner.accumulate(parts, loss_fn, is_last=is_last)

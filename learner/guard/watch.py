@@ -128,7 +128,7 @@ class Watch:
         """Return what checkpoints and the journal keep of the guard."""
         return self._guard.state() | {"rolled_back_to": float(self.rolled_back_to)}
 
-    def restore(self, kept: Mapping[str, Any], note: Mapping[str, float]) -> None:
+    def restore(self, kept: Mapping[str, float], note: Mapping[str, float]) -> None:
         """Take over what `state` returned, to the checkpoint or, at a rollback, to the journal.
 
         Each may be empty. The journal's is newer where the run ended between a rollback and the next

@@ -11,7 +11,6 @@ then its share of `up`; qkv interleaves by key/value group: q of the group, its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,8 +72,8 @@ def global_names(chunk: torch.nn.Module) -> Iterator[tuple[str, bool, torch.nn.P
     for name, parameter in chunk.named_parameters():
         if name.startswith(_LAYER_PREFIX):
             index, _, inner = name.removeprefix(_LAYER_PREFIX).partition(".")
-            layer: Any = chunk.get_submodule(f"{_LAYER_PREFIX}{index}")
-            yield f"{_LAYER_PREFIX}{layer.layer_number - 1}.{inner}", False, parameter
+            number = vars(chunk.get_submodule(f"{_LAYER_PREFIX}{index}"))["layer_number"]  # from 1
+            yield f"{_LAYER_PREFIX}{number - 1}.{inner}", False, parameter
         elif name == "output_layer.weight" and is_tied:
             yield VOCABULARY[0], True, parameter
         else:

@@ -16,7 +16,6 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -101,7 +100,7 @@ class _TorchOnCpu(types.ModuleType):
             setattr(self, name, _on_cpu(getattr(torch, name)))
         self.cuda = _CudaOfCpu()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
 
 
@@ -118,17 +117,17 @@ class _CudaOfCpu(types.ModuleType):
         self.get_rng_state = lambda *_: torch.get_rng_state()
         self.set_rng_state = lambda state, *_: torch.set_rng_state(state)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(torch.cuda, name)
 
 
-def _do_nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_: object, **__: object) -> None:
     return None
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def make(*args: object, **kwargs: object) -> torch.Tensor:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
@@ -138,9 +137,9 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _rebind_rng() -> None:
-    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    random = vars(importlib.import_module("megatron.core.tensor_parallel.random"))
+    random["_get_cuda_rng_state"] = lambda *_, **__: torch.get_rng_state()
+    random["_set_cuda_rng_state"] = lambda state, *_, **__: torch.set_rng_state(state)
     # On a CPU the tracker warns at every fork that the CPU's generator moved: here that is the point.
     logging.getLogger(_RNG_LOGGER).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
@@ -150,8 +149,7 @@ def _rebind_rng() -> None:
 def _rebind_gradient_clipping() -> None:
     """Megatron's function insists on the type string of a CUDA gradient."""
     for name in ("megatron.core.optimizer.clip_grads", "megatron.core.optimizer.optimizer"):
-        module: Any = importlib.import_module(name)
-        module.clip_grad_by_total_norm_fp32 = _clip_gradients
+        vars(importlib.import_module(name))["clip_grad_by_total_norm_fp32"] = _clip_gradients
 
 
 def _rebind_gradient_accumulation() -> None:
@@ -159,9 +157,11 @@ def _rebind_gradient_accumulation() -> None:
 
     Otherwise every gradient is a fresh tensor, whose pages cost a CPU more than the addition.
     """
-    layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
-    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(wgrad_gemm_accum_fp32=_add_weight_gradient)
-    layers._grad_accum_fusion_available = True
+    layers = vars(importlib.import_module("megatron.core.tensor_parallel.layers"))
+    layers["fused_weight_gradient_mlp_cuda"] = types.SimpleNamespace(
+        wgrad_gemm_accum_fp32=_add_weight_gradient
+    )
+    layers["_grad_accum_fusion_available"] = True
 
 
 def _add_weight_gradient(inputs_NI: torch.Tensor, gradient_NO: torch.Tensor, total_OI: torch.Tensor) -> None:

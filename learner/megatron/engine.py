@@ -13,9 +13,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -41,6 +43,14 @@ from learner.megatron.schedule import ColumnsLoss, Schedule  # noqa: E402
 from learner.megatron.state import TrainingState  # noqa: E402
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """What a checkpoint keeps of the schedule."""
+
+    lr: float
+    num_updates: int
 
 
 class Engine:
@@ -161,7 +171,8 @@ class Engine:
         assert self._state is not None, "a frozen model has no state of its own"
         extra = self._state.load(folder)
         self._training.restore_parameters()
-        self._num_updates, self._lr = extra["num_updates"], extra["lr"]
+        progress = msgspec.convert(extra, _Progress)
+        self._num_updates, self._lr = progress.num_updates, progress.lr
         self._loss_scale.restore(extra)
 
     def close(self) -> None:

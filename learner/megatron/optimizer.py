@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -131,14 +131,27 @@ class Updates:
                 main.data = main.data.to(device)
 
 
-def _spare_lone_rank(group: Any) -> None:
+class _Bucket(Protocol):
+    gradient_scaling_factor: float
+
+
+class _BucketGroup(Protocol):
+    """What is used of Megatron's gradients that are reduced together."""
+
+    intra_distributed_optimizer_instance_size: int
+    buckets: Sequence[_Bucket]
+    start_grad_sync: Callable[..., None]
+    start_param_sync: Callable[..., None]
+
+
+def _spare_lone_rank(group: _BucketGroup) -> None:
     """Leave out the collectives of one rank, which copy all its gradients and weights onto themselves."""
     if group.intra_distributed_optimizer_instance_size == 1:
         assert all(bucket.gradient_scaling_factor == 1.0 for bucket in group.buckets), "gradients are summed"
         group.start_grad_sync = group.start_param_sync = _do_nothing
 
 
-def _do_nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_: object, **__: object) -> None:
     return None
 
 

@@ -11,7 +11,7 @@ Shapes: N positions of a microbatch, C columns of the head's output.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class Schedule:
     def _run(
         self,
         microbatches: Sequence[PackedBatch],
-        finish: Callable[..., Any],
+        finish: Callable[..., object],
         *,
         forward_only: bool,
         has_squares: bool = False,
@@ -139,7 +139,9 @@ class Schedule:
             loss = loss.detach() + output_CN.sum() * 0.0
         return loss * scale, torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
-    def _finalize_gradients(self, chunks: list[torch.nn.Module], _num_tokens: Any, **options: Any) -> None:
+    def _finalize_gradients(
+        self, chunks: list[torch.nn.Module], _num_tokens: object, **options: object
+    ) -> None:
         """Reduce gradients over all groups; Megatron would divide by the number of tokens here."""
         if not self._reduces:
             return
@@ -153,7 +155,9 @@ class Schedule:
         return self._gather(output_CN, inputs.rows)
 
 
-def _step_forward(finish: Callable[..., Any], iterator: Any, chunk: torch.nn.Module) -> tuple[Any, Any]:
+def _step_forward(
+    finish: Callable[..., object], iterator: Iterator[_Inputs], chunk: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[..., object]]:
     inputs = next(iterator)
-    output = chunk(inputs.tokens_1N, None, None, packed_seq_params=inputs.rows)
+    output: torch.Tensor = chunk(inputs.tokens_1N, None, None, packed_seq_params=inputs.rows)
     return output, functools.partial(finish, inputs)

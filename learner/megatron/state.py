@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -69,7 +68,7 @@ class TrainingState:
         self._vocab_size = vocab_size
         self._copies = HostCopies()
 
-    def snapshot(self, extra: Mapping[str, Any]) -> Snapshot:
+    def snapshot(self, extra: Mapping[str, object]) -> Snapshot:
         """Copy this rank's state to the host. The next snapshot overwrites it."""
         shards = [shard for shard in self.shards() if shard.is_written]
         copies = iter(self._copies.take(shard.values[kind] for shard in shards for kind in KINDS))
@@ -82,7 +81,7 @@ class TrainingState:
         rank = torch.distributed.get_rank()
         return Snapshot(rank, self.layout(), tuple(pieces), generator_states(), dict(extra))
 
-    def load(self, folder: Path) -> dict[str, Any]:
+    def load(self, folder: Path) -> Mapping[str, object]:
         """Restore what any layout of ranks wrote; return its plain values.
 
         Generators are exact at the same layout; at another one each rank gets some rank's.
@@ -99,7 +98,7 @@ class TrainingState:
             restore_generators(reader.generators(torch.distributed.get_rank()))
             return reader.extra
 
-    def layout(self) -> dict[str, Any]:
+    def layout(self) -> dict[str, object]:
         """Return how the ranks cut the model."""
         return {
             "world_size": torch.distributed.get_world_size(),
@@ -123,6 +122,7 @@ class TrainingState:
         for model_group, main_group in groups:
             for parameter, main in zip(model_group, main_group, strict=True):
                 name, is_copy = names[parameter]
+                values, step = self._values(main)
                 owned = optimizer._get_model_param_range_map(parameter)["param"]
                 yield Shard(
                     runs=rows.row_runs(name, parameter.shape, self._config, self._vocab_size),
@@ -130,11 +130,12 @@ class TrainingState:
                     start=owned.start,
                     end=owned.end,
                     is_written=not is_copy and self._is_owner(name),
-                    **self._values(main),
+                    values=values,
+                    step=step,
                 )
 
-    def _values(self, main: torch.Tensor) -> dict[str, Any]:
-        """Return the optimizer's tensors of one main parameter.
+    def _values(self, main: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Return the optimizer's tensors of one main parameter by kind, and its `step`.
 
         One that was never stepped gets what AdamW would give it, its own `step` included. (Megatron's
         load_state_dict makes all parameters share one, which breaks bias correction.)
@@ -145,7 +146,7 @@ class TrainingState:
             state.update({moment: torch.zeros_like(main) for moment in KINDS[1:]})
         values = {"main": main.detach(), **{moment: state[moment] for moment in KINDS[1:]}}
         assert all(tensor.is_contiguous() for tensor in values.values())
-        return {"values": {kind: tensor.view(-1) for kind, tensor in values.items()}, "step": state["step"]}
+        return {kind: tensor.view(-1) for kind, tensor in values.items()}, state["step"]
 
     def _is_owner(self, name: str) -> bool:
         """Whether this tensor-parallel rank writes `name`: each its part, rank 0 what all have alike."""

@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypedDict
+
+import msgspec
 
 from asyncrl import errors as named_errors
 from asyncrl.errors import AsyncrlError, ServiceFailed
 from learner.backend import Placement
-from learner.record.comparison import ComparedStep, Comparison, Difference
+from learner.record.comparison import ComparedStep, Comparison
 from learner.record.plan import Plan
 from learner.record.replay import replay
 from learner.record.settings import configure
@@ -40,6 +42,14 @@ DIFFERENCES = "differences"
 """Keys that a line of an error and a line of a step have."""
 
 
+class _Order(TypedDict):
+    """What a rank is told: the fields of a `Plan`, those of `--set`, and of a `Placement`."""
+
+    plan: dict[str, object]
+    overrides: list[str]
+    placement: dict[str, object]
+
+
 def replay_on_ranks(
     plan: Plan, overrides: Sequence[str], num_ranks: int, say: Callable[[str], None]
 ) -> Comparison:
@@ -50,8 +60,11 @@ def replay_on_ranks(
         ServiceFailed: A rank has ended with another error, which is quoted; or nothing moves.
     """
     say(f"{num_ranks} processes, as the run's learner had")
-    order = {"plan": {**asdict(plan), "folder": str(plan.folder)}, "overrides": list(overrides)}
-    order["placement"] = {"world_size": num_ranks, "rendezvous": f"127.0.0.1:{_free_port()}"}
+    order = _Order(
+        plan={**asdict(plan), "folder": str(plan.folder)},
+        overrides=list(overrides),
+        placement={"world_size": num_ranks, "rendezvous": f"127.0.0.1:{_free_port()}"},
+    )
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]
         errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_ranks)]
@@ -81,7 +94,7 @@ class _Lines:
         self._file = output.fileno()
         self._num_taken_bytes = 0
 
-    def take(self) -> Iterator[dict[str, Any]]:
+    def take(self) -> Iterator[dict[str, object]]:
         """Yield those of whole lines; what is not a JSON object is none of ours."""
         size = os.fstat(self._file).st_size
         said = os.pread(self._file, size - self._num_taken_bytes, self._num_taken_bytes)
@@ -97,10 +110,10 @@ class _Lines:
 def _find_steps(lines: _Lines) -> Iterator[ComparedStep]:
     for fields in lines.take():
         if DIFFERENCES in fields:
-            yield _step_of(fields)
+            yield msgspec.convert(fields, ComparedStep)
 
 
-def _start(order: dict[str, Any], rank: int, output: IO[str], errors: IO[str]) -> subprocess.Popen[str]:
+def _start(order: _Order, rank: int, output: IO[str], errors: IO[str]) -> subprocess.Popen[str]:
     given = json.dumps({**order, "placement": {**order["placement"], "rank": rank}})
     command = [sys.executable, "-m", "learner.record.processes", given]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, text=True)
@@ -138,7 +151,7 @@ def _find_error(output: IO[str]) -> AsyncrlError | None:
     for fields in _Lines(output).take():
         kind = getattr(named_errors, str(fields.get(ERROR)), None)
         if isinstance(kind, type) and issubclass(kind, AsyncrlError) and {"message", "hint"} <= fields.keys():
-            return kind(fields["message"], hint=fields["hint"])
+            return kind(str(fields["message"]), hint=str(fields["hint"]))
     return None
 
 
@@ -163,11 +176,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _step_of(fields: dict[str, Any]) -> ComparedStep:
-    differences = tuple(Difference(**difference) for difference in fields.pop("differences"))
-    return ComparedStep(**fields, differences=differences)
 
 
 def main(given: str) -> None:

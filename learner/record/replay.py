@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -192,7 +191,7 @@ def _restore(trainer: Trainer, plan: Plan, config: Config) -> None:
         trainer.restore(None, {})
         return
     store = CheckpointStore(plan.folder / CHECKPOINTS, config.checkpoint.keep, config.checkpoint.keep_best)
-    controllers: Mapping[str, Any] = store.cut(plan.began_at).controllers
+    controllers = store.cut(plan.began_at).controllers
     trainer.restore(store.folder(plan.began_at), controllers.get("objective", {}))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import xxhash
 from pydantic import ValidationError
@@ -20,7 +19,7 @@ from asyncrl.config.load import load_resolved
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 
-Settings = Mapping[str, Mapping[str, Any]]
+Settings = Mapping[str, Mapping[str, object]]
 """Values by section and key, as JSON has them."""
 
 SECTIONS = ("learner", "algorithm", "critic", "staleness")
@@ -37,7 +36,7 @@ KEYS = (
 def settings_of(config: Config) -> Settings:
     """Return what the training of a step depends on."""
     values = config.model_dump(mode="json")
-    settings: dict[str, dict[str, Any]] = {section: values[section] for section in SECTIONS}
+    settings: dict[str, dict[str, object]] = {section: values[section] for section in SECTIONS}
     for section, key in KEYS:
         settings.setdefault(section, {})[key] = values[section][key]
     return settings
@@ -94,14 +93,14 @@ def configure(folder: Path, settings: Settings | None, overrides: Sequence[str] 
         ) from error
 
 
-def _copy(given: Mapping[str, Any], values: dict[str, Any], path: Sequence[str]) -> None:
+def _copy(given: Mapping[str, object], values: dict[str, object], path: Sequence[str]) -> None:
     """Put the value at `path` of `given` into `values`."""
     *sections, key = path
-    source: Any = given
-    target: Any = values
+    source, target = given, values
     for section in sections:
-        if not isinstance(target.get(section), dict):  # none was recorded there: take it whole
+        below, inner = source[section], target.get(section)
+        if not isinstance(inner, dict) or not isinstance(below, Mapping):  # none was recorded: take it whole
             key = section
             break
-        source, target = source[section], target[section]
+        source, target = below, inner
     target[key] = source[key]

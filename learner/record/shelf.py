@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import xxhash
 
 from asyncrl import wire
@@ -148,9 +149,10 @@ class Shelf:
         """
         path = self.batch_path(step, share)
         data = memoryview(self._read(path, step))
-        header = _read_header(data, path)
+        fields = _read_header(data, path)
         try:
-            return _parse(header, data, path, self.read_settings(header.get("settings", "")))
+            header = msgspec.convert(fields, _Header)
+            return _parse(header, data, path, self.read_settings(header.settings))
         except (WireError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}", hint=_HINT) from error
 
@@ -271,6 +273,21 @@ def name_steps(steps: Iterable[int]) -> str:
 _HINT = "Nothing can be trained again from it: bring the file back, or begin at a later checkpoint"
 
 
+class _Header(msgspec.Struct, frozen=True):
+    """What stands before the groups of a batch."""
+
+    order: Train
+    adjustment: Adjust
+    tickets: list[int]
+    lengths: list[list[int]]
+    digests: list[str]
+    metrics: dict[str, float]
+    seed: int
+    share: int
+    num_shares: int
+    settings: str = ""
+
+
 def _write(path: Path, frames: Sequence[wire.Frame]) -> int:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -315,27 +332,24 @@ def _read_header(data: memoryview, path: Path) -> dict[str, Any]:
     return wire.unpack_header(header)
 
 
-def _parse(header: dict[str, Any], data: memoryview, path: Path, settings: Settings | None) -> RecordedStep:
+def _parse(header: _Header, data: memoryview, path: Path, settings: Settings | None) -> RecordedStep:
     start = _PREFIX_BYTES + int.from_bytes(data[_PREFIX_BYTES - _LENGTH_BYTES : _PREFIX_BYTES], "little")
     groups = []
-    for ticket, lengths, digest in zip(header["tickets"], header["lengths"], header["digests"], strict=True):
+    for ticket, lengths, digest in zip(header.tickets, header.lengths, header.digests, strict=True):
         ends = list(itertools.accumulate(lengths, initial=start))
         frames = [data[begin:end] for begin, end in itertools.pairwise(ends)]
         start = ends[-1]
         if _digest_frames(frames) != digest:
             raise CheckpointError(f"the group of ticket {ticket} in {path} is torn or altered", hint=_HINT)
         groups.append(decode_group(frames))
-    order = {**header["order"]}
-    order["versions"] = [(number, step) for number, step in order["versions"]]
-    order["limits"] = [(name, limit) for name, limit in order["limits"]]
     return RecordedStep(
-        order=Train(**order),
-        adjustment=Adjust(**header["adjustment"]),
+        order=header.order,
+        adjustment=header.adjustment,
         groups=groups,
-        metrics=header["metrics"],
-        seed=header["seed"],
-        share=header["share"],
-        num_shares=header["num_shares"],
+        metrics=header.metrics,
+        seed=header.seed,
+        share=header.share,
+        num_shares=header.num_shares,
         settings=settings,
     )
 

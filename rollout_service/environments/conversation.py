@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.errors import ConfigError
 from rollout_service.environments.protocol import EnvironmentFailed, Message, Observation
@@ -66,10 +66,10 @@ class ChatTemplate:
         self,
         tokenizer: PreTrainedTokenizerBase,
         roles: Sequence[str] = ("user",),
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Sequence[Mapping[str, object]] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._tools: Any = [dict(tool) for tool in tools] or None
+        self._tools = [dict(tool) for tool in tools] or None
         self._before: list[int] = []
         for role in roles:
             self._before = self._find_answer(role)
@@ -127,7 +127,7 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         try:
-            ids: Any = self._tokenizer.apply_chat_template(
+            ids: list[int] = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=self._tools,
                 add_generation_prompt=has_answer,
@@ -150,7 +150,7 @@ def as_messages(observation: Observation) -> list[Message]:
     """
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}] if observation else []
-    told: Any = observation  # whatever a user's method returned
+    told: object = observation  # whatever a user's method returned
     if not isinstance(told, Sequence) or not all(_is_message(one) for one in told):
         raise EnvironmentFailed(
             f"an observation is text, or messages with 'role' and 'content', not {told!r:.60}"

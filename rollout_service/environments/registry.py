@@ -11,7 +11,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.problems import suggest
 from asyncrl.config.tree import EnvironmentSection
@@ -49,7 +48,7 @@ class Episodes:
     make: EnvironmentFactory
     max_turns: int = 8
     roles: Sequence[str] = ("user",)
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, object]] = ()
     opens: bool = False
 
 
@@ -63,11 +62,11 @@ def load_environment(environment: EnvironmentSection, folder: Path = Path()) -> 
     if name in BUILT_IN:
         _bind(name, arguments)
         make: EnvironmentFactory = BUILT_IN[name](**arguments)
-        named: Any = make
+        named: object = make
     else:
-        named = _find_class(name, folder)
-        _check_arguments(name, named, arguments)
-        make = functools.partial(named, **arguments)
+        named = cls = _find_class(name, folder)
+        _check_arguments(name, cls, arguments)
+        make = functools.partial(cls, **arguments)
     return Episodes(
         make,
         environment.max_turns,
@@ -90,7 +89,7 @@ def check_registered(environment: EnvironmentSection) -> None:
         raise _unknown(name)
     _bind(name, arguments)
     if BUILT_IN[name] is ToolUse:
-        ToolUse(**arguments)
+        BUILT_IN[name](**arguments)
 
 
 def check_file(environment: EnvironmentSection) -> None:
@@ -127,7 +126,7 @@ def _unknown(name: str) -> ConfigError:
     return ConfigError(f"there is no environment '{name}'", hint=hint)
 
 
-def _bind(name: str, arguments: Mapping[str, Any]) -> None:
+def _bind(name: str, arguments: Mapping[str, object]) -> None:
     try:
         inspect.signature(BUILT_IN[name]).bind(**arguments)
     except TypeError as error:
@@ -135,11 +134,11 @@ def _bind(name: str, arguments: Mapping[str, Any]) -> None:
         raise ConfigError(f"rollout.environment '{name}': {error}", hint=f"It takes {known}") from error
 
 
-def _find_class(name: str, folder: Path) -> Any:
+def _find_class(name: str, folder: Path) -> Callable[..., Environment]:
     file, separator, class_name = name.rpartition(":")
     if not separator or not file.endswith(".py"):
         raise _unknown(name)
-    cls = getattr(import_file(folder / file, "the environment's file"), class_name, None)
+    cls: object = getattr(import_file(folder / file, "the environment's file"), class_name, None)
     if not callable(cls):
         raise ConfigError(f"{folder / file} has no class '{class_name}'")
     methods = {method: getattr(cls, method, None) for method in METHODS}
@@ -161,7 +160,7 @@ def _refuse_methods(name: str, missing: Sequence[str], plain: Sequence[str]) -> 
         raise ConfigError(f"of the environment '{name}' {', '.join(plain)} must be `async def`")
 
 
-def _check_arguments(name: str, cls: Any, arguments: Mapping[str, Any]) -> None:
+def _check_arguments(name: str, cls: Callable[..., object], arguments: Mapping[str, object]) -> None:
     try:
         inspect.signature(cls).bind(None, 0, **arguments)
     except TypeError as error:

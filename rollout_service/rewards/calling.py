@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from asyncrl.errors import ConfigError
 from rollout_service.rewards.score import Answer, RewardError, Score, checked_number
 
-ScoreFunction = Callable[..., Any]
+ScoreFunction = Callable[..., object]
 EXTRA = ("data_source", "extra_info", "finish_reason", "num_tokens", "prompt")
 VERL_FORM = ("data_source", "solution_str", "ground_truth", "extra_info")
 
@@ -35,7 +34,7 @@ class BoundFunction:
         self,
         name: str,
         function: ScoreFunction,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
         is_closed: bool = False,
     ) -> None:
         self.name = name
@@ -63,7 +62,7 @@ class BoundFunction:
             value = value.get("score")
         return checked_number(self.name, value)
 
-    def _call(self, answer: Answer) -> Any:
+    def _call(self, answer: Answer) -> object:
         prompt = answer.prompt
         known = {
             "solution_str": answer.response,
@@ -99,7 +98,7 @@ class FunctionReward:
         self,
         name: str,
         function: ScoreFunction,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
         is_closed: bool = False,
     ) -> None:
         self.name = name

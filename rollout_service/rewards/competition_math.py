@@ -8,7 +8,6 @@ verl's quirks are kept: an unclosed box scores 0, and so does \fbox, which is fo
 from __future__ import annotations
 
 import re
-from typing import Any
 
 BOX, BOX_WITHOUT_BRACES = "\\boxed{", "\\boxed "
 _DROPPED = ("\n", "\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
@@ -66,7 +65,7 @@ def is_equivalent(left: str, right: str) -> bool:
         return left == right
 
 
-def score_math(response: str, ground_truth: Any, **extra: Any) -> float:
+def score_math(response: str, ground_truth: object, **extra: object) -> float:
     """Return 1 if the last boxed answer is equivalent to the gold, else 0."""
     answer = find_box(response)
     return float(answer is not None and is_equivalent(answer, str(ground_truth)))

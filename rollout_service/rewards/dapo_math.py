@@ -7,7 +7,6 @@ dressing go, shorthand fractions and roots get braces, thousands lose their comm
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from rollout_service.rewards.competition_math import BOX, read_braces
 
@@ -64,7 +63,7 @@ def judge(response: str, ground_truth: str) -> tuple[bool, str]:
     return prediction == ground_truth, prediction
 
 
-def score_math_dapo(response: str, ground_truth: Any, **extra: Any) -> dict[str, Any]:
+def score_math_dapo(response: str, ground_truth: object, **extra: object) -> dict[str, object]:
     """Return {score: 1 or -1, acc, pred}."""
     is_right, prediction = judge(response, str(ground_truth))
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": prediction}

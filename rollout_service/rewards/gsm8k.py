@@ -8,7 +8,6 @@ counts as it stands, so `1,234` is not `1234`.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 CLIP_CHARS = 300
 STRICT = re.compile(r"#### (\-?[0-9\.\,]+)")
@@ -28,18 +27,18 @@ def extract_flexible(response: str) -> str | None:
     return next((run for run in reversed(found) if run not in NO_NUMBER), None)
 
 
-def score_answer(answer: str | None, ground_truth: Any, format_score: float = 0.0) -> float:
+def score_answer(answer: str | None, ground_truth: object, format_score: float = 0.0) -> float:
     """Return 1 if the answer equals the gold, as strings; 0 without one; else `format_score`."""
     if answer is None:
         return 0.0
     return 1.0 if answer == str(ground_truth) else format_score
 
 
-def score_strict(response: str, ground_truth: Any, format_score: float = 0.0, **extra: Any) -> float:
+def score_strict(response: str, ground_truth: object, format_score: float = 0.0, **extra: object) -> float:
     """Return 1 if the strictly extracted answer equals the gold, as strings; else as `score_answer`."""
     return score_answer(extract_strict(response), ground_truth, format_score)
 
 
-def score_flexible(response: str, ground_truth: Any, format_score: float = 0.0, **extra: Any) -> float:
+def score_flexible(response: str, ground_truth: object, format_score: float = 0.0, **extra: object) -> float:
     """Return 1 if the flexibly extracted answer equals the gold, as strings; else as `score_answer`."""
     return score_answer(extract_flexible(response), ground_truth, format_score)

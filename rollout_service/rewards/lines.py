@@ -18,8 +18,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypedDict
 
+import msgspec
 from pydantic import ValidationError
 
 from asyncrl.config.document import read_document
@@ -46,15 +47,27 @@ KINDS: Mapping[str, type | tuple[type, ...]] = {
 DEFAULTS = {"prompt": "", "data_source": "", "extra_info": {}, "finish_reason": "stop", "num_tokens": 0}
 
 
+class Line(TypedDict):
+    """What a reward reads of a line, and `DEFAULTS` where it says nothing."""
+
+    response: str
+    ground_truth: object
+    prompt: str | list[dict[str, object]]
+    data_source: str
+    extra_info: dict[str, object]
+    finish_reason: str
+    num_tokens: int | bool
+
+
 @dataclass(frozen=True)
 class LineTask:
     """The task of one line, as a reward sees it."""
 
     row: int
-    content: Any
-    ground_truth: Any
+    content: str | list[dict[str, object]]
+    ground_truth: object
     data_source: str
-    extra_info: Mapping[str, Any]
+    extra_info: Mapping[str, object]
 
 
 def score_lines(rewards: Sequence[str], source: str, target: str) -> int:
@@ -79,7 +92,7 @@ def score_lines(rewards: Sequence[str], source: str, target: str) -> int:
 
 
 def _section(rewards: Sequence[str]) -> RewardSection:
-    values: list[Any] = []
+    values: list[object] = []
     for text in rewards:
         document = read_document(text, "--reward", is_file=False) if text.startswith("{") else None
         if document is not None and document.problems:
@@ -96,7 +109,7 @@ async def _score_all(
     reward: TotalReward, lines: Iterator[bytes], source: str, out: IO[str], has_parts: bool
 ) -> int:
     """Score lines, some at once, and write them in their order."""
-    under_way: deque[tuple[int, dict[str, Any], asyncio.Task[Score]]] = deque()
+    under_way: deque[tuple[int, dict[str, object], asyncio.Task[Score]]] = deque()
     num_lines = 0
     try:
         await reward.start()
@@ -123,7 +136,7 @@ async def _score_all(
 
 
 async def _write_next(
-    under_way: deque[tuple[int, dict[str, Any], asyncio.Task[Score]]],
+    under_way: deque[tuple[int, dict[str, object], asyncio.Task[Score]]],
     source: str,
     out: IO[str],
     has_parts: bool,
@@ -138,7 +151,7 @@ async def _write_next(
     out.write(json.dumps(fields | added, ensure_ascii=False) + "\n")
 
 
-def _read_line(line: bytes, where: str) -> dict[str, Any]:
+def _read_line(line: bytes, where: str) -> dict[str, object]:
     try:
         fields = json.loads(line)
     except ValueError as error:  # UnicodeDecodeError is one
@@ -148,17 +161,19 @@ def _read_line(line: bytes, where: str) -> dict[str, Any]:
     return fields
 
 
-def _answer_of(fields: Mapping[str, Any], number: int, where: str) -> Answer:
-    told: dict[str, Any] = {**DEFAULTS, **fields}
+def _answer_of(fields: Mapping[str, object], number: int, where: str) -> Answer:
+    told: dict[str, object] = {**DEFAULTS, **fields}
     for name, kind in KINDS.items():
         if name not in told:
             raise DataError(f"{where} has no '{name}'")
         if not isinstance(told[name], kind):
             raise DataError(f"{where}: '{name}' is a {type(told[name]).__name__}")
-    if isinstance(told["prompt"], list) and not all(isinstance(one, dict) for one in told["prompt"]):
-        raise DataError(f"{where}: 'prompt' is neither text nor a list of messages")
-    task = LineTask(number, told["prompt"], told["ground_truth"], told["data_source"], told["extra_info"])
-    return Answer(task, told["response"], told["finish_reason"], told["num_tokens"])
+    try:
+        line = msgspec.convert(told, Line)
+    except msgspec.ValidationError:
+        raise DataError(f"{where}: 'prompt' is neither text nor a list of messages") from None
+    task = LineTask(number, line["prompt"], line["ground_truth"], line["data_source"], line["extra_info"])
+    return Answer(task, line["response"], line["finish_reason"], line["num_tokens"])
 
 
 @contextlib.contextmanager

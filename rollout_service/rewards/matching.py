@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from rollout_service.rewards.competition_math import find_box
 
@@ -13,13 +12,13 @@ FORMS = ("think_answer", "boxed")
 """Forms by name; any other pattern is a regular expression."""
 
 
-def score_exact_match(response: str, ground_truth: Any, **extra: Any) -> float:
+def score_exact_match(response: str, ground_truth: object, **extra: object) -> float:
     """Return 1 if the response, stripped of white space, is the ground truth, else 0."""
     return float(response.strip() == str(ground_truth).strip())
 
 
 def score_digit_sort(
-    response: str, ground_truth: str, *, finish_reason: str, num_tokens: int, **extra: Any
+    response: str, ground_truth: str, *, finish_reason: str, num_tokens: int, **extra: object
 ) -> float:
     """Return 1 if the response is the sorted digits, then the end of sequence, and nothing else.
 
@@ -29,7 +28,9 @@ def score_digit_sort(
     return float(is_clean and response == ground_truth)
 
 
-def score_format(response: str, ground_truth: Any, pattern: str = "think_answer", **extra: Any) -> float:
+def score_format(
+    response: str, ground_truth: object, pattern: str = "think_answer", **extra: object
+) -> float:
     """Return 1 if the response has the form, else 0.
 
     Args:

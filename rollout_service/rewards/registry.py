@@ -10,7 +10,6 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.config.problems import suggest
@@ -24,7 +23,8 @@ from rollout_service.rewards.dapo_math import score_math_dapo
 from rollout_service.rewards.gsm8k import score_flexible, score_strict
 from rollout_service.rewards.matching import FORMS, score_digit_sort, score_exact_match, score_format
 from rollout_service.rewards.score import Part
-from rollout_service.rewards.served.model import ModelReward, ModelSettings
+from rollout_service.rewards.served.messages import ModelSettings
+from rollout_service.rewards.served.model import ModelReward
 from rollout_service.rewards.served.pool import PooledReward
 from rollout_service.rewards.served.remote import RemoteReward, RemoteSettings
 from rollout_service.rewards.total import ErrorRate, TotalReward, Weighed
@@ -41,7 +41,7 @@ BUILT_IN: Mapping[str, ScoreFunction] = {
 SERVED = ("math_verify", "model")
 OF_POOL = ("workers", "deadline_s")
 """Arguments of a part that are not its function's."""
-Arguments = dict[str, Any]
+Arguments = dict[str, object]
 
 
 def load_reward(reward: RewardSection, folder: Path = Path()) -> TotalReward:
@@ -151,7 +151,10 @@ def _served(name: str, arguments: Arguments, make: Callable[..., Part], function
 
 
 def _with_settings(
-    name: str, arguments: Arguments, make: Callable[..., Part], settings: Callable[..., Any]
+    name: str,
+    arguments: Arguments,
+    make: Callable[..., Part],
+    settings: Callable[..., ModelSettings | RemoteSettings],
 ) -> Part:
     """Return a part with settings of its own; `batch` and `deadline_s` are the part's."""
     of_part: Arguments = {key: arguments[key] for key in ("batch", "deadline_s") if key in arguments}
@@ -169,15 +172,17 @@ def _with_settings(
     return make(name, settings(**told), **of_part)
 
 
-def _check_limits(name: str, limits: Mapping[str, Any]) -> None:
+def _check_limits(name: str, limits: Mapping[str, object]) -> None:
     for key, value in limits.items():
         kinds = (int, float) if key == "deadline_s" else (int,)
         if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
             raise ConfigError(f"'{key}' of the reward '{name}' must be a number above 0, not {value!r}")
 
 
-def _check_expression(pattern: Any) -> None:
+def _check_expression(pattern: object) -> None:
     try:
+        if not isinstance(pattern, str):
+            raise TypeError("first argument must be string or compiled pattern")
         re.compile(pattern)
     except (re.error, TypeError) as error:
         hint = f"Use {' or '.join(FORMS)}, or a regular expression"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from asyncrl.errors import AsyncrlError
 
@@ -42,16 +42,16 @@ class Task(Protocol):
     def row(self) -> int: ...
 
     @property
-    def content(self) -> Any: ...
+    def content(self) -> str | Sequence[Mapping[str, object]]: ...
 
     @property
-    def ground_truth(self) -> Any: ...
+    def ground_truth(self) -> object: ...
 
     @property
     def data_source(self) -> str: ...
 
     @property
-    def extra_info(self) -> Mapping[str, Any]: ...
+    def extra_info(self) -> Mapping[str, object]: ...
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Part(Protocol):
         """Return the processes that it started and that live."""
 
 
-def checked_number(name: str, value: Any) -> float:
+def checked_number(name: str, value: object) -> float:
     """Return what the reward `name` said as a float that is finite in 32 bits.
 
     Raises:

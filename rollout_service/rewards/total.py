@@ -11,7 +11,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from asyncrl.errors import WireError
 from asyncrl.experience import MAX_REWARD_PARTS, check_reward
@@ -33,6 +33,13 @@ class Weighed:
 
     part: Part
     weight: float = 1.0
+
+
+class RewardCounts(TypedDict):
+    """Each part's [count, sum], and the failures by kind, since the start."""
+
+    reward_parts: dict[str, list[float]]
+    reward_errors: dict[str, int]
 
 
 class ErrorRate:
@@ -189,7 +196,7 @@ class TotalReward:
         names = (weighed.part.name for weighed in self._parts)
         return Score(value, dict(zip(names, values, strict=True)))
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> RewardCounts:
         """Return, since the start, each part's (count, sum) and the failures by kind."""
         errors = {} if self._rate is None else dict(self._rate.kinds)
         sums = list(self._sums.items())  # at once: the thread that scores may add a name meanwhile

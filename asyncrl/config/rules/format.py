@@ -10,9 +10,10 @@ its threshold are an entry of a map (`algorithm.rejection`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from asyncrl.config.problems import KeyPath, Places, Problem
+from asyncrl.plain import JsonObject
 
 if TYPE_CHECKING:
     from asyncrl.config.document import Document
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 FORMAT: Final = 3
 """The form that this asyncrl writes, and that a file is in if it does not say."""
 OLDEST = 1
-
-Tree = dict[str, Any]
 
 GUARD_LIMITS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "max_kl": ("max", ("actor/ppo_kl", "rollout_corr/kl")),
@@ -46,6 +45,7 @@ def bring_up_to_date(document: Document, assumed: int = FORMAT) -> bool:
         Whether the values are in the current form.
     """
     values = document.values
+    assert isinstance(values, dict), "a file's sections"
     found = values.get("format", assumed)
     if type(found) is not int or found < OLDEST:
         what = f"format is {found!r}, but must be a whole number from {OLDEST} to {FORMAT}"
@@ -65,7 +65,7 @@ def _refuse(document: Document, what: str, hint: str) -> bool:
     return False
 
 
-def _name_limits(values: Tree, places: Places) -> None:
+def _name_limits(values: JsonObject, places: Places) -> None:
     """From 1 to 2: seven limits of the guard become entries of one map."""
     guard = values.get("guard")
     if not isinstance(guard, dict) or not GUARD_LIMITS.keys() & guard.keys():
@@ -81,7 +81,7 @@ def _name_limits(values: Tree, places: Places) -> None:
             _copy_place(places, ("guard", name), ("guard", "limits", metric, way))
 
 
-def _pair_rejections(values: Tree, places: Places) -> None:
+def _pair_rejections(values: JsonObject, places: Places) -> None:
     """From 2 to 3: two comma lists become a map from an option to its threshold."""
     algorithm = values.get("algorithm")
     if not isinstance(algorithm, dict):
@@ -106,5 +106,5 @@ def _copy_place(places: Places, old: KeyPath, new: KeyPath) -> None:
         found[new] = found.get(old, places.origin)
 
 
-STEPS: tuple[Callable[[Tree, Places], None], ...] = (_name_limits, _pair_rejections)
+STEPS: tuple[Callable[[JsonObject, Places], None], ...] = (_name_limits, _pair_rejections)
 """The n-th brings form `OLDEST + n` to the next one."""

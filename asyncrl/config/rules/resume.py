@@ -7,7 +7,6 @@ may change, and is in force from the next start on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from asyncrl.config.conflicts import WITH_GREEDY, WITH_VALUES
 from asyncrl.config.tree import Config
@@ -49,12 +48,12 @@ def find_breaks(before: Config, after: Config) -> Iterator[tuple[str, str]]:
         yield "critic", f"critic: was {was!r} under {old}, is {now!r} under {new}"
 
 
-def _value(config: Config, key: str) -> Any:
+def _value(config: Config, key: str) -> object:
     section, _, name = key.partition(".")
     return getattr(getattr(config, section), name)
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """Return a value as one writes it in a configuration: of a source its path, and what else was set."""
     if not isinstance(value, tuple):
         return repr(value)

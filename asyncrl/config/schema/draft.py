@@ -8,7 +8,6 @@ several keys is not in it: `asyncrl plan` checks that.
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -23,7 +22,7 @@ OWN_WORDS = ("title", "default")
 """What pydantic says of a section, and its keys say better."""
 
 
-def json_schema() -> dict[str, Any]:
+def json_schema() -> dict[str, object]:
     """Return the schema of a configuration file."""
     schema = Config.model_json_schema()
     parts = schema.pop("$defs")
@@ -32,15 +31,17 @@ def json_schema() -> dict[str, Any]:
             _describe(parts[section.__name__], section)
     _describe(schema, Config)
     for name, field in Config.model_fields.items():
-        found = section_in(field.annotation)
-        if found is not None:
-            schema["properties"][name] = _property(schema["properties"][name], found, field.is_required())
+        inner = section_in(field.annotation)
+        if inner is not None:
+            schema["properties"][name] = _property(schema["properties"][name], inner, field.is_required())
     required = [name for name, field in Config.model_fields.items() if field.is_required()]
     whole = {"$schema": DRAFT, "title": "asyncrl configuration"} | schema | {"required": required}
-    return _to_draft_7(whole | {"definitions": parts})  # type: ignore[no-any-return]
+    found = _to_draft_7(whole | {"definitions": parts})
+    assert isinstance(found, dict), "as it was"
+    return found
 
 
-def _property(reference: dict[str, Any], section: type[BaseModel], is_required: bool) -> dict[str, Any]:
+def _property(reference: dict[str, object], section: type[BaseModel], is_required: bool) -> dict[str, object]:
     forms = [reference] if is_required else [reference, {"type": "null"}]
     return {"description": summary_of(section), "anyOf": forms}
 
@@ -61,11 +62,13 @@ def _sections() -> list[type[BaseModel]]:
     return found
 
 
-def _describe(part: dict[str, Any], section: type[BaseModel]) -> None:
+def _describe(part: dict[str, object], section: type[BaseModel]) -> None:
     """Put the notes of `section` into its part of the schema, in place."""
     part.pop("title", None)
     notes = read_notes(section)
-    for name, found in part["properties"].items():
+    properties = part["properties"]
+    assert isinstance(properties, dict), "by name"
+    for name, found in properties.items():
         for word in OWN_WORDS if "$ref" in found else ("title",):
             found.pop(word, None)
         if name in notes:
@@ -75,14 +78,14 @@ def _describe(part: dict[str, Any], section: type[BaseModel]) -> None:
             found["description"] = summary_of(inner)
 
 
-def _say(note: Note, default: Any) -> dict[str, Any]:
+def _say(note: Note, default: object) -> dict[str, object]:
     text = f"[{note.unit}] {note.meaning}" if note.unit else note.meaning
-    said: dict[str, Any] = {"description": text} | ({UNIT: note.unit} if note.unit else {})
+    unit: dict[str, object] = {UNIT: note.unit} if note.unit else {}
     examples = list(note.examples) or ([] if default is None else [default])
-    return said | ({"examples": examples} if examples else {})
+    return {"description": text, **unit, **({"examples": examples} if examples else {})}
 
 
-def _to_draft_7(value: Any) -> Any:
+def _to_draft_7(value: object) -> object:
     """Return `value` with the words of draft 7 for those of 2020-12."""
     if isinstance(value, list):
         return [_to_draft_7(one) for one in value]
@@ -90,7 +93,7 @@ def _to_draft_7(value: Any) -> Any:
         return value
     found = {key: _to_draft_7(one) for key, one in value.items()}
     if "$ref" in found:
-        found["$ref"] = found["$ref"].replace("#/$defs/", "#/definitions/")
+        found["$ref"] = str(found["$ref"]).replace("#/$defs/", "#/definitions/")
         rest = {key: found.pop(key) for key in list(found) if key != "$ref"}
         return rest | {"allOf": [found]} if rest else found  # beside a $ref nothing counts
     if "prefixItems" in found:

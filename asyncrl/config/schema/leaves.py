@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -46,7 +46,7 @@ class Leaf:
         return {int, float} & set(_plain_types(self.field.annotation)) != set()
 
     @property
-    def default(self) -> Any:
+    def default(self) -> object:
         """The value without one, as it would be written; None too where one must be given."""
         if self.field.is_required():
             return None
@@ -59,7 +59,7 @@ def walk(model: type[BaseModel] = Config, prefix: str = "", is_inner: bool = Fal
     for name, field in model.model_fields.items():
         key, annotation = f"{prefix}{name}", field.annotation
         if is_section(annotation):
-            yield from walk(annotation, f"{key}.", is_inner)  # type: ignore[arg-type]
+            yield from walk(annotation, f"{key}.", is_inner)
             continue
         yield Leaf(key, model, field, notes.get(name), is_inner)
         section = section_in(annotation)
@@ -67,20 +67,20 @@ def walk(model: type[BaseModel] = Config, prefix: str = "", is_inner: bool = Fal
             yield from walk(section, f"{key}.*." if _is_many(annotation) else f"{key}.", is_inner=True)
 
 
-def is_section(annotation: object) -> bool:
+def is_section(annotation: object) -> TypeGuard[type[BaseModel]]:
     """Tell whether an annotation is a section, and nothing else."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def section_in(annotation: Any) -> type[BaseModel] | None:
+def section_in(annotation: object) -> type[BaseModel] | None:
     """Return the section that an annotation is, or may be, or that its items are."""
     if is_section(annotation):
-        return annotation  # type: ignore[no-any-return]
+        return annotation
     found = (section_in(part) for part in get_args(annotation))
     return next((section for section in found if section is not None), None)
 
 
-def dump_value(value: Any) -> Any:
+def dump_value(value: object) -> object:
     """Return a value of the tree as plain data."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
@@ -89,14 +89,14 @@ def dump_value(value: Any) -> Any:
     return [dump_value(one) for one in value] if isinstance(value, tuple | list) else value
 
 
-def _is_many(annotation: Any) -> bool:
+def _is_many(annotation: object) -> bool:
     """Tell whether an annotation is a list or a map, or may be one."""
     if get_origin(annotation) in (tuple, Mapping):
         return True
     return any(_is_many(part) for part in get_args(annotation))
 
 
-def _plain_types(annotation: Any) -> Iterator[type]:
+def _plain_types(annotation: object) -> Iterator[type]:
     if isinstance(annotation, type):
         yield annotation
     for part in get_args(annotation):

@@ -12,7 +12,6 @@ import re
 import textwrap
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -29,7 +28,7 @@ class Note:
 
     meaning: str
     unit: str = ""
-    examples: tuple[Any, ...] = ()
+    examples: tuple[object, ...] = ()
 
 
 def read_note(text: str) -> Note:
@@ -41,7 +40,7 @@ def read_note(text: str) -> Note:
     found = _FORM.fullmatch(" ".join(text.split()))
     assert found is not None, text
     examples = read_document(f"[{found['examples'] or ''}]", "examples")
-    assert not examples.problems, f"{text}: {examples.problems}"
+    assert isinstance(examples.values, list) and not examples.problems, f"{text}: {examples.problems}"
     return Note(found["meaning"], found["unit"] or "", tuple(examples.values))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, BeforeValidator
@@ -71,7 +71,7 @@ def _section(name: str, section: type[BaseModel]) -> str:
     rows = []
     for field_name, field in section.model_fields.items():
         if is_section(field.annotation):
-            said = summary_of(field.annotation)  # type: ignore[arg-type]
+            said = summary_of(field.annotation)
             rows.append(f"| `{name}.{field_name}` | {', '.join(_kinds_of(field))} | | | {said} |")
         rows += [_row(leaf) for leaf in walk(section, f"{name}.") if _is_below(leaf, f"{name}.{field_name}")]
     return f"## {name}\n\n{inspect.getdoc(section)}\n\n{_table(rows)}"
@@ -101,21 +101,21 @@ def _kinds_of(field: FieldInfo) -> list[str]:
     return [f"{found[0]} {' '.join(bounds)}", *found[1:]] if bounds else found
 
 
-def _written(annotation: Any, metadata: Sequence[Any]) -> Any:
+def _written(annotation: object, metadata: Sequence[object]) -> object:
     """Return the type of what a person writes, where it is not that of the tree."""
     validators = (one for one in metadata if isinstance(one, BeforeValidator))
     types = [one.json_schema_input_type for one in validators]
     return next((one for one in types if one is not PydanticUndefined), annotation)
 
 
-def _kinds(annotation: Any) -> Iterator[str]:
+def _kinds(annotation: object) -> Iterator[str]:
     names = {int: "whole number", float: "number", bool: "true or false", str: "text", type(None): "null"}
     if annotation in names:
         yield names[annotation]
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield "section"
-    elif getattr(annotation, "__metadata__", None) is not None:
-        yield from _kinds(_written(get_args(annotation)[0], annotation.__metadata__))
+    elif (metadata := getattr(annotation, "__metadata__", None)) is not None:
+        yield from _kinds(_written(get_args(annotation)[0], metadata))
     elif all(isinstance(part, str | int) for part in get_args(annotation)) and get_args(annotation):
         yield ", ".join(f"`{part}`" for part in get_args(annotation))
     elif get_origin(annotation) in (tuple, dict, Mapping):
@@ -125,7 +125,7 @@ def _kinds(annotation: Any) -> Iterator[str]:
             yield from _kinds(part)
 
 
-def _write(value: Any) -> str:
+def _write(value: object) -> str:
     """Return a value as it would stand in the file, on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_write(one)}" for key, one in value.items()) + "}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_serializer, model_validator
 
 from asyncrl.config.sections.section import Count, NonNegativeNumber, Section, refuse
 from asyncrl.metrics import find, unknown_names
+from asyncrl.plain import JsonValue
 
 WATCHED_SOURCES = ("step", "leader")
 """Who makes the metrics that the guard sees: the learner, once per step."""
@@ -16,7 +17,7 @@ WATCHED_SOURCES = ("step", "leader")
 WAYS = ("max", "min", "min_share", "max_times")
 
 
-def _is_number(way: str) -> dict[str, Any]:
+def _is_number(way: str) -> dict[str, JsonValue]:
     return {"required": [way], "properties": {way: {"type": "number"}}}
 
 
@@ -76,7 +77,7 @@ def with_default_limits(value: object) -> object:
     return {**DEFAULT_LIMITS, **value} if isinstance(value, Mapping) else value
 
 
-def check_names(limits: Mapping[str, Any]) -> Mapping[str, Any]:
+def check_names(limits: Mapping[str, LimitSection | None]) -> Mapping[str, LimitSection | None]:
     """Raise ValueError for a name that no row of the learner has: its limit would never be looked at."""
     for name in limits:
         metric = find(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -27,7 +27,7 @@ class RewardPart(Section):
     """Name of its metrics; null takes the last word of `fn`. For example: accuracy"""
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """What stands there besides the fields."""
         return dict(self.model_extra or {})
 

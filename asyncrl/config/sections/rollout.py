@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_serializer, model_validator
 
@@ -42,7 +42,7 @@ class EnvironmentSection(Section):
     """[turns] Most turns of the model in one episode."""
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, object]:
         """What stands there besides the fields."""
         return dict(self.model_extra or {})
 

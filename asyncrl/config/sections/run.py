@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_serializer
 
@@ -70,7 +70,7 @@ class CheckpointSection(Section):
 
 
 SinkName = Literal["wandb", "mlflow", "trackio", "swanlab"]
-NamedSink = Annotated[dict[SinkName, dict[str, Any] | None], Field(min_length=1, max_length=1)]
+NamedSink = Annotated[dict[SinkName, dict[str, object] | None], Field(min_length=1, max_length=1)]
 WrittenSink = SinkName | NamedSink
 WrittenSinks = WrittenSink | tuple[WrittenSink, ...]
 """The forms in which a person writes them."""
@@ -81,11 +81,11 @@ class SinkSection(Section):
 
     name: SinkName
     """Name of the service."""
-    arguments: Mapping[str, Any] = Field(default_factory=dict)
+    arguments: Mapping[str, object] = Field(default_factory=dict)
     """Arguments of its client. For example: {project: x}"""
 
     @model_serializer
-    def as_written(self) -> str | dict[str, Any]:
+    def as_written(self) -> str | dict[str, object]:
         """Return the short form, as a person writes it."""
         return {self.name: dict(self.arguments)} if self.arguments else self.name
 

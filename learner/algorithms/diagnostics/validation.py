@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +83,7 @@ def _draw(
     rows: Sequence[int], size: int, measures: Sequence[Callable[[Sequence[int]], float]]
 ) -> list[list[float]]:
     generator = np.random.RandomState(SEED)
-    draws: list[npt.NDArray[Any]] = [
+    draws: list[npt.NDArray[np.int_]] = [
         generator.choice(len(rows), size=size, replace=True) for _ in range(NUM_DRAWS)
     ]
     return [[measure([rows[i] for i in drawn]) for drawn in draws] for measure in measures]

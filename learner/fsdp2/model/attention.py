@@ -9,8 +9,6 @@ Shapes: N packed positions, H query heads, G key/value heads, D head size.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn import functional
 from transformers import AttentionInterface
@@ -51,7 +49,7 @@ def attend_within_rows(
     packed_rows: Rows | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **others: Any,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
     """Return (output [1, N, H, D], None), as transformers wants it.
 

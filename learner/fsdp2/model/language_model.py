@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -133,12 +132,12 @@ def _run(
     return unpadded
 
 
-def _hidden(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
+def _hidden(model: PreTrainedModel, **inputs: object) -> torch.Tensor:
     hidden: torch.Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
     return hidden
 
 
-def _logits(model: PreTrainedModel, **inputs: Any) -> torch.Tensor:
+def _logits(model: PreTrainedModel, **inputs: object) -> torch.Tensor:
     logits: torch.Tensor = model(**inputs, use_cache=False).logits
     return logits
 

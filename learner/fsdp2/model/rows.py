@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -82,6 +82,11 @@ def lay_out_rows(cu_seqlens: Sequence[int], device: torch.device, *, one_rectang
     )
 
 
+class _Context(Protocol):
+    rows: Rows
+    num_padded: int
+
+
 class Pad(torch.autograd.Function):
     """Packed to padded: [N, D] -> [M, D].
 
@@ -90,12 +95,12 @@ class Pad(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def forward(ctx: _Context, x_ND: torch.Tensor, rows: Rows) -> torch.Tensor:
         ctx.rows = rows
         return x_ND.index_select(0, rows.padded_from_M)
 
     @staticmethod
-    def backward(ctx: Any, gradient_MD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _Context, gradient_MD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return gradient_MD.index_select(0, ctx.rows.packed_from_N), None
 
 
@@ -103,11 +108,11 @@ class Unpad(torch.autograd.Function):
     """Padded to packed: [M, D] -> [N, D]; padding gets gradient zero."""
 
     @staticmethod
-    def forward(ctx: Any, x_MD: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def forward(ctx: _Context, x_MD: torch.Tensor, rows: Rows) -> torch.Tensor:
         ctx.rows, ctx.num_padded = rows, len(x_MD)
         return x_MD.index_select(0, rows.packed_from_N)
 
     @staticmethod
-    def backward(ctx: Any, gradient_ND: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _Context, gradient_ND: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         gradient_MD = gradient_ND.new_zeros((ctx.num_padded, *gradient_ND.shape[1:]))
         return gradient_MD.index_copy_(0, ctx.rows.packed_from_N, gradient_ND), None

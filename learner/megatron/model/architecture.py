@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
@@ -21,7 +22,7 @@ from asyncrl.config.cuts import find_uneven_cuts, pad_vocabulary
 from asyncrl.config.tree import LearnerSection
 from asyncrl.errors import ConfigError
 
-_RECOMPUTE: dict[str, dict[str, Any]] = {
+_RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {
@@ -34,13 +35,31 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Llama 3.1's change of the rotary frequencies, under the names of `config.json`."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: float
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary parameters."""
+
+    theta: float
+    stretch: Stretch | None = None
+
+
+@dataclass(frozen=True)
 class Architecture(ModelSize):
-    """The shape of a supported model. Sizes are counts; `rope` is the table of rotary parameters."""
+    """The shape of a supported model. Sizes are counts."""
 
     model_type: str
     norm_eps: float
     is_tied: bool
-    rope: dict[str, Any]
+    rope: Rope
 
     @property
     def padded_vocab_size(self) -> int:
@@ -164,24 +183,27 @@ def make_transformer_config(
 def make_inverse_frequencies(architecture: Architecture) -> torch.Tensor:
     """Return the rotary inverse frequencies [head_size / 2], float32, as Hugging Face computes them."""
     exponents = torch.arange(0, architecture.head_size, 2, dtype=torch.int64).float() / architecture.head_size
-    inverse = 1.0 / (architecture.rope["rope_theta"] ** exponents)
-    if architecture.rope["rope_type"] == "llama3":
-        return _stretch_low_frequencies(inverse, architecture.rope)
-    return inverse
+    inverse = 1.0 / (architecture.rope.theta**exponents)
+    stretch = architecture.rope.stretch
+    return inverse if stretch is None else _stretch_low_frequencies(inverse, stretch)
 
 
-def _read_rope(table: dict[str, Any], path: Path) -> dict[str, Any]:
+def _read_rope(table: Mapping[str, object], path: Path) -> Rope:
     rope = read_rope(table)
     theta = rope.get("rope_theta", table.get("rope_theta"))
     if theta is None:
         raise ConfigError(f"{path}: no rope_theta", hint="It belongs in rope_parameters or at the top level")
-    return rope | {"rope_type": rope_type_of(table), "rope_theta": float(theta)}
+    try:
+        stretch = msgspec.convert(rope, Stretch) if rope_type_of(table) == "llama3" else None
+        return Rope(msgspec.convert(theta, float), stretch)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: the rotary parameters: {error}") from error
 
 
-def _stretch_low_frequencies(inverse: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+def _stretch_low_frequencies(inverse: torch.Tensor, rope: Stretch) -> torch.Tensor:
     """Llama 3.1's rule: long wavelengths are divided by `factor`, medium ones interpolated."""
-    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    context = rope["original_max_position_embeddings"]
+    factor, low, high = rope.factor, rope.low_freq_factor, rope.high_freq_factor
+    context = rope.original_max_position_embeddings
     wavelength = 2 * math.pi / inverse
     stretched = torch.where(wavelength > context / low, inverse / factor, inverse)
     smooth = (context / wavelength - low) / (high - low)

@@ -9,7 +9,7 @@ Shapes: N positions, H hidden size, V vocabulary entries of this rank, C columns
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -90,7 +90,7 @@ class PolicyModel(GPTModel):
         return False
 
     def _postprocess(
-        self, hidden_states: torch.Tensor, *, packed_seq_params: PackedRows, **_: Any
+        self, hidden_states: torch.Tensor, *, packed_seq_params: PackedRows, **_: object
     ) -> torch.Tensor:
         if not self.post_process:
             return hidden_states
@@ -102,7 +102,7 @@ class PolicyModel(GPTModel):
 class ValueModel(GPTModel):
     """Gives hidden states on all stages but the last, and there values [1, N]."""
 
-    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
         if not self.post_process:
             return hidden_states
         values: torch.Tensor = self.value_head(hidden_states)
@@ -139,7 +139,7 @@ def make_value_model(
 
 def _model_options(
     architecture: Architecture, config: TransformerConfig, stage: int | None, *, is_tied: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     return {
         "config": config,
         "transformer_layer_spec": make_layer_spec(config, stage),

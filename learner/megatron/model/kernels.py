@@ -10,18 +10,18 @@ Shapes: N positions, h heads, D head size, C half of it, F columns of gate and o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from learner.autograd import SavedTensors
 
 
 class GatedSilu(torch.autograd.Function):
     """silu(gate) * up: forward [..., 2 F] (gate, then up) -> [..., F]."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: SavedTensors, x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, -1)
         active = functional.silu(gate)
         ctx.save_for_backward(x, active)
@@ -29,7 +29,7 @@ class GatedSilu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: SavedTensors, gradient: torch.Tensor) -> torch.Tensor:
         x, active = ctx.saved_tensors
         gate, up = x.chunk(2, -1)
         x_grad = torch.empty_like(x)
@@ -47,13 +47,15 @@ class Rotate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_NhD: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: SavedTensors, x_NhD: torch.Tensor, cos_N1C: torch.Tensor, sin_N1C: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(cos_N1C, sin_N1C)
         return _turn(x_NhD, cos_N1C, sin_N1C, 1)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient_NhD: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: SavedTensors, gradient_NhD: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos_N1C, sin_N1C = ctx.saved_tensors
         return _turn(gradient_NhD, cos_N1C, sin_N1C, -1), None, None
 

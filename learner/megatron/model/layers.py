@@ -9,7 +9,6 @@ Shapes: N packed positions, H hidden, D head size, h query heads and g key/value
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -34,7 +33,7 @@ class RMSNorm(torch.nn.Module):
     Normalises in float32, casts, then multiplies: the order of Hugging Face and vLLM.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.eps = eps
@@ -51,7 +50,7 @@ class RMSNorm(torch.nn.Module):
 class SwiGLU(torch.nn.Module):
     """silu(gate) * up of [..., gate and up]; Megatron's own cuts and joins the two halves by copies."""
 
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, **_: object) -> None:
         super().__init__()
         assert config.glu_linear_offset == 0.0
         assert config.activation_func_clamp_value is None
@@ -73,12 +72,12 @@ class RowRotary(torch.nn.Module):
         self.inverse_frequencies, self._dtype = inverse_frequencies, dtype
 
     def get_rotary_seq_len(
-        self, _context: Any, _block: Any, _input: Any, _config: Any, rows: PackedRows
+        self, _context: object, _block: object, _input: object, _config: object, rows: PackedRows
     ) -> PackedRows:
         """Megatron asks here for a length and hands the answer to `forward`: the rows are passed on."""
         return rows
 
-    def forward(self, rows: PackedRows, **_: Any) -> None:
+    def forward(self, rows: PackedRows, **_: object) -> None:
         """Put sine and cosine of the angles into `rows`; the angles are float32."""
         assert rows.positions_N is not None, "the rows were not made by describe_rows"
         angles_N1C = torch.outer(rows.positions_N.float(), self.inverse_frequencies)[:, None]
@@ -96,17 +95,17 @@ class RowAttention(MegatronModule):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any,
+        attn_mask_type: object,
         attention_type: str,
         softmax_scale: float | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         super().__init__(config=config)
         assert config.attention_dropout == 0.0, "log-probs must not be random"
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.cp_group = parallel_state.get_context_parallel_group()
 
-    def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def sharded_state_dict(self, *_: object, **__: object) -> dict[str, object]:
         return {}
 
     def forward(
@@ -115,7 +114,7 @@ class RowAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        attn_mask_type: Any = None,
+        attn_mask_type: object = None,
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedRows | None = None,
     ) -> torch.Tensor:
@@ -172,7 +171,7 @@ def _pad(x_ND: torch.Tensor, rows: PackedRows) -> torch.Tensor:
 def make_layer_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the specification of this stage's layers: Megatron's own, with the parts of this module."""
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
-    parts: Any = layer.submodules
+    parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.sharded_state_dict_keys_map = {}
     parts.mlp.submodules.activation_func = SwiGLU

@@ -8,12 +8,25 @@ Shapes: N positions of this rank, T of all context-parallel ranks, M padded posi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from learner.megatron.model.packing import PackedRows, Share
+
+
+class _WithRows(Protocol):
+    rows: PackedRows
+    shape: torch.Size
+
+
+class _WithGroup(Protocol):
+    group: dist.ProcessGroup
+
+
+class _WithShare(Protocol):
+    share: Share
 
 
 class Pad(torch.autograd.Function):
@@ -24,12 +37,12 @@ class Pad(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    def forward(ctx: _WithRows, x_ND: torch.Tensor, rows: PackedRows) -> torch.Tensor:
         ctx.rows = rows
         return x_ND.index_select(0, _index(rows.query_from_M))
 
     @staticmethod
-    def backward(ctx: Any, gradient_MD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _WithRows, gradient_MD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return gradient_MD.index_select(0, _index(ctx.rows.output_from_N)), None
 
 
@@ -37,12 +50,12 @@ class Unpad(torch.autograd.Function):
     """Padded to packed: forward [M, D] -> [N, D]; padding gets gradient zero."""
 
     @staticmethod
-    def forward(ctx: Any, x_MD: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+    def forward(ctx: _WithRows, x_MD: torch.Tensor, rows: PackedRows) -> torch.Tensor:
         ctx.rows, ctx.shape = rows, x_MD.shape
         return x_MD.index_select(0, _index(rows.output_from_N))
 
     @staticmethod
-    def backward(ctx: Any, gradient_ND: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _WithRows, gradient_ND: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         gradient_MD = gradient_ND.new_zeros(ctx.shape)
         return gradient_MD.index_copy_(0, _index(ctx.rows.output_from_N), gradient_ND), None
 
@@ -51,14 +64,14 @@ class GatherKeys(torch.autograd.Function):
     """Shares of all ranks, one after another: forward [N, D] -> [T, D]; backward sums and scatters."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: _WithGroup, x_ND: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         gathered_TD = x_ND.new_empty((group.size() * x_ND.shape[0], *x_ND.shape[1:]))
         dist.all_gather_into_tensor(gathered_TD, x_ND.contiguous(), group=group)
         return gathered_TD
 
     @staticmethod
-    def backward(ctx: Any, gradient_TD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _WithGroup, gradient_TD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         size = gradient_TD.shape[0] // ctx.group.size()
         gradient_ND = gradient_TD.new_empty((size, *gradient_TD.shape[1:]))
         dist.reduce_scatter_tensor(gradient_ND, gradient_TD.contiguous(), group=ctx.group)
@@ -72,14 +85,14 @@ class GatherOutputs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_CN: torch.Tensor, share: Share, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: _WithShare, x_CN: torch.Tensor, share: Share, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.share = share
         gathered_TC = x_CN.new_empty((group.size() * x_CN.shape[1], x_CN.shape[0]))
         dist.all_gather_into_tensor(gathered_TC, x_CN.T.contiguous(), group=group)
         return gathered_TC[share.gathered_from_T[: share.num_tokens]].T.contiguous()
 
     @staticmethod
-    def backward(ctx: Any, gradient_CT: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: _WithShare, gradient_CT: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         return ctx.share.take(gradient_CT), None, None
 
 

@@ -7,13 +7,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, SupportsFloat, SupportsInt
 
 from asyncrl.errors import ConfigError
 from rollout_service.environments.protocol import Environment, EnvironmentFailed, Observation, Step
 
 if TYPE_CHECKING:
     from rollout_service.data.prompts import Prompt
+
+
+class TextGame(Protocol):
+    """What is used of a `gymnasium.Env`."""
+
+    def reset(self, *, seed: int) -> tuple[object, object]:
+        """Return the first observation, and information."""
+
+    def step(self, action: str, /) -> tuple[object, SupportsFloat, bool, bool, object]:
+        """Return observation, reward, whether it is terminated, whether truncated, and information."""
+
+    def close(self) -> None:
+        """Let go of what was opened."""
 
 
 class GymnasiumText:
@@ -34,8 +47,8 @@ class GymnasiumText:
     def __init__(
         self,
         id: str,
-        arguments: Mapping[str, Any] | None = None,
-        make: Callable[..., Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
+        make: Callable[..., TextGame] | None = None,
     ) -> None:
         self._id = id
         self._arguments = dict(arguments or {})
@@ -48,25 +61,28 @@ class GymnasiumText:
 
     def __call__(self, prompt: Prompt, seed: int) -> Environment:
         """Return the environment of one episode."""
-        start_seed = int(prompt.extra_info.get("seed", prompt.row))
-        return GymnasiumEpisode(lambda: self._make(self._id, **self._arguments), start_seed)
+        seed_of_row = prompt.extra_info.get("seed", prompt.row)
+        if not isinstance(seed_of_row, str | SupportsInt):
+            raise EnvironmentFailed(f"row {prompt.row}: 'seed' is a {type(seed_of_row).__name__}")
+        return GymnasiumEpisode(lambda: self._make(self._id, **self._arguments), int(seed_of_row))
 
 
 class GymnasiumEpisode(Environment):
     """One episode of an environment with `reset`, `step` and `close`; each call runs in a thread."""
 
-    def __init__(self, make: Callable[[], Any], start_seed: int) -> None:
+    def __init__(self, make: Callable[[], TextGame], start_seed: int) -> None:
         self._make = make
         self._start_seed = start_seed
-        self._env: Any = None
+        self._env: TextGame | None = None
         self._reward = 0.0
 
     async def start(self) -> Observation:
-        self._env = await asyncio.to_thread(self._make)
-        observation, _ = await asyncio.to_thread(self._env.reset, seed=self._start_seed)
+        self._env = env = await asyncio.to_thread(self._make)
+        observation, _ = await asyncio.to_thread(env.reset, seed=self._start_seed)
         return _as_text(observation)
 
     async def step(self, answer: str) -> Step:
+        assert self._env is not None, "start was called"
         found = await asyncio.to_thread(self._env.step, answer)
         observation, reward, is_terminated, is_truncated, _ = found
         self._reward += float(reward)
@@ -80,18 +96,18 @@ class GymnasiumEpisode(Environment):
             await asyncio.to_thread(self._env.close)
 
 
-def _import_make() -> Callable[..., Any]:
+def _import_make() -> Callable[..., TextGame]:
     try:
         import gymnasium
     except ImportError as error:
         raise ConfigError(
             "rollout.environment: gymnasium is not installed", hint="pip install gymnasium"
         ) from error
-    make: Callable[..., Any] = gymnasium.make
+    make: Callable[..., TextGame] = gymnasium.make
     return make
 
 
-def _as_text(observation: Any) -> str:
+def _as_text(observation: object) -> str:
     if not isinstance(observation, str):
         raise EnvironmentFailed(
             f"the Gymnasium environment observes a {type(observation).__name__}, not text",

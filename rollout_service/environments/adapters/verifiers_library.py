@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, SupportsFloat, TypedDict, TypeVar
 
 from asyncrl.errors import ConfigError
 from rollout_service.environments.protocol import Environment, EnvironmentFailed, Step
@@ -22,6 +22,69 @@ if TYPE_CHECKING:
 
 NEEDED = ("env_response", "is_completed", "rubric")
 PARTS = ("prompt", "completion", "answer", "task", "info", "example_id")
+
+
+class Model(Protocol):
+    """A message of the library's later releases."""
+
+    def model_dump(self) -> Mapping[str, object]:
+        """Return it as a mapping."""
+
+
+class RolloutScore(Protocol):
+    """What a rubric returned before 0.1.8."""
+
+    reward: SupportsFloat
+    metrics: Mapping[str, object]
+
+
+class Row(TypedDict, total=False):
+    """A row of a data set as the library knows it."""
+
+    prompt: list[dict[str, str]]
+    answer: object
+    info: dict[str, object]
+    task: str
+    example_id: int
+
+
+class State(Row, total=False):
+    """What is read and written of the library's state of an episode."""
+
+    completion: list[dict[str, str]]
+    responses: list[object]
+    trajectory: list[object]
+    turn: int
+    timing: dict[str, object]
+    final_env_response: object
+    reward: SupportsFloat
+    metrics: Mapping[str, object] | None
+
+
+class Rubric(Protocol):
+    """Scores an episode: a state, which it adds to, or its parts by name, whose score it returns."""
+
+    @property
+    def score_rollout(self) -> Callable[..., Awaitable[RolloutScore] | RolloutScore]: ...
+
+
+class LibraryEnvironment(Protocol):
+    """What is used of a `MultiTurnEnv`; its methods are called as their signatures say."""
+
+    @property
+    def rubric(self) -> Rubric: ...
+
+    @property
+    def env_response(self) -> Callable[..., Awaitable[Response] | Response]: ...
+
+    @property
+    def is_completed(self) -> Callable[..., Awaitable[bool] | bool]: ...
+
+
+LibraryMessage = Mapping[str, object] | Model
+Response = list[LibraryMessage] | tuple[list[LibraryMessage], State]
+"""Messages; releases before 0.1.8 give the state back too."""
+T = TypeVar("T")
 
 
 class VerifiersLibrary:
@@ -42,8 +105,8 @@ class VerifiersLibrary:
     def __init__(
         self,
         id: str,
-        arguments: Mapping[str, Any] | None = None,
-        load: Callable[..., Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
+        load: Callable[..., LibraryEnvironment] | None = None,
     ) -> None:
         self._env = (load or _import_load())(id, **dict(arguments or {}))
         missing = [name for name in NEEDED if not hasattr(self._env, name)]
@@ -58,19 +121,19 @@ class VerifiersLibrary:
 class VerifiersEpisode(Environment):
     """One episode: the library's state, fed with what the model says."""
 
-    def __init__(self, env: Any, prompt: Prompt) -> None:
+    def __init__(self, env: LibraryEnvironment, prompt: Prompt) -> None:
         if isinstance(prompt.content, str):
             raise EnvironmentFailed(f"row {prompt.row} is not a chat", hint="verifiers wants chat messages")
         self._env = env
         self._prompt = [dict(message) for message in prompt.content]
-        self._row = {
+        self._row: Row = {
             "prompt": self._prompt,
             "answer": prompt.ground_truth,
             "info": dict(prompt.extra_info),
             "task": str(prompt.extra_info.get("task", "default")),
             "example_id": prompt.row,
         }
-        self._state: Any = {}
+        self._state: State = {}
 
     async def start(self) -> str:
         self._state = await self._first_state()
@@ -78,12 +141,12 @@ class VerifiersEpisode(Environment):
             self._state = await _awaited(self._env.setup_state(self._state)) or self._state
         return ""
 
-    async def _first_state(self) -> Any:
+    async def _first_state(self) -> State:
         """Return the library's own state where it makes one from a row (0.1.8), else what it had before."""
         init_state = getattr(self._env, "init_state", None)
         if init_state is None or "input" not in inspect.signature(init_state).parameters:
             return {**self._row, "completion": [], "responses": [], "trajectory": [], "turn": 0, "timing": {}}
-        state = await _awaited(init_state(self._row, client=None, model="", sampling_args=None))
+        state: State = await _awaited(init_state(self._row, client=None, model="", sampling_args=None))
         state["completion"], state["turn"] = [], 0
         return state
 
@@ -96,9 +159,8 @@ class VerifiersEpisode(Environment):
         if await self._is_completed():
             return Step(is_done=True)
         response = await _awaited(self._env.env_response(self._messages(), state))
-        if isinstance(response, tuple):  # releases before 0.1.8 give the state back too
-            response, self._state = response
-        messages = [_as_message(message) for message in response]
+        told, self._state = response if isinstance(response, tuple) else (response, state)
+        messages = [_as_message(message) for message in told]
         self._state["completion"] += messages
         is_final = self._state.get("final_env_response") is not None
         return Step(messages, is_done=is_final or not messages)
@@ -110,7 +172,8 @@ class VerifiersEpisode(Environment):
             others = {"score_sem": contextlib.nullcontext()} if "score_sem" in known else {}
             await _awaited(rubric.score_rollout(state, **others))
             return _score(state["reward"], state.get("metrics") or {})
-        parts = {name: state[name] for name in PARTS}
+        values: Mapping[str, object] = state
+        parts = {name: values[name] for name in PARTS}
         found = await _awaited(rubric.score_rollout(**parts, state=state))
         return _score(found.reward, found.metrics)
 
@@ -124,28 +187,28 @@ class VerifiersEpisode(Environment):
         return bool(await _awaited(is_completed(*arguments)))
 
 
-async def _awaited(value: Any) -> Any:
+async def _awaited(value: Awaitable[T] | T) -> T:
     return await value if isinstance(value, Awaitable) else value
 
 
-def _as_message(message: Any) -> dict[str, str]:
+def _as_message(message: LibraryMessage) -> dict[str, str]:
     found = message if isinstance(message, Mapping) else message.model_dump()
     return {"role": str(found["role"]), "content": str(found.get("content") or "")}
 
 
-def _score(reward: Any, metrics: Mapping[str, Any]) -> Score:
+def _score(reward: SupportsFloat, metrics: Mapping[str, object]) -> Score:
     parts = {str(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)}
     return Score(float(reward), parts)
 
 
-def _import_load() -> Callable[..., Any]:
+def _import_load() -> Callable[..., LibraryEnvironment]:
     try:
         import verifiers
     except ImportError as error:
         raise ConfigError(
             "rollout.environment: verifiers is not installed", hint="pip install verifiers==0.1.9"
         ) from error
-    load: Callable[..., Any] | None = getattr(verifiers, "load_environment", None)
+    load: Callable[..., LibraryEnvironment] | None = getattr(verifiers, "load_environment", None)
     if load is None:
         raise ConfigError(
             "rollout.environment: this verifiers has no load_environment", hint="pip install verifiers==0.1.9"

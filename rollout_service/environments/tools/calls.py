@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncrl.errors import ConfigError
 from rollout_service.environments.protocol import Observation
@@ -24,7 +24,7 @@ class Call:
     """One call that a model wants. `problem`: why it cannot be made, to be read by the model."""
 
     tool: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     problem: str = ""
 
 

@@ -14,15 +14,15 @@ import operator
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypedDict
 
 MAX_RESULT_CHARS = 1000
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+FUNCTIONS: dict[str, Callable[..., object]] = {
     function.__name__: function
     for function in (abs, all, any, bool, dict, divmod, enumerate, float, int, len, list, max, min, pow)
 } | {function.__name__: function for function in (range, reversed, round, set, sorted, str, sum, tuple, zip)}
-MATHS: dict[str, Any] = {name: getattr(math, name) for name in dir(math) if not name.startswith("_")}
-OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+MATHS: dict[str, object] = {name: getattr(math, name) for name in dir(math) if not name.startswith("_")}
+OPERATORS: dict[type[ast.AST], Callable[..., object]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -50,19 +50,29 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.In: lambda item, items: item in items,
     ast.NotIn: lambda item, items: item not in items,
 }
-Names = dict[str, Any]
+GET_ITEM: Callable[..., object] = operator.getitem
+ITERATE: Callable[..., Iterator[object]] = iter
+"""Of any value: what does not have it raises a TypeError."""
+Names = dict[str, object]
+
+
+class Result(TypedDict):
+    """The value of an expression as text, or what is wrong with it."""
+
+    ok: bool
+    text: str
 
 
 class Refused(Exception):
     """The expression uses what there is not."""
 
 
-def evaluate(text: str) -> Any:
+def evaluate(text: str) -> object:
     """Return the value of an expression. Raises Refused, or what the computation itself raises."""
     return value_of(ast.parse(text.strip(), mode="eval").body, {})
 
 
-def value_of(node: ast.expr, names: Names) -> Any:
+def value_of(node: ast.expr, names: Names) -> object:
     """Return the value of one node of the tree; `names` are those that comprehensions around it bind."""
     walk = WALKS.get(type(node))
     if walk is None:
@@ -70,13 +80,13 @@ def value_of(node: ast.expr, names: Names) -> Any:
     return walk(node, names)
 
 
-def _constant(node: ast.Constant, names: Names) -> Any:
+def _constant(node: ast.Constant, names: Names) -> object:
     if not isinstance(node.value, int | float | str | None):
         raise Refused(f"{type(node.value).__name__} is not allowed")
     return node.value
 
 
-def _name(node: ast.Name, names: Names) -> Any:
+def _name(node: ast.Name, names: Names) -> object:
     if node.id in names:
         return names[node.id]
     if node.id in MATHS and not callable(MATHS[node.id]):
@@ -84,14 +94,14 @@ def _name(node: ast.Name, names: Names) -> Any:
     raise Refused(f"there is no '{node.id}'")
 
 
-def _attribute(node: ast.Attribute, names: Names) -> Any:
+def _attribute(node: ast.Attribute, names: Names) -> object:
     is_math = isinstance(node.value, ast.Name) and node.value.id == "math" and node.attr in MATHS
     if not is_math or callable(MATHS[node.attr]):
         raise Refused(f"the attribute '{node.attr}' is not allowed")
     return MATHS[node.attr]
 
 
-def _call(node: ast.Call, names: Names) -> Any:
+def _call(node: ast.Call, names: Names) -> object:
     function = _function(node.func)
     arguments = [value_of(argument, names) for argument in node.args]
     if any(keyword.arg is None for keyword in node.keywords):
@@ -99,7 +109,7 @@ def _call(node: ast.Call, names: Names) -> Any:
     return function(*arguments, **{str(word.arg): value_of(word.value, names) for word in node.keywords})
 
 
-def _function(node: ast.expr) -> Callable[..., Any]:
+def _function(node: ast.expr) -> Callable[..., object]:
     name = node.id if isinstance(node, ast.Name) else ""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "math":
         name = node.attr
@@ -109,16 +119,16 @@ def _function(node: ast.expr) -> Callable[..., Any]:
     return found
 
 
-def _binary(node: ast.BinOp, names: Names) -> Any:
+def _binary(node: ast.BinOp, names: Names) -> object:
     return OPERATORS[type(node.op)](value_of(node.left, names), value_of(node.right, names))
 
 
-def _unary(node: ast.UnaryOp, names: Names) -> Any:
+def _unary(node: ast.UnaryOp, names: Names) -> object:
     return OPERATORS[type(node.op)](value_of(node.operand, names))
 
 
-def _both(node: ast.BoolOp, names: Names) -> Any:
-    value: Any = None
+def _both(node: ast.BoolOp, names: Names) -> object:
+    value: object = None
     for operand in node.values:
         value = value_of(operand, names)
         if bool(value) is isinstance(node.op, ast.Or):
@@ -126,7 +136,7 @@ def _both(node: ast.BoolOp, names: Names) -> Any:
     return value
 
 
-def _compare(node: ast.Compare, names: Names) -> Any:
+def _compare(node: ast.Compare, names: Names) -> object:
     left = value_of(node.left, names)
     for sign, operand in zip(node.ops, node.comparators, strict=True):
         right = value_of(operand, names)
@@ -136,37 +146,37 @@ def _compare(node: ast.Compare, names: Names) -> Any:
     return True
 
 
-def _choose(node: ast.IfExp, names: Names) -> Any:
+def _choose(node: ast.IfExp, names: Names) -> object:
     return value_of(node.body if value_of(node.test, names) else node.orelse, names)
 
 
-def _subscript(node: ast.Subscript, names: Names) -> Any:
-    return value_of(node.value, names)[value_of(node.slice, names)]
+def _subscript(node: ast.Subscript, names: Names) -> object:
+    return GET_ITEM(value_of(node.value, names), value_of(node.slice, names))
 
 
-def _slice(node: ast.Slice, names: Names) -> Any:
+def _slice(node: ast.Slice, names: Names) -> object:
     bounds = (node.lower, node.upper, node.step)
     return slice(*(None if bound is None else value_of(bound, names) for bound in bounds))
 
 
-def _items(node: ast.List | ast.Tuple | ast.Set, names: Names) -> Any:
+def _items(node: ast.List | ast.Tuple | ast.Set, names: Names) -> object:
     kind = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
     return kind(value_of(item, names) for item in node.elts)
 
 
-def _pairs(node: ast.Dict, names: Names) -> Any:
+def _pairs(node: ast.Dict, names: Names) -> object:
     if None in node.keys:
         raise Refused("** is not allowed here")
     keys = [value_of(key, names) for key in node.keys if key is not None]
     return dict(zip(keys, (value_of(value, names) for value in node.values), strict=True))
 
 
-def _comprehension(node: ast.ListComp | ast.SetComp | ast.GeneratorExp, names: Names) -> Any:
+def _comprehension(node: ast.ListComp | ast.SetComp | ast.GeneratorExp, names: Names) -> object:
     kind = set if isinstance(node, ast.SetComp) else list
     return kind(value_of(node.elt, scope) for scope in _scopes(node.generators, names))
 
 
-def _pair_comprehension(node: ast.DictComp, names: Names) -> Any:
+def _pair_comprehension(node: ast.DictComp, names: Names) -> object:
     scopes = _scopes(node.generators, names)
     return {value_of(node.key, scope): value_of(node.value, scope) for scope in scopes}
 
@@ -177,24 +187,24 @@ def _scopes(generators: list[ast.comprehension], names: Names) -> Iterator[Names
         yield names
         return
     first, *others = generators
-    for item in value_of(first.iter, names):
+    for item in ITERATE(value_of(first.iter, names)):
         scope = {**names, **_bound(first.target, item)}
         if all(value_of(condition, scope) for condition in first.ifs):
             yield from _scopes(others, scope)
 
 
-def _bound(target: ast.expr, item: Any) -> Names:
+def _bound(target: ast.expr, item: object) -> Names:
     if isinstance(target, ast.Name):
         return {target.id: item}
     if not isinstance(target, ast.Tuple):
         raise Refused("only names may be bound")
     bound: Names = {}
-    for part, value in zip(target.elts, item, strict=True):
+    for part, value in zip(target.elts, ITERATE(item), strict=True):
         bound |= _bound(part, value)
     return bound
 
 
-WALKS: dict[type[ast.AST], Callable[..., Any]] = {
+WALKS: dict[type[ast.AST], Callable[..., object]] = {
     ast.Constant: _constant,
     ast.Name: _name,
     ast.Attribute: _attribute,
@@ -217,7 +227,7 @@ WALKS: dict[type[ast.AST], Callable[..., Any]] = {
 }
 
 
-def answer(text: str) -> dict[str, Any]:
+def answer(text: str) -> Result:
     """Return the result of one expression, or what is wrong with it."""
     try:
         result = repr(evaluate(text))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 MAX_RESULT_CHARS = 1000
 
@@ -33,7 +33,7 @@ class Tool(Protocol):
         """Return the result. Raises ToolRefused with what the model shall read instead."""
 
 
-def schema_of(tool: Tool) -> Mapping[str, Any]:
+def schema_of(tool: Tool) -> Mapping[str, object]:
     """Return the tool as chat templates want it: a function with a JSON schema."""
     parameters = {
         "type": "object",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from asyncrl.config.problems import suggest
 from asyncrl.errors import ConfigError
@@ -17,7 +17,7 @@ from rollout_service.environments.tools.tool import Tool, ToolExhausted, ToolRef
 if TYPE_CHECKING:
     from rollout_service.data.prompts import Prompt
 
-TOOLS = {"calculator": Calculator, "python": PythonExpression}
+TOOLS: Mapping[str, Callable[..., Tool]] = {"calculator": Calculator, "python": PythonExpression}
 MAX_CALLS = 8
 """Of one turn; the others are refused."""
 TURN_DEADLINE_S = 40.0
@@ -43,7 +43,7 @@ class ToolUse:
 
     def __init__(
         self,
-        tools: Sequence[str] | Mapping[str, Mapping[str, Any] | None] = ("calculator",),
+        tools: Sequence[str] | Mapping[str, Mapping[str, object] | None] = ("calculator",),
         call: str | None = None,
         reply: str = "{result}",
         role: str = "tool",
@@ -58,7 +58,7 @@ class ToolUse:
         return self._format.roles
 
     @property
-    def tools(self) -> list[Mapping[str, Any]]:
+    def tools(self) -> list[Mapping[str, object]]:
         """The tools as chat templates want them."""
         return [schema_of(tool) for tool in self._tools.values()]
 
@@ -114,15 +114,14 @@ class ToolEpisode(Environment):
             return cut_result(f"error: {error}")
 
 
-def _build_tool(name: str, arguments: Mapping[str, Any]) -> Tool:
+def _build_tool(name: str, arguments: Mapping[str, object]) -> Tool:
     if name not in TOOLS:
         hint = suggest(name, TOOLS) or f"There are {', '.join(TOOLS)}"
         raise ConfigError(f"there is no tool '{name}'", hint=hint)
     try:
-        tool: Tool = TOOLS[name](**arguments)
+        return TOOLS[name](**arguments)
     except TypeError as error:
         raise ConfigError(f"the tool '{name}' does not take {sorted(arguments)}: {error}") from error
-    return tool
 
 
 def _choose_format(tools: list[Tool], call: str | None, reply: str, role: str) -> CallFormat:

@@ -7,16 +7,16 @@ the batches before it take: a deadline is of a batch, and `run` keeps it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
 
 from rollout_service.rewards.score import RewardError
 
-Item = Mapping[str, Any]
+Item = TypeVar("Item")
 Outcome = float | RewardError
 
 
-class Batches:
+class Batches(Generic[Item]):
     """Calls of one reward on their way.
 
     Args:

@@ -14,7 +14,6 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from asyncrl.errors import AsyncrlError, ConfigError
 from rollout_service.rewards.served.frames import HEAD_BYTES, body_bytes, pack_frame, unpack_body
@@ -36,7 +35,7 @@ class Child:
         self._is_group_ended = False
 
     @classmethod
-    async def start(cls, module: str, settings: Mapping[str, Any], deadline_s: float) -> Child:
+    async def start(cls, module: str, settings: Mapping[str, object], deadline_s: float) -> Child:
         """Start `python -m module` and wait until it is ready.
 
         Raises:
@@ -71,7 +70,7 @@ class Child:
     def is_alive(self) -> bool:
         return self._process.returncode is None
 
-    async def ask(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
+    async def ask(self, request: Mapping[str, object], deadline_s: float) -> dict[str, object]:
         """Send a request and return its answer. After an error the process must be killed.
 
         Raises:

@@ -13,7 +13,7 @@ import signal
 import struct
 import threading
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgpack
 
@@ -23,7 +23,7 @@ MAX_BODY_BYTES = 256 << 20
 _PR_SET_PDEATHSIG = 1
 
 
-def pack_frame(fields: Mapping[str, Any]) -> bytes:
+def pack_frame(fields: Mapping[str, object]) -> bytes:
     """Return a message. Raises ValueError if `fields` holds something else than plain values."""
     try:
         body = bytes(msgpack.packb(fields, use_bin_type=True))
@@ -42,7 +42,7 @@ def body_bytes(head: bytes) -> int:
     return int(length)
 
 
-def unpack_body(body: bytes) -> dict[str, Any]:
+def unpack_body(body: bytes) -> dict[str, object]:
     """Return the fields of a message. Raises ValueError if it is none."""
     fields = msgpack.unpackb(body, raw=False, strict_map_key=False)
     if not isinstance(fields, dict):
@@ -62,14 +62,14 @@ class ParentLink:
         os.close(nothing)
         # A thread cannot end the process while a C function holds the interpreter; the kernel can.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        self._requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(receiving,), daemon=True).start()
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, object]:
         """Return the next request."""
         return self._requests.get()
 
-    def send(self, fields: Mapping[str, Any]) -> None:
+    def send(self, fields: Mapping[str, object]) -> None:
         """Send an answer."""
         self._sending.write(pack_frame(fields))
         self._sending.flush()

@@ -6,38 +6,22 @@ batch that hangs or kills the process fails its own answers, and the next one st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import msgspec
 
 from asyncrl.errors import ConfigError
-from rollout_service.rewards.score import Answer, RewardError
-from rollout_service.rewards.served.batches import Batches, Item, Outcome
+from rollout_service.rewards.score import Answer, Fault, RewardError
+from rollout_service.rewards.served.batches import Batches, Outcome
 from rollout_service.rewards.served.child import Child, ChildDied
 from rollout_service.rewards.served.frames import pack_frame
+from rollout_service.rewards.served.messages import Batch, BatchScores, ModelItem, ModelSettings
 from rollout_service.rewards.served.pool import plain_answer
 
 MODULE = "rollout_service.rewards.served.model_process"
 START_DEADLINE_S = 300.0
 WAIT_S = 0.005
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """Which model scores, and where.
-
-    Attributes:
-        path: Folder of a sequence classifier and its tokenizer.
-        label: Index of the label whose probability is the reward; None takes the only logit of a model
-            with one label.
-        device: `cpu` or `cuda`, a share of the replica's GPU.
-        dtype: Of the weights.
-    """
-
-    path: str
-    label: int | None = None
-    device: str = "cpu"
-    dtype: str = "float32"
 
 
 class ModelReward:
@@ -82,14 +66,15 @@ class ModelReward:
         """Return the process, while it lives."""
         return [self._child.pid] if self._child is not None and self._child.is_alive else []
 
-    async def _run(self, items: Sequence[Item]) -> Sequence[Outcome]:
+    async def _run(self, items: Sequence[ModelItem]) -> Sequence[Outcome]:
         try:
             if self._child is None or not self._child.is_alive:
                 if self._child is not None:
                     await self._child.kill()  # what it started may live
                 await self.start()
             assert self._child is not None, "it was just started"
-            reply = await self._child.ask({"items": list(items)}, self._deadline_s)
+            reply = await self._child.ask(Batch(items=list(items)), self._deadline_s)
+            scores = msgspec.convert(reply, BatchScores).scores
         except (ChildDied, ConfigError, TimeoutError, ValueError) as error:
             if self._child is not None:
                 await self._child.kill()
@@ -97,16 +82,16 @@ class ModelReward:
             said = f"no answer after {self._deadline_s:g} s" if kind == "timeout" else str(error)
             message = f"the model of the reward '{self.name}': {said}"
             raise RewardError(message, kind="timeout" if kind == "timeout" else "died") from error
-        return [self._outcome(item, said) for item, said in zip(items, reply["scores"], strict=True)]
+        return [self._outcome(item, said) for item, said in zip(items, scores, strict=True)]
 
-    def _outcome(self, item: Item, said: Any) -> Outcome:
+    def _outcome(self, item: ModelItem, said: float | tuple[Fault, str]) -> Outcome:
         if isinstance(said, float):
             return said
         kind, what = said
         return RewardError(f"the reward '{self.name}' (row {item['row']}): {what}", kind=kind)
 
 
-def text_of(answer: Answer) -> Mapping[str, Any]:
+def text_of(answer: Answer) -> ModelItem:
     """Return what the model reads: prompt and response."""
     told = plain_answer(answer)
-    return {name: told[name] for name in ("prompt", "response", "row")}
+    return ModelItem(prompt=told["prompt"], response=told["response"], row=told["row"])

@@ -9,12 +9,16 @@ Shapes: B answers, L labels.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from asyncrl.errors import ConfigError
+from rollout_service.rewards.score import Fault
 from rollout_service.rewards.served.frames import ParentLink
+from rollout_service.rewards.served.messages import Batch, BatchScores, ModelItem, ModelSettings
 
 
 class Classifier:
@@ -47,23 +51,23 @@ class Classifier:
             getattr(config, "max_position_embeddings", None) or self._tokenizer.model_max_length
         )
 
-    def score(self, items: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return a number per item, or `[kind, reason]` where there is none."""
-        said: list[Any] = [None] * len(items)
+    def score(self, items: Sequence[ModelItem]) -> list[float | tuple[Fault, str]]:
+        """Return a number per item, or (kind, reason) where there is none."""
+        said: dict[int, float | tuple[Fault, str]] = {}
         fitting: dict[int, list[int]] = {}
         for place, item in enumerate(items):
             try:
                 fitting[place] = self._ids_of(item)
             except ConfigError as error:
-                said[place] = ["refused", ascii(error.message)[1:-1]]
+                said[place] = ("refused", ascii(error.message)[1:-1])
         if fitting:
             numbers = self._compute(list(fitting.values()))
             for place, number in zip(fitting, numbers, strict=True):
                 is_right = math.isfinite(number)
-                said[place] = number if is_right else ["not_finite", f"the model returned {number}"]
-        return said
+                said[place] = number if is_right else ("not_finite", f"the model returned {number}")
+        return [said[place] for place in range(len(items))]
 
-    def _ids_of(self, item: Mapping[str, Any]) -> list[int]:
+    def _ids_of(self, item: ModelItem) -> list[int]:
         """Return what the model reads. Raises ConfigError: it takes no such answer."""
         try:
             ids: list[int] = self._tokenizer(self._text_of(item), add_special_tokens=True)["input_ids"]
@@ -73,7 +77,7 @@ class Classifier:
             raise ConfigError(f"{len(ids)} tokens, and the model takes 1 to {self._max_tokens}")
         return ids
 
-    def _text_of(self, item: Mapping[str, Any]) -> str:
+    def _text_of(self, item: ModelItem) -> str:
         prompt, response = item["prompt"], item["response"]
         if isinstance(prompt, str):
             return str(prompt) + str(response)
@@ -96,13 +100,14 @@ def main() -> None:
     """Serve until the parent leaves."""
     link = ParentLink()
     try:
-        classifier = Classifier(**link.receive())
+        classifier = Classifier(**asdict(msgspec.convert(link.receive(), ModelSettings)))
     except ConfigError as error:
         link.send({"refused": str(error)})
         return
     link.send({})
     while True:
-        link.send({"scores": classifier.score(link.receive()["items"])})
+        batch = msgspec.convert(link.receive(), Batch)
+        link.send(msgspec.structs.asdict(BatchScores(classifier.score(batch["items"]))))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+
+import msgspec
 
 from asyncrl.errors import ConfigError
 from rollout_service.rewards.score import Answer, RewardError, checked_number
 from rollout_service.rewards.served.child import Child, ChildDied
 from rollout_service.rewards.served.frames import pack_frame
+from rollout_service.rewards.served.messages import Judged, PlainAnswer
 
 MODULE = "rollout_service.rewards.served.pool_process"
 START_DEADLINE_S = 120.0
@@ -21,7 +23,7 @@ WORKERS = 2
 DEADLINE_S = 30.0
 
 
-def plain_answer(answer: Answer) -> dict[str, Any]:
+def plain_answer(answer: Answer) -> PlainAnswer:
     """Return an answer and its task as plain values."""
     prompt = answer.prompt
     content = prompt.content
@@ -51,7 +53,7 @@ class PooledReward:
         self,
         name: str,
         function: str,
-        arguments: Mapping[str, Any] | None = None,
+        arguments: Mapping[str, object] | None = None,
         workers: int = WORKERS,
         deadline_s: float = DEADLINE_S,
     ) -> None:
@@ -97,12 +99,12 @@ class PooledReward:
         """Return the processes that live."""
         return [child.pid for child in self._children if child.is_alive]
 
-    async def _call(self, request: dict[str, Any]) -> float:
+    async def _call(self, request: PlainAnswer) -> float:
         child = None
         row = request["row"]
         try:
             child = await self._take_child()
-            reply = await child.ask(request, self._deadline_s)
+            judged = msgspec.convert(await child.ask(request, self._deadline_s), Judged)
         except TimeoutError:
             await self._drop(child)
             message = f"the reward '{self.name}' took longer than {self._deadline_s:g} s (row {row})"
@@ -115,9 +117,9 @@ class PooledReward:
             await self._drop(child)
             raise
         self._idle.append(child)
-        if "error" in reply:
-            raise RewardError(str(reply["error"]), kind=reply["kind"])
-        return checked_number(self.name, reply.get("value"))
+        if judged.error is not None:
+            raise RewardError(judged.error, kind=judged.kind)
+        return checked_number(self.name, judged.value)
 
     async def _take_child(self) -> Child:
         while self._idle:

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from asyncrl.errors import ConfigError
 from rollout_service.rewards.calling import BoundFunction, ScoreFunction
 from rollout_service.rewards.matching import score_format
 from rollout_service.rewards.score import Answer, RewardError
 from rollout_service.rewards.served.frames import ParentLink
+from rollout_service.rewards.served.messages import FunctionSettings, Judged, PlainAnswer
 from rollout_service.rewards.served.symbolic import load_math_verify
 from rollout_service.user_file import import_file
 
@@ -26,38 +28,39 @@ class PlainTask:
     """A `Task` out of plain values."""
 
     row: int
-    content: Any
-    ground_truth: Any
+    content: str | list[dict[str, object]]
+    ground_truth: object
     data_source: str
-    extra_info: Mapping[str, Any]
+    extra_info: Mapping[str, object]
 
 
 def main() -> None:
     """Serve until the parent leaves."""
     link = ParentLink()
-    settings = link.receive()
+    settings = msgspec.convert(link.receive(), FunctionSettings)
     try:
-        bound = load_function(**settings)
+        bound = load_function(settings.name, settings.function, settings.arguments)
     except ConfigError as error:
         link.send({"refused": str(error)})
         return
     link.send({})
     while True:
-        link.send(answer_request(bound, link.receive()))
+        judged = answer_request(bound, msgspec.convert(link.receive(), PlainAnswer))
+        link.send(msgspec.structs.asdict(judged))
 
 
-def answer_request(bound: BoundFunction, request: dict[str, Any]) -> dict[str, Any]:
-    """Return `{value}`, or `{error, kind}`."""
+def answer_request(bound: BoundFunction, request: PlainAnswer) -> Judged:
+    """Return the function's number, or why there is none."""
     told = (request["row"], request["prompt"], request["ground_truth"], request["data_source"])
     task = PlainTask(*told, request["extra_info"])
     try:
         answer = Answer(task, request["response"], request["finish_reason"], request["num_tokens"])
-        return {"value": bound(answer)}
+        return Judged(value=bound(answer))
     except RewardError as error:
-        return {"error": error.message, "kind": error.kind}
+        return Judged(error=error.message, kind=error.kind)
 
 
-def load_function(name: str, function: str, arguments: Mapping[str, Any]) -> BoundFunction:
+def load_function(name: str, function: str, arguments: Mapping[str, object]) -> BoundFunction:
     """Return the function that `function` names. Raises ConfigError: there is none, or it takes less."""
     if function == "format":
         return BoundFunction(name, score_format, arguments, is_closed=True)
@@ -69,10 +72,10 @@ def load_function(name: str, function: str, arguments: Mapping[str, Any]) -> Bou
 
 def load_from_file(path: Path, attribute: str) -> ScoreFunction:
     """Return a function of a Python file. Raises ConfigError."""
-    found = getattr(import_file(path, "the reward file"), attribute, None)
+    found: object = getattr(import_file(path, "the reward file"), attribute, None)
     if not callable(found):
         raise ConfigError(f"{path} has no function '{attribute}'")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 if __name__ == "__main__":

@@ -10,14 +10,14 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from asyncrl.errors import ConfigError
 from rollout_service.rewards.score import Answer, RewardError, checked_number
-from rollout_service.rewards.served.batches import Batches, Item, Outcome
+from rollout_service.rewards.served.batches import Batches, Outcome
+from rollout_service.rewards.served.messages import PlainAnswer
 from rollout_service.rewards.served.pool import plain_answer
 
 WAIT_S = 0.005
@@ -97,7 +97,7 @@ class RemoteReward:
         """Return none."""
         return []
 
-    async def _run(self, items: Sequence[Item]) -> Sequence[Outcome]:
+    async def _run(self, items: Sequence[PlainAnswer]) -> Sequence[Outcome]:
         end, pause_s, said = asyncio.get_running_loop().time() + self._deadline_s, FIRST_PAUSE_S, ""
         while True:
             left_s = end - asyncio.get_running_loop().time()
@@ -111,7 +111,7 @@ class RemoteReward:
             await asyncio.sleep(min(pause_s, max(0.0, end - asyncio.get_running_loop().time())))
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def _post(self, items: Sequence[Item], timeout_s: float) -> Any:
+    async def _post(self, items: Sequence[PlainAnswer], timeout_s: float) -> object:
         """Return the JSON of one attempt. Raises _TryAgain, RewardError."""
         if self._session is None:
             self._session = aiohttp.ClientSession(headers=self._headers)
@@ -132,18 +132,19 @@ class RemoteReward:
         if reply.status != 200:
             raise RewardError(f"the reward '{self.name}': status {reply.status}: {shown}", kind="refused")
         try:
-            return json.loads(body)
+            found: object = json.loads(body)
+            return found
         except ValueError as error:
             raise RewardError(f"the reward '{self.name}' sent no JSON: {shown}", kind="refused") from error
 
-    def _outcomes(self, items: Sequence[Item], said: Any) -> list[Outcome]:
+    def _outcomes(self, items: Sequence[PlainAnswer], said: object) -> list[Outcome]:
         scores = said.get("scores") if isinstance(said, dict) else None
         if not isinstance(scores, list) or len(scores) != len(items):
             message = f"the reward '{self.name}' sent no list of {len(items)} `scores`"
             raise RewardError(message, kind="refused")
         return [self._outcome(item, score) for item, score in zip(items, scores, strict=True)]
 
-    def _outcome(self, item: Item, score: Any) -> Outcome:
+    def _outcome(self, item: PlainAnswer, score: object) -> Outcome:
         try:
             if isinstance(score, dict) and "error" in score:
                 said = str(score["error"])[:SHOWN_CHARS]

@@ -7,7 +7,6 @@ it stops itself by a signal, which works in a main thread only: it runs in a pro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from asyncrl.errors import ConfigError
 
@@ -29,7 +28,7 @@ def load_math_verify() -> Callable[..., float]:
     of_gold = [LatexExtractionConfig()]
     of_answer = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
 
-    def score_math_verify(response: str, ground_truth: Any, **extra: Any) -> float:
+    def score_math_verify(response: str, ground_truth: object, **extra: object) -> float:
         gold = parse(f"\\boxed{{{ground_truth}}}", extraction_config=of_gold)
         if not gold:
             raise ValueError(f"the ground truth {ground_truth!r} is no mathematics")

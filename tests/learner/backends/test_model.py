@@ -155,7 +155,7 @@ def test_an_older_config_with_rope_theta_at_the_top_is_read(tmp_path):
     theta = config.pop("rope_parameters")["rope_theta"]
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": theta}))
     backend = open_backend(folder)
-    assert backend._architecture.rope["rope_theta"] == theta
+    assert backend._architecture.rope.theta == theta
     backend.close()
 
 

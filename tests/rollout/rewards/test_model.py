@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForSequenceClassific
 from asyncrl.errors import ConfigError
 from rollout_service.data.prompts import Prompt
 from rollout_service.rewards.score import RewardError
-from rollout_service.rewards.served.model import ModelReward, ModelSettings
+from rollout_service.rewards.served.messages import ModelSettings
+from rollout_service.rewards.served.model import ModelReward
 from rollout_service.rewards.served.model_process import Classifier
 from rollout_service.tasks.tiny_text.model import build_tokenizer
 from tests.rollout.rewards.judging import answer
@@ -86,7 +87,7 @@ def test_an_answer_that_the_model_cannot_read_fails_alone(tmp_path: Path):
     items = [{"prompt": [{"role": role, "content": "hello"}], "response": "a"} for role in ("user", "system")]
     good, bad = Classifier(str(tmp_path), None, "cpu", "float32").score(items)
     assert good == pytest.approx(wanted, abs=1e-5)
-    assert bad == ["refused", "it cannot be written as text: TemplateError: no system role"]
+    assert bad == ("refused", "it cannot be written as text: TemplateError: no system role")
 
 
 def test_a_prompt_that_has_no_utf8_fails_alone(tmp_path: Path):
