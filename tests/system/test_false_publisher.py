@@ -19,6 +19,7 @@ from asyncrl.control.record.rundir import RunDir
 from asyncrl.errors import DeadlineExceeded, NotAllowed
 from asyncrl.keys import ClientKeys, make_run_keys, read_client_keys
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from asyncrl.weight_files import read_shapes
 from tests.system.up_run import UpRun, leftovers
@@ -70,7 +71,10 @@ def pose(addresses: dict[str, str], keys: ClientKeys | None, false: FalseVersion
     """Try everything with these keys; return how often that was refused."""
     count = 0
     for service, op, fields, frames in attempts(false):
-        with contextlib.closing(Client(addresses[service], keys)) as client, pytest.raises(refusal):
+        with (
+            contextlib.closing(Client(ThreadRuntime(), addresses[service], keys)) as client,
+            pytest.raises(refusal),
+        ):
             client.call(op, frames, deadline_s=20.0 if refusal is NotAllowed else 1.0, **fields)
         count += 1
     return count

@@ -23,7 +23,8 @@ from asyncrl.control.api.client import connect
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.keys import ClientKeys, make_run_keys, read_client_keys
 from asyncrl.rpc import Client
-from asyncrl.rpc.sockets import prepare_client
+from asyncrl.sockets.options import prepare_client
+from asyncrl.threads import ThreadRuntime
 from tests.system.up_run import UpRun, leftovers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -143,7 +144,9 @@ def test_a_run_trains_on_and_answers_beside_a_flood_over_many_connections_and_it
     assert api is not None
     with contextlib.ExitStack() as held:
         buffer = held.enter_context(contextlib.closing(LearnerClient(places["buffer.0"], keys=services)))
-        coordinator = held.enter_context(contextlib.closing(Client(places["weight_sync.0"], services)))
+        coordinator = held.enter_context(
+            contextlib.closing(Client(ThreadRuntime(), places["weight_sync.0"], services))
+        )
         asks = {"buffer": buffer.status, "coordinator": lambda: coordinator.call("status"), "api": api.status}
         before = memory_of(run)
         calm = [medians_of(run, asks, FLOOD_S)]
