@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +10,8 @@ from asyncrl.config.tree import Config
 from asyncrl.keys import ClientKeys, RunKeys, ServerKeys
 from asyncrl.obstacle import Tell, tell_nobody
 from asyncrl.private import derive_name, make_secret
+from asyncrl.runtime import Event, Runtime
+from asyncrl.threads import ThreadRuntime
 
 SERVICE_VARIABLE = "ASYNCRL_SERVICE"
 """Names the service whose process it is, or was started by: an engine's core dies with its replica."""
@@ -37,6 +38,7 @@ class ServiceContext:
         keys: Of the run's sockets; None leaves them plain, on loopback or socket files only.
         is_standby: A replica that follows versions and takes no leases until it is told `promote`.
         tell: Of the host, which has no other status until the service is built.
+        runtime: Of the process; it is handed on to all that the service is built of.
         secret: Of this start; the names that other users of a machine must not guess are derived from it.
     """
 
@@ -54,6 +56,7 @@ class ServiceContext:
     is_standby: bool = False
     tell: Tell = tell_nobody
     secret: str = field(default_factory=make_secret, repr=False)
+    runtime: Runtime = field(default_factory=ThreadRuntime, repr=False)
 
     @property
     def kind(self) -> str:
@@ -101,7 +104,7 @@ def write_paused(run_dir: Path, run_id: str, is_paused: bool) -> None:
 class Service(Protocol):
     """A running part of the system. `run` has its own thread; the others may be called from any."""
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: Event) -> None:
         """Work until `stop` is set or the work is done. An exception is the service's failure."""
 
     def status(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from asyncrl.service import ServiceContext
 from asyncrl.sim.calibration import base_rates, rates_of_run, steady_rows, taken_with
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import Setting
+from asyncrl.threads import ThreadEvent
 from benchmarks.options import end_on_sigterm, make_parser
 from benchmarks.planner.engine_curve import measure_curve
 from benchmarks.planner.live import live_run
@@ -122,7 +123,7 @@ def measure_buffer(config: Config, folder: Path) -> tuple[float, float]:
     """
     context = ServiceContext(config, "buffer.0", folder / "buffer", "calibrate")
     context.run_dir.mkdir(parents=True)
-    service, stop = build(context), threading.Event()
+    service, stop = build(context), ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
     thread.start()
     try:

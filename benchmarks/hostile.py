@@ -22,7 +22,6 @@ import random
 import socket
 import statistics
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -40,10 +39,10 @@ from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import SystemClock
 from asyncrl.experience import Group, Trajectory, encode_group
 from asyncrl.keys import ClientKeys, RunKeys, ServerKeys, make_run_keys
-from asyncrl.rpc.sockets import prepare_client
+from asyncrl.sockets.options import prepare_client
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.versions import Span
 from benchmarks import options
 
@@ -247,9 +246,9 @@ def serve(address: Connection, keys: ServerKeys | None) -> None:
         max_attempts=3,
     )
     store = ExperienceStore(settings, MemoryJournal(), GROUP_SIZE, False, now=0.0)
-    service = BufferService(store, SystemClock(), keys=keys)
+    service = BufferService(store, ThreadRuntime(), keys=keys)
     address.send(service.address)
-    service.run(threading.Event())
+    service.run(ThreadEvent())
 
 
 def attack(address: str, is_on: Event, keys: None) -> None:

@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.tree import BufferSection
 from asyncrl.experience import Group, Trajectory, encode_group
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.versions import Span
 from benchmarks import options
 
@@ -99,7 +99,7 @@ def _restart(kind: str, folder: Path) -> tuple[float, float]:
     process = _run("serve", kind, str(folder))
     assert process.stdout is not None
     address, recovery_s, num_stored = process.stdout.readline().split()
-    client = Client(address)
+    client = Client(ThreadRuntime(), address)
     status = client.call("status", deadline_s=60.0).args
     serving_s = time.monotonic() - began
     client.close()
@@ -134,9 +134,9 @@ def _serve(kind: str, folder: Path) -> int:
     began = time.monotonic()
     store = _open(kind, folder)
     recovery_s = time.monotonic() - began
-    service = BufferService(store, SystemClock())
+    service = BufferService(store, ThreadRuntime())
     print(service.address, recovery_s, len(store.ledger.state.tickets), flush=True)
-    service.run(threading.Event())
+    service.run(ThreadEvent())
     return 0
 
 

@@ -9,8 +9,11 @@ journal, checkpoints, metrics and TensorBoard.
 Every process of the run is sampled, Ray's own among them: anonymous memory, descriptors, threads; of the
 whole run the processes, shared-memory segments and semaphores; of each entry of its folder files and bytes.
 After the first third, each is extrapolated to a week, or to a million steps if these come sooner, and judged
-by its limit. `--quick` (scripted, under a minute) can show fast growth only, so it judges the lower end of
-the interval; the full form judges the slope itself.
+by its limit. What has risen and fallen three times or more is judged by its medians, peaks and troughs, of
+which two must grow.
+
+`--quick` (scripted, under a minute) can show fast growth only, so it judges the lower end of the interval;
+the full form judges the slope itself.
 """
 
 from __future__ import annotations

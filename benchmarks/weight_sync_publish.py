@@ -28,6 +28,7 @@ from asyncrl.config.tree import LearnerSection
 from asyncrl.control.launch.ports import HeldPort
 from asyncrl.errors import ServiceFailed
 from asyncrl.service import ServiceContext
+from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.weight_sync_peers.peers import Peer, obey
@@ -134,7 +135,7 @@ class Publisher:
 def open_handoff(context: ServiceContext) -> Handoff:
     """Return rank 0's way to the publisher."""
     address, keys = context.addresses[PUBLISHER_NAME], context.client_keys
-    return Handoff(address, context.shm_prefix, BUCKET_BYTES, token=1, keys=keys)
+    return Handoff(ThreadRuntime(), address, context.shm_prefix, BUCKET_BYTES, token=1, keys=keys)
 
 
 def measure_publish(num_bytes: int, rounds: int) -> dict[str, Any]:

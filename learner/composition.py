@@ -49,13 +49,17 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
     placement = Placement(context.rank, context.world_size, context.rendezvous)
     models = (make_models or open_models)(config, objective, placement)
     client = LearnerClient(
-        context.addresses["buffer.0"], deadline_s=config.launcher.start_deadline_s, keys=context.client_keys
+        context.addresses["buffer.0"],
+        deadline_s=config.launcher.start_deadline_s,
+        keys=context.client_keys,
+        runtime=context.runtime,
     )
     store = CheckpointStore(
         context.run_dir / "checkpoints", config.checkpoint.keep, config.checkpoint.keep_best
     )
     connect = partial(
         Handoff,
+        context.runtime,
         context.addresses["publisher.0"],
         context.shm_prefix,
         config.weight_sync.bucket_bytes,
@@ -64,7 +68,7 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
     ranks = Ranks(context.rank, context.world_size, device)
     leader = None
     if context.rank == 0:
-        leader = Leader(config, client, connect, store, context.world_size)
+        leader = Leader(config, client, connect, store, context.world_size, context.runtime)
         leader.is_paused = context.is_paused
     return LearnerService(
         config,
@@ -75,6 +79,7 @@ def build(context: ServiceContext, make_models: OpenModels | None = None) -> Lea
         store,
         context.run_dir / "weights",
         leader,
+        runtime=context.runtime,
         recorder=open_recorder(config, context.run_dir, ranks, models.policy) if config.run.record else None,
     )
 

@@ -12,17 +12,16 @@ at the first weights published from it on.
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl.buffer.client import LearnerClient, Reservation
-from asyncrl.clock import Clock
 from asyncrl.config.tree import Config
 from asyncrl.errors import CheckpointError, ConfigError, DeadlineExceeded, LedgerError
 from asyncrl.faults import fault_point
 from asyncrl.obstacle import Cause, FailureStreak
+from asyncrl.runtime import Event, Runtime
+from asyncrl.threads import ThreadRuntime
 from learner.checkpoint import CheckpointStore, Commit
 from learner.checkpoint.store import Cut
 from learner.checkpoint.writer import WRITE_DEADLINE_S, CheckpointKeeper
@@ -38,15 +37,15 @@ UNPUBLISHED_WAIT_S = 0.01
 LAST_PUBLISH_S = 30.0
 WRITE_AGAIN_S = 10.0
 """From a checkpoint that could not be written to the next try: it costs a copy of the state."""
-PAUSED_WAIT_S = 0.1
+PAUSED_WAIT_S = 0.5
+"""For which the ranks stand still between two orders of a learner that is paused, if nobody calls."""
 
 
 class Leader:
     """Gives orders. `orders` is a generator: it goes on when the order it gave has been performed.
 
-    `is_paused` and `asked_step` may be set from other threads. They are heeded between two orders; a step
-    that has begun is finished.
-    `asked_step`: a checkpoint is asked for, of that step or a later one.
+    `is_paused` may be set, and `ask_checkpoint` called, from other threads. They are heeded between two
+    orders; a step that has begun is finished.
     """
 
     def __init__(
@@ -56,8 +55,10 @@ class Leader:
         connect: Callable[[int], Handoff],
         store: CheckpointStore,
         world_size: int = 1,
-        clock: Clock | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
+        self._runtime = runtime or ThreadRuntime()
+        self._called = self._runtime.event()
         self._config = config
         self._client = client
         self._connect = connect
@@ -75,7 +76,7 @@ class Leader:
         self._watch = Watch(config.guard, config.model.dtype)
         self._commits: list[Commit] = []
         self.step = 0
-        self.waits = Waits(clock)
+        self.waits = Waits(self._runtime)
         self.stale_tickets: list[int] = []
         self.oversized_tickets: list[int] = []
         self.refused_tickets: list[int] = []
@@ -83,7 +84,7 @@ class Leader:
         self.seen_ids: list[int] = []
         self.controllers: dict[str, float] = {}
         self.last_evaluation = 0
-        self.is_paused = False
+        self._is_paused = False
         self.asked_step: int | None = None
         self._away_since = 0.0
         self._taken: list[int] = []
@@ -101,17 +102,32 @@ class Leader:
         return self._token
 
     @property
+    def is_paused(self) -> bool:
+        return self._is_paused
+
+    @is_paused.setter
+    def is_paused(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        self._called.set()
+
+    def ask_checkpoint(self, step: int) -> None:
+        """Have a checkpoint of `step` or a later one written. Any thread may ask."""
+        self.asked_step = step
+        self._called.set()
+
+    @property
     def handoff(self) -> Handoff:
         """The way to the publisher; there is one once `Restore` was given."""
         assert self._handoff is not None, "the leader has not opened yet"
         return self._handoff
 
-    def orders(self, stop: threading.Event) -> Iterator[Order]:
+    def orders(self, stop: Event) -> Iterator[Order]:
         """Yield orders until the steps are done or `stop` is set; then checkpoint and finish.
 
         Raises:
             UnstableTraining: The guard stops the run.
         """
+        stop.on_set(self._called.set)
         yield from self._restore()
         yield from self._publish()
         while self.step < self._config.learner.steps and not stop.is_set():
@@ -242,17 +258,18 @@ class Leader:
 
     def _publish_last(self) -> Iterator[Publish]:
         """The last weights must go out: the final evaluation and the next start count on them."""
-        end = time.monotonic() + LAST_PUBLISH_S
-        while self._published_step != self.step and time.monotonic() < end:
+        end = self._runtime.now() + LAST_PUBLISH_S
+        while self._published_step != self.step and self._runtime.now() < end:
             yield from self._publish()
-            time.sleep(UNPUBLISHED_WAIT_S)
+            self._runtime.sleep(UNPUBLISHED_WAIT_S)
         if self._published_step != self.step:
             log.warning("the weights of step %d found no free buffer in %g s", self.step, LAST_PUBLISH_S)
 
     def _next_batch(self) -> Train | Wait:
         if self.is_paused and not self._taken:
             with self.waits.on(PAUSED):
-                time.sleep(PAUSED_WAIT_S)
+                self._called.wait(PAUSED_WAIT_S)
+                self._called.clear()  # all that it may tell of is heeded before the next batch is awaited
             return Wait()
         is_published = self._published_step == self.step
         with self.waits.on(BATCH):
@@ -294,7 +311,7 @@ class Leader:
         try:  # a part is shared by all data-parallel ranks
             found = self._client.reserve(self.step, wait_s, have, at_least=learner.dp)
         except DeadlineExceeded as error:
-            now = time.monotonic()
+            now = self._runtime.now()
             self._away_since = self._away_since or now
             if now - self._away_since > self._config.launcher.start_deadline_s:
                 raise
@@ -362,7 +379,7 @@ class Leader:
 
     @property
     def _is_to_be_written_again(self) -> bool:
-        return self._unwritten is not None and time.monotonic() >= self._write_again_at
+        return self._unwritten is not None and self._runtime.now() >= self._write_again_at
 
     def _has_room(self) -> bool:
         try:
@@ -390,7 +407,7 @@ class Leader:
         log.error("%s; it is tried again after a later step", error)
         self.failures.fail(error.message)
         self._unwritten = error
-        self._write_again_at = time.monotonic() + WRITE_AGAIN_S
+        self._write_again_at = self._runtime.now() + WRITE_AGAIN_S
         self._checkpointed_step = -1
         return False
 

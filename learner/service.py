@@ -7,19 +7,18 @@ unblocked by: the leader            produces: updated weights, versions, checkpo
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.metrics.row_log import RowLog
 from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
+from asyncrl.runtime import Event, Runtime
 from asyncrl.states import ServiceState
+from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from learner.algorithms.diagnostics.summary import throughput_metrics
 from learner.algorithms.objective import Objective
@@ -60,7 +59,7 @@ class LearnerService:
         store: CheckpointStore,
         weights_dir: Path,
         leader: Leader | None = None,
-        clock: Clock | None = None,
+        runtime: Runtime | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self._config = config
@@ -75,8 +74,8 @@ class LearnerService:
         if leader is not None:
             leader.controllers = objective.read_controllers()
         self._together = TogetherWriter(ranks)
-        self._clock = clock or SystemClock()
-        self._watch = Stopwatch(self._clock)
+        self._runtime = runtime or ThreadRuntime()
+        self._watch = Stopwatch(self._runtime)
         self._recorder = recorder
         source = intake if recorder is None else Recording(intake, recorder)
         self._trainer = Trainer(config, ranks, models, objective, source, self._watch)
@@ -86,9 +85,9 @@ class LearnerService:
         self._rows = RowLog(weights_dir.parent)
         self._step = self._resumed_step = 0
         self._state = ServiceState.STARTING
-        self._step_began = self._clock.now()
+        self._step_began = self._runtime.now()
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: Event) -> None:
         """Perform orders until the leader finishes."""
         try:
             for order in self._orders(stop):
@@ -130,7 +129,7 @@ class LearnerService:
         if self._leader is None or name not in ("pause", "unpause", "checkpoint"):
             raise ConfigError(f"the learner knows no command '{name}'")
         if name == "checkpoint":
-            self._leader.asked_step = self._step
+            self._leader.ask_checkpoint(self._step)
         else:
             self._leader.is_paused = name == "pause"
         return {"step": self._step, "paused": self._leader.is_paused}
@@ -146,7 +145,7 @@ class LearnerService:
             has_inference=self._objective.needs_prox,
         )
 
-    def _orders(self, stop: threading.Event) -> Iterator[Order]:
+    def _orders(self, stop: Event) -> Iterator[Order]:
         if self._leader is None:
             return self._ranks.follow()
         return (self._ranks.share(order) for order in self._leader.orders(stop))
@@ -184,7 +183,7 @@ class LearnerService:
 
     def _begin_account(self) -> None:
         """Let the first step's time begin here."""
-        self._step_began = self._clock.now()
+        self._step_began = self._runtime.now()
         self._watch.read()
         if self._leader is not None:
             self._leader.waits.take()
@@ -225,12 +224,12 @@ class LearnerService:
         """Add the step's row; its time runs from the end of the step before, so shares add up to it."""
         assert self._leader is not None
         metrics = trained.metrics
-        now = self._clock.now()
+        now = self._runtime.now()
         total_s, self._step_began = now - self._step_began, now
         num_tokens = float(sum(order.num_tokens))
         waits, stages = self._leader.waits.take(), self._watch.read()
         row = {
-            "time": time.time(),
+            "time": self._runtime.wall_ns() / 1e9,
             "training/global_step": self._step,
             **metrics,
             **describe_time(stages, waits, total_s),

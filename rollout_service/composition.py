@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl.allocation import keep_freed_memory
 from asyncrl.buffer.client import ReplicaClient
-from asyncrl.clock import SystemClock
 from asyncrl.config.conflicts import WITH_GREEDY
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
@@ -54,7 +52,7 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
     Raises:
         ConfigError: Something that the configuration names does not exist.
     """
-    born = time.monotonic_ns()
+    born = int(context.runtime.now() * 1e9)
     keep_freed_memory()
     config = context.config
     check_gateway(config)
@@ -87,16 +85,22 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
         tokenizer, prompts, held_out = await asyncio.to_thread(load_data, config, episodes)
         reward.begin_trial(prompts.prompts[0].prompt)
         bare = (make_engine or build_engine)(config, tokenizer)
-        engine = MeteredEngine(bare, SystemClock())
+        engine = MeteredEngine(bare, context.runtime)
         gateway = build_gateway(context, prompts, bare, engine)
         overlong = _build_overlong(config)
         environment = build_runner(engine, tokenizer, episodes, reward, prompts.prompts, overlong)
         return ReplicaParts(
             engine=engine,
             buffer=ReplicaClient(
-                context.addresses["buffer.0"], context.name, CALL_DEADLINE_S, keys=context.client_keys
+                context.addresses["buffer.0"],
+                context.name,
+                CALL_DEADLINE_S,
+                context.client_keys,
+                context.runtime,
             ),
-            weights=ReceiverLink(context.addresses[f"receiver.{context.index}"], context.client_keys, born),
+            weights=ReceiverLink(
+                context.runtime, context.addresses[f"receiver.{context.index}"], context.client_keys, born
+            ),
             runner=gateway.desk if gateway else GroupRunner(environment, prompts, _group_settings(config)),
             evaluator=build_evaluator(config, engine, tokenizer, held_out, reward, episodes),
             prompts=prompts,
@@ -105,7 +109,8 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
             gateway=gateway,
         )
 
-    return Replica(context.name, _replica_settings(config), build_parts, is_standby=context.is_standby)
+    settings = _replica_settings(config)
+    return Replica(context.runtime, context.name, settings, build_parts, is_standby=context.is_standby)
 
 
 def _replica_settings(config: Config) -> ReplicaSettings:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
@@ -29,12 +28,14 @@ from asyncrl.errors import AsyncrlError, DataError, DeadlineExceeded, EngineErro
 from asyncrl.experience import Group
 from asyncrl.faults import fault_point
 from asyncrl.obstacle import OBSTACLES, Cause, FailureStreak
+from asyncrl.runtime import Event, Runtime
 from asyncrl.versions import UNLOADED
 from rollout_service.engine.metered import BUSY
 from rollout_service.engine.protocol import EngineDied, Interrupted
 from rollout_service.evaluation.evaluator import Evaluator
 from rollout_service.gateway.refusal import NobodyCame
 from rollout_service.groups import GroupRunner
+from rollout_service.listening import listen_to
 from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.rewards.score import RewardError, RewardsFailed
 from rollout_service.states import State, idle_cause
@@ -44,10 +45,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LEASE_WAIT_S = 1.0
-STAGED_WAIT_S = 1.0
+LEASE_WAIT_S, STAGED_WAIT_S = 2.0, 1.0  # the receiver's answer tells that the replica is fenced
 ERROR_PAUSE_S = 0.5
-WATCH_S = 0.05
 CALL_ATTEMPTS = 6
 FAREWELL_DEADLINE_S = 2.0
 CARRY_DEADLINE_S = 5.0
@@ -63,13 +62,14 @@ class Replica:
 
     def __init__(
         self,
+        runtime: Runtime,
         name: str,
         settings: ReplicaSettings,
         build: Callable[[], Awaitable[ReplicaParts]],
         *,
         is_standby: bool = False,
     ) -> None:
-        self._name = name
+        self._runtime, self._name = runtime, name
         self._settings = settings
         self._build = build
         self._parts: ReplicaParts | None = None
@@ -85,7 +85,7 @@ class Replica:
         self._num_asking = 0
         self._may_miss_grants = False
         self._is_standby = is_standby
-        self._drain_asked = threading.Event()
+        self._drain_asked, self._promote_asked = runtime.event(), runtime.event()
         self._grace_s = 0.0
 
     # Any thread
@@ -135,6 +135,7 @@ class Replica:
         """Obey `drain` (`grace_s`: how long groups in flight may still finish; default 0) or `promote`."""
         if name == "promote":
             self._is_standby = False
+            self._promote_asked.set()
             return {"standby": False}
         if name != "drain":
             raise ServiceFailed(f"a replica knows no command '{name}'", hint="It knows 'drain' and 'promote'")
@@ -142,10 +143,10 @@ class Replica:
         self._drain_asked.set()
         return {"state": State.DRAINING.value}
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: Event) -> None:
         """Work until `stop` is set or a drain is done. Raises on an engine that died, or on a bug."""
         try:
-            asyncio.run(self._run(stop))
+            self._runtime.run_async(self._run(stop))
         except ExceptionGroup as group:
             failed = group.subgroup(AsyncrlError)
             if failed is None:
@@ -155,7 +156,7 @@ class Replica:
 
     # The event loop
 
-    async def _run(self, stop: threading.Event) -> None:
+    async def _run(self, stop: Event) -> None:
         parts = self._parts = await self._build()
         try:
             await self._introduce(parts)
@@ -204,10 +205,12 @@ class Replica:
                 if asyncio.get_running_loop().time() > end:
                     raise
 
-    async def _watch(self, stop: threading.Event) -> None:
+    async def _watch(self, stop: Event) -> None:
+        has_heard = listen_to(stop, self._drain_asked, self._promote_asked)
         was_standby = self._is_standby
         while not stop.is_set() and not self._drain_asked.is_set():
-            await asyncio.sleep(WATCH_S)
+            await has_heard.wait()
+            has_heard.clear()
             if was_standby and not self._is_standby:
                 was_standby = False
                 log.info("%s is promoted", self._name)

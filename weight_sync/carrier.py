@@ -14,16 +14,14 @@ The checking thread of a transfer
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
-from asyncrl.clock import Clock
 from asyncrl.errors import DeadlineExceeded, SyncError
+from asyncrl.runtime import Queue, Runtime
 from asyncrl.versions import UNLOADED
 from weight_sync.backends.contract import Broadcast, Group, Transport
 from weight_sync.encoding.courier import CarryBucket, carry_whole
@@ -75,8 +73,8 @@ Done = Callable[[TransferOrder, str, str], None]
 class Carrier:
     """See the module; all methods are called by one thread, the service's."""
 
-    def __init__(self, clock: Clock, make_transport: Callable[[str], Transport]) -> None:
-        self._clock = clock
+    def __init__(self, runtime: Runtime, make_transport: Callable[[str], Transport]) -> None:
+        self._runtime = runtime
         self._make_transport = make_transport
         self._transports: dict[int, Transport] = {}
 
@@ -90,7 +88,7 @@ class Carrier:
     ) -> None:
         """Start to send or receive `buckets`; `after_bucket` is called after each, `done` at the end."""
         self._close_unused(order.live)
-        until = self._clock.now() + order.deadline_s
+        until = self._runtime.now() + order.deadline_s
         transport = self._transports.get(order.group.membership)
         is_new = transport is None
         if transport is None:
@@ -101,7 +99,7 @@ class Carrier:
             try:
                 if is_new:
                     transport.form(order.group, until)
-                _carry_all(transport, buckets, carry_bucket, after_bucket, until, self._clock)
+                _carry_all(self._runtime, transport, buckets, carry_bucket, after_bucket, until)
             except DigestMismatch as error:
                 cause, message = DIGEST, str(error)
             except Exception as error:  # of any kind: whoever waits for this round must hear of its end
@@ -109,7 +107,7 @@ class Carrier:
                 cause, message = TRANSPORT, str(error)
             done(order, cause, message)
 
-        threading.Thread(target=work, name=f"transfer-{order.round}", daemon=True).start()
+        self._runtime.spawn(f"transfer-{order.round}", work)
 
     def abort(self, membership: int) -> None:
         """Give up the membership's transfer, as far as its backend can."""
@@ -132,27 +130,43 @@ class Carrier:
 class _Checks:
     """Runs checks one after another in a thread of its own, which starts with the first one."""
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="check")
-        self._started: list[Future[None]] = []
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._checks: Queue[Check | None] = runtime.queue()
+        self._has_ended = runtime.event()
+        self._has_begun = self._is_given_up = False
+        self._error: Exception | None = None
 
     def __enter__(self) -> _Checks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._is_given_up = True
+        self._checks.put(None)
 
     def add(self, check: Check | None) -> None:
-        if check is not None:
-            self._started.append(self._pool.submit(check))
+        if check is None:
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            self._runtime.spawn("check", self._work)
+        self._checks.put(check)
 
-    def finish(self, until: float, clock: Clock) -> None:
-        """Wait for all checks and raise what the first that failed has raised."""
-        for started in self._started:
+    def _work(self) -> None:
+        while (check := self._checks.get()) is not None and not self._is_given_up:
             try:
-                started.result(timeout=max(0.0, until - clock.now()))
-            except TimeoutError as error:
-                raise DeadlineExceeded("the buckets were not verified in time") from error
+                check()
+            except Exception as error:  # of any kind: who waits for the checks raises it
+                self._error = self._error or error
+        self._has_ended.set()
+
+    def finish(self, until: float) -> None:
+        """Wait for all checks and raise what the first that failed has raised."""
+        self._checks.put(None)
+        if self._has_begun and not self._has_ended.wait(max(0.0, until - self._runtime.now())):
+            raise DeadlineExceeded("the buckets were not verified in time")
+        if self._error is not None:
+            raise self._error
 
 
 class _UnderWay:
@@ -183,22 +197,22 @@ class _UnderWay:
 
 
 def _carry_all(
+    runtime: Runtime,
     transport: Transport,
     buckets: Sequence[torch.Tensor],
     carry_bucket: CarryBucket,
     after_bucket: AfterBucket,
     until: float,
-    clock: Clock,
 ) -> None:
     """Carry every bucket; a mismatch is raised at the end, so that the group stays in step."""
-    with _Checks() as checks, _UnderWay() as under_way:
+    with _Checks(runtime) as checks, _UnderWay() as under_way:
         for index, bucket in enumerate(buckets):
             under_way.add(index, carry_bucket(transport, index, bucket, until))
             if len(under_way) == MAX_UNDER_WAY:
                 checks.add(_end_first(under_way, buckets, after_bucket))
         while len(under_way):
             checks.add(_end_first(under_way, buckets, after_bucket))
-        checks.finish(until, clock)
+        checks.finish(until)
 
 
 def _end_first(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -11,8 +9,8 @@ from urllib.parse import urlsplit
 
 from torch.distributed import TCPStore
 
-from asyncrl.clock import Clock, SystemClock
 from asyncrl.private import make_private
+from asyncrl.runtime import Runtime
 from asyncrl.service import ServiceContext
 from weight_sync.backends import nccl
 from weight_sync.backends.choice import GLOO, NCCL
@@ -37,15 +35,15 @@ def build_publisher(context: ServiceContext, num_segments: int = 3) -> Publisher
     address = context.addresses[COORDINATOR]
     host, uses_delta = reachable_host(address), _uses_delta(context)
     store = open_store(host, 0, STORE_TIMEOUT)
-    clock = SystemClock()
+    runtime, num_segments = context.runtime, num_segments + uses_delta
     make_private(SHM_DIR / context.shm_prefix)
     return PublisherService(
         address,
-        _incarnation(),
-        SegmentPool(f"{context.shm_prefix}publisher-", num_segments + uses_delta, keeps_sent=uses_delta),
+        _incarnation(runtime),
+        SegmentPool(f"{context.shm_prefix}publisher-", str(runtime.pid), num_segments, uses_delta),
         Endpoint(host, store.port, abilities()),
-        transports_of(clock, context, store),
-        clock,
+        transports_of(context, store),
+        runtime,
         context.bind,
         context.keys,
         bounds_of(context.config),
@@ -56,17 +54,17 @@ def build_receiver(
     context: ServiceContext, lost_s: float | None = None, on_bucket: OnBucket = ignore_bucket
 ) -> ReceiverService:
     """Return the receiver `receiver.<n>`, which runs on the host of `rollout.<n>`."""
-    clock = SystemClock()
+    runtime = context.runtime
     timing = Timing.of(context.config.weight_sync.deadline_s)
     make_private(SHM_DIR / context.shm_prefix)
     return ReceiverService(
         context.addresses[COORDINATOR],
         context.name,
-        _incarnation(),
-        Shelf(f"{context.shm_prefix}{context.name}-", keeps_base=_uses_delta(context)),
+        _incarnation(runtime),
+        Shelf(f"{context.shm_prefix}{context.name}-", runtime.new_id()[:8], keeps_base=_uses_delta(context)),
         abilities(),
-        transports_of(clock, context, None),
-        clock,
+        transports_of(context, None),
+        runtime,
         lost_s=timing.silence_s + timing.poll_s if lost_s is None else lost_s,
         on_bucket=on_bucket,
         bind=context.bind,
@@ -91,11 +89,9 @@ def reachable_host(address: str) -> str:
     return own_address(peer.hostname)
 
 
-def transports_of(
-    clock: Clock, context: ServiceContext, store: TCPStore | None
-) -> Callable[[str], Transport]:
+def transports_of(context: ServiceContext, store: TCPStore | None) -> Callable[[str], Transport]:
     """Return the maker of transports by backend; gloo's are tagged where the run's sockets have keys."""
-    secret = context.secret
+    clock, secret = context.runtime, context.secret
 
     def make_gloo() -> Transport:
         transport = GlooTransport(clock, secret, store)
@@ -112,5 +108,5 @@ def _uses_delta(context: ServiceContext) -> bool:
     return context.config.weight_sync.encoding == "delta"
 
 
-def _incarnation() -> str:
-    return f"{os.getpid()}-{time.time_ns()}"
+def _incarnation(runtime: Runtime) -> str:
+    return f"{runtime.pid}-{runtime.wall_ns()}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from asyncrl.clock import SystemClock
 from asyncrl.service import ServiceContext
 from weight_sync.backends.choice import choose_backend
 from weight_sync.bounds import bounds_of
@@ -26,4 +25,4 @@ def build_coordinator(context: ServiceContext, timing: Timing | None = None) -> 
     )
     bounds = bounds_of(context.config)
     place = (context.bind, context.server_keys, context.run_dir)
-    return CoordinatorService(coordination, SystemClock(), *place, bounds)
+    return CoordinatorService(coordination, context.runtime, *place, bounds)

@@ -1,7 +1,7 @@
 """The coordinator service: carries `protocol.Coordination` over RPC.
 
 Owns who takes part in which round; holds no weights and never touches a transfer.
-  consumes: hellos, reports and polls of the publisher and the receivers    waits for: a request or a tick
+  consumes: hellos, reports and polls of the publisher and the receivers    waits for: a request, what is due
   unblocked by: the same    produces: orders, as answers to the parked polls; the journal of rounds
 Invariants: an order is kept until its peer acknowledges it with its next poll; a coordinator that hears
 of a newer one's fencing token gives no more orders.
@@ -10,7 +10,7 @@ of a newer one's fencing token gives no more orders.
 from __future__ import annotations
 
 import logging
-import threading
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from asyncrl.keys import ServerKeys
 from asyncrl.message import A, Answer, Operation, fields_of
 from asyncrl.rpc import Request, Server
 from asyncrl.rpc.operations import Operations, send_answer
+from asyncrl.runtime import Event, Runtime
 from asyncrl.states import ServiceState
 from asyncrl.versions import PolicyVersion
 from weight_sync.bounds import limits_of
@@ -36,7 +37,6 @@ from weight_sync.protocol.records import BlameRecord, LoadFailureRecord, Record,
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.02
 PICTURE_S = 1.0
 """The members are journalled at most so often."""
 DESCRIBE_S = 1e-4
@@ -55,15 +55,15 @@ class CoordinatorService:
     def __init__(
         self,
         coordination: Coordination,
-        clock: Clock,
+        runtime: Runtime,
         bind: str = "tcp://127.0.0.1:*",
         keys: ServerKeys | None = None,
         run_dir: Path | None = None,
         bounds: VersionBounds = ANY_VERSION,
     ) -> None:
         self._coordination = coordination
-        self._clock = clock
-        self._server = Server(bind, keys, limits_of(bounds))
+        self._clock: Clock = runtime
+        self._server = Server(runtime, bind, keys, limits_of(bounds))
         self._bounds = bounds
         self._journal = Journal(run_dir, coordination.token, fences=coordination.fences)
         self._mail: dict[str, Mailbox] = {}
@@ -73,7 +73,8 @@ class CoordinatorService:
         self._longest_round_s = 0.0
         self._last_picture: dict[str, Any] = {}
         self._picture_at = 0.0
-        self._described_until = 0.0
+        self._described_until = self._poll_ends = -math.inf
+        self._is_status_old = self._is_picture_old = True
         self._newer_token = 0
         self._snapshot = self._describe(ServiceState.STARTING)
         self._ops = Operations("the coordinator")
@@ -82,10 +83,10 @@ class CoordinatorService:
         self._add(wire.NEXT_ORDER, self._park)
         self._add(wire.REPORT, self._take_report)
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: Event) -> None:
         """Serve until `stop`."""
         try:
-            self._server.serve(self, stop, TICK_S, self.end_turn)
+            self._server.serve(self, stop, self.end_turn)
         finally:
             self._journal_members(is_forced=True)
 
@@ -110,6 +111,13 @@ class CoordinatorService:
 
         self._ops.add(operation, hear)
 
+    def wake_at(self) -> float:
+        """Return when a deadline of the rounds, a poll, or the status is due."""
+        due = math.inf if self._newer_token else self._coordination.wake_at()
+        status_at = self._described_until if self._is_status_old else math.inf
+        picture_at = self._picture_at if self._is_picture_old else math.inf
+        return min(due, self._poll_ends, status_at, picture_at)
+
     def tick(self, now: float) -> None:
         """Let deadlines pass and empty polls return."""
         if not self._newer_token:
@@ -118,10 +126,9 @@ class CoordinatorService:
         for name, box in self._mail.items():
             if box.parked is not None and self._clock.now() >= box.parked_until:
                 self._answer(name, box)
-        for round_ in self._coordination.rounds:
-            self._longest_round_s = max(self._longest_round_s, self._clock.now() - round_.started)
-        self._describe_in_time()
-        self._journal_members()
+        parked = (box.parked_until for box in self._mail.values() if box.parked is not None)
+        self._poll_ends = min(parked, default=math.inf)
+        self._tell()
 
     def _check_token(self, token: int) -> None:
         """Refuse who obeys a newer coordinator: this one was replaced, and must give no more orders."""
@@ -179,6 +186,7 @@ class CoordinatorService:
             self._outdated.append((box.parked, asked.name, True))
         box.parked = request
         box.parked_until = self._clock.now() + self._coordination.timing.poll_s
+        self._poll_ends = min(self._poll_ends, box.parked_until)
         return None
 
     def _is_known(self, asked: wire.OfPeer) -> bool:
@@ -240,6 +248,13 @@ class CoordinatorService:
 
     def end_turn(self) -> None:
         """Hand out what the requests since the last call have led to; the end of a turn of the server."""
+        self._hand_out()
+        self._is_status_old = self._is_picture_old = True
+        self._tell()
+
+    def _hand_out(self) -> None:
+        for round_ in self._coordination.rounds:
+            self._longest_round_s = max(self._longest_round_s, self._clock.now() - round_.started)
         if self._newer_token:
             self._answer_outdated()
             return
@@ -293,10 +308,18 @@ class CoordinatorService:
         about = {"digest": known.digest, "version_bytes": known.num_bytes} if known else {}
         self._journal.note(record, **about)
 
+    def _tell(self) -> None:
+        """Renew what is told of the members, unless that was done a moment ago."""
+        if self._is_status_old:
+            self._describe_in_time()
+        if self._is_picture_old:
+            self._journal_members()
+
     def _journal_members(self, is_forced: bool = False) -> None:
         now = self._clock.now()
         if now < self._picture_at and not is_forced:
             return
+        self._is_picture_old = False
         members, self._picture_at = picture_members(self._coordination), now + PICTURE_S
         if members == self._last_picture:
             return
@@ -310,7 +333,7 @@ class CoordinatorService:
     def _describe_in_time(self) -> None:
         now = self._clock.now()
         if now >= self._described_until:
-            self._snapshot = self._describe()
+            self._snapshot, self._is_status_old = self._describe(), False
             self._described_until = now + DESCRIBE_S * len(self._coordination.members)
 
     def _describe(self, state: ServiceState = ServiceState.READY) -> wire.CoordinatorStatus:
@@ -333,6 +356,6 @@ class CoordinatorService:
             last_round_s=coordination.last_round_s,
             longest_round_s=self._longest_round_s,
             culprit=coordination.culprit,
-            counters=dict(coordination.counters),
+            counters=dict(coordination.counters) | self._server.tell_counters(),
             members=members,
         )

@@ -22,6 +22,7 @@ from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, Segme
 from asyncrl.faults import fault_point
 from asyncrl.keys import ClientKeys
 from asyncrl.rpc import Client
+from asyncrl.runtime import Runtime
 from asyncrl.versions import PolicyVersion
 from weight_sync import messages as wire
 from weight_sync.memory.manifest import Bucket, Layout, Manifest, Planner, Probe, TensorSpec, plan
@@ -85,7 +86,7 @@ class Exporter(Protocol):
 class Handoff:
     """Publishes versions to the publisher on this host.
 
-    >>> # handoff = Handoff("tcp://127.0.0.1:5555", "asyncrl-run/", 64 << 20, token=3)
+    >>> # handoff = Handoff(runtime, "tcp://127.0.0.1:5555", "asyncrl-run/", 64 << 20, token=3)
     >>> # handoff.publish(PolicyVersion(1, 0), model.named_parameters())
 
     Args:
@@ -109,6 +110,7 @@ class Handoff:
 
     def __init__(
         self,
+        runtime: Runtime,
         address: str,
         shm_prefix: str,
         bucket_bytes: int,
@@ -126,7 +128,8 @@ class Handoff:
         self.published: PolicyVersion | None = None
         self.digest = ""
         self.num_absences = 0
-        self._client = Client(address, keys)
+        self._runtime = runtime
+        self._client = Client(runtime, address, keys)
         try:
             self._open()
         except AsyncrlError:
@@ -135,15 +138,15 @@ class Handoff:
 
     def _open(self) -> None:
         """Say who publishes from now on; again, to a publisher that took the place of one that died."""
-        end = time.monotonic() + START_DEADLINE_S
+        end = self._runtime.now() + START_DEADLINE_S
         while True:
             try:
-                asked, left_s = wire.Open(self._token), max(0.0, end - time.monotonic())
+                asked, left_s = wire.Open(self._token), max(0.0, end - self._runtime.now())
                 self._client.ask(wire.OPEN, asked, deadline_s=left_s)
                 return
             except ConnectionLost as error:
                 self._note_absence(error)
-                if time.monotonic() >= end:
+                if self._runtime.now() >= end:
                     raise
 
     def has_room(self) -> bool:

@@ -15,9 +15,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import queue
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +24,7 @@ from asyncrl.errors import AsyncrlError, DeadlineExceeded, FencedError, WireErro
 from asyncrl.keys import ClientKeys
 from asyncrl.message import Answer, fields_of
 from asyncrl.rpc import Client
+from asyncrl.runtime import Queue, Runtime, Task
 from weight_sync.protocol import messages as wire
 from weight_sync.protocol.peer import Allegiance, Hearing
 
@@ -37,7 +35,11 @@ GOODBYE_DEADLINE_S = 0.5
 RETRY_S = 0.2
 MAX_TRIES = 3
 MAX_PAUSE_S = 1.0
-"""Between two questions how long the coordinator is lost; more, and this process did not run."""
+"""By which a look at how long the coordinator is lost may be late; more, and this process did not run."""
+LOOK_EVERY_S = 0.5
+"""While the coordinator is overdue."""
+OVERDUE_POLLS = 1.5
+"""Polls in which it must have been heard once."""
 
 
 class Reset(wire.Instruction, frozen=True):
@@ -77,6 +79,7 @@ class Liaison:
 
     def __init__(
         self,
+        runtime: Runtime,
         address: str,
         name: str,
         incarnation: str,
@@ -84,34 +87,31 @@ class Liaison:
         deliver: Deliver,
         keys: ClientKeys | None = None,
     ) -> None:
-        self._address, self._keys = address, keys
-        self._orders_client, self._reports_client = Client(address, keys), Client(address, keys)
+        self._runtime, self._address, self._keys = runtime, address, keys
+        self._orders_client, self._reports_client = self._connect(), self._connect()
         self._name, self._incarnation = name, incarnation
-        self._born = time.time_ns() // 1_000_000
+        self._born = runtime.wall_ns() // 1_000_000
         self._allegiance = Allegiance()
         self._hello_seqs, self._num_reports = itertools.count(1), 0
         self._introduce = introduce
         self._deliver = deliver
-        self._reports: queue.Queue[_Report] = queue.Queue()
-        self._report_lock = threading.Lock()
+        self._reports: Queue[_Report | None] = runtime.queue()
+        self._report_lock = runtime.lock()
         self._poll_s = 1.0
         self._after, self._session = 0, 0
-        self._heard_at = self._asked_at = time.monotonic()
-        self._must_say_hello = threading.Event()
+        self._heard_at = self._look_at = runtime.now()
+        self._must_say_hello = runtime.event()
         self._is_acquainted = False
-        self._hello_lock = threading.Lock()
-        self._stop = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._follow_orders, name="orders", daemon=True),
-            threading.Thread(target=self._send_reports, name="reports", daemon=True),
-        ]
+        self._hello_lock = runtime.lock()
+        self._stop = runtime.event()
+        self._tasks: list[Task] = []
         self.is_fenced = False
         self.counters: Counter[str] = Counter()
 
     def start(self) -> None:
         """Say hello and go on in two threads."""
-        for thread in self._threads:
-            thread.start()
+        self._tasks.append(self._runtime.spawn("orders", self._follow_orders))
+        self._tasks.append(self._runtime.spawn("reports", self._send_reports))
 
     def report(self, event: wire.Event, frames: Sequence[bytes] = ()) -> None:
         """Queue an event for the coordinator; never blocks."""
@@ -121,27 +121,33 @@ class Liaison:
 
     @property
     def lost_for_s(self) -> float:
-        """Seconds since the coordinator was last heard; asked every tick.
+        """Seconds since the coordinator was last heard; asked at `look_at`, or before.
 
         A time in which this process did not run is no silence of the coordinator.
         """
-        now = time.monotonic()
-        pause_s, self._asked_at = now - self._asked_at, now
-        if pause_s > MAX_PAUSE_S:
-            self._heard_at = min(now, self._heard_at + pause_s)
+        now = self._runtime.now()
+        if (late_s := now - self.look_at) > MAX_PAUSE_S:
+            self._heard_at = min(now, self._heard_at + late_s)
+        self._look_at = now + LOOK_EVERY_S
         return now - self._heard_at
+
+    @property
+    def look_at(self) -> float:
+        """When `lost_for_s` is to be asked next: when the coordinator is overdue, and from then on often."""
+        return max(self._look_at, self._heard_at + OVERDUE_POLLS * self._poll_s)
 
     def stop(self) -> None:
         """Say goodbye and end both threads within one poll."""
         self._stop.set()
+        self._reports.put(None)
         self._say_goodbye()
-        for thread in self._threads:
-            thread.join(self._poll_s + CALL_DEADLINE_S + 1.0)
+        for task in self._tasks:
+            task.join(self._poll_s + CALL_DEADLINE_S + 1.0)
         self._orders_client.close()
         self._reports_client.close()
 
     def _say_goodbye(self) -> None:
-        client = Client(self._address, self._keys)
+        client = self._connect()
         try:
             report = self._report_of(wire.Goodbye(), self._num_reports + 1)
             client.ask(wire.REPORT, report, deadline_s=GOODBYE_DEADLINE_S)
@@ -166,10 +172,13 @@ class Liaison:
                 self._orders_client = self._connect_anew(self._orders_client)
                 self._stop.wait(RETRY_S)
 
+    def _connect(self) -> Client:
+        return Client(self._runtime, self._address, self._keys)
+
     def _connect_anew(self, client: Client) -> Client:
         """A connection to a coordinator that was stopped stays up, and hides the one that replaced it."""
         try:
-            anew = Client(self._address, self._keys)
+            anew = self._connect()
         except Exception as error:  # of any kind, as above: the one there is may serve once more
             log.warning("no new connection to the coordinator: %s", error)
             return client
@@ -263,11 +272,7 @@ class Liaison:
             self._after = order.seq
 
     def _send_reports(self) -> None:
-        while not self._stop.is_set():
-            try:
-                report = self._reports.get(timeout=0.2)
-            except queue.Empty:
-                continue
+        while (report := self._reports.get()) is not None and not self._stop.is_set():
             if not any(self._try_report(report) for _ in range(MAX_TRIES)):
                 self.counters["lost_reports"] += 1
                 self._must_say_hello.set()  # which says all that counts of this peer
@@ -305,4 +310,4 @@ class Liaison:
             raise FencedError(f"the coordinator's token {token} is older than {self._allegiance.token}")
         if hearing is Hearing.NEWER:
             self.counters["newer_coordinators"] += 1
-        self._heard_at = time.monotonic()
+        self._heard_at = self._runtime.now()

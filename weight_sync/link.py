@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import time
-import uuid
 
 from asyncrl.errors import DeadlineExceeded, FencedError
 from asyncrl.keys import ClientKeys
 from asyncrl.rpc import AsyncClient
+from asyncrl.runtime import Runtime
 from weight_sync import messages as wire
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.staging import Staged
@@ -25,8 +24,8 @@ class ReceiverLink:
     that is thought dead, and lives on beside its successor.
 
     Args:
-        born: When the replica's process was given its work, by `time.monotonic_ns`, which all processes of
-            a host share; now, without one.
+        born: When the replica's process was given its work, in nanoseconds of the runtime's clock, which all
+            processes of a host share; now, without one.
 
     >>> # staged = await link.next_staged(serving_number=0, wait_s=5.0)
     >>> # for name, tensor in open_tensors(staged): ...
@@ -38,11 +37,15 @@ class ReceiverLink:
     """
 
     def __init__(
-        self, receiver_address: str, keys: ClientKeys | None = None, born: int | None = None
+        self,
+        runtime: Runtime,
+        receiver_address: str,
+        keys: ClientKeys | None = None,
+        born: int | None = None,
     ) -> None:
-        self._client = AsyncClient(receiver_address, keys)
-        born = time.monotonic_ns() if born is None else born
-        self._life, self._born = uuid.uuid4().hex, born
+        self._client = AsyncClient(runtime, receiver_address, keys)
+        self._born = int(runtime.now() * 1e9) if born is None else born
+        self._life = runtime.new_id()
         self._seqs, self._pin_seqs = itertools.count(1), itertools.count(1)
         self.is_fenced = False
 

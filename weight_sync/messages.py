@@ -20,10 +20,6 @@ Bytes = Annotated[int, Meta(ge=0)]
 Life = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
 
 
-class Wake(Message, frozen=True):
-    """Request of a service to itself: another thread has put work into its inbox."""
-
-
 # --- the publisher ----------------------------------------------------------------------------------
 
 
@@ -82,7 +78,6 @@ ACQUIRE = Operation("acquire", Acquire, Acquired)
 COMMIT = Operation("commit", Commit, Done)
 CURRENT = Operation("current", AskCurrent, Current)
 PUBLISHER_STATUS = Operation("status", AskStatus, PublisherStatus)
-WAKE = Operation("wake", Wake, Done)
 
 
 # --- a receiver -------------------------------------------------------------------------------------

@@ -3,21 +3,21 @@
 Owns the segments, the store where groups meet, and the sending side of each group. Never makes the
 learner wait for a replica: a commit ends as soon as the version is current.
 The server's thread
-  consumes: the learner's calls, orders, ends of transfers   waits for: a request or a tick
-  unblocked by: the same, through the inbox                  produces: `published`, `sent`, `send_failed`
+  consumes: the learner's calls, orders, ends of transfers   waits for: the same
+  unblocked by: the same                                     produces: `published`, `sent`, `send_failed`
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from asyncrl.clock import Clock
@@ -27,6 +27,7 @@ from asyncrl.keys import RunKeys
 from asyncrl.message import Done, fields_of
 from asyncrl.rpc import Request, Server
 from asyncrl.rpc.operations import Operations
+from asyncrl.runtime import Event, Runtime
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
 from weight_sync import messages as wire
@@ -35,7 +36,6 @@ from weight_sync.bounds import limits_of
 from weight_sync.carrier import Carrier, TransferOrder
 from weight_sync.encoding.choice import choose_widths
 from weight_sync.encoding.courier import CarryBucket, DeltaSender, carry_whole
-from weight_sync.inbox import Inbox
 from weight_sync.liaison import Introduction, Liaison, Reset
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.memory.pool import SegmentPool, Slot
@@ -45,6 +45,9 @@ from weight_sync.protocol.protocol import PUBLISHER
 from weight_sync.protocol.rounds import ABORTED, NEVER, SUPERSEDED, TRANSPORT
 
 log = logging.getLogger(__name__)
+
+PREPARE_EVERY_S = 0.05
+"""Between two pieces of room: each takes about 20 ms."""
 
 
 @dataclass(frozen=True)
@@ -97,52 +100,50 @@ class PublisherService:
         pool: SegmentPool,
         endpoint: Endpoint,
         make_transport: Callable[[str], Transport],
-        clock: Clock,
+        runtime: Runtime,
         bind: str = "tcp://127.0.0.1:*",
         keys: RunKeys | None = None,
         bounds: VersionBounds = ANY_VERSION,
     ) -> None:
-        self._server = Server(bind, keys.server if keys else None, limits_of(bounds))
+        self._server = Server(runtime, bind, keys.server if keys else None, limits_of(bounds))
         self._bounds = bounds
         client_keys = keys.client if keys else None
-        self._inbox = Inbox(self._server.address, client_keys)
         self._pool = pool
         self._endpoint = endpoint
-        self._carrier = Carrier(clock, make_transport)
+        self._carrier = Carrier(runtime, make_transport)
         self._liaison = Liaison(
-            coordinator_address, PUBLISHER, incarnation, self._introduce, self._deliver, client_keys
+            runtime, coordinator_address, PUBLISHER, incarnation, self._introduce, self._deliver, client_keys
         )
-        self._clock = clock
+        self._clock: Clock = runtime
         self._rounds = Attendance()
         self._sending: dict[int, TransferOrder] = {}
         self._transfer_starts: dict[int, float] = {}  # of threads that run, also of aborted rounds
         self._longest_transfer_s = 0.0
         self._current: Manifest | None = pool.current.manifest if pool.current else None
         self._is_full = False
+        self._prepare_at = -math.inf
         self.counters: Counter[str] = Counter()
         self._snapshot = wire.PublisherStatus(ServiceState.STARTING, self._server.address)
         self._ops = Operations("the publisher")
-        self._ops.add(wire.WAKE, self._wake)
         self._ops.add(wire.OPEN, self._open)
         self._ops.add(wire.ACQUIRE, self._acquire)
         self._ops.add(wire.COMMIT, self._commit)
         self._ops.add(wire.CURRENT, lambda _, __: wire.Current(self._current_number))
-        self._ops.add(wire.PUBLISHER_STATUS, lambda _, __: self._snapshot)
+        self._ops.add(wire.PUBLISHER_STATUS, lambda _, __: self._describe())
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: Event) -> None:
         """Serve until `stop`, then unlink the segments."""
         self._liaison.start()
         try:
-            self._server.serve(self, stop)
+            self._server.serve(self, stop, self.end_turn)
         finally:
             self._liaison.stop()
-            self._inbox.close()
             self._carrier.close()
             self._pool.close()
 
     def status(self) -> dict[str, Any]:
         """Return the fields of a `PublisherStatus`."""
-        return fields_of(self._snapshot)
+        return fields_of(msgspec.structs.replace(self._snapshot, longest_transfer_s=self._longest_s()))
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """Nothing can be asked of the publisher but to stop."""
@@ -152,27 +153,35 @@ class PublisherService:
         """Answer the learner; see `handoff.py` for the other side."""
         self._ops.handle(request)
 
-    def _wake(self, request: Request, asked: wire.Wake) -> Done:
-        self._inbox.drain()
-        return Done()
-
     def _open(self, request: Request, asked: wire.Open) -> Done:
         self._pool.open(asked.token)
         return Done()
 
+    def wake_at(self) -> float:
+        """Return when the next piece of room for the next versions is to be made."""
+        return self._prepare_at
+
+    def end_turn(self) -> None:
+        """Renew the status; what has come may have left room to make."""
+        self._prepare_at = min(self._prepare_at, self._clock.now() + PREPARE_EVERY_S)
+        self._snapshot = self._describe()
+
     def tick(self, now: float) -> None:
-        """Run what the inbox holds, make room for the next versions, and renew the status."""
-        self._inbox.drain()
-        self._make_room()
+        """Make room for the next versions, piece by piece: requests are taken in between."""
+        has_more = self._make_room()
+        self._prepare_at = self._clock.now() + PREPARE_EVERY_S if has_more else math.inf
+        self._snapshot = self._describe()
+
+    def _describe(self) -> wire.PublisherStatus:
         current = self._current.version if self._current else None
-        self._snapshot = wire.PublisherStatus(
+        return wire.PublisherStatus(
             ServiceState.READY,
             self._server.address,
             version=(current.number, current.step) if current else None,
             segments=tuple(self._pool.describe()),
             transfers=len(self._transfer_starts),
             longest_transfer_s=self._longest_s(),
-            counters=self.counters + self._liaison.counters,
+            counters=self.counters + self._liaison.counters + self._server.tell_counters(),
         )
 
     @property
@@ -181,8 +190,8 @@ class PublisherService:
 
     def _longest_s(self) -> float:
         """Return how long the longest transfer took, those included that run."""
-        now = self._clock.now()
-        return max([self._longest_transfer_s, *(now - start for start in self._transfer_starts.values())])
+        now, starts = self._clock.now(), list(self._transfer_starts.values())  # at once: any thread may ask
+        return max([self._longest_transfer_s, *(now - start for start in starts)])
 
     def _acquire(self, request: Request, asked: wire.Acquire) -> wire.Acquired:
         self._bounds.check_size(asked.num_bytes)
@@ -192,15 +201,17 @@ class PublisherService:
         self.counters["deferred" if path is None else "acquired"] += 1
         return wire.Acquired(path or "")
 
-    def _make_room(self) -> None:
+    def _make_room(self) -> bool:
+        """Make some room; return whether there may be more to make."""
         if self._is_full:
-            return
+            return False
         try:
-            self._pool.prepare()
+            return self._pool.prepare()
         except SyncError as error:  # the learner hears of it if it asks for a segment before there is room
             self._is_full = True
             self.counters["no_room"] += 1
             log.warning("no room for the next version: %s", error)
+            return False
 
     def _commit(self, request: Request, asked: wire.Commit) -> Done:
         if not request.frames:
@@ -225,7 +236,7 @@ class PublisherService:
         return Introduction(args, [current.to_bytes()] if current else [])
 
     def _deliver(self, order: told.Instruction, manifest: bytes) -> None:
-        self._inbox.put(partial(self._obey, order))
+        self._server.call_soon(partial(self._obey, order))
 
     def _obey(self, order: told.Instruction) -> None:
         match order:
@@ -278,7 +289,7 @@ class PublisherService:
             self._carrier.abort(order.group.membership)
 
     def _put_end(self, cargo: _Cargo, order: TransferOrder, cause: str, message: str) -> None:
-        self._inbox.put(partial(self._end, cargo, order, cause, message))
+        self._server.call_soon(partial(self._end, cargo, order, cause, message))
 
     def _end(self, cargo: _Cargo, order: TransferOrder, cause: str, message: str) -> None:
         took_s = self._clock.now() - self._transfer_starts.pop(order.round)

@@ -4,21 +4,22 @@ Owns the staging segments and their states: receiving → verified → committed
 Never touches the engine, so it may be killed without harm to it. What the engine has taken is not
 overwritten before the load is reported.
 The server's thread
-  consumes: orders, ends of transfers, the replica's calls   waits for: a request or a tick
-  unblocked by: the same, through the inbox                  produces: reports; a `Staged` to the replica
+  consumes: orders, ends of transfers, the replica's calls   waits for: the same, the end of a poll
+  unblocked by: the same, a coordinator that is overdue      produces: reports; a `Staged` to the replica
 Invariant: only bytes whose digests matched are ever handed to the engine.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import xxhash
 
@@ -26,9 +27,10 @@ from asyncrl.clock import Clock
 from asyncrl.errors import AsyncrlError, SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys
-from asyncrl.message import Answer, Done, Operation, fields_of
+from asyncrl.message import Answer, Operation, fields_of
 from asyncrl.rpc import Request, Server
 from asyncrl.rpc.operations import Operations, send_answer
+from asyncrl.runtime import Event, Runtime
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
 from weight_sync import messages as wire
@@ -37,7 +39,6 @@ from weight_sync.bounds import limits_of
 from weight_sync.carrier import AfterBucket, Carrier, Check, DigestMismatch, TransferOrder
 from weight_sync.coordination.mail import ReportLog
 from weight_sync.encoding.courier import CarryBucket, DeltaReceiver, carry_whole
-from weight_sync.inbox import Inbox
 from weight_sync.liaison import Introduction, Liaison, Reset
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.memory.shelf import Copy, Shelf
@@ -97,25 +98,24 @@ class ReceiverService:
         shelf: Shelf,
         abilities: tuple[str, ...],
         make_transport: Callable[[str], Transport],
-        clock: Clock,
+        runtime: Runtime,
         lost_s: float,
         on_bucket: OnBucket = ignore_bucket,
         bind: str = "tcp://127.0.0.1:*",
         keys: RunKeys | None = None,
         bounds: VersionBounds = ANY_VERSION,
     ) -> None:
-        self._server = Server(bind, keys.server if keys else None, limits_of(bounds), REPLICA_OPS)
+        self._server = Server(runtime, bind, keys.server if keys else None, limits_of(bounds), REPLICA_OPS)
         self._bounds = bounds
         client_keys = keys.client if keys else None
-        self._inbox = Inbox(self._server.address, client_keys)
         self._shelf = shelf
         self._abilities = abilities
-        self._clock = clock
+        self._clock: Clock = runtime
         self._lost_s = lost_s
         self._on_bucket = on_bucket
-        self._carrier = Carrier(clock, make_transport)
+        self._carrier = Carrier(runtime, make_transport)
         self._liaison = Liaison(
-            coordinator_address, name, incarnation, self._introduce, self._deliver, client_keys
+            runtime, coordinator_address, name, incarnation, self._introduce, self._deliver, client_keys
         )
         self._rounds = Attendance()
         self._incoming: dict[int, _Incoming] = {}
@@ -132,32 +132,30 @@ class ReceiverService:
         self._ops = Operations("the receiver")
         self._add_operations()
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: Event) -> None:
         """Serve until `stop`, then unlink the staging segments."""
         self._liaison.start()
         try:
-            self._server.serve(self, stop)
+            self._server.serve(self, stop, self.end_turn)
         finally:
             self._liaison.stop()
-            self._inbox.close()
             self._carrier.close()
             self._shelf.close()
 
     def status(self) -> dict[str, Any]:
         """Return the fields of a `ReceiverStatus`."""
-        return fields_of(self._snapshot)
+        return fields_of(msgspec.structs.replace(self._snapshot, longest_transfer_s=self._longest_s()))
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """`drain`: take no more offers."""
         if name == "drain":
-            self._inbox.put(self._drain)
+            self._server.call_soon(self._drain)
         return {}
 
     # --- the replica's calls ----------------------------------------------------------------------
 
     def _add_operations(self) -> None:
-        self._ops.add(wire.WAKE, self._wake)
-        self._ops.add(wire.RECEIVER_STATUS, lambda _, __: self._snapshot)
+        self._ops.add(wire.RECEIVER_STATUS, lambda _, __: self._describe())
         self._add(wire.NEXT_STAGED, self._take_poll)
         self._add(wire.LOADED, self._take_loaded)
         self._add(wire.PIN, lambda _, asked: self._set_pin(asked, is_held=True))
@@ -186,13 +184,16 @@ class ReceiverService:
         self._ops.handle(request)
         self._answer_poll()
 
-    def _wake(self, request: Request, asked: wire.Wake) -> Done:
-        self._inbox.drain()
-        return Done()
+    def wake_at(self) -> float:
+        """Return when the replica's poll is over, or the coordinator may be lost."""
+        return min(self._parked.until if self._parked is not None else math.inf, self._liaison.look_at)
+
+    def end_turn(self) -> None:
+        """Renew the status."""
+        self._snapshot = self._describe()
 
     def tick(self, now: float) -> None:
-        """Run what the inbox holds; end empty polls; act alone if the coordinator is lost."""
-        self._inbox.drain()
+        """End empty polls; act alone if the coordinator is lost."""
         if self._liaison.lost_for_s >= self._lost_s:
             self._act_alone()
         self._answer_poll()
@@ -292,7 +293,7 @@ class ReceiverService:
         )
 
     def _deliver(self, order: told.Instruction, manifest: bytes) -> None:
-        self._inbox.put(partial(self._obey, order, manifest))
+        self._server.call_soon(partial(self._obey, order, manifest))
 
     def _obey(self, order: told.Instruction, manifest: bytes) -> None:
         try:
@@ -380,7 +381,7 @@ class ReceiverService:
         return after_bucket
 
     def _put_end(self, order: TransferOrder, cause: str, message: str) -> None:
-        self._inbox.put(partial(self._end, order, cause, message))
+        self._server.call_soon(partial(self._end, order, cause, message))
 
     def _end(self, order: TransferOrder, cause: str, message: str) -> None:
         took_s = self._clock.now() - self._transfer_starts.pop(order.round)
@@ -426,8 +427,8 @@ class ReceiverService:
 
     def _longest_s(self) -> float:
         """Return how long the longest transfer took, those included that run."""
-        now = self._clock.now()
-        return max([self._longest_transfer_s, *(now - start for start in self._transfer_starts.values())])
+        now, starts = self._clock.now(), list(self._transfer_starts.values())  # at once: any thread may ask
+        return max([self._longest_transfer_s, *(now - start for start in starts)])
 
     def _describe(self) -> wire.ReceiverStatus:
         state = ServiceState.SYNCING if self._serving == UNLOADED else ServiceState.READY
@@ -442,5 +443,5 @@ class ReceiverService:
             receiving=len(self._incoming),
             transfers=len(self._transfer_starts),
             longest_transfer_s=self._longest_s(),
-            counters=self.counters + self._liaison.counters,
+            counters=self.counters + self._liaison.counters + self._server.tell_counters(),
         )

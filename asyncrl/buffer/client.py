@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +32,8 @@ from asyncrl.keys import ClientKeys
 from asyncrl.message import A, Answer, AskStatus, Operation, Q
 from asyncrl.metrics.tallies import Tally
 from asyncrl.rpc import AsyncClient, Client, PendingCall
+from asyncrl.runtime import Runtime
+from asyncrl.threads import ThreadRuntime
 from asyncrl.wire import Frame
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ FETCHED_AT_ONCE = 4
 """Groups per answer: the next ones travel while these are decoded."""
 FETCHES_AT_ONCE = 32
 """Calls of one `fetch` in flight. A service drops replies beyond what it keeps for a client that is behind
-(`rpc.sockets.UNSENT_REPLIES`)."""
+(`asyncrl.sockets.options.UNSENT_REPLIES`)."""
 PREFETCH_DEADLINE_S = 2.0
 """After that the next `fetch` asks for everything itself: the buffer may have died in between."""
 
@@ -73,13 +74,19 @@ class ReplicaClient:
         address: Of the buffer.
         replica: The replica's name; call `retire` first if an earlier process had it.
         keys: Of the run, if its sockets have any (`asyncrl.keys`).
+        runtime: Of the process; a program of its own needs none.
     """
 
     def __init__(
-        self, address: str, replica: str, deadline_s: float = 30.0, keys: ClientKeys | None = None
+        self,
+        address: str,
+        replica: str,
+        deadline_s: float = 30.0,
+        keys: ClientKeys | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         self.replica = replica
-        self._rpc = AsyncClient(address, keys)
+        self._rpc = AsyncClient(runtime or ThreadRuntime(), address, keys)
         self._deadline_s = deadline_s
         self._evaluating: int | None = None
 
@@ -205,16 +212,23 @@ class LearnerClient:
         token: The fencing token that another process of the same learner got from `open`; a
             data-parallel rank is built with it, only fetches, and may not change the ledger.
         deadline_s: Of each call, its repetitions included. A long poll has its own.
+        runtime: Of the process; a program of its own needs none.
 
     Attributes:
         num_repeated: Calls that were made again because the connection broke.
     """
 
     def __init__(
-        self, address: str, token: int = 0, deadline_s: float = 30.0, keys: ClientKeys | None = None
+        self,
+        address: str,
+        token: int = 0,
+        deadline_s: float = 30.0,
+        keys: ClientKeys | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         self.token = token
-        self._rpc = Client(address, keys)
+        self._runtime = runtime or ThreadRuntime()
+        self._rpc = Client(self._runtime, address, keys)
         self._deadline_s = deadline_s
         self._prefetching: PendingCall | None = None
         self.num_repeated = 0
@@ -376,13 +390,13 @@ class LearnerClient:
 
     def _repeat(self, call: Callable[[float], T]) -> T:
         """Make a call, given the seconds that it may take; make it again if the connection breaks."""
-        end = time.monotonic() + self._deadline_s
+        end = self._runtime.now() + self._deadline_s
         while True:
             try:
-                return call(max(0.0, end - time.monotonic()))
+                return call(max(0.0, end - self._runtime.now()))
             except ConnectionLost as error:
-                if time.monotonic() >= end:
+                if self._runtime.now() >= end:
                     raise
                 self.num_repeated += 1
                 log.warning("%s; it is made again", error.message)
-                time.sleep(REPEAT_PAUSE_S)
+                self._runtime.sleep(REPEAT_PAUSE_S)

@@ -19,12 +19,12 @@ from asyncrl.buffer.journals.redis_server import START_DEADLINE_S, RedisServer
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.conflicts import WITH_GREEDY
 from asyncrl.config.tree import BufferSection, Config
 from asyncrl.durable import replace_text
 from asyncrl.errors import ConfigError
 from asyncrl.obstacle import Tell, tell_nobody
+from asyncrl.runtime import Runtime
 from asyncrl.service import ServiceContext
 
 _MAX_SPANS = 256
@@ -111,11 +111,14 @@ def check_redis(section: BufferSection, run_dir: Path) -> None:
         link.close()
 
 
-def open_journal(section: BufferSection, run_dir: Path, tell: Tell = tell_nobody) -> Journal:
+def open_journal(
+    section: BufferSection, run_dir: Path, tell: Tell = tell_nobody, runtime: Runtime | None = None
+) -> Journal:
     """Open the journal of the run in `run_dir`.
 
     Args:
         tell: Told what the opening waits for.
+        runtime: Of the process; who only reads needs none.
 
     Raises:
         ConfigError: It cannot be opened or reached.
@@ -124,10 +127,10 @@ def open_journal(section: BufferSection, run_dir: Path, tell: Tell = tell_nobody
     if section.journal == "none":
         return MemoryJournal()
     if section.journal == "file":
-        return FileJournal(folder, section.fsync)
+        return FileJournal(folder, section.fsync, runtime=runtime)
     if section.redis_url is not None:
         url = expand_variables(section.redis_url)
-        return RedisJournal(lambda: url, _claim_key(run_dir, is_shared=True), tell=tell)
+        return RedisJournal(lambda: url, _claim_key(run_dir, is_shared=True), runtime, tell=tell)
     server = RedisServer(folder / "redis", section.fsync)
 
     server.ensure(CONNECT_PATIENCE_S)
@@ -138,7 +141,7 @@ def open_journal(section: BufferSection, run_dir: Path, tell: Tell = tell_nobody
 
     key = _claim_key(run_dir, is_shared=False)
     return RedisJournal(
-        ensured_url, key, connect_deadline_s=START_DEADLINE_S, on_close=server.stop, tell=tell
+        ensured_url, key, runtime, connect_deadline_s=START_DEADLINE_S, on_close=server.stop, tell=tell
     )
 
 
@@ -228,19 +231,18 @@ def expand_variables(url: str) -> str:
     return re.sub(r"\$\{(\w+)\}", value, url)
 
 
-def build(context: ServiceContext, clock: Clock | None = None) -> BufferService:
+def build(context: ServiceContext) -> BufferService:
     """Build the service; with a file journal it goes on where the last one of this run stopped."""
     keep_freed_memory()
-    config = context.config
-    clock = clock or SystemClock()
+    config, runtime = context.config, context.runtime
     settings = ledger_settings(config)
     store = ExperienceStore(
         settings,
-        open_journal(config.buffer, context.run_dir, context.tell),
+        open_journal(config.buffer, context.run_dir, context.tell, runtime),
         group_size=config.rollout.group_size,
         drops_constant_groups=config.algorithm.drop_constant_groups,
-        now=clock.now(),
+        now=runtime.now(),
         needs_baseline=config.algorithm.advantage in WITH_GREEDY,
         bounds=group_bounds(config),
     )
-    return BufferService(store, clock, context.bind, context.server_keys, context.is_paused)
+    return BufferService(store, runtime, context.bind, context.server_keys, context.is_paused)

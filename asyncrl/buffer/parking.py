@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -75,6 +76,11 @@ class ParkingLot:
     def of(self, owner: Owner) -> list[Parked]:
         """Return what an owner has waiting, oldest first."""
         return list(self._of_owner.get(owner, ()))
+
+    @property
+    def next_deadline(self) -> float:
+        """When the next wait may be over; infinite while nobody waits."""
+        return self._deadlines[0][0] if self._deadlines else math.inf
 
     def remove(self, parked: Parked) -> None:
         """End a wait. Its places in lane and deadlines are cleared when they come up."""

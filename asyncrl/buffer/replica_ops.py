@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from asyncrl.buffer import messages as wire
@@ -66,6 +67,8 @@ class ReplicaOps:
         order = self._ledger.evaluations.give(asked.replica, asked.version, asked.evaluating)
         if not grants and order is None:
             return None
+        if order is not None:
+            self._last_seen.setdefault(asked.replica, self._desk.clock.now())
         lease_s = self._ledger.settings.lease_s
         granted = tuple(
             wire.LeaseGrant(
@@ -139,6 +142,12 @@ class ReplicaOps:
             self._store.counters["evaluations_unasked"] += 1
         return wire.NextPart(_order_of(orders.give_more(asked.id, asked.replica, asked.version)))
 
+    @property
+    def next_silence(self) -> float:
+        """When `expire_silent` may have something to do; infinite while nobody evaluates."""
+        seen = next(iter(self._last_seen.values()), math.inf)
+        return seen + self._ledger.settings.lease_s
+
     def expire_silent(self, now: float) -> bool:
         """Take evaluations back from replicas that have been silent for a lease's time."""
         lease_s = self._ledger.settings.lease_s
@@ -146,7 +155,7 @@ class ReplicaOps:
             for replica in evaluation.holders.values():
                 self._last_seen.setdefault(replica, now)
         has_silent = False
-        while self._last_seen and now - (oldest := next(iter(self._last_seen.items())))[1] > lease_s:
+        while self._last_seen and now - (oldest := next(iter(self._last_seen.items())))[1] >= lease_s:
             del self._last_seen[oldest[0]]
             self._ledger.evaluations.free(oldest[0])
             has_silent = True

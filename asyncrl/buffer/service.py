@@ -1,7 +1,7 @@
 """The buffer service: one thread that answers replicas and the learner.
 
-    consumes: requests over ZMQ       waits for: a message, at most one tick
-    produces: grants, verdicts on pushes, batches       unblocked by: a message or the tick
+    consumes: requests       waits for: a request, what is due next
+    produces: grants, verdicts on pushes, batches       unblocked by: the same, a command, the journal
 
 Each turn of the loop handles the messages that are there, answers parked requests that can now be
 answered, commits the turn's events, and only then sends the turn's replies: acknowledged is journalled.
@@ -11,12 +11,11 @@ Invariant: nothing that a client sends ends the service; what is wrong is refuse
 from __future__ import annotations
 
 import logging
-import threading
-import time
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
+from functools import partial
 from typing import Any
 
 from asyncrl.buffer.learner_ops import LearnerOps
@@ -41,8 +40,9 @@ from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
 from asyncrl.message import Answer, Message, fields_of, read_message
 from asyncrl.obstacle import OBSTACLES
-from asyncrl.rpc import Handler, Limits, Request, Server
+from asyncrl.rpc import Limits, Request, Server
 from asyncrl.rpc.operations import Operations, send_answer
+from asyncrl.runtime import Event, Runtime
 from asyncrl.states import ServiceState
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ MAX_EVALUATIONS_TOLD = 64
 """The newest: a status must fit into a header, also after thousands of evaluations."""
 MAX_METRICS_TOLD = 4096
 """Of all evaluations in a status."""
-AWAY_PAUSE_S = 0.01
+AWAY_PAUSE_S = 0.05
+"""Between two tries to settle a turn, at least."""
 SLOW_SHARE = 0.1
 """Of a lease: a turn that takes longer leaves no time to renew it."""
 MAX_OUTBOX_BYTES = 64 << 20
@@ -89,15 +90,16 @@ class Desk:
         self.store = store
         self.clock = clock
         self.is_paused = False
-        self.retiring: SimpleQueue[str] = SimpleQueue()
-        self._was_paused = False
+        self._retiring: list[str] = []
         self.counters: Counter[str] = Counter()
         self.wire_counters: Counter[str] = Counter()
         self._parked = ParkingLot()
         self._outbox: list[Outgoing] = []
         self._outbox_bytes = 0
         self._has_changed = False
-        self._next_status = 0.0
+        self._next_status = self._settled_at = -math.inf
+        self._is_status_old = True
+        self._patience_noted = math.inf
         self._ops = Operations("the buffer", self.answer)
         self._ops.add(STATUS, lambda _, __: self.status())
         self._replicas = ReplicaOps(store, self)
@@ -111,29 +113,51 @@ class Desk:
         self._has_changed |= request.op not in QUIET_OPS
         self._ops.handle(request)
 
+    def wake_at(self) -> float:
+        """Return when something is due: the end of a lease, a wait or a silence, the journal, a recount."""
+        store, due = self.store, self._next_status if self._is_status_old else math.inf
+        if not store.is_settled:
+            return min(due, max(store.journal.wake_at(), self._settled_at + AWAY_PAUSE_S))
+        waits = min(self._parked.next_deadline, self._replicas.next_silence, self._patience_ends)
+        return min(due, waits, store.ledger.next_expiry, store.journal.wake_at())
+
+    @property
+    def _patience_ends(self) -> float:
+        ends = self.store.ledger.patience_ends
+        return ends if self._parked and ends != self._patience_noted else math.inf
+
     def tick(self, now: float) -> None:
         """End what time has ended: leases, silent evaluators, waits."""
         if self.store.is_settled:  # else nobody can renew
             self._has_changed |= self.store.ledger.expire(self.clock.now()) > 0
             self._has_changed |= self._replicas.expire_silent(self.clock.now())
-            self._has_changed |= self._retire_absent()
-        self._has_changed |= self.is_paused != self._was_paused
-        self._was_paused = self.is_paused
-        self._has_changed |= bool(self._parked) and self.store.ledger.settings.policy == "wait"
+            self._retire_absent()
+        if self.clock.now() >= self._patience_ends:
+            self._patience_noted, self._has_changed = self.store.ledger.patience_ends, True
         self.end_turn()
-        self.store.journal.tick(self.clock.now())
-        if self.clock.now() >= self._next_status:
+        self.tend_journal()
+        if self._is_status_old and self.clock.now() >= self._next_status:
             self.refresh_status()
 
-    def _retire_absent(self) -> bool:
-        """Take back what the replicas held that another thread has put on the list."""
-        has_retired = False
-        while True:
-            try:
-                self._replicas.retire_absent(self.retiring.get_nowait())
-            except Empty:
-                return has_retired
-            has_retired = True
+    def tend_journal(self) -> None:
+        """Let the journal do what is due."""
+        self.store.journal.tick(self.clock.now())
+
+    def retire(self, replica: str) -> None:
+        """Take back what a replica held that has died; while the journal is away, when it is back."""
+        self._retiring.append(replica)
+        if self.store.is_settled:
+            self._retire_absent()
+
+    def _retire_absent(self) -> None:
+        retiring, self._retiring = self._retiring, []
+        for replica in retiring:
+            self._replicas.retire_absent(replica)
+            self._has_changed = True
+
+    def note_command(self) -> None:
+        """Let those that wait try again: an operator has paused, unpaused or tightened."""
+        self._has_changed = True
 
     def answer(self, request: Request, answer: Answer[Message]) -> None:
         """Send this once the turn's events are durable."""
@@ -189,7 +213,8 @@ class Desk:
 
     def end_turn(self) -> None:
         """Answer what can be answered, make the turn durable, send; without the journal, wait."""
-        now = self.clock.now()
+        now = self._settled_at = self.clock.now()
+        self._is_status_old = True
         if self.store.is_settled:
             self._try_parked(now)
         else:
@@ -248,7 +273,7 @@ class Desk:
 
     def refresh_status(self) -> None:
         """Recount, for readers in other threads."""
-        self.last_status = self.status()
+        self.last_status, self._is_status_old = self.status(), False
         self._next_status = self.clock.now() + STATUS_EVERY_S
 
     def status(self) -> BufferStatus:
@@ -280,8 +305,12 @@ class Desk:
             evaluations_pending=len(state.evaluations) - len(evaluations),
             parked=len(self._parked),
             journal=self.store.journal.status(),
-            counters={**counters, **{f"wire/{name}": n for name, n in self.wire_counters.items()}},
+            counters={**counters, **self.count_wire()},
         )
+
+    def count_wire(self) -> dict[str, int]:
+        """Return what the server has counted."""
+        return {f"wire/{name}": count for name, count in list(self.wire_counters.items())}
 
 
 def _grants_in(answer: Answer[Message] | AsyncrlError) -> LeaseReply | None:
@@ -301,32 +330,22 @@ def _newest(evaluations: Sequence[FinishedEvaluation]) -> tuple[FinishedEvaluati
     return tuple(evaluations[len(evaluations) - num_told :])
 
 
-class PatientServer(Server):
-    """A server that leaves requests in their sockets while the journal is away: nobody could answer them."""
-
-    def _drain(self, handler: Handler) -> None:
-        assert isinstance(handler, Desk)
-        if handler.store.is_settled:
-            super()._drain(handler)
-        else:
-            time.sleep(AWAY_PAUSE_S)
-
-
 class BufferService:
     """The experience buffer as a service of a run."""
 
     def __init__(
         self,
         store: ExperienceStore,
-        clock: Clock,
+        runtime: Runtime,
         bind: str = "tcp://127.0.0.1:*",
         keys: ServerKeys | None = None,
         is_paused: bool = False,
     ) -> None:
         settings = store.ledger.settings
         limits = Limits.of_groups(settings.max_group_bytes, settings.memory_bytes)
-        self._desk = Desk(store, clock)
-        self._server = PatientServer(bind, keys, limits, self._desk.generator_ops)
+        self._desk = Desk(store, runtime)
+        self._server = Server(runtime, bind, keys, limits, self._desk.generator_ops)
+        store.journal.listen(lambda: self._server.call_soon(self._desk.tend_journal))
         self._desk.is_paused = is_paused
         self._desk.wire_counters = self._server.counters
         self._store = store
@@ -336,12 +355,14 @@ class BufferService:
     def address(self) -> str:
         return self._server.address
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: Event) -> None:
         """Serve until `stop` is set."""
         self._state = ServiceState.READY
         log.info("the buffer listens on %s", self.address)
         try:
-            self._server.serve(self._desk, stop, end_turn=self._desk.end_turn, is_full=self._desk.is_full)
+            desk = self._desk
+            # While the journal is away requests stay in their sockets: nobody could answer them.
+            self._server.serve(desk, stop, desk.end_turn, desk.is_full, lambda: self._store.is_settled)
             self._desk.refresh_status()
             self._state = ServiceState.ENDED
         except BaseException:  # process boundary, SystemExit too: whoever asks must see how it ended
@@ -351,10 +372,12 @@ class BufferService:
             self._store.journal.close()
 
     def status(self) -> dict[str, Any]:
-        """Return the last recount, at most half a second old while the service runs."""
+        """Return the last recount: of now, or of half a second ago where something has happened since."""
         told = {"state": self._state, "address": self.address, "paused": self._desk.is_paused}
         told[OBSTACLES] = [one.as_values() for one in self._store.journal.obstacles()]
-        return {**fields_of(self._desk.last_status), **told}
+        found = fields_of(self._desk.last_status)
+        found["counters"] |= self._desk.count_wire()  # a stranger that is refused makes no turn
+        return {**found, **told}
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """Do what an operator asks.
@@ -364,13 +387,15 @@ class BufferService:
         `retire {replica}`: its process has died, so what it held is issued again at once.
         """
         if name == "retire":
-            self._desk.retiring.put(str(args["replica"]))
+            self._server.call_soon(partial(self._desk.retire, str(args["replica"])))
             return {"replica": args["replica"]}
         if name == "tighten":
             self._store.ledger.tighten(int(args["max_lag"]))
+            self._server.call_soon(self._desk.note_command)
             return {"max_lag": self._store.ledger.max_lag}
         if name in ("pause", "unpause"):
             self._desk.is_paused = name == "pause"
+            self._server.call_soon(self._desk.note_command)
             return {"paused": self._desk.is_paused}
         hint = "It knows 'tighten', 'retire', 'pause' and 'unpause'"
         raise LedgerError(f"the buffer knows no command '{name}'", hint=hint)

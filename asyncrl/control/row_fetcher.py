@@ -50,13 +50,20 @@ class RowFetcher:
         """
         question = self._open
         if question is None or (question.life, question.after) != (life, after):
-            question = self._open = _Question(life, after)
-            name = "learner-rows"
-            threading.Thread(target=self._ask, args=(question,), name=name, daemon=True).start()
+            question = self._open = self._begin(_Question(life, after))
         if not question.is_over.wait(wait_s):
             return None
         self._open = None
         return question.answer
+
+    def _begin(self, question: _Question) -> _Question:
+        thread = threading.Thread(target=self._ask, args=(question,), name="learner-rows", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads for now: the next pulse asks again
+            log.warning("the learner could not be asked for its rows: %s", error)
+            question.is_over.set()
+        return question
 
     def _ask(self, question: _Question) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Request and reply between services, over ZMQ ROUTER/DEALER.
+"""Request and reply between services, over a network of the process's runtime.
 
 A call is one msgpack header (`id`, `op`, arguments) and any number of raw frames; so is its reply.
 Every wait has a deadline. With keys (`asyncrl.keys`) a connection is encrypted, and only holders of
@@ -6,8 +6,8 @@ an allowed key get one.
 """
 
 from asyncrl.rpc.client import AsyncClient, Client, PendingCall
+from asyncrl.rpc.limits import Limits
 from asyncrl.rpc.request import Handler, Reply, Request
 from asyncrl.rpc.server import Server
-from asyncrl.rpc.sockets import Limits
 
 __all__ = ["AsyncClient", "Client", "Handler", "Limits", "PendingCall", "Reply", "Request", "Server"]

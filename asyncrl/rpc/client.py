@@ -10,44 +10,39 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import zmq
-
 from asyncrl import wire
 from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, WireError
 from asyncrl.keys import ClientKeys
 from asyncrl.message import A, Answer, Operation, Q, fields_of
-from asyncrl.rpc.connection import Connection
-from asyncrl.rpc.frames import receive_parts, send_parts
 from asyncrl.rpc.request import Reply, pack_request, read_reply
+from asyncrl.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-_NOBLOCK = int(zmq.NOBLOCK)
-SEND_RETRY_S = 0.002
+MIN_SEND_S = 0.001
+"""For which a call whose time is almost over still tries to be sent."""
 
 
 class Client:
     """Calls from threads, made one at a time; or several begun, then ended one by one.
 
-    >>> # Client("tcp://127.0.0.1:5555").call("status", deadline_s=1.0).args
+    >>> # Client(runtime, "tcp://127.0.0.1:5555").call("status", deadline_s=1.0).args
 
     Args:
         keys: Of a server with keys; else its connection never comes about.
     """
 
-    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
+    def __init__(self, runtime: Runtime, address: str, keys: ClientKeys | None = None) -> None:
         self.address = address
-        self._keys = keys
-        self._connection = Connection(address, keys)
+        self._runtime, self._keys = runtime, keys
+        self._line = runtime.network.dealer(address, keys)
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._begun: dict[int, Reply | AsyncrlError | None] = {}
 
     def call(
@@ -90,26 +85,25 @@ class Client:
         Raises:
             DeadlineExceeded: There was no connection within `deadline_s`.
         """
-        call = PendingCall(self, next(self._ids), op, deadline_s, time.monotonic() + deadline_s)
+        call = PendingCall(self, next(self._ids), op, deadline_s, self._runtime.now() + deadline_s)
         with self._locked(call):
             self._await_connection(call)
-            socket, within_s = self._connection.socket, call.end_s - time.monotonic()
-            socket.setsockopt(zmq.SNDTIMEO, max(1, int(within_s * 1000)))
-            try:
-                send_parts(socket, [pack_request(call.id, op, args, within_s), *frames])
-            except zmq.Again:
-                raise _unreachable(op, self.address, deadline_s, self._keys) from None
+            now = self._runtime.now()
+            within_s = call.end_s - now
+            header = pack_request(call.id, op, args, now, within_s)
+            if not self._line.send([header, *frames], max(MIN_SEND_S, within_s)):
+                raise _unreachable(op, self.address, deadline_s, self._keys)
             self._begun[call.id] = None
         return call
 
     def _await_connection(self, call: PendingCall) -> None:
         while not self._has_connection():
-            if self._connection.wait(call.end_s - time.monotonic()) is None:
+            if not self._line.wait(call.end_s - self._runtime.now()):
                 raise _unreachable(call.op, self.address, call.deadline_s, self._keys)
 
     @contextlib.contextmanager
     def _locked(self, call: PendingCall) -> Iterator[None]:
-        if not self._lock.acquire(timeout=max(0.0, call.end_s - time.monotonic())):
+        if not self._lock.acquire(timeout=max(0.0, call.end_s - self._runtime.now())):
             raise _late(call.op, self.address, call.deadline_s)
         try:
             yield
@@ -121,12 +115,11 @@ class Client:
         with self._locked(call):
             try:
                 while (result := self._begun.get(call.id)) is None:
-                    line = self._connection
-                    ready = line.wait(call.end_s - time.monotonic())  # what has come is taken even then
-                    if ready is None:
+                    # What has come is taken even if the time is over.
+                    if not self._line.wait(call.end_s - self._runtime.now()):
                         raise _late(call.op, self.address, call.deadline_s)
-                    if ready is line.socket:
-                        self._take_reply(receive_parts(line.socket))
+                    if (message := self._line.receive()) is not None:
+                        self._take_reply(message)
                     else:
                         self._has_connection()
             finally:
@@ -144,26 +137,25 @@ class Client:
 
     def _has_connection(self) -> bool:
         """Tell whether one is up. After a break, what was asked and not answered before is given up."""
-        line = self._connection
+        line = self._line
         line.look()
         if not line.is_broken:
             return line.is_up
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._take_reply(receive_parts(line.socket, _NOBLOCK))
+        while (message := line.receive()) is not None:
+            self._take_reply(message)
         for call_id, result in list(self._begun.items()):
             if result is None:
                 self._begun[call_id] = ConnectionLost("the connection broke")
         line.close()
-        self._connection = Connection(self.address, self._keys)
-        return self._connection.is_up
+        self._line = self._runtime.network.dealer(self.address, self._keys)
+        return self._line.is_up
 
     def forget(self, call: PendingCall) -> None:
         """Give up a call that was begun; its reply is dropped when it comes."""
         self._begun.pop(call.id, None)
 
     def close(self) -> None:
-        self._connection.close()
+        self._line.close()
 
 
 @dataclass(frozen=True)
@@ -186,21 +178,22 @@ class PendingCall:
 
 
 class AsyncClient:
-    """Calls from one event loop; up to 250 may be in flight (`sockets.UNSENT_REPLIES`).
+    """Calls from one event loop; up to 250 may be in flight (`asyncrl.sockets.options.UNSENT_REPLIES`).
 
     `counters`: `malformed` replies.
 
     The loop watches the socket itself: going through `zmq.asyncio` cost more than the sending.
     """
 
-    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
+    def __init__(self, runtime: Runtime, address: str, keys: ClientKeys | None = None) -> None:
         self.address = address
         self.counters: Counter[str] = Counter()
-        self._keys = keys
-        self._connection = Connection(address, keys)
+        self._runtime, self._keys = runtime, keys
+        self._line = runtime.network.dealer(address, keys)
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_news = asyncio.Event()
 
     async def call(
         self, op: str, frames: Sequence[wire.Frame] = (), deadline_s: float = 10.0, **args: Any
@@ -208,11 +201,12 @@ class AsyncClient:
         """As `Client.call`."""
         loop, call_id, is_sent = self._attach(), next(self._ids), False
         future: asyncio.Future[Reply] = loop.create_future()
-        header = pack_request(call_id, op, args, deadline_s)
+        header = pack_request(call_id, op, args, self._runtime.now(), deadline_s)
         try:
             async with asyncio.timeout(deadline_s):
                 while not self._try_send([header, *frames]):
-                    await asyncio.sleep(SEND_RETRY_S)
+                    self._has_news.clear()
+                    await self._has_news.wait()
                 is_sent = True
                 self._waiting[call_id] = future
                 return await future
@@ -246,38 +240,33 @@ class AsyncClient:
         return loop
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.add_reader(self._connection.socket.fileno(), self._read)
-        loop.add_reader(self._connection.reports.fileno(), self._has_connection)
+        self._line.watch(loop, self._take_news)
         self._loop = loop
 
     def _detach(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._connection.socket.fileno())
-            self._loop.remove_reader(self._connection.reports.fileno())
+            self._line.unwatch(self._loop)
         self._loop = None
+
+    def _take_news(self) -> None:
+        """Take in what has come, and let those try that wait to send: a connection, or room in it."""
+        self._has_connection()
+        self._read()
+        self._has_news.set()
 
     def _try_send(self, parts: Sequence[wire.Frame]) -> bool:
         """Send if there is room; False while the service is away or far behind."""
         if not self._has_connection():
             return False
-        is_sent, socket = True, self._connection.socket
-        try:
-            send_parts(socket, parts, _NOBLOCK)
-        except zmq.Again:
-            is_sent = False
-        # The descriptor signals changes only, and trying may have taken the signal of an arrival.
-        if self._loop is not None and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._loop.call_soon(self._read)
+        is_sent = self._line.send(parts)
+        if self._loop is not None and self._line.has_news():
+            self._loop.call_soon(self._take_news)
         return is_sent
 
     def _read(self) -> None:
         """Hand over all replies that are there."""
-        socket = self._connection.socket
-        while not socket.closed:
-            try:
-                message = receive_parts(socket, _NOBLOCK)
-            except zmq.Again:
-                return
+        line = self._line
+        while (message := line.receive()) is not None:
             try:
                 self._resolve(*read_reply(message))
             except WireError as error:
@@ -286,20 +275,20 @@ class AsyncClient:
 
     def _has_connection(self) -> bool:
         """Tell whether one is up. After a break, calls that were sent and not answered before are ended."""
-        self._connection.look()
-        if not self._connection.is_broken:
-            return self._connection.is_up
+        self._line.look()
+        if not self._line.is_broken:
+            return self._line.is_up
         self._read()
         for call_id in list(self._waiting):
             self._resolve(call_id, ConnectionLost("the connection broke"))
         self._connect_anew()
-        return self._connection.is_up
+        return self._line.is_up
 
     def _connect_anew(self) -> None:
         loop = self._loop
         self._detach()
-        self._connection.close()
-        self._connection = Connection(self.address, self._keys)
+        self._line.close()
+        self._line = self._runtime.network.dealer(self.address, self._keys)
         if loop is not None:
             self._watch(loop)
 
@@ -315,7 +304,7 @@ class AsyncClient:
     def close(self) -> None:
         """Close the socket. Calls still in flight end at their deadlines."""
         self._detach()
-        self._connection.close()
+        self._line.close()
 
 
 def _late(op: str, address: str, deadline_s: float) -> DeadlineExceeded:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 _FIELD = "RssAnon:"
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+GROWTH_BYTES = 4 << 20
+"""Between two looks that are no growth: a service allocates a little all the time."""
 
 
 def resident_bytes() -> int:
@@ -22,17 +25,27 @@ def resident_bytes() -> int:
 
 
 class MemoryGuard:
-    """Says when the process has grown by more than `allowance_bytes` over its smallest size since `reset`."""
+    """Says when the process has grown by more than `allowance_bytes` over its smallest size since `reset`.
+
+    Attributes:
+        pause_s: Until the next look: short while the process grows, long while it does not. Nothing tells a
+            server that parts of a message have come, so someone must look.
+    """
 
     def __init__(self, allowance_bytes: int) -> None:
         self.allowance_bytes = allowance_bytes
-        self._smallest = resident_bytes()
+        self._last = self._smallest = resident_bytes()
+        self.pause_s = SHORTEST_PAUSE_S
 
     def is_passed(self) -> bool:
+        """Look."""
         found = resident_bytes()
-        self._smallest = min(self._smallest, found)
+        is_growing = found - self._last > GROWTH_BYTES
+        self.pause_s = SHORTEST_PAUSE_S if is_growing else min(LONGEST_PAUSE_S, 2 * self.pause_s)
+        self._last, self._smallest = found, min(self._smallest, found)
         return found - self._smallest > self.allowance_bytes
 
     def reset(self) -> None:
         """Measure from here on."""
-        self._smallest = resident_bytes()
+        self._last = self._smallest = resident_bytes()
+        self.pause_s = SHORTEST_PAUSE_S

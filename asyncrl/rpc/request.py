@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-import zmq
 
 from asyncrl import wire
 from asyncrl.errors import BY_NAME, AsyncrlError, RemoteError, WireError, WrongVersion
 from asyncrl.keys import Role
-from asyncrl.rpc.frames import send_parts
+from asyncrl.runtime import Arrival
 
 MAX_OP_CHARACTERS = 64
 MAX_ERROR_CHARACTERS = 4000
@@ -45,7 +41,7 @@ class Request:
     frames: list[wire.Frame]
     client: bytes
     id: int
-    _socket: zmq.Socket[bytes] = field(repr=False)
+    _answer: Callable[[Sequence[wire.Frame]], None] = field(repr=False)
     is_answered: bool = False
     sent_s: float | None = None
     within_s: float = math.inf
@@ -70,33 +66,39 @@ class Request:
     def _send(self, header: dict[str, Any], frames: Sequence[wire.Frame] = ()) -> None:
         assert not self.is_answered, f"request '{self.op}' was answered twice"
         self.is_answered = True
-        with contextlib.suppress(zmq.ZMQError):  # the caller is gone; nobody waits for this answer
-            send_parts(self._socket, [self.client, wire.pack_header(header, wire.RPC_VERSION), *frames])
+        self._answer([wire.pack_header(header, wire.RPC_VERSION), *frames])
 
 
 class Handler(Protocol):
-    """What a service does with requests, in the server's one thread."""
+    """What a service does with requests and as time passes, in the server's one thread.
+
+    Invariant: between two calls nothing happens to it, so `wake_at` is asked for once per wait.
+    """
 
     def handle(self, request: Request) -> None: ...
 
-    def tick(self, now: float) -> None: ...
+    def wake_at(self) -> float:
+        """Return when `tick` has something to do, by the runtime's clock; infinite while nothing is due."""
+
+    def tick(self, now: float) -> None:
+        """Do what is due. Also called when nothing is."""
 
 
-def pack_request(call_id: int, op: str, args: dict[str, Any], within_s: float) -> bytes:
-    """Return the header of a call whose answer is awaited for `within_s` from now."""
-    times = {"sent_s": time.monotonic(), "within_s": float(within_s)}
+def pack_request(call_id: int, op: str, args: dict[str, Any], now: float, within_s: float) -> bytes:
+    """Return the header of a call whose answer is awaited for `within_s` from `now`."""
+    times = {"sent_s": now, "within_s": float(within_s)}
     return wire.pack_header({"id": call_id, "op": op, "args": args, **times}, wire.RPC_VERSION)
 
 
-def read_request(message: list[wire.Frame], socket: zmq.Socket[bytes], role: Role) -> Request:
-    """Return the request of a `role` in `message`: the sender's id, a header, frames.
+def read_request(arrival: Arrival) -> Request:
+    """Return the request in a message: a header, frames.
 
     Raises:
         WireError: It has no header, or the header is not one of a request.
     """
-    if len(message) < 2:
+    if not arrival.parts:
         raise WireError("a message without a header")
-    fields = wire.unpack_header(message[1], wire.MAX_REQUEST_BYTES, wire.RPC_VERSION)
+    fields = wire.unpack_header(arrival.parts[0], wire.MAX_REQUEST_BYTES, wire.RPC_VERSION)
     op, call_id = wire.field(fields, "op", str), wire.field(fields, "id", int)
     if len(op) > MAX_OP_CHARACTERS:
         raise WireError(f"an operation's name has {len(op)} characters, allowed are {MAX_OP_CHARACTERS}")
@@ -104,24 +106,26 @@ def read_request(message: list[wire.Frame], socket: zmq.Socket[bytes], role: Rol
     return Request(
         op=op,
         args=wire.field(fields, "args", dict),
-        frames=message[2:],
-        client=bytes(message[0]),
+        frames=arrival.parts[1:],
+        client=arrival.caller,
         id=call_id,
-        _socket=socket,
+        _answer=arrival.answer,
         sent_s=sent_s,
         within_s=within_s,
-        role=role,
+        role=arrival.role,
     )
 
 
-def refuse_version(message: list[wire.Frame], socket: zmq.Socket[bytes], error: WrongVersion) -> None:
+def refuse_version(arrival: Arrival, error: WrongVersion) -> None:
     """Tell a caller of another version so, in its own: it would wait for an answer until its deadline."""
-    with contextlib.suppress(WireError, zmq.ZMQError):
-        fields = wire.unpack_map(message[1], "header", wire.MAX_REQUEST_BYTES)
+    try:
+        fields = wire.unpack_map(arrival.parts[0], "header", wire.MAX_REQUEST_BYTES)
         call_id, version = wire.field(fields, "id", int), wire.field(fields, "v", int)
-        said = {"message": error.message, "hint": error.hint}
-        header = {"id": call_id, "ok": False, "kind": WireError.__name__, **said}
-        send_parts(socket, [bytes(message[0]), wire.pack_header(header, version)])
+    except WireError:
+        return  # not even that of another version
+    said = {"message": error.message, "hint": error.hint}
+    header = {"id": call_id, "ok": False, "kind": WireError.__name__, **said}
+    arrival.answer([wire.pack_header(header, version)])
 
 
 def _read_times(fields: dict[str, Any]) -> tuple[float | None, float]:

@@ -17,8 +17,8 @@ import zmq
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.messages import LeaseGrant
-from asyncrl.clock import SystemClock
 from asyncrl.experience import Group, Trajectory
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.versions import Span
 from benchmarks.buffer_peers.load import Log, Turn, make_pool
 
@@ -34,7 +34,7 @@ class Ours:
     """The full path: lease, encode, push, check, ledger, journal, reserve, fetch, decode, checkpoint."""
 
     def __init__(self) -> None:
-        self._stop = threading.Event()
+        self._stop = ThreadEvent()
         self._thread: threading.Thread | None = None
         self._folder: Path | None = None
 
@@ -59,11 +59,11 @@ class Ours:
         kind = turn.options["journal"]
         url = "managed" if kind == "redis" else None
         journal = open_journal(BufferSection(journal=kind, url=url), self._folder)
-        clock = SystemClock()
+        runtime = ThreadRuntime()
         store = ExperienceStore(
-            settings, journal, turn.group_size, drops_constant_groups=False, now=clock.now()
+            settings, journal, turn.group_size, drops_constant_groups=False, now=runtime.now()
         )
-        service = BufferService(store, clock)
+        service = BufferService(store, runtime)
         self._stop.clear()
         self._thread = threading.Thread(target=service.run, args=(self._stop,))
         self._thread.start()

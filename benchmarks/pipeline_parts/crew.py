@@ -29,6 +29,7 @@ from asyncrl.control.roster import Roster
 from asyncrl.errors import ServiceFailed
 from asyncrl.log_records import log_to_stderr
 from asyncrl.private import make_secret
+from asyncrl.threads import ThreadEvent
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = (
@@ -144,7 +145,7 @@ def host(pipe: Connection, name: str, seat: Seat, places: tuple[str, str, str, s
     spec = roster.spec(name)
     module, _, function = (seat.factory or spec.factory).partition(":")
     service = getattr(importlib.import_module(module), function)(spec.context)
-    stop = threading.Event()
+    stop = ThreadEvent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever owns the pipe decides
 
     def run() -> None:

@@ -16,6 +16,7 @@ from asyncrl.buffer import composition as buffer_composition
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.errors import ServiceFailed
 from asyncrl.service import ServiceContext
+from asyncrl.threads import ThreadEvent
 from benchmarks.rollout_ways.bare import tokens_in_flight
 from benchmarks.rollout_ways.setting import START_S, Count
 from benchmarks.weight_sync_peers.peers import now_s, obey
@@ -28,7 +29,7 @@ POLL_S = 0.05
 def run_buffer(pipe: Connection, context: ServiceContext) -> None:
     """Entry of the buffer's process: one version is registered, then replicas are served."""
     service = buffer_composition.build(context)
-    stop = threading.Event()
+    stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
     thread.start()
     with contextlib.closing(LearnerClient(service.address, keys=context.client_keys)) as learner:
@@ -47,7 +48,7 @@ class Ours:
 
     def __init__(self, context: ServiceContext) -> None:
         self._replica: Replica = composition.build(context)
-        self._stop = threading.Event()
+        self._stop = ThreadEvent()
         self._thread = threading.Thread(target=self._replica.run, args=(self._stop,), daemon=True)
         self._thread.start()
         end = time.monotonic() + START_S

@@ -31,10 +31,10 @@ from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import SystemClock
 from asyncrl.config.tree import BufferSection
 from asyncrl.errors import DeadlineExceeded, ServiceFailed
 from asyncrl.experience import Group, Trajectory
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.versions import Span
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -189,9 +189,9 @@ def run_buffer(pipe: Connection, load: Load, folder: str) -> None:
         lease_s=LEASE_S,
         max_attempts=3,
     )
-    journal, clock = open_journal(BufferSection(journal=load.journal), Path(folder)), SystemClock()  # type: ignore[arg-type]
-    store = ExperienceStore(settings, journal, GROUP_SIZE, drops_constant_groups=False, now=clock.now())
-    service, stop = BufferService(store, clock), threading.Event()
+    journal, runtime = open_journal(BufferSection(journal=load.journal), Path(folder)), ThreadRuntime()  # type: ignore[arg-type]
+    store = ExperienceStore(settings, journal, GROUP_SIZE, drops_constant_groups=False, now=runtime.now())
+    service, stop = BufferService(store, runtime), ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
     thread.start()
     pipe.send(service.address)

@@ -3,6 +3,12 @@
 The settled part of a soak is cut into blocks; the slope is that of the medians of the blocks, which neither
 garbage collection nor one odd sample moves. A growth of less than the resolution of a quantity is no growth:
 a thread pool that was used for the first time is no leak.
+
+A saw-tooth (`benchmarks.soak_parts.teeth`) has two more lines, through its peaks and through its troughs, and
+the slope in the middle of the three counts: two of the lines must show a growth. A leak raises all three; a
+bounded saw-tooth, wherever the soak begins and ends in it, leaves peaks and troughs level; a few spikes of
+different heights move the peaks alone; teeth that become higher move peaks and medians. A series that has
+fallen fewer than three times is judged by its medians, as nobody knows yet whether it would fall again.
 """
 
 from __future__ import annotations
@@ -15,10 +21,11 @@ from dataclasses import dataclass
 
 from benchmarks.soak_parts import sampling
 from benchmarks.soak_parts.sampling import Sample
+from benchmarks.soak_parts.teeth import MIN_FALLS, Point, find_teeth
 
 NUM_BLOCKS = 10
-T_95 = 2.306
-"""Student's t of a two-sided interval of 95 %, with the 8 degrees of freedom of 10 blocks."""
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
+"""Student's t of a two-sided interval of 95 %, with 1 degree of freedom to the 8 of 10 blocks, or more."""
 SETTLING_SHARE = 1 / 3
 """Of a soak, at its beginning: caches fill, allocators and pools take their size."""
 WEEK_S = 7 * 86_400.0
@@ -62,6 +69,7 @@ class Trend:
         per_step: Growth in the settled part over its steps.
         week: Growth in a week, or in `WEEK_STEPS` if these come sooner; 0 within the resolution.
         low, high: Interval of 95 % of `week`.
+        num_falls: How often the settled part has fallen; from `MIN_FALLS` on it is judged as a saw-tooth.
     """
 
     label: str
@@ -71,6 +79,7 @@ class Trend:
     week: float
     low: float
     high: float
+    num_falls: int = 0
 
     @property
     def limit(self) -> float:
@@ -114,32 +123,59 @@ def settled_part(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.at_s >= begin_s]
 
 
+@dataclass(frozen=True)
+class _Line:
+    """A slope in units per second, and the half width of its interval."""
+
+    slope: float
+    margin: float
+
+
+FLAT = _Line(0.0, 0.0)
+
+
 def _trend_of(label: str, blocks: Sequence[Sequence[Sample]]) -> Trend | None:
-    of_blocks = [[one.values[label] for one in block if label in one.values] for block in blocks]
+    of_blocks = [[(one.at_s, one.values[label]) for one in block if label in one.values] for block in blocks]
     if not all(of_blocks):
         return None
-    medians = [statistics.median(values) for values in of_blocks]
-    times_s = [statistics.fmean(one.at_s for one in block) for block in blocks]
-    slope, error = _fit(times_s, medians)
+    medians = [
+        (statistics.fmean(one.at_s for one in block), statistics.median(value for _, value in points))
+        for block, points in zip(blocks, of_blocks, strict=True)
+    ]
+    line, num_falls = _line_of(medians, list(itertools.chain(*of_blocks)), limit_of(label).resolution)
     first, last = blocks[0][0], blocks[-1][-1]
     seconds, steps = last.at_s - first.at_s, last.step - first.step
     horizon_s = min(WEEK_S, WEEK_STEPS * seconds / steps) if steps else WEEK_S
-    if abs(medians[-1] - medians[0]) < limit_of(label).resolution:
-        slope = error = 0.0
     return Trend(
         label,
-        medians[0],
-        medians[-1],
-        slope * seconds / steps if steps else 0.0,
-        slope * horizon_s,
-        (slope - T_95 * error) * horizon_s,
-        (slope + T_95 * error) * horizon_s,
+        medians[0][1],
+        medians[-1][1],
+        line.slope * seconds / steps if steps else 0.0,
+        line.slope * horizon_s,
+        (line.slope - line.margin) * horizon_s,
+        (line.slope + line.margin) * horizon_s,
+        num_falls,
     )
 
 
-def _fit(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Return the least-squares slope of ys over xs, and its standard error."""
+def _line_of(medians: Sequence[Point], points: Sequence[Point], resolution: float) -> tuple[_Line, int]:
+    """Return the line that tells the growth of `points`, and how often they have fallen."""
+    growth = medians[-1][1] - medians[0][1]
+    of_medians = _fit(medians) if abs(growth) >= resolution else FLAT
+    teeth = find_teeth(points, resolution)
+    if teeth.num_falls < MIN_FALLS:
+        return of_medians, teeth.num_falls
+    seconds = points[-1][0] - points[0][0]
+    edges = [_fit(ends) for ends in (teeth.peaks, teeth.troughs)]
+    grown = [line if abs(line.slope) * seconds >= resolution else FLAT for line in edges]
+    return sorted([of_medians, *grown], key=lambda line: line.slope)[1], teeth.num_falls
+
+
+def _fit(points: Sequence[Point]) -> _Line:
+    """Return the least-squares line through points, three at least."""
+    xs, ys = zip(*points, strict=True)
     slope, intercept = statistics.linear_regression(xs, ys)
-    rest = sum((y - intercept - slope * x) ** 2 for x, y in zip(xs, ys, strict=True))
-    mean = statistics.fmean(xs)
-    return slope, math.sqrt(rest / (len(xs) - 2) / sum((x - mean) ** 2 for x in xs))
+    rest = sum((y - intercept - slope * x) ** 2 for x, y in points)
+    mean, freedom = statistics.fmean(xs), len(points) - 2
+    error = math.sqrt(rest / freedom / sum((x - mean) ** 2 for x in xs))
+    return _Line(slope, T_95[min(freedom, len(T_95)) - 1] * error)

@@ -20,6 +20,7 @@ import torch
 
 from asyncrl.errors import ServiceFailed
 from asyncrl.keys import ClientKeys
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from benchmarks.inputs import save_qwen3
 from benchmarks.weight_sync_peers.peers import FRESH, WAIT_S, Peer, now_s, obey
 from benchmarks.weight_sync_peers.services import Fleet
@@ -53,7 +54,7 @@ class Replica:
     def __init__(self, folder: Path, receiver: str, keys: ClientKeys) -> None:
         settings = VllmSettings(str(folder), "float32", 1024, NUM_REQUESTS, KV_CACHE_BYTES)
         self._engine = VllmEngine(settings)
-        self._link = ReceiverLink(receiver, keys)
+        self._link = ReceiverLink(ThreadRuntime(), receiver, keys)
         self._ids = itertools.count()
 
     async def start(self) -> None:
@@ -170,7 +171,7 @@ def _compare_rates(fleet: Fleet, replica: Peer, num_turns: int, seconds: float) 
     fleet.attend(copies=False)  # takes what arrives, so that the next transfer can begin
     for _ in range(num_turns):
         alone.append(float(replica.ask("rate", seconds)))
-        stop, transfers = threading.Event(), _Transfers(fleet)
+        stop, transfers = ThreadEvent(), _Transfers(fleet)
         thread = threading.Thread(target=transfers.repeat, args=(stop,))
         thread.start()
         began = now_s()

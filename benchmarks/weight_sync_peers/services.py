@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.errors import ServiceFailed
 from asyncrl.keys import make_run_keys
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from benchmarks.weight_sync_peers.peers import WAIT_S, Peer, now_s, obey
 from benchmarks.weight_sync_peers.weights import count_bytes, make_weights, read_weights
@@ -74,12 +74,12 @@ def run_service(pipe: Connection, context: ServiceContext) -> None:
     if context.kind == "weight_sync":
         coordination = TimedCoordination(Timing.of(DEADLINE_S), context.config.weight_sync.parallelism)
         coordination.pipe = pipe
-        service = CoordinatorService(coordination, SystemClock(), context.bind, context.server_keys)
+        service = CoordinatorService(coordination, ThreadRuntime(), context.bind, context.server_keys)
     elif context.kind == "publisher":
         service = composition.build_publisher(context)
     else:
         service = composition.build_receiver(context)
-    stop = threading.Event()
+    stop = ThreadEvent()
     threading.Thread(target=_stop_at_the_end, args=(pipe, stop), daemon=True).start()
     pipe.send(service.status()["address"])
     service.run(stop)
@@ -101,7 +101,9 @@ class Learner:
         self._matrix = torch.full((STEP_WIDTH, STEP_WIDTH), 1 / STEP_WIDTH)
         address, keys = context.addresses[PUBLISHER_NAME], context.client_keys
         bucket_bytes = context.config.weight_sync.bucket_bytes
-        self._handoff = Handoff(address, context.shm_prefix, bucket_bytes, token=1, keys=keys)
+        self._handoff = Handoff(
+            ThreadRuntime(), address, context.shm_prefix, bucket_bytes, token=1, keys=keys
+        )
 
     def publish(self, number: int) -> tuple[float, float]:
         """Hand over version `number`; return when that began and ended."""
@@ -141,10 +143,10 @@ class CopyingReplica:
 
     def __init__(self, receiver: str, context: ServiceContext, copies: bool = True) -> None:
         self._does_copy = copies
-        self._client = Client(receiver, context.client_keys)
+        self._client = Client(ThreadRuntime(), receiver, context.client_keys)
         self._copies: dict[str, torch.Tensor] = {}
         self._serving = 0
-        self._stop = threading.Event()
+        self._stop = ThreadEvent()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
@@ -288,7 +290,7 @@ class Fleet:
         return peer
 
     def _await_members(self, names: set[str]) -> None:
-        client = Client(self.context.addresses[COORDINATOR_NAME], self.context.client_keys)
+        client = Client(ThreadRuntime(), self.context.addresses[COORDINATOR_NAME], self.context.client_keys)
         end = now_s() + WAIT_S
         while not names <= set(client.call("status", deadline_s=WAIT_S).args["members"]):
             if now_s() > end:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +74,94 @@ def test_a_quick_soak_judges_what_its_interval_shows() -> None:
     assert trend.ratio(is_shown=True) > trend.ratio(is_shown=False)
     leak = sampled([2 * MIB * i for i in range(48)], every_s=0.5)
     assert not check(results_of(leak, is_quick=True))[0]
+
+
+SETTLED = 480
+"""Samples of a soak of two hours after its first third."""
+LIMIT = 8.0 * MIB
+"""What memory may grow by in them: a GiB in a week."""
+SEGMENT = 64.0 * MIB
+TEETH = tuple(itertools.product((5, 17, 48, 96, 120), (0.0, 0.2, 0.5, 0.8)))
+"""Periods, up to a quarter of the settled part, and phases."""
+
+
+def leak(times: float) -> list[float]:
+    """Return memory that grows by `times` as much as it may."""
+    return [500 * MIB + times * LIMIT * i / SETTLED for i in range(720)]
+
+
+def noise(height: float = 20.0 * MIB, seed: int = 0) -> list[float]:
+    draw = random.Random(seed)
+    return [draw.gauss(0.0, height) for _ in range(720)]
+
+
+def teeth(period: int, phase: float, height: float = SEGMENT) -> list[float]:
+    return [height * ((i / period + phase) % 1.0) for i in range(720)]
+
+
+def ratio_of(*parts: list[float]) -> float:
+    (trend,) = find_trends(sampled([sum(values) for values in zip(*parts, strict=True)]))
+    return trend.ratio(is_shown=False)
+
+
+@pytest.mark.parametrize(("period", "phase"), TEETH)
+def test_a_saw_tooth_alone_does_not_grow_and_hides_no_leak(period: int, phase: float) -> None:
+    saw = teeth(period, phase)
+    assert ratio_of(saw) > 10.0
+    assert all(0.7 < times * ratio_of(leak(times), saw) < 1.4 for times in (2, 4, 8, 16, 64))
+    assert ratio_of(leak(0.3), saw) > 1.0
+
+
+@pytest.mark.parametrize(("period", "phase"), TEETH[4:])
+def test_a_leak_on_a_saw_tooth_with_noise_is_found(period: int, phase: float) -> None:
+    for seed, times in itertools.product(range(5), (4, 8, 16)):
+        assert 0.5 < times * ratio_of(leak(times), teeth(period, phase), noise(2 * MIB, seed)) < 2.0
+
+
+def test_a_leak_is_found_whatever_its_size_and_noise_is_none() -> None:
+    for seed, times in itertools.product(range(5), (2, 4, 8, 64)):
+        assert ratio_of(leak(times)) == pytest.approx(1 / times, rel=0.02)
+        assert 0.5 < times * ratio_of(leak(times), noise(2 * MIB, seed)) < 2.0
+        assert ratio_of(leak(0.0), noise(2 * MIB, seed)) > 10.0
+        assert times < 8 or 0.5 < times * ratio_of(leak(times), noise(seed=seed)) < 2.0
+
+
+def test_teeth_that_become_higher_grow_and_spikes_of_several_heights_do_not() -> None:
+    higher = [value * (1 + i / 240) for i, value in enumerate(teeth(60, 0.3))]
+    assert ratio_of(higher) < 1.0, "their peaks and medians rise, their troughs do not"
+    spikes = [100.0 * MIB * (1 + i % 7) * (i % 101 == 0) for i in range(720)]
+    assert ratio_of(spikes) > 10.0
+    assert 0.7 < 4 * ratio_of(leak(4), spikes) < 1.4
+
+
+def test_what_rises_after_the_last_of_many_falls_counts_once_it_is_higher_than_before() -> None:
+    saw = teeth(48, 0.0)
+    late = [
+        SEGMENT / 2 * max(0, i - 600) / 48 for i in range(720)
+    ]  # the last teeth do not fall to where they began
+    assert ratio_of(saw, late) < 1.0
+
+
+def test_a_saw_tooth_with_two_falls_is_told_as_what_it_may_be() -> None:
+    """Nobody can tell yet whether it falls again: the last rise is longer than the others."""
+    lengths = (300, 120, 300)
+    values = [SEGMENT * i / 60 for length in lengths for i in range(length)]
+    (trend,) = find_trends(sampled(values))
+    assert trend.num_falls == 2 and trend.ratio(is_shown=False) < 1.0
+
+
+def test_a_single_step_is_told_as_a_staircase_that_has_one_in_a_soak() -> None:
+    for at in range(300, 700, 50):
+        step = [14.0 * MIB * (i > at) for i in range(720)]
+        assert 0.35 < ratio_of(step) < 1.5
+
+
+def test_what_is_thinned_grows_by_no_less_than_told() -> None:
+    """Each of the first 240 samples adds 0.1 MiB, each of as many again half of it, and so on."""
+    thinned = list(itertools.accumulate(MIB / 10 / (1 + i // 240) for i in range(720)))
+    (trend,) = find_trends(sampled(thinned))
+    at_the_end = (thinned[-1] - thinned[-2]) / 10.0 * WEEK_S
+    assert at_the_end < trend.week < 1.5 * at_the_end
 
 
 def test_descriptors_that_leak_are_found() -> None:

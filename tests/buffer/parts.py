@@ -14,8 +14,8 @@ from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import Journal, MemoryJournal
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import SystemClock
 from asyncrl.experience import Group, Trajectory
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.versions import Span
 from tests.buffer.ledger.ledger_runs import SETTINGS
 
@@ -56,8 +56,8 @@ def make_store(
 @contextlib.contextmanager
 def serving(store: ExperienceStore) -> Iterator[BufferService]:
     """Run the service in a thread."""
-    service = BufferService(store, SystemClock())
-    stop = threading.Event()
+    service = BufferService(store, ThreadRuntime())
+    stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
     thread.start()
     try:

@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, LedgerError, Refused, 
 from asyncrl.experience import encode_group
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext, read_paused
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.pieces import whole
@@ -262,7 +263,7 @@ def buffer_of(folder: Path) -> Iterator[BufferService]:
         algorithm={"drop_constant_groups": False},
     )
     service = build(ServiceContext(config, "buffer.0", folder, RUN_ID))
-    stop = threading.Event()
+    stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
     thread.start()
     try:
@@ -274,7 +275,7 @@ def buffer_of(folder: Path) -> Iterator[BufferService]:
 
 @contextlib.contextmanager
 def clients_of(service: BufferService) -> Iterator[tuple[LearnerClient, Client]]:
-    learner, replica = LearnerClient(service.address), Client(service.address)
+    learner, replica = LearnerClient(service.address), Client(ThreadRuntime(), service.address)
     learner.open("learner.0")
     learner.register_version(0)
     replica.call("describe_data", num_prompts=10, digest="d")
@@ -320,7 +321,10 @@ def test_a_buffer_that_is_started_again_in_a_pause_is_paused(
     with buffer_of(tmp_path) as service, clients_of(service) as (_, replica):
         assert service.status()["paused"] and lease(replica) == []
     operations.perform("unpause", {})
-    with buffer_of(tmp_path) as service, contextlib.closing(Client(service.address)) as replica:
+    with (
+        buffer_of(tmp_path) as service,
+        contextlib.closing(Client(ThreadRuntime(), service.address)) as replica,
+    ):
         assert not service.status()["paused"] and len(lease(replica)) == 1
 
 
@@ -358,7 +362,7 @@ class Driver:
             checkpoint={"every_steps": 100},
         )
         self.leader = Leader(config, learner, lambda token: self.handoff, self.store)
-        self.orders = self.leader.orders(threading.Event())
+        self.orders = self.leader.orders(ThreadEvent())
         self.writer = BackgroundWriter(0)
 
     def step(self) -> Order:

@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl.control.launch.host import DUMP_STACKS
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
+from asyncrl.threads import ThreadEvent
 
 
 class ThreadLauncher:
@@ -77,7 +78,7 @@ class _Host:
     def __init__(self, factory: str, spec: ServiceSpec) -> None:
         module, _, function = factory.partition(":")
         self.service = getattr(importlib.import_module(module), function)(spec.context)
-        self._stop = threading.Event()
+        self._stop = ThreadEvent()
         self._error = ""
         self._thread = threading.Thread(target=self._run, name=spec.name)
         self._thread.start()

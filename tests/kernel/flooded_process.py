@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
-import threading
 import time
 
 from asyncrl.rpc import Limits, Request, Server
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 
 
 class Echo:
@@ -15,13 +16,16 @@ class Echo:
             time.sleep(2.0)
         request.reply(request.frames, **request.args)
 
+    def wake_at(self) -> float:
+        return math.inf
+
     def tick(self, now: float) -> None: ...
 
 
 def main() -> None:
-    server = Server(sys.argv[1], limits=Limits(frame_bytes=1 << 20, memory_bytes=64 << 20))
+    server = Server(ThreadRuntime(), sys.argv[1], limits=Limits(frame_bytes=1 << 20, memory_bytes=64 << 20))
     print(server.address, flush=True)
-    server.serve(Echo(), threading.Event())
+    server.serve(Echo(), ThreadEvent())
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.durable import append_lines, replace_text
+from asyncrl.threads import ThreadEvent
 from tests.small_disk import fill
 
 
@@ -61,7 +62,7 @@ def test_the_mode_is_the_one_asked_for_whatever_was_there_before(tmp_path: Path)
 
 
 def test_two_threads_write_the_same_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, inside, met = tmp_path / "a.json", threading.Event(), threading.Event()
+    path, inside, met = tmp_path / "a.json", ThreadEvent(), ThreadEvent()
     rename = os.replace
 
     def replace_late(self: Path, target: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 
@@ -10,7 +11,8 @@ import zmq
 
 from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.rpc import Client, Request, Server
-from asyncrl.rpc.frames import LONG_BYTES, _as_received, receive_parts, send_parts
+from asyncrl.sockets.frames import LONG_BYTES, _as_received, receive_parts, send_parts
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 
 
 class Echo:
@@ -30,16 +32,19 @@ class Echo:
         self.held.clear()
         request.reply(request.frames, **request.args)
 
+    def wake_at(self) -> float:
+        return math.inf
+
     def tick(self, now: float) -> None:
         pass
 
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    server, stop = Server(), threading.Event()
+    server, stop = Server(ThreadRuntime()), ThreadEvent()
     thread = threading.Thread(target=server.serve, args=(Echo(), stop), daemon=True)
     thread.start()
-    found = Client(server.address)
+    found = Client(ThreadRuntime(), server.address)
     yield found
     found.close()
     stop.set()
@@ -103,7 +108,7 @@ def test_the_reply_of_a_forgotten_call_is_dropped(client: Client) -> None:
 
 def test_a_reply_that_has_come_is_taken_even_after_the_deadline(client: Client) -> None:
     early, late = client.begin("echo", deadline_s=0.05, n=1), client.begin("hold", deadline_s=0.05, n=2)
-    threading.Event().wait(0.3)
+    ThreadEvent().wait(0.3)
     assert early.end().args == {"n": 1}
     with pytest.raises(DeadlineExceeded, match="hold"):
         late.end()

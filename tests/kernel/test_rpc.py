@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import pickle
 import threading
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ import zmq
 
 from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, FencedError, RemoteError
 from asyncrl.rpc import AsyncClient, Client, Request, Server
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.wire import pack_header, unpack_map
 
 
 class Echo:
-    """Answers `echo`, fails `fence` and `break`, parks `park` until the next tick that sees `release`."""
+    """Answers `echo`, fails `fence` and `break`, parks `park` until the turn of a `release` ends."""
 
     def __init__(self) -> None:
         self.parked: list[Request] = []
@@ -38,15 +40,20 @@ class Echo:
             return
         request.reply(request.frames, **request.args)
 
-    def tick(self, now: float) -> None:
+    def wake_at(self) -> float:
+        return math.inf
+
+    def tick(self, now: float) -> None: ...
+
+    def let_go(self) -> None:
         while self.is_released and self.parked:
             self.parked.pop().reply(late=True)
 
 
 @contextmanager
 def serving(bind: str = "tcp://127.0.0.1:*") -> Iterator[Server]:
-    server, stop = Server(bind), threading.Event()
-    thread = threading.Thread(target=server.serve, args=(Echo(), stop, 0.01))
+    server, stop = Server(ThreadRuntime(), bind), ThreadEvent()
+    thread = threading.Thread(target=server.serve, args=(echo := Echo(), stop, echo.let_go))
     thread.start()
     yield server
     stop.set()
@@ -62,7 +69,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[Client]:
-    client = Client(server.address)
+    client = Client(ThreadRuntime(), server.address)
     yield client
     client.close()
 
@@ -89,7 +96,7 @@ def test_a_bug_in_a_handler_fails_the_call_and_not_the_service(client: Client, s
 def test_a_call_without_an_answer_ends_at_its_deadline_and_the_next_one_works(client: Client) -> None:
     with pytest.raises(DeadlineExceeded):
         client.call("park", deadline_s=0.05)
-    other = Client(client.address)
+    other = Client(ThreadRuntime(), client.address)
     other.call("release")
     while other.call("count").args["num_parked"]:
         pass  # until the late answer is on its way
@@ -98,14 +105,14 @@ def test_a_call_without_an_answer_ends_at_its_deadline_and_the_next_one_works(cl
 
 
 def test_a_client_that_is_never_closed_does_not_hold_up_the_collector(server: Server) -> None:
-    client = Client(server.address)
+    client = Client(ThreadRuntime(), server.address)
     client.call("echo")
     del client
     gc.collect()
 
 
 def test_a_call_to_nobody_ends_at_its_deadline() -> None:
-    client = Client("tcp://127.0.0.1:1")
+    client = Client(ThreadRuntime(), "tcp://127.0.0.1:1")
     with pytest.raises(DeadlineExceeded):
         client.call("echo", deadline_s=0.05)
     client.close()
@@ -113,7 +120,7 @@ def test_a_call_to_nobody_ends_at_its_deadline() -> None:
 
 def test_a_parked_request_is_answered_later(server: Server) -> None:
     async def scenario() -> bool:
-        client = AsyncClient(server.address)
+        client = AsyncClient(ThreadRuntime(), server.address)
         parked = asyncio.create_task(client.call("park"))
         await client.call("echo")
         await client.call("release")
@@ -133,6 +140,9 @@ class Gathering:
     def handle(self, request: Request) -> None:
         self.taken.append(request)
 
+    def wake_at(self) -> float:
+        return math.inf
+
     def tick(self, now: float) -> None:
         return
 
@@ -142,24 +152,23 @@ class Gathering:
             request.reply(num_together=len(taken))
 
 
-def test_a_turn_ends_as_soon_as_nothing_more_has_come_and_not_with_the_next_tick() -> None:
-    server, stop, handler = Server(), threading.Event(), Gathering()
-    thread = threading.Thread(target=server.serve, args=(handler, stop, 60.0, handler.end_turn))
+def test_a_turn_ends_as_soon_as_nothing_more_has_come_and_a_server_ends_at_once() -> None:
+    server, stop, handler = Server(ThreadRuntime()), ThreadEvent(), Gathering()
+    thread = threading.Thread(target=server.serve, args=(handler, stop, handler.end_turn))
     thread.start()
-    with closing(Client(server.address)) as client:
+    with closing(Client(ThreadRuntime(), server.address)) as client:
         try:
             calls = [client.call("x", deadline_s=5.0).args["num_together"] for _ in range(20)]
             assert calls == [1] * 20
         finally:
             stop.set()
-            with suppress(AsyncrlError):
-                client.call("wakes it from its wait for the tick", deadline_s=1.0)
             thread.join(5.0)
+            assert not thread.is_alive()
 
 
 def test_many_calls_of_one_async_client_are_in_flight_at_once(server: Server) -> None:
     async def scenario() -> list[int]:
-        client = AsyncClient(server.address)
+        client = AsyncClient(ThreadRuntime(), server.address)
         replies = await asyncio.gather(*(client.call("echo", n=n) for n in range(50)))
         client.close()
         return [reply.args["n"] for reply in replies]
@@ -185,7 +194,7 @@ def test_malformed_messages_are_counted_and_do_not_end_the_service(client: Clien
 
 def test_an_address_that_is_taken_is_refused_by_name(server: Server) -> None:
     with pytest.raises(AsyncrlError, match="cannot listen on"):
-        Server(server.address)
+        Server(ThreadRuntime(), server.address)
 
 
 LONG_S = 60.0
@@ -201,7 +210,7 @@ def test_a_call_whose_server_ends_is_over_at_once_and_the_next_one_reaches_the_s
     tmp_path: Path,
 ) -> None:
     address = f"ipc://{tmp_path}/server"
-    with closing(Client(address)) as client:
+    with closing(Client(ThreadRuntime(), address)) as client:
         with serving(address):
             lost = client.begin("park", deadline_s=LONG_S)
             wait_until_parked(client, 1)
@@ -213,7 +222,7 @@ def test_a_call_whose_server_ends_is_over_at_once_and_the_next_one_reaches_the_s
 
 def test_a_successor_that_listens_before_the_break_is_noticed_is_reached(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/server"
-    with closing(Client(address)) as client:
+    with closing(Client(ThreadRuntime(), address)) as client:
         for number in range(12):
             with serving(address):
                 reply = None
@@ -225,7 +234,7 @@ def test_a_successor_that_listens_before_the_break_is_noticed_is_reached(tmp_pat
 
 def test_an_answer_that_came_before_the_connection_broke_is_kept(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/server"
-    with closing(Client(address)) as client:
+    with closing(Client(ThreadRuntime(), address)) as client:
         with serving(address) as server:
             answered = client.begin("echo", number=1)
             while not server.counters["requests"]:
@@ -241,7 +250,7 @@ def test_awaited_calls_whose_server_ends_are_over_at_once_and_the_next_one_reach
     address = f"ipc://{tmp_path}/server"
 
     async def call() -> None:
-        client = AsyncClient(address)
+        client = AsyncClient(ThreadRuntime(), address)
         for _ in range(2):
             with serving(address):
                 lost = [asyncio.create_task(client.call("park", deadline_s=LONG_S)) for _ in range(3)]
@@ -255,7 +264,7 @@ def test_awaited_calls_whose_server_ends_are_over_at_once_and_the_next_one_reach
 
 
 def test_a_client_may_be_closed_twice(server: Server) -> None:
-    for client in (Client(server.address), AsyncClient(server.address)):
+    for client in (Client(ThreadRuntime(), server.address), AsyncClient(ThreadRuntime(), server.address)):
         client.close()
         client.close()
 

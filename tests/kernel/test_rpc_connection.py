@@ -13,18 +13,19 @@ import zmq
 
 from asyncrl.errors import ConnectionLost, DeadlineExceeded
 from asyncrl.rpc import AsyncClient, Client
+from asyncrl.threads import ThreadRuntime
 
 NUM_PARTS = 250
 """libzmq takes in what happened to a connection at every 100th part that is received."""
 
 BREAK_WITHIN_AN_ANSWER = f"""
 import sys, time, zmq
-from asyncrl.rpc.connection import Connection
+from asyncrl.sockets.line import ZmqLine
 
 router = zmq.Context().socket(zmq.ROUTER)
 router.setsockopt(zmq.LINGER, 0)
 router.bind(sys.argv[1])
-line = Connection(sys.argv[1], None)
+line = ZmqLine(sys.argv[1], None)
 line.socket.send(b"question")
 peer, _ = router.recv_multipart()
 router.send_multipart([peer, *{NUM_PARTS} * [b"part"]])
@@ -53,7 +54,11 @@ def first_word(router: zmq.Socket[bytes]) -> bytes:
 
 def test_nothing_is_sent_before_there_is_a_connection(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/server"
-    with closing(Client(address)) as client, zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+    with (
+        closing(Client(ThreadRuntime(), address)) as client,
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as router,
+    ):
         with pytest.raises(DeadlineExceeded, match="was not sent"):
             client.call("early", deadline_s=0.2)
         router.bind(address)
@@ -65,7 +70,10 @@ def test_nothing_that_is_awaited_is_sent_before_there_is_a_connection(tmp_path: 
     address = f"ipc://{tmp_path}/server"
 
     async def call_nobody() -> None:
-        with closing(AsyncClient(address)) as client, pytest.raises(DeadlineExceeded, match="was not sent"):
+        with (
+            closing(AsyncClient(ThreadRuntime(), address)) as client,
+            pytest.raises(DeadlineExceeded, match="was not sent"),
+        ):
             await client.call("early", deadline_s=0.2)
 
     asyncio.run(call_nobody())
@@ -73,7 +81,7 @@ def test_nothing_that_is_awaited_is_sent_before_there_is_a_connection(tmp_path: 
 
 def test_what_lay_unsent_when_its_connection_broke_does_not_reach_the_next_server(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/server"
-    with closing(Client(address)) as client, zmq.Context() as context:
+    with closing(Client(ThreadRuntime(), address)) as client, zmq.Context() as context:
         with context.socket(zmq.ROUTER) as router:
             router.setsockopt(zmq.RCVHWM, 1)
             router.bind(address)

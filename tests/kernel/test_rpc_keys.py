@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 import stat
 import threading
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ import pytest
 from asyncrl.errors import ConfigError, DeadlineExceeded, NotAllowed
 from asyncrl.keys import ClientKeys, RunKeys, make_run_keys, read_client_keys, write_client_keys
 from asyncrl.rpc import AsyncClient, Client, Request, Server
-from asyncrl.rpc.gate import ENDPOINT
+from asyncrl.sockets.gate import ENDPOINT
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 
 SOON_S = 0.4
 """Long for a connection on loopback, which takes about 5 ms."""
@@ -25,13 +27,16 @@ class Echo:
     def handle(self, request: Request) -> None:
         request.reply(request.frames, **request.args)
 
+    def wake_at(self) -> float:
+        return math.inf
+
     def tick(self, now: float) -> None: ...
 
 
 @contextlib.contextmanager
 def serving(server: Server) -> Iterator[Server]:
-    stop = threading.Event()
-    thread = threading.Thread(target=server.serve, args=(Echo(), stop, 0.01))
+    stop = ThreadEvent()
+    thread = threading.Thread(target=server.serve, args=(Echo(), stop))
     thread.start()
     try:
         yield server
@@ -47,12 +52,12 @@ def keys() -> RunKeys:
 
 @pytest.fixture(scope="module")
 def server(keys: RunKeys) -> Iterator[Server]:
-    with serving(Server(keys=keys.server)) as server:
+    with serving(Server(ThreadRuntime(), keys=keys.server)) as server:
         yield server
 
 
 def call(address: str, keys: ClientKeys | None) -> dict[str, int]:
-    client = Client(address, keys)
+    client = Client(ThreadRuntime(), address, keys)
     try:
         return client.call("echo", deadline_s=SOON_S, n=1).args
     finally:
@@ -60,14 +65,14 @@ def call(address: str, keys: ClientKeys | None) -> dict[str, int]:
 
 
 def test_a_client_with_the_keys_of_its_run_is_served(server: Server, keys: RunKeys) -> None:
-    client = Client(server.address, keys.client)
+    client = Client(ThreadRuntime(), server.address, keys.client)
     assert client.call("echo", [b"abc"], n=1).frames == [b"abc"]
     client.close()
 
 
 def test_an_async_client_with_the_keys_of_its_run_is_served(server: Server, keys: RunKeys) -> None:
     async def scenario() -> int:
-        client = AsyncClient(server.address, keys.client)
+        client = AsyncClient(ThreadRuntime(), server.address, keys.client)
         reply = await client.call("echo", n=2)
         client.close()
         return int(reply.args["n"])
@@ -86,13 +91,13 @@ def test_a_stranger_who_knows_the_servers_public_key_is_refused_and_counted(
 
 
 def test_a_generators_key_opens_what_the_server_offers_to_generators_and_nothing_else(keys: RunKeys) -> None:
-    with serving(Server(keys=keys.server, generator_ops={"push"})) as server:
-        generator = Client(server.address, keys.of_generator().client)
+    with serving(Server(ThreadRuntime(), keys=keys.server, generator_ops={"push"})) as server:
+        generator = Client(ThreadRuntime(), server.address, keys.of_generator().client)
         assert generator.call("push", [b"abc"], n=1).frames == [b"abc"]
         with pytest.raises(NotAllowed, match="'fence' is not for the key of a generator"):
             generator.call("fence")
         assert generator.call("push", n=2).args == {"n": 2}, "one refusal does not end the connection"
-        service = Client(server.address, keys.client)
+        service = Client(ThreadRuntime(), server.address, keys.client)
         assert service.call("fence", n=3).args == {"n": 3}
         assert (server.counters["refused_ops"], server.counters["requests"]) == (1, 3)
         generator.close()
@@ -100,7 +105,7 @@ def test_a_generators_key_opens_what_the_server_offers_to_generators_and_nothing
 
 
 def test_without_keys_there_is_one_kind_of_caller() -> None:
-    with serving(Server()) as server:
+    with serving(Server(ThreadRuntime())) as server:
         assert call(server.address, None) == {"n": 1}
 
 
@@ -118,7 +123,7 @@ def test_a_client_without_keys_is_not_heard_by_a_server_that_has_them(server: Se
 
 def test_two_servers_of_one_process_have_each_their_own_list(server: Server, keys: RunKeys) -> None:
     others = make_run_keys()
-    with serving(Server(keys=others.server)) as other:
+    with serving(Server(ThreadRuntime(), keys=others.server)) as other:
         assert call(other.address, others.client) == {"n": 1}
         assert call(server.address, keys.client) == {"n": 1}
         with pytest.raises(DeadlineExceeded):
@@ -126,16 +131,16 @@ def test_two_servers_of_one_process_have_each_their_own_list(server: Server, key
 
 
 def test_nobody_gets_in_while_nobody_answers_for_the_list(keys: RunKeys) -> None:
-    server = Server(keys=keys.server)
-    assert server._gate is not None
-    server._gate.socket.unbind(ENDPOINT)
+    server = Server(ThreadRuntime(), keys=keys.server)
+    assert server._listener._gate is not None
+    server._listener._gate.socket.unbind(ENDPOINT)
     with serving(server), pytest.raises(DeadlineExceeded):
         call(server.address, keys.client)
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_server_with_keys_that_is_never_closed_does_not_hold_up_the_collector(keys: RunKeys) -> None:
-    server = Server(keys=keys.server)
+    server = Server(ThreadRuntime(), keys=keys.server)
     del server
     gc.collect()
 
@@ -143,8 +148,11 @@ def test_a_server_with_keys_that_is_never_closed_does_not_hold_up_the_collector(
 def test_what_crosses_the_wire_cannot_be_read(keys: RunKeys, tmp_path: Path) -> None:
     secret_text = b"a prompt that nobody else may read"
     for client_keys, server_keys, is_readable in ((None, None, True), (keys.client, keys.server, False)):
-        with serving(Server(keys=server_keys)) as server, tapped(server.address) as (address, heard):
-            client = Client(address, client_keys)
+        with (
+            serving(Server(ThreadRuntime(), keys=server_keys)) as server,
+            tapped(server.address) as (address, heard),
+        ):
+            client = Client(ThreadRuntime(), address, client_keys)
             client.call("echo", [secret_text])
             client.close()
         assert (secret_text in b"".join(heard)) is is_readable
@@ -218,17 +226,17 @@ OPEN_ADDRESSES = ["tcp://*:*", "tcp://0.0.0.0:*", "tcp://203.0.113.77:5555", "tc
 @pytest.mark.parametrize("address", OPEN_ADDRESSES)
 def test_a_server_without_keys_does_not_listen_where_other_machines_could_reach_it(address: str) -> None:
     with pytest.raises(ConfigError, match="open to the network without keys"):
-        Server(address)
+        Server(ThreadRuntime(), address)
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 def test_a_client_without_keys_says_nothing_over_the_network(kind: type[Client | AsyncClient]) -> None:
     with pytest.raises(ConfigError, match=r"tcp://203\.0\.113\.77:5555 .* without keys"):
-        kind("tcp://203.0.113.77:5555")
+        kind(ThreadRuntime(), "tcp://203.0.113.77:5555")
 
 
 def test_a_server_with_keys_listens_on_every_interface(keys: RunKeys) -> None:
-    with serving(Server("tcp://0.0.0.0:*", keys=keys.server)) as server:
+    with serving(Server(ThreadRuntime(), "tcp://0.0.0.0:*", keys=keys.server)) as server:
         port = server.address.rpartition(":")[2]
         assert call(f"tcp://127.0.0.1:{port}", keys.client) == {"n": 1}
 
@@ -237,4 +245,4 @@ def test_a_server_with_keys_listens_on_every_interface(keys: RunKeys) -> None:
     "address", ["tcp://127.0.0.9:1", "tcp://localhost:1", "tcp://[::1]:1", "ipc:///tmp/x"]
 )
 def test_loopback_and_socket_files_need_no_keys(address: str) -> None:
-    Client(address).close()
+    Client(ThreadRuntime(), address).close()

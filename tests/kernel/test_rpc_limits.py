@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import select
 import socket
 import subprocess
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
 from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.keys import Role
@@ -24,6 +24,8 @@ from asyncrl.rpc.delays import MAX_CALLERS, WINDOW_S, Delays
 from asyncrl.rpc.memory import MemoryGuard, resident_bytes
 from asyncrl.rpc.request import MAX_ERROR_CHARACTERS, read_request
 from asyncrl.rpc.server import MAX_TURN_OF_CALLER
+from asyncrl.runtime import Arrival
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.wire import RPC_VERSION
 from asyncrl.wire import pack_header as pack
 from tests.buffer.hostile.hostile_parts import dealer, raw_part, raw_peer, raw_socket, shake_hands
@@ -78,7 +80,7 @@ def test_a_message_that_never_ends_costs_its_sender_the_connection_and_nobody_th
 ) -> None:
     path = tmp_path / "echo"
     with flooded("tcp://127.0.0.1:*" if kind == "tcp" else f"ipc://{path}") as (address, pid):
-        client = Client(address)
+        client = Client(ThreadRuntime(), address)
         assert client.call("echo", n=1).args == {"n": 1}
         before = anonymous_bytes(pid)
         with raw_socket(address) if kind == "tcp" else socket.socket(socket.AF_UNIX) as end:
@@ -122,7 +124,7 @@ def test_connections_that_say_nothing_are_closed_and_their_descriptors_are_free(
 
 def test_a_peer_of_a_service_that_died_is_told_its_address_and_the_operation() -> None:
     with flooded("tcp://127.0.0.1:*") as (address, _):
-        client = Client(address)
+        client = Client(ThreadRuntime(), address)
         assert client.call("echo", n=1).args == {"n": 1}
     with pytest.raises(DeadlineExceeded, match=f"'echo' at {address}"):
         client.call("echo", deadline_s=0.2)
@@ -130,7 +132,7 @@ def test_a_peer_of_a_service_that_died_is_told_its_address_and_the_operation() -
 
 
 def test_a_call_that_waits_for_another_threads_call_ends_at_its_own_deadline() -> None:
-    client = Client("tcp://127.0.0.1:1")
+    client = Client(ThreadRuntime(), "tcp://127.0.0.1:1")
 
     def call_long() -> None:
         with contextlib.suppress(DeadlineExceeded):
@@ -149,7 +151,7 @@ def test_a_call_that_waits_for_another_threads_call_ends_at_its_own_deadline() -
 
 def test_replies_for_a_peer_that_never_reads_are_dropped_and_do_not_pile_up() -> None:
     with flooded("tcp://127.0.0.1:*") as (address, pid), raw_peer(address) as end:
-        client = Client(address)
+        client = Client(ThreadRuntime(), address)
         client.call("echo")
         before = anonymous_bytes(pid)
         request = header_of({"id": 1, "op": "echo", "args": {}})
@@ -163,7 +165,7 @@ def test_replies_for_a_peer_that_never_reads_are_dropped_and_do_not_pile_up() ->
 
 def test_messages_that_wait_for_a_busy_server_are_held_back_at_their_sender() -> None:
     with flooded("tcp://127.0.0.1:*") as (address, pid), raw_peer(address) as end:
-        client = Client(address)
+        client = Client(ThreadRuntime(), address)
         client.call("echo")
         before = anonymous_bytes(pid)
         end.sendall(raw_part(header_of({"id": 1, "op": "stall", "args": {}}), has_more=False))
@@ -215,8 +217,9 @@ def test_callers_without_end_take_bounded_memory() -> None:
 )
 def test_a_request_that_was_sent_at_no_time_is_malformed(times: dict[str, object]) -> None:
     header = header_of({"id": 1, "op": "echo", "args": {}, **times})
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as end, pytest.raises(WireError):
-        read_request([b"client", header], end, Role.SERVICE)
+    arrival = Arrival(b"client", [header], False, Role.SERVICE, lambda parts: None)
+    with pytest.raises(WireError):
+        read_request(arrival)
 
 
 class Keeps:
@@ -231,11 +234,18 @@ class Keeps:
         self.kept.append(bytearray(b"x" * (8 << 20)))
         request.reply()
 
+    def wake_at(self) -> float:
+        return math.inf
+
     def tick(self, now: float) -> None: ...
 
 
 def test_a_turn_whose_answers_are_large_ends_early_and_is_followed_by_the_guard_of_memory() -> None:
-    server, handler, stop = Server(limits=Limits(memory_bytes=12 << 20)), Keeps(), threading.Event()
+    server, handler, stop = (
+        Server(ThreadRuntime(), limits=Limits(memory_bytes=12 << 20)),
+        Keeps(),
+        ThreadEvent(),
+    )
     turns: list[int] = []
 
     def end_turn() -> None:
@@ -244,7 +254,7 @@ def test_a_turn_whose_answers_are_large_ends_early_and_is_followed_by_the_guard_
     with dealer(server.address) as end:
         for _ in range(10):
             end.send(header_of({"id": 1, "op": "keep", "args": {}}))
-        given = {"tick_s": 600.0, "end_turn": end_turn, "is_full": lambda: handler.num_handled > sum(turns)}
+        given = {"end_turn": end_turn, "is_full": lambda: handler.num_handled > sum(turns)}
         thread = threading.Thread(target=server.serve, args=(handler, stop), kwargs=given, daemon=True)
         thread.start()
         end_s = time.monotonic() + 30.0
@@ -252,7 +262,6 @@ def test_a_turn_whose_answers_are_large_ends_early_and_is_followed_by_the_guard_
             assert time.monotonic() < end_s, "nobody has looked at the memory"
             time.sleep(0.01)
         stop.set()
-        end.send(b"wake up")
         thread.join(20.0)
     assert not thread.is_alive() and max(turns) == 1
 
@@ -266,18 +275,21 @@ class Notes:
     def handle(self, request: Request) -> None:
         self.turns[-1].append(request.args["name"])
 
+    def wake_at(self) -> float:
+        return math.inf
+
     def tick(self, now: float) -> None: ...
 
 
 def test_a_caller_who_asks_without_end_has_a_bounded_part_of_each_turn() -> None:
     """Others wait for the end of a turn, so it ends soon."""
-    server, handler, stop = Server(), Notes(), threading.Event()
+    server, handler, stop = Server(ThreadRuntime()), Notes(), ThreadEvent()
     with dealer(server.address) as flooding, dealer(server.address) as other:
         for _ in range(100):
             flooding.send(header_of({"id": 1, "op": "note", "args": {"name": "flooding"}}))
         for _ in range(3):
             other.send(header_of({"id": 1, "op": "note", "args": {"name": "other"}}))
-        given = {"tick_s": 600.0, "end_turn": lambda: handler.turns.append([])}
+        given = {"end_turn": lambda: handler.turns.append([])}
         thread = threading.Thread(target=server.serve, args=(handler, stop), kwargs=given, daemon=True)
         thread.start()
         end_s = time.monotonic() + 30.0
@@ -285,7 +297,6 @@ def test_a_caller_who_asks_without_end_has_a_bounded_part_of_each_turn() -> None
             assert time.monotonic() < end_s, "not all were handled"
             time.sleep(0.01)
         stop.set()
-        other.send(b"wake up")
         thread.join(20.0)
     counts = [turn.count("flooding") for turn in handler.turns]
     assert not thread.is_alive() and max(counts) == MAX_TURN_OF_CALLER
@@ -298,14 +309,17 @@ class Repeats:
     def handle(self, request: Request) -> None:
         raise WireError(str(request.args["text"]), hint=str(request.args["text"]))
 
+    def wake_at(self) -> float:
+        return math.inf
+
     def tick(self, now: float) -> None: ...
 
 
 def test_an_error_does_not_bring_back_what_its_request_held() -> None:
-    server, stop = Server(), threading.Event()
+    server, stop = Server(ThreadRuntime()), ThreadEvent()
     thread = threading.Thread(target=server.serve, args=(Repeats(), stop), daemon=True)
     thread.start()
-    client = Client(server.address)
+    client = Client(ThreadRuntime(), server.address)
     with pytest.raises(WireError) as caught:
         client.call("repeat", deadline_s=30.0, text="x" * 200_000)
     assert len(caught.value.message) == len(caught.value.hint) == MAX_ERROR_CHARACTERS

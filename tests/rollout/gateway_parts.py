@@ -21,6 +21,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.experience import Group
 from asyncrl.service import ServiceContext
+from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from rollout_service.data.sources import load_prompts
 from rollout_service.engine.metered import MeteredEngine
@@ -192,7 +193,10 @@ def open_gateway_stage(folder: Path, deadline_s: float = 120.0) -> Iterator[Stag
             client = ReplicaClient(address, "rollout.0", 5.0)
             return ReplicaParts(metered, client, receiver, gateway.desk, None, prompts, gateway=gateway)
 
-        replica, learner = Replica("rollout.0", ReplicaSettings(4, 5.0, 10.0), build), LearnerClient(address)
+        replica, learner = (
+            Replica(ThreadRuntime(), "rollout.0", ReplicaSettings(4, 5.0, 10.0), build),
+            LearnerClient(address),
+        )
         with running(replica):
             _wait_for_engine(replica)
             found = Stage(model_folder, replica, receiver, gateways[0], learner, {}, held=held)

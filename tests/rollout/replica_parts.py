@@ -17,7 +17,9 @@ from asyncrl.buffer.messages import BufferStatus
 from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config, EvalSection, SourceSection
 from asyncrl.errors import AsyncrlError, DeadlineExceeded
+from asyncrl.runtime import Runtime
 from asyncrl.service import ServiceContext
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from rollout_service.data.prompts import PromptSet
 from rollout_service.data.sources import load_prompts, load_sources
@@ -53,19 +55,24 @@ class HandFedReceiver:
     staged: list[Staged] = field(default_factory=list)
     reports: list[tuple[int, bool]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    wakes: list[Callable[[], object]] = field(default_factory=list)
     is_fenced: bool = False
     is_away: bool = False
 
     def offer(self, number: int, step: int) -> None:
         self.staged.append(Staged(PolicyVersion(number, step), "", None))  # type: ignore[arg-type]
+        for wake in self.wakes:
+            wake()
 
     async def next_staged(self, serving_number: int, wait_s: float) -> Staged | None:
-        end = time.monotonic() + wait_s
-        while time.monotonic() < end:
+        loop, is_offered = asyncio.get_running_loop(), asyncio.Event()
+        self.wakes = [lambda: loop.call_soon_threadsafe(is_offered.set)]
+        for _ in range(2):
             for staged in self.staged:
                 if staged.version.number > serving_number:
                     return staged
-            await asyncio.sleep(0.01)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(is_offered.wait(), wait_s)
         return None
 
     async def report_loaded(self, number: int, ok: bool, error: str = "") -> None:
@@ -110,7 +117,7 @@ def write_data(folder: Path) -> None:
 @contextlib.contextmanager
 def running(service: Any) -> Iterator[list[AsyncrlError]]:
     """Run a service in a thread until the end of the block; what it raises is collected."""
-    stop, failures = threading.Event(), []
+    stop, failures = ThreadEvent(), []
 
     def run() -> None:
         try:
@@ -167,8 +174,10 @@ def open_stage(
     make_client: Callable[[str, str, float], ReplicaClient] = ReplicaClient,
     is_standby: bool = False,
     lease_s: float = 1.0,
+    runtime: Runtime | None = None,
 ) -> Iterator[Stage]:
-    """A buffer service and a replica of it, running."""
+    """A buffer service and a replica of it, running; the replica on a runtime of its own."""
+    runtime = runtime or ThreadRuntime()
     write_data(folder)
     config = make_config(folder, advantage)
     buffer_section = config.buffer.model_copy(update={"lease_s": lease_s})
@@ -198,7 +207,7 @@ def open_stage(
             )
 
         settings = ReplicaSettings(4, lease_s, 10.0)
-        replica = Replica("rollout.0", settings, build, is_standby=is_standby)
+        replica = Replica(runtime, "rollout.0", settings, build, is_standby=is_standby)
         learner = LearnerClient(address)
         with running(replica) as failures:
             yield Stage(replica, receiver, engine, learner, address, prompts, failures)

@@ -20,6 +20,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.errors import EngineError
 from asyncrl.experience import UNFINISHED, Group, Trajectory
 from asyncrl.service import ServiceContext
+from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion, Span
 from rollout_service import carry
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
@@ -95,7 +96,7 @@ class Yard:
                 prompts=self.prompts,
             )
 
-        replica = Replica(name, ReplicaSettings(4, 1.0, 10.0, resumes_partial=True), build)
+        replica = Replica(ThreadRuntime(), name, ReplicaSettings(4, 1.0, 10.0, resumes_partial=True), build)
         with running(replica):
             yield replica
 

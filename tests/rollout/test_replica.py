@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseReply
 from asyncrl.errors import ConnectionLost, EngineError, ServiceFailed
 from asyncrl.obstacle import OBSTACLES, Cause, parse_obstacles
+from asyncrl.threads import ThreadEvent
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.scripted_engine import scripted_logprob
 from rollout_service.gateway.refusal import NobodyCame
@@ -117,7 +117,7 @@ def test_a_group_that_fails_is_told_until_one_is_pushed(stage: Stage, monkeypatc
 def test_a_fenced_replica_takes_no_leases(stage: Stage):
     stage.receiver.is_fenced = True
     stage.serve_first_version()
-    threading.Event().wait(0.3)
+    ThreadEvent().wait(0.3)
     assert stage.census().issued == 0
     stage.receiver.is_fenced = False
     wait_for(lambda: stage.census().issued > 0, "a lease after the fence was lifted")
@@ -136,7 +136,7 @@ def test_an_evaluation_is_pinned_to_one_version_and_reported(stage: Stage):
 
 
 def test_an_evaluation_that_meets_a_failed_load_waits_for_one_that_works(stage: Stage):
-    swap, goes_on = stage.engine.swap, threading.Event()
+    swap, goes_on = stage.engine.swap, ThreadEvent()
 
     async def fail_once(staged: Any) -> None:
         stage.engine._is_running.clear()
@@ -179,7 +179,7 @@ def test_busy_and_idle_seconds_add_up_to_the_time_that_passed(stage: Stage):
     stage.serve_first_version()
     stage.learner.reserve(0, WAIT_S)
     first = stage.replica.status()
-    threading.Event().wait(0.3)
+    ThreadEvent().wait(0.3)
     second = stage.replica.status()
     passed_s = sum(second[name] - first[name] for name in ("busy_s", "idle_s"))
     assert 0.25 < passed_s < WAIT_S

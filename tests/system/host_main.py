@@ -15,6 +15,7 @@ import torch
 
 from asyncrl.config.load import load_config
 from asyncrl.control.roster import Roster
+from asyncrl.threads import ThreadEvent
 
 
 def host(run_dir: Path, name: str, environment: Mapping[str, str], *places: str) -> None:
@@ -36,7 +37,7 @@ def host(run_dir: Path, name: str, environment: Mapping[str, str], *places: str)
     roster = Roster(config, run_dir, run_id, Path(sockets), rendezvous, secret=secret)
     spec = roster.spec(name)
     module, _, function = spec.factory.partition(":")
-    stop = threading.Event()
+    stop = ThreadEvent()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     service = getattr(importlib.import_module(module), function)(spec.context)
     failures: list[BaseException] = []

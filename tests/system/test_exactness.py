@@ -20,6 +20,7 @@ from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.config.load import load_config
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.experience import Group, Trajectory
+from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import Span
 from learner.batching.probe import NUM_ROWS
 from rollout_service.engine.protocol import Completion, Sampling
@@ -118,7 +119,7 @@ class Player:
     def __init__(self, engine: VllmEngine, harness: Harness) -> None:
         self.engine = engine
         self.buffer = ReplicaClient(harness.address("buffer.0"), "rollout.0", deadline_s=60.0)
-        self.link = ReceiverLink(harness.address("receiver.0"))
+        self.link = ReceiverLink(ThreadRuntime(), harness.address("receiver.0"))
         self.record = Record()
         self.groups: set[asyncio.Task[None]] = set()
 

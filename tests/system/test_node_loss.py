@@ -18,6 +18,7 @@ from asyncrl.control.launch.host import ServiceHost
 from asyncrl.experience import encode_group
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext
+from asyncrl.threads import ThreadRuntime
 from tests.buffer.parts import make_group
 
 NUM_GROUPS = 20
@@ -97,7 +98,7 @@ def test_the_buffer_goes_on_at_another_node_with_every_acknowledged_group(
             "buffer": {"journal": "redis", "url": url},
         }
     )
-    client = Client(start_buffer(config, tmp_path, "first", password))
+    client = Client(ThreadRuntime(), start_buffer(config, tmp_path, "first", password))
     client.call("describe_data", num_prompts=100, digest="digest")
     token = client.call("open", holder="learner").args["token"]
     version = client.call("register_version", token=token, step=0).args["number"]

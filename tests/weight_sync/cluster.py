@@ -28,6 +28,7 @@ from asyncrl.faults import VARIABLE
 from asyncrl.keys import RunKeys
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from weight_sync import composition, control_composition
 from weight_sync.handoff import Handoff
@@ -107,7 +108,7 @@ def serve(role: Role, test: Connection) -> None:
 def prepare_child(log_path: Path | None) -> threading.Event:
     """Return the event that SIGTERM sets; log to `log_path`, stamped with the machine's monotonic clock."""
     torch.set_num_threads(1)
-    stop = threading.Event()
+    stop = ThreadEvent()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     if log_path is not None:
         handler = logging.FileHandler(log_path)
@@ -270,7 +271,9 @@ class Cluster:
         process, lifeline = fork(serve, role)
         assert lifeline.poll(WAIT_S), f"{name} did not start"
         address = lifeline.recv()
-        self.children[name] = Child(process, lifeline, address, Client(address, self._context.client_keys))
+        self.children[name] = Child(
+            process, lifeline, address, Client(ThreadRuntime(), address, self._context.client_keys)
+        )
         return self.children[name]
 
     def address_of(self, name: str) -> str:
@@ -280,7 +283,9 @@ class Cluster:
 
     def handoff(self, token: int = 1, **kwargs: Any) -> Handoff:
         address, keys = self.publisher.address, self._context.client_keys
-        made = Handoff(address, self.shm_prefix, self.bucket_bytes, token, keys=keys, **kwargs)
+        made = Handoff(
+            ThreadRuntime(), address, self.shm_prefix, self.bucket_bytes, token, keys=keys, **kwargs
+        )
         self._handoffs.append(made)
         return made
 

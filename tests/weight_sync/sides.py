@@ -182,7 +182,7 @@ class ModelReceiver(Peer):
 
     def __init__(self, name: str, incarnation: str, born: int, prefix: str) -> None:
         super().__init__(name, incarnation, born)
-        self.shelf = Shelf(f"{prefix}{incarnation}-")
+        self.shelf = Shelf(f"{prefix}{incarnation}-", incarnation)
         self.incoming: dict[int, Copy] = {}
         self.threads: dict[int, Thread] = {}
         self.serving = UNLOADED

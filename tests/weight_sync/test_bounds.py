@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from asyncrl.control.shared_memory import SHM_DIR
 from asyncrl.errors import DeadlineExceeded, WireError
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from tests.weight_sync.cluster import Cluster, load, model, running_cluster, take, wait_until
 from weight_sync.bounds import SPARE_BYTES
@@ -83,7 +84,7 @@ def test_the_publisher_reserves_nothing_that_the_model_does_not_take(
 
 
 def test_a_false_publishers_manifest_is_refused_by_the_coordinator(cluster: Cluster) -> None:
-    false = Client(cluster.coordinator.address)
+    false = Client(ThreadRuntime(), cluster.coordinator.address)
     seat = SEAT | {"name": "publisher", "incarnation": "false", "born": 0}
     for data in (manifest_of(2 << 30).to_bytes(), MAPS):
         with pytest.raises(WireError, match=r"manifest|takes up to"):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.clock import SystemClock
 from asyncrl.errors import WireError
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.weight_sync.test_protocol_peer import CARD, TIMING, WAIT_S
 from weight_sync.coordination.journal import JOURNAL_FILE, MAX_BYTES, Journal
 from weight_sync.coordinator import CoordinatorService
@@ -25,11 +25,11 @@ SEAT = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 9}
 
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[Client]:
-    service = CoordinatorService(Coordination(TIMING, token=5), SystemClock(), run_dir=tmp_path)
-    stop = threading.Event()
+    service = CoordinatorService(Coordination(TIMING, token=5), ThreadRuntime(), run_dir=tmp_path)
+    stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,))
     thread.start()
-    made = Client(str(service.status()["address"]))
+    made = Client(ThreadRuntime(), str(service.status()["address"]))
     yield made
     made.close()
     stop.set()

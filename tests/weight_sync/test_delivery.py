@@ -15,6 +15,7 @@ from asyncrl.control.shared_memory import NUM_AT_PUBLISHER, NUM_AT_RECEIVER
 from asyncrl.errors import FencedError
 from asyncrl.obstacle import Cause, Obstacle, parse_obstacles
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from tests.weight_sync.cluster import (
     TIMING,
@@ -99,7 +100,7 @@ def test_a_replica_follows_through_its_link_and_the_probe_arrives(cluster):
     assert cluster.handoff().publish(PolicyVersion(1, 0), model(1), probe)
 
     async def load_once() -> None:
-        link = ReceiverLink(receiver.address)
+        link = ReceiverLink(ThreadRuntime(), receiver.address)
         staged = await link.next_staged(0, WAIT_S)
         assert staged is not None and staged.manifest.probe == probe
         check(staged)
@@ -249,7 +250,10 @@ def test_a_pin_ends_with_its_replica_though_this_receiver_never_heard_what_it_se
     """The receiver was started anew while the replica began an evaluation; then the replica died too."""
     (receiver,) = start(cluster, "receiver.0")
     publish(cluster.handoff(), 1)
-    pinned, successor = ReceiverLink(receiver.address), ReceiverLink(receiver.address)
+    pinned, successor = (
+        ReceiverLink(ThreadRuntime(), receiver.address),
+        ReceiverLink(ThreadRuntime(), receiver.address),
+    )
 
     async def follow_on() -> None:
         await pinned.pin()
@@ -265,8 +269,10 @@ def test_a_replica_that_is_thought_dead_is_not_heard_beside_its_successor(cluste
     (receiver,) = start(cluster, "receiver.0")
     publish(cluster.handoff(), 1)
     born = time.monotonic_ns()
-    successor = ReceiverLink(receiver.address)
-    older = ReceiverLink(receiver.address, born=born)  # it was held up before it could make its link
+    successor = ReceiverLink(ThreadRuntime(), receiver.address)
+    older = ReceiverLink(
+        ThreadRuntime(), receiver.address, born=born
+    )  # it was held up before it could make its link
 
     async def live_on() -> None:
         assert (await older.next_staged(0, WAIT_S)).path, "nobody has followed it"
@@ -472,7 +478,7 @@ def test_of_two_polls_of_one_peer_none_stays_without_an_answer():
         who = {"name": "receiver.0", "incarnation": "1"}
         card = {"abilities": ["gloo"], "serving": 0, "staged": 0, "attended": False, "pinned": False}
         cluster.coordinator.client.call("hello", deadline_s=WAIT_S, **who, **card)
-        clients = [Client(cluster.coordinator.address) for _ in range(2)]
+        clients = [Client(ThreadRuntime(), cluster.coordinator.address) for _ in range(2)]
         polls = [client.begin("next_order", deadline_s=6.0, after=0, **who) for client in clients]
         assert [poll.end().args["known"] for poll in polls] == [True, True]
         for client in clients:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from asyncrl.errors import NotAllowed
 from asyncrl.keys import RunKeys, make_run_keys
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.weight_sync.test_protocol_peer import WAIT_S
 from weight_sync.composition import build_publisher, build_receiver
 from weight_sync.control_composition import build_coordinator
@@ -34,7 +36,7 @@ ORDERS = {
 
 @contextmanager
 def running(service: Any) -> Iterator[str]:
-    stop = threading.Event()
+    stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,))
     thread.start()
     try:
@@ -64,14 +66,26 @@ def addresses(tmp_path: Path, keys: RunKeys) -> Iterator[dict[str, str]]:
         yield found
 
 
+def await_told(client: Client, num_refused: int) -> dict[str, Any]:
+    """Return the status of a service once it tells of so many refusals."""
+    end = time.monotonic() + WAIT_S
+    while True:
+        told = client.call("status", deadline_s=WAIT_S).args
+        if told["counters"].get("wire/refused_ops") == num_refused:
+            return told
+        assert time.monotonic() < end, told
+        time.sleep(0.05)
+
+
 def test_a_generators_key_gives_no_orders_to_weight_sync(addresses: dict[str, str], keys: RunKeys) -> None:
     for name, orders in ORDERS.items():
-        false = Client(addresses[name], keys.of_generator().client)
+        false = Client(ThreadRuntime(), addresses[name], keys.of_generator().client)
         for op in orders:
             assert op not in REPLICA_OPS
             with pytest.raises(NotAllowed, match="not for the key of a generator"):
                 false.call(op, deadline_s=WAIT_S, name="publisher", number=1, token=10**6)
         false.close()
-        true = Client(addresses[name], keys.client)
-        assert "address" in true.call("status", deadline_s=WAIT_S).args, "the others' key opens it"
+        true = Client(ThreadRuntime(), addresses[name], keys.client)
+        told = await_told(true, len(orders))
+        assert "address" in told, "the others' key opens it"
         true.close()

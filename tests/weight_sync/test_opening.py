@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.rpc import Request, Server
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from weight_sync.handoff import Handoff
 
 WAIT_S = 20.0
@@ -19,7 +21,7 @@ class Publisher:
     def __init__(self, answers: bool) -> None:
         self._answers = answers
         self.tokens: list[int] = []
-        self.has_heard = threading.Event()
+        self.has_heard = ThreadEvent()
 
     def handle(self, request: Request) -> None:
         self.tokens.append(request.args["token"])
@@ -27,13 +29,16 @@ class Publisher:
         if self._answers:
             request.reply()
 
+    def wake_at(self) -> float:
+        return math.inf
+
     def tick(self, now: float) -> None:
         pass
 
 
 @contextlib.contextmanager
 def serving(address: str, publisher: Publisher) -> Iterator[None]:
-    server, stop = Server(address), threading.Event()
+    server, stop = Server(ThreadRuntime(), address), ThreadEvent()
     thread = threading.Thread(target=server.serve, args=(publisher, stop), daemon=True)
     thread.start()
     yield
@@ -44,7 +49,9 @@ def serving(address: str, publisher: Publisher) -> Iterator[None]:
 
 def test_a_learner_whose_publisher_dies_as_it_opens_opens_at_the_successor(tmp_path: Path) -> None:
     address, opened = f"ipc://{tmp_path}/publisher", []
-    opening = threading.Thread(target=lambda: opened.append(Handoff(address, "x-", 1 << 20, token=3)))
+    opening = threading.Thread(
+        target=lambda: opened.append(Handoff(ThreadRuntime(), address, "x-", 1 << 20, token=3))
+    )
     dying, successor = Publisher(answers=False), Publisher(answers=True)
     with serving(address, dying):
         opening.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -12,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.clock import SystemClock
 from asyncrl.errors import FencedError
 from asyncrl.rpc import Client, Request, Server
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from weight_sync.coordination.journal import (
     JOURNAL_FILE,
     TOKEN_FILE,
@@ -160,8 +161,8 @@ def test_a_full_disk_ends_no_coordinator(tmp_path):
 
 @contextmanager
 def coordinator(token: int, bind: str = "tcp://127.0.0.1:*") -> Iterator[CoordinatorService]:
-    service = CoordinatorService(Coordination(TIMING, token=token), SystemClock(), bind)
-    stop = threading.Event()
+    service = CoordinatorService(Coordination(TIMING, token=token), ThreadRuntime(), bind)
+    stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,))
     thread.start()
     try:
@@ -186,7 +187,7 @@ def liaison(address: str, incarnation: str, heard: list[Instruction]) -> Iterato
     def deliver(order: Instruction, _: bytes) -> None:
         heard.append(order)
 
-    made = Liaison(address, "receiver.0", incarnation, lambda: Introduction(CARD), deliver)
+    made = Liaison(ThreadRuntime(), address, "receiver.0", incarnation, lambda: Introduction(CARD), deliver)
     made.start()
     try:
         yield made
@@ -207,7 +208,7 @@ def address_of(service: CoordinatorService) -> str:
 
 def test_a_coordinator_that_hears_of_a_newer_one_gives_no_more_orders():
     with coordinator(token=5) as service:
-        client = Client(address_of(service))
+        client = Client(ThreadRuntime(), address_of(service))
         who = {"name": "receiver.0", "incarnation": "1"}
         assert client.call("hello", token=5, born=1, **CARD, **who).args["token"] == 5
         with pytest.raises(FencedError, match="token 5 is older than 6"):
@@ -235,7 +236,7 @@ def test_an_older_coordinator_that_gets_the_address_back_knows_from_its_peers_th
 def test_a_hello_that_is_read_behind_a_later_word_of_its_process_changes_nothing():
     """A connection that was given up may still bring one: its card is old, and nobody would say so again."""
     with coordinator(token=5) as service:
-        client = Client(address_of(service))
+        client = Client(ThreadRuntime(), address_of(service))
         who = {"name": "receiver.0", "incarnation": "1", "token": 0}
         hello = {**CARD, **who, "born": 1, "seq": 1}
         client.call("hello", **hello)
@@ -262,14 +263,19 @@ class DeafCoordinator:
         }
         request.reply(token=self._token, **answers[request.op])
 
+    def wake_at(self) -> float:
+        return math.inf
+
     def tick(self, now: float) -> None:
         return
 
 
 @contextmanager
 def deaf_coordinator(token: int, address: str, *before: dict[str, Any]) -> Iterator[None]:
-    stop = threading.Event()
-    thread = threading.Thread(target=Server(address).serve, args=(DeafCoordinator(token, *before), stop))
+    stop = ThreadEvent()
+    thread = threading.Thread(
+        target=Server(ThreadRuntime(), address).serve, args=(DeafCoordinator(token, *before), stop)
+    )
     thread.start()
     try:
         yield
@@ -302,7 +308,7 @@ def test_an_order_that_cannot_be_read_holds_up_none_behind_it(tmp_path):
 
 def test_a_peer_leaves_a_coordinator_that_was_stopped_for_the_one_that_took_its_address(tmp_path):
     address = f"ipc://{tmp_path}/c"
-    stopped = Server(address)  # takes connections, answers nothing
+    stopped = Server(ThreadRuntime(), address)  # takes connections, answers nothing
     with ExitStack() as stack:
         stack.callback(stopped.close)
         stack.enter_context(liaison(address, "1", []))
@@ -330,7 +336,7 @@ def test_a_peer_that_cannot_introduce_itself_tries_again_whatever_the_error_was(
         return Introduction(CARD)
 
     with coordinator(token=5) as service:
-        made = Liaison(address_of(service), "receiver.0", "1", introduce, lambda *_: None)
+        made = Liaison(ThreadRuntime(), address_of(service), "receiver.0", "1", introduce, lambda *_: None)
         made.start()
         wait_until(lambda: "receiver.0" in service.status()["members"])
         assert made.counters["coordinator_unreachable"] == 3
@@ -351,7 +357,7 @@ def test_a_hello_that_a_report_overtakes_is_said_again_with_what_has_changed():
         return Introduction(cards[-1])
 
     with coordinator(token=5) as service:
-        made = Liaison(address_of(service), "receiver.0", "1", introduce, lambda *_: None)
+        made = Liaison(ThreadRuntime(), address_of(service), "receiver.0", "1", introduce, lambda *_: None)
         made.start()
         wait_until(lambda: "receiver.0" in service.status()["members"])
         made.report(Pinned())
@@ -374,6 +380,6 @@ def test_a_time_in_which_a_peer_did_not_run_is_no_silence_of_the_coordinator():
     with coordinator(token=1) as service:
         with liaison(address_of(service), "1", []) as peer:
             wait_until(lambda: "receiver.0" in service.status()["members"])
-            peer._asked_at -= 60.0
+            peer._look_at -= 60.0
             peer._heard_at -= 60.0
             assert peer.lost_for_s < 5.0

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from asyncrl.clock import SystemClock
 from asyncrl.errors import DeadlineExceeded, SyncError
 from asyncrl.private import make_secret
+from asyncrl.threads import ThreadRuntime
 from tests.weight_sync.cluster import WAIT_S
 from weight_sync.backends.contract import Group
 from weight_sync.backends.gloo import GlooTransport
 from weight_sync.backends.meeting import connect_store, open_store
 from weight_sync.backends.sealed import SealedStore
 
-CLOCK = SystemClock()
+CLOCK = ThreadRuntime()
 TIMEOUT = timedelta(seconds=WAIT_S)
 SECRET = make_secret()
 STRANGER_S = 1.5

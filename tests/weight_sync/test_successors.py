@@ -6,6 +6,7 @@ peer's hello to the next one makes good for that.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.clock import ManualClock
 from asyncrl.errors import AsyncrlError, WireError
 from asyncrl.rpc import Client, Request, Server
+from asyncrl.threads import ThreadEvent, ThreadRuntime
+from tests.runtimes import ManualRuntime
 from tests.weight_sync.sides import ModelReceiver, Peer, manifest_of
 from tests.weight_sync.test_protocol_machine import EVERYONE, ProtocolMachine
 from tests.weight_sync.world import TIMING
@@ -109,11 +111,14 @@ class Caller:
     def __init__(self, address: str, name: str, card: dict[str, Any], frames: tuple[bytes, ...] = ()) -> None:
         self._address, self._card, self._frames, self._token = address, card, frames, 0
         self._who = {"name": name, "incarnation": f"{name}#1"}
-        self._polls, self._reports = Client(address), Client(address)
+        self._polls, self._reports = Client(ThreadRuntime(), address), Client(ThreadRuntime(), address)
 
     def connect_anew(self) -> None:
         self.close()
-        self._polls, self._reports = Client(self._address), Client(self._address)
+        self._polls, self._reports = (
+            Client(ThreadRuntime(), self._address),
+            Client(ThreadRuntime(), self._address),
+        )
 
     def say_hello(self) -> None:
         args = {**self._who, **self._card, "born": 1, "token": self._token}
@@ -136,8 +141,8 @@ class Caller:
 @contextmanager
 def coordinator(token: int, address: str) -> Iterator[None]:
     """Time stands still in it: whatever waits for a deadline waits for ever."""
-    service = CoordinatorService(Coordination(TIMING, token=token), ManualClock(100.0), address)
-    stop = threading.Event()
+    service = CoordinatorService(Coordination(TIMING, token=token), ManualRuntime(100.0), address)
+    stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,))
     thread.start()
     try:
@@ -198,7 +203,12 @@ def silent_liaison(address: str, heard: list[str]) -> Iterator[Liaison]:
     """A receiver's liaison whose threads do not run: the test does one thing after another."""
     card = {"abilities": ["gloo"], "serving": 0, "staged": 0, **FLAGS}
     made = Liaison(
-        address, "receiver.0", "1", lambda: Introduction(card), lambda order, _: heard.append(order.kind)
+        ThreadRuntime(),
+        address,
+        "receiver.0",
+        "1",
+        lambda: Introduction(card),
+        lambda order, _: heard.append(order.kind),
     )
     try:
         yield made
@@ -226,11 +236,14 @@ def answering(address: str, answer: Callable[[str], dict[str, Any]]) -> Iterator
             asked.append(request.op)
             request.reply(token=1, **answer(request.op))
 
+        def wake_at(self) -> float:
+            return math.inf
+
         def tick(self, now: float) -> None:
             return
 
-    stop = threading.Event()
-    thread = threading.Thread(target=Server(address).serve, args=(Scripted(), stop))
+    stop = ThreadEvent()
+    thread = threading.Thread(target=Server(ThreadRuntime(), address).serve, args=(Scripted(), stop))
     thread.start()
     try:
         yield asked
@@ -253,6 +266,7 @@ def test_who_is_told_that_it_is_unknown_says_no_hello_if_its_other_thread_has_do
             liaison._session = 2  # the other thread says hello while this answer is on its way
             if is_known:
                 liaison._stop.set()
+                liaison._reports.put(None)
             return {"known": is_known, "orders": [], "fenced": False}
 
         with answering(address, answer) as asked:
@@ -305,6 +319,7 @@ def test_reports_go_on_after_one_that_found_no_descriptor_left(tmp_path: Path) -
             is_known = liaison._session > 0
             if op == "report" and is_known:
                 liaison._stop.set()
+                liaison._reports.put(None)
             return {"known": is_known} if op == "report" else {"poll_s": 0.1, "welcome": True}
 
         liaison._introduce = introduce_later

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.errors import SyncError
 from asyncrl.keys import make_run_keys
 from asyncrl.private import make_secret
 from asyncrl.service import ServiceContext
+from asyncrl.threads import ThreadRuntime
 from tests.weight_sync.cluster import WAIT_S
 from weight_sync.backends.choice import GLOO
 from weight_sync.backends.contract import Broadcast, Group, Transport
@@ -28,7 +28,7 @@ from weight_sync.carrier import Carrier, TransferOrder
 from weight_sync.composition import transports_of
 from weight_sync.protocol.rounds import TRANSPORT
 
-CLOCK = SystemClock()
+CLOCK = ThreadRuntime()
 SECRET = make_secret()
 NUM_BYTES, NUM_BUCKETS = 1000, 4
 CHANGED = "brought what the publisher has not sent"
@@ -190,7 +190,7 @@ def config_of(bucket_bytes: int = 1 << 20) -> Config:
 def test_the_transports_of_a_run_with_keys_are_tagged(has_keys: bool, tmp_path: Path) -> None:
     keys = make_run_keys() if has_keys else None
     context = ServiceContext(config_of(), "receiver.0", tmp_path, "x", keys=keys)
-    made = transports_of(CLOCK, context, None)(GLOO)
+    made = transports_of(context, None)(GLOO)
     assert isinstance(made, TaggedTransport if has_keys else GlooTransport)
 
 

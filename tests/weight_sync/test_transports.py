@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.errors import DeadlineExceeded, SyncError
 from asyncrl.private import make_secret
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.weight_sync.cluster import WAIT_S, processes
 from weight_sync.backends import nccl
 from weight_sync.backends.choice import agree_on_backend, choose_backend
@@ -33,7 +33,7 @@ from weight_sync.backends.tags import TaggedTransport
 from weight_sync.carrier import MAX_UNDER_WAY, Carrier, DigestMismatch, TransferOrder
 from weight_sync.protocol.rounds import DIGEST, TRANSPORT
 
-CLOCK = SystemClock()
+CLOCK = ThreadRuntime()
 BIG_BYTES = 64 << 20
 SECRET = make_secret()
 
@@ -189,7 +189,7 @@ class FakeHungCommunicator:
     """Stands for NCCL with a peer that never comes: waits until it is aborted."""
 
     def __init__(self, group: Group, store: TCPStore | None, secret: str, timeout: timedelta) -> None:
-        self.is_aborted = threading.Event()
+        self.is_aborted = ThreadEvent()
         self.num_aborts = 0
         self.raises = group.membership == 2
 
@@ -231,7 +231,7 @@ def test_an_nccl_abort_from_another_thread_wakes_the_waiter_before_its_deadline(
 
 def test_closing_a_carrier_wakes_its_running_transfers():
     made: list[FakeHungCommunicator] = []
-    is_made, ends = threading.Event(), queue.Queue[str]()
+    is_made, ends = ThreadEvent(), queue.Queue[str]()
 
     def connect(*args: Any) -> FakeHungCommunicator:
         made.append(FakeHungCommunicator(*args))
@@ -312,7 +312,7 @@ class LateMismatch:
 
     def __init__(self) -> None:
         self.arrived: list[int] = []
-        self.fourth = threading.Event()
+        self.fourth = ThreadEvent()
 
     def __call__(self, index: int, bucket: torch.Tensor) -> Callable[[], None]:
         self.arrived.append(index)
@@ -346,7 +346,7 @@ def test_buckets_are_checked_while_later_ones_travel_and_a_mismatch_fails_the_tr
 
 
 def test_a_check_that_does_not_end_fails_the_transfer_at_its_deadline():
-    never = threading.Event()
+    never = ThreadEvent()
     cause, message = carry_alone(lambda index, bucket: partial(never.wait, WAIT_S), 0.3)
     never.set()
     assert (cause, message) == (TRANSPORT, "the buckets were not verified in time")

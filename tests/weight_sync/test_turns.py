@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.clock import ManualClock
 from asyncrl.errors import FencedError
 from asyncrl.rpc import Request
+from asyncrl.threads import ThreadEvent
 from asyncrl.versions import PolicyVersion
+from tests.runtimes import ManualRuntime
 from tests.weight_sync.world import GLOO, TIMING, World
 from weight_sync.coordination.journal import read_fences
 from weight_sync.coordinator import DESCRIBE_S, CoordinatorService
@@ -22,6 +22,7 @@ from weight_sync.protocol.floor import ID_BITS
 from weight_sync.protocol.members import Card, PublisherSeat
 from weight_sync.protocol.permits import MAX_LOAD_FAILURES
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
+from weight_sync.protocol.rounds import Timing
 
 NAMES = [f"receiver.{index}" for index in range(64)]
 
@@ -74,10 +75,10 @@ ME = {"name": "receiver.0", "incarnation": "1"}
 
 
 @contextmanager
-def serving(run_dir: Path) -> Iterator[tuple[CoordinatorService, Coordination, ManualClock]]:
-    clock, coordination = ManualClock(100.0), Coordination(TIMING, token=3)
+def serving(run_dir: Path) -> Iterator[tuple[CoordinatorService, Coordination, ManualRuntime]]:
+    clock, coordination = ManualRuntime(100.0), Coordination(TIMING, token=3)
     service = CoordinatorService(coordination, clock, f"ipc://{run_dir}/c", None, run_dir)
-    over = threading.Event()
+    over = ThreadEvent()
     over.set()
     try:
         service.handle(Asked("hello", **ME, **CARD))
@@ -219,3 +220,18 @@ def test_a_status_is_as_old_as_the_fleet_is_large(tmp_path: Path) -> None:
         clock.advance(2 * DESCRIBE_S)
         service.tick(0.0)
         assert len(service.status()["members"]) == 101
+
+
+def test_the_coordination_is_due_with_its_next_deadline_and_every_half_poll_at_the_latest() -> None:
+    timing = Timing(deadline_s=8.0, offer_s=0.2, settle_s=0.1, silence_s=3.0, dead_s=30.0)
+    coordination = Coordination(timing, token=1)
+    coordination.tick(100.0)
+    assert coordination.wake_at() == 100.0 + timing.poll_s / 2
+    coordination.publisher_hello(PublisherSeat("p", GLOO, "", 1, 100.0), PolicyVersion(1, 0), 100.0)
+    coordination.hello(Card("receiver.0", "1", GLOO, is_attended=True), 100.0)
+    assert coordination.wake_at() <= 100.0, "what has happened is to be settled"
+    assert [order.kind for order in coordination.take_orders()] == ["offer"]
+    assert coordination.wake_at() == 100.0 + timing.offer_s
+    coordination.tick(100.2)
+    assert not coordination.rounds and coordination.culprit.startswith("receiver.0")
+    assert coordination.wake_at() > 100.2, "a deadline that has passed is not due for ever"

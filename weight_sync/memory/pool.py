@@ -8,7 +8,6 @@ Invariant: names carry the fencing token and a serial number, so no two writers 
 from __future__ import annotations
 
 import contextlib
-import os
 from dataclasses import dataclass
 
 import torch
@@ -56,13 +55,14 @@ class SegmentPool:
 
     Args:
         prefix: Start of all its segments' names.
+        life: Part of the names that tells this process from others.
         num_slots: At least 2; with 3 a publish is deferred only if two old transfers hang.
         keeps_sent: Keep the newest version that was sent, for differences to it; takes a slot more.
     """
 
-    def __init__(self, prefix: str, num_slots: int = 3, keeps_sent: bool = False) -> None:
+    def __init__(self, prefix: str, life: str, num_slots: int = 3, keeps_sent: bool = False) -> None:
         assert num_slots >= 2, "one slot is always current"
-        self._prefix = prefix
+        self._prefix, self._life = prefix, life
         self._slots = [Slot() for _ in range(num_slots)]
         self._serial = 0
         self._keeps_sent = keeps_sent
@@ -140,10 +140,14 @@ class SegmentPool:
         slot.is_writing = True
         return slot.path
 
-    def prepare(self) -> None:
-        """Reserve some of the memory that the next versions will need; called while nobody waits."""
+    def prepare(self) -> bool:
+        """Reserve some of the memory that the next versions will need; called while nobody waits.
+
+        Returns:
+            Whether it did, so that there may be more to do.
+        """
         if self.current is None or self.current.token != self.token:
-            return
+            return False
         num_bytes = self.current.num_bytes
         kept = (self.current, self.sent)
         waiting = [slot for slot in self._slots if slot not in kept and not slot.num_transfers]
@@ -151,7 +155,8 @@ class SegmentPool:
             if not slot.is_writing and (slot.num_bytes != num_bytes or slot.token != self.token):
                 slot.manifest = None
                 self._fit(slot, num_bytes, PREPARE_STEP_BYTES)
-                return
+                return True
+        return False
 
     def commit(self, token: int, path: str, manifest: Manifest) -> None:
         """Make what was written to `path` the current version.
@@ -237,5 +242,5 @@ class SegmentPool:
             segments.unlink(slot.path)
         self._serial += 1
         slot.path, slot.bytes_B, slot.num_bytes = "", None, 0
-        slot.path = segments.create(f"{self._prefix}t{self.token}-{os.getpid()}-{self._serial}", 0)
+        slot.path = segments.create(f"{self._prefix}t{self.token}-{self._life}-{self._serial}", 0)
         slot.token = self.token

@@ -7,7 +7,6 @@ Invariant: newest wins. A newer verified or committed copy replaces an older one
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +34,13 @@ class Copy:
 class Shelf:
     """See the module. `prefix` starts the names of all its segments; leftovers of it are removed.
 
-    With `keeps_base` the newest verified copy stays, loaded or not, for differences to it: one segment more.
+    Args:
+        life: Part of the names that no other shelf of this prefix has, before or after.
+        keeps_base: The newest verified copy stays, loaded or not, for differences to it: one segment more.
     """
 
-    def __init__(self, prefix: str, keeps_base: bool = False) -> None:
-        self._prefix, self._life, self._serial = prefix, uuid.uuid4().hex[:8], 0
+    def __init__(self, prefix: str, life: str, keeps_base: bool = False) -> None:
+        self._prefix, self._life, self._serial = prefix, life, 0
         self._free: list[tuple[str, torch.Tensor]] = []
         self._abandoned: dict[int, Copy] = {}
         self._verified: Copy | None = None

@@ -56,6 +56,12 @@ class Conduct:
                 self._close(round_, now)
         self._start_rounds(now)
 
+    def due_at(self, now: float) -> float:
+        """Return when `advance` has something to do, if nothing happens before."""
+        rounds = (one.until if one.settle_until is None else one.settle_until for one in self.active.values())
+        retries = (one.retry_at for one in self._floor.members.values() if one.retry_at > now)
+        return min(min(rounds, default=math.inf), min(retries, default=math.inf))
+
     def find(self, round_id: int) -> Round | None:
         """Return the active round with that id."""
         return next((round_ for round_ in self.active.values() if round_.id == round_id), None)

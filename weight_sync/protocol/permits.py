@@ -7,6 +7,8 @@ Invariant: at no moment do more than `parallelism` members hold a permit.
 
 from __future__ import annotations
 
+import math
+
 from asyncrl.versions import UNLOADED
 from weight_sync.protocol.floor import Floor
 from weight_sync.protocol.members import Member, MemberState
@@ -72,6 +74,11 @@ class Permits:
             self._requeue(member)
         if member.state in (MemberState.SYNCING, MemberState.READY, MemberState.PINNED):
             member.move(MemberState.SYNCING)
+
+    def due_at(self) -> float:
+        """Return when `check_deadlines` has something to do; infinite while nobody swaps."""
+        swapping = (one.swap_until for one in self._floor.members.values() if one.swapping is not None)
+        return min(swapping, default=math.inf)
 
     def check_deadlines(self, now: float) -> None:
         """Take the permits back that were held for too long, and blame their holders."""

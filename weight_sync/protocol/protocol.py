@@ -36,6 +36,9 @@ from weight_sync.protocol.rounds import (
 
 __all__ = ["PUBLISHER", "Coordination"]
 
+OVERDUE_S = 0.02
+"""Between two looks at a deadline that has passed without ending anything."""
+
 
 class Coordination:
     """See the module.
@@ -61,6 +64,7 @@ class Coordination:
         self._permits = Permits(self._floor)
         self._ticked: float | None = None
         self._changed_at: float | None = None
+        self._due_at = math.inf
         self._inherited_fences = dict(fences or {})
 
     @property
@@ -208,11 +212,13 @@ class Coordination:
             seat = self.publisher
             if seat is None or seat.incarnation != incarnation:
                 return False
+            self._note_return(seat.last_seen, now)
             seat.last_seen, seat.is_missed = now, False
             return True
         member = self.members.get(name)
         if member is None or member.incarnation != incarnation or not member.is_listening:
             return False
+        self._note_return(member.last_seen, now)
         member.last_seen = now
         if member.state is MemberState.SUSPECT:
             member.catch_up()
@@ -357,6 +363,15 @@ class Coordination:
 
     # --- time -------------------------------------------------------------------------------------
 
+    def wake_at(self) -> float:
+        """Return when `tick` is to be called, if nothing happens before.
+
+        Every half of a poll at the latest: silence is noticed then, and that this process did not run.
+        """
+        if self._changed_at is not None or self._ticked is None:
+            return -math.inf
+        return min(self._due_at, self._ticked + self.timing.poll_s / 2)
+
     def tick(self, now: float) -> None:
         """Let time pass."""
         self._settle()
@@ -395,6 +410,11 @@ class Coordination:
         if is_silent and not self._conduct.has(member):  # else its round judges
             self._floor.blame(member, SILENT)
 
+    def _note_return(self, last_seen: float, now: float) -> None:
+        """Who had fallen silent speaks: a round may begin."""
+        if self._floor.is_silent(last_seen, now):
+            self._note_change(now)
+
     def _note_change(self, now: float) -> None:
         self._forgive(now)
         self._changed_at = now
@@ -406,6 +426,8 @@ class Coordination:
         now, self._changed_at = self._changed_at, None
         self._conduct.advance(now)
         self._permits.grant(now)
+        due = min(self._conduct.due_at(now), self._permits.due_at())
+        self._due_at = due if due > now else now + OVERDUE_S
 
     def _sent_numbers(self) -> set[int]:
         """Numbers that some member has or is getting."""

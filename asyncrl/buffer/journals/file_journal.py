@@ -16,16 +16,16 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import os
 import shutil
 import sqlite3
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.buffer.journals.disk_sync import DiskSync
 from asyncrl.buffer.journals.journal import (
     EVENTS_PER_SNAPSHOT,
     Fsync,
@@ -42,6 +42,8 @@ from asyncrl.buffer.ledger.events import Event
 from asyncrl.errors import CheckpointError, ConfigError, NoJournal
 from asyncrl.faults import fault_point
 from asyncrl.obstacle import Cause, Obstacle
+from asyncrl.runtime import Runtime
+from asyncrl.threads import ThreadRuntime
 from asyncrl.wire import Frame
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,6 @@ CREATE TABLE IF NOT EXISTS snapshots (turn INTEGER PRIMARY KEY, digest TEXT, dat
 """
 FORMAT = 2
 """Of the database, as its `user_version`. 1, which had no number, may lack the time of a turn."""
-SYNC_EVERY_S = 1.0
 LITTLE_BYTES = 1 << 20
 RETRY_S = 1.0
 """Between two tries to write to a disk that takes nothing."""
@@ -69,6 +70,7 @@ class FileJournal:
     Args:
         folder: Holds `events.sqlite` and `payloads/`; one process at a time.
         sync: Forces a file to the disk.
+        runtime: Of the process; who only reads needs none.
 
     Raises:
         ConfigError: Another process has the journal open, or it cannot be written.
@@ -80,8 +82,11 @@ class FileJournal:
         fsync: Fsync = "everysec",
         segment_bytes: int = SEGMENT_BYTES,
         events_per_snapshot: int = EVENTS_PER_SNAPSHOT,
-        sync: Callable[[int], None] = os.fsync,
+        sync: Callable[[int], None] | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
+        sync = sync or os.fsync
+        self._runtime = runtime or ThreadRuntime()
         folder.mkdir(parents=True, exist_ok=True)
         self._fsync = fsync
         self._events_per_snapshot = events_per_snapshot
@@ -92,7 +97,7 @@ class FileJournal:
         self._segments = SegmentFolder(folder / "payloads", segment_bytes, sync, fsync == "everysec")
         self._deletable: list[int] = []
         self.counters = self._segments.counters
-        self._disk = DiskSync(folder / f"{EVENTS}-wal", sync, self.counters)
+        self._disk = DiskSync(self._runtime, folder / f"{EVENTS}-wal", sync, self.counters)
         self._folder = folder
         self._unwritten: dict[tuple[int, int], list[bytes]] = {}
         self._backlog: list[tuple[str, bytes, float, int]] = []
@@ -168,12 +173,12 @@ class FileJournal:
     def commit(self, events: Sequence[Event], now: float) -> bool:
         if events:
             data, digest = pack_turn(events)
-            self._backlog.append((digest, data, time.time(), len(events)))
+            self._backlog.append((digest, data, self._runtime.wall_ns() / 1e9, len(events)))
         if not (self._backlog or self._unwritten):
             return True
-        if self._refusal and time.monotonic() < self._next_try:
+        if self._refusal and self._runtime.now() < self._next_try:
             return False
-        self._writing_since = time.monotonic()
+        self._writing_since = self._runtime.now()
         try:
             self._write()
         except (OSError, sqlite3.OperationalError) as error:
@@ -202,6 +207,8 @@ class FileJournal:
             self._num_new_events += num_events
         if self._fsync == "everysec":
             self._disk.note_commit()
+        elif self._fsync == "never":
+            self._segments.forget_finished()
 
     def _note_refusal(self, error: OSError | sqlite3.OperationalError) -> None:
         """Wait for the disk; raise `error` again if it is not about that."""
@@ -212,7 +219,7 @@ class FileJournal:
             self.counters["disk_full"] += 1
             log.error("%s (%s): the buffer waits for it", self._describe_disk(), error)
         self._refusal = f"{error}"
-        self._next_try = time.monotonic() + RETRY_S
+        self._next_try = self._runtime.now() + RETRY_S
 
     def write_snapshot(self, values: Mapping[str, object]) -> None:
         try:
@@ -240,14 +247,20 @@ class FileJournal:
     def begin_anew(self, values: Mapping[str, object]) -> bool:
         raise AssertionError("a file journal never asks for this")
 
+    def wake_at(self) -> float:
+        if self._refusal:
+            return self._next_try
+        return self._disk.next_sync if self._fsync == "everysec" else math.inf
+
+    def listen(self, call: Callable[[], None]) -> None:
+        self._disk.on_end = call
+
     def tick(self, now: float) -> None:
         if self._fsync == "everysec":
             if self._disk.take_success():
                 self._delete()
             if self._disk.sync_if_due(self._segments.take_unsynced):
                 self._deletable = self._segments.unneeded()
-        elif self._fsync == "never":
-            self._segments.forget_finished()
 
     def _delete(self) -> None:
         """Delete the files that nobody needs; what a read-only disk keeps is tried after the next sync."""
@@ -268,7 +281,7 @@ class FileJournal:
         if self._refusal:
             what = f"{self._describe_disk()}, and nothing can be journalled: {self._refusal}"
             return [Obstacle("", Cause.DISK_FULL, what)]
-        if since is None or (took_s := time.monotonic() - since) < SLOW_S:
+        if since is None or (took_s := self._runtime.now() - since) < SLOW_S:
             return []
         what = f"the disk of {self._folder} has not finished a write for {took_s:.0f} s"
         return [Obstacle("", Cause.JOURNAL_AWAY, f"{what}, and what is not journalled is not done")]
@@ -309,71 +322,6 @@ def is_about_reading(error: OSError | sqlite3.OperationalError) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.EROFS
     return error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_READONLY
-
-
-class DiskSync:
-    """Syncs a segment and the write-ahead log once a second, in a thread: a slow disk delays nobody.
-
-    Payloads go first, so that no event is on the disk before the payloads that it names.
-    """
-
-    def __init__(self, log_file: Path, sync: Callable[[int], None], counters: Counter[str]) -> None:
-        self.counters = counters
-        self._log_file = log_file
-        self._sync = sync
-        self._thread: threading.Thread | None = None
-        self._next = 0.0
-        self._unsynced_since: float | None = None
-        self._synced_from: float | None = None
-        self._has_succeeded = False
-
-    @property
-    def unsynced_s(self) -> float:
-        """Age of the oldest commit that may not be on the disk."""
-        since = [at for at in (self._unsynced_since, self._synced_from) if at is not None]
-        return time.monotonic() - min(since) if since else 0.0
-
-    def note_commit(self) -> None:
-        if self._unsynced_since is None:
-            self._unsynced_since = time.monotonic()
-
-    def take_success(self) -> bool:
-        """Tell, once, that the last sync that began is done."""
-        found, self._has_succeeded = self._has_succeeded, False
-        return found
-
-    def sync_if_due(self, take_segments: Callable[[], list[int]]) -> bool:
-        """Begin a sync unless one is on its way, nothing is new, or the last one is too recent."""
-        is_busy = self._thread is not None and self._thread.is_alive()
-        if is_busy or time.monotonic() < self._next or self._unsynced_since is None:
-            return False
-        self._has_succeeded = False
-        self._next = time.monotonic() + SYNC_EVERY_S
-        self._synced_from, self._unsynced_since = self._unsynced_since, None
-        arguments = ([*take_segments(), os.open(self._log_file, os.O_RDONLY)],)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="journal-sync", daemon=True)
-        self._thread.start()
-        return True
-
-    def _run(self, descriptors: list[int]) -> None:
-        try:
-            for descriptor in descriptors:
-                self._sync(descriptor)
-            self._has_succeeded = True
-        except OSError as error:
-            self.counters["failed_syncs"] += 1
-            log.error(
-                "the journal could not be synced, a power cut may lose everything since then: %s", error
-            )
-            self._unsynced_since = self._synced_from
-        finally:
-            self._synced_from = None
-            for descriptor in descriptors:
-                os.close(descriptor)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._thread.join(30.0)
 
 
 def read_turns(folder: Path) -> list[Turn]:

@@ -9,8 +9,9 @@ Invariant: an acknowledged push survives `kill -9`; `fsync` says what a power cu
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -105,8 +106,14 @@ class Journal(Protocol):
     def begin_anew(self, values: Mapping[str, object]) -> bool:
         """When ALL is needed: replace the past by this ledger and the payloads appended since `survey`."""
 
+    def wake_at(self) -> float:
+        """Return when `tick`, or the `commit` that returned False, has something to do; infinite if never."""
+
+    def listen(self, call: Callable[[], None]) -> None:
+        """Have `call` made, on any thread, when `tick` has something to do before `wake_at`."""
+
     def tick(self, now: float) -> None:
-        """Do what is due at intervals."""
+        """Do what is due."""
 
     def status(self) -> dict[str, Any]:
         """Return plain values: `kind`, `is_away` and what else there is to know."""
@@ -158,6 +165,12 @@ class MemoryJournal:
 
     def begin_anew(self, values: Mapping[str, object]) -> bool:
         return True
+
+    def wake_at(self) -> float:
+        return math.inf
+
+    def listen(self, call: Callable[[], None]) -> None:
+        pass
 
     def tick(self, now: float) -> None:
         pass

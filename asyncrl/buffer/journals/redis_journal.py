@@ -15,8 +15,7 @@ holds every payload.
 from __future__ import annotations
 
 import logging
-import secrets
-import time
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -34,10 +33,11 @@ from asyncrl.buffer.journals.redis_link import Argument, LinkDown, RedisLink, Re
 from asyncrl.buffer.journals.redis_past import FORMAT, keys_of, read_past, refuse_newer
 from asyncrl.buffer.journals.redis_settings import HINT, check_settings, read_eviction
 from asyncrl.buffer.ledger.events import Event
-from asyncrl.clock import Clock, SystemClock
 from asyncrl.errors import ConfigError, DeadlineExceeded, FencedError, ServiceFailed
 from asyncrl.faults import fault_point, is_wanted
 from asyncrl.obstacle import Cause, Obstacle, Tell, tell_nobody
+from asyncrl.runtime import Runtime
+from asyncrl.threads import ThreadRuntime
 from asyncrl.wire import Frame
 
 log = logging.getLogger(__name__)
@@ -45,9 +45,8 @@ log = logging.getLogger(__name__)
 BACKOFF_S = (0.05, 2.0)
 """The first wait for a Redis that is away, and the longest; each is twice the one before."""
 READ_DEADLINE_S = 20.0
-LOOK_EVERY_S = 1.0
-LOSSES_TOLD = 8
-"""The newest."""
+LOOK_EVERY_S, DELETE_EVERY_S = 1.0, 0.05
+LOSSES_TOLD = 8  # the newest
 _RIGHTS_HINT = "The user needs ~asyncrl:* +@read +@write +@transaction +@connection; docs/journals.md"
 
 
@@ -69,7 +68,7 @@ class RedisJournal:
         self,
         url: Callable[[], str],
         run: str,
-        clock: Clock | None = None,
+        runtime: Runtime | None = None,
         events_per_snapshot: int = EVENTS_PER_SNAPSHOT,
         connect_deadline_s: float = 30.0,
         on_close: Callable[[], None] = lambda: None,
@@ -80,7 +79,7 @@ class RedisJournal:
         self._url = url
         self._on_close = on_close
         self._tell = tell
-        self._clock = clock or SystemClock()
+        self._runtime = runtime or ThreadRuntime()
         self._events_per_snapshot = events_per_snapshot
         self._keys = keys_of(run)
         self._watched = (self._keys["owner"], self._keys["turn"])
@@ -100,14 +99,14 @@ class RedisJournal:
         self._losses: deque[str] = deque(maxlen=LOSSES_TOLD)
         self._backoff_s = BACKOFF_S[0]
         self._next_try = 0.0
-        self._next_look = 0.0
+        self._next_look = self._delete_at = -math.inf
         self._look = ("MGET", self._keys["owner"], self._keys["turn"])
         self._link, self._owner = self._take_over(connect_deadline_s)
 
     # Beginning
 
     def _take_over(self, deadline_s: float) -> tuple[RedisLink, bytes]:
-        end = self._clock.now() + deadline_s
+        end = self._runtime.now() + deadline_s
         while True:
             try:
                 link = RedisLink(self._url())
@@ -123,14 +122,14 @@ class RedisJournal:
                 refused = explain_refusal(link.label, error)
                 if refused is not None:
                     raise refused from None
-                if self._clock.now() > end:
+                if self._runtime.now() > end:
                     raise ConfigError(
                         f"Redis at {link.label} cannot be reached within {deadline_s:g} s: {error}",
                         hint="Start it, or check buffer.url",
                     ) from None
                 self._link = link
                 self._note_away(error)
-            self._clock.sleep(0.05)
+            self._runtime.sleep(0.05)
 
     def _become_owner(self, link: RedisLink) -> bytes | None:
         """Write a newer owner than the last; return it, None if another buffer came in between.
@@ -141,7 +140,7 @@ class RedisJournal:
         refuse_newer(link.call, self._keys, link.label)
         link.call("WATCH", *self._watched)
         last = link.call("GET", self._keys["owner"])
-        owner = f"{_rank(last) + 1}:{secrets.token_hex(8)}".encode()
+        owner = f"{_rank(last) + 1}:{self._runtime.new_id()[:16]}".encode()
         link.send("MULTI")
         link.send("SET", self._keys["owner"], owner)
         link.send("SETNX", self._keys["turn"], "0")
@@ -218,16 +217,16 @@ class RedisJournal:
 
     def _ask(self, *command: Argument) -> Any:
         """Read something, however often Redis goes away meanwhile."""
-        end = self._clock.now() + READ_DEADLINE_S
+        end = self._runtime.now() + READ_DEADLINE_S
         while True:
             try:
                 self._reconnect()
                 return self._link.call(*command)
             except (*LinkDown, ServiceFailed) as error:
                 self._note_away(error)
-            if self._clock.now() > end:
+            if self._runtime.now() > end:
                 raise DeadlineExceeded(f"Redis at {self._link.label} was away for {READ_DEADLINE_S:g} s")
-            self._clock.sleep(self._backoff_s)
+            self._runtime.sleep(self._backoff_s)
 
     def release(self, ticket: int) -> None:
         self._delete(self._index.remove(ticket))
@@ -236,6 +235,7 @@ class RedisJournal:
         return True  # each payload is a key of its own
 
     def _delete(self, names: Sequence[str]) -> None:
+        self._delete_at = self._delete_at if self._deletions else self._runtime.now() + DELETE_EVERY_S
         for name in names:
             self._unwritten.pop(name, None)
         self._deletions.extend(names)
@@ -249,19 +249,28 @@ class RedisJournal:
     def commit(self, events: Sequence[Event], now: float) -> bool:
         if events:
             number = self._backlog[-1][0] + 1 if self._backlog else self._turn + 1
-            self._backlog.append((number, *pack_turn(events), repr(time.time())))
+            self._backlog.append((number, *pack_turn(events), repr(self._runtime.wall_ns() / 1e9)))
             self._num_new_events += len(events)
             if self.need is Need.NOTHING and self._num_new_events >= self._events_per_snapshot:
                 self.need = Need.SNAPSHOT
         is_idle = self._link.is_up and not self._backlog and not self._unwritten
         return is_idle or self._work(self._write_turns)
 
+    def wake_at(self) -> float:
+        if self._away_since is not None:
+            return self._next_try
+        if self._backlog or self._unwritten or self.need is Need.ALL or not self._link.is_up:
+            return -math.inf
+        return min(self._delete_at, self._next_look) if self._deletions else self._next_look
+
+    def listen(self, call: Callable[[], None]) -> None: ...
+
     def tick(self, now: float) -> None:
         """Delete what was released; see whether Redis is away, back, wiped or taken over."""
         if self._deletions or not self._link.is_up:
             self._work(self._write_turns)
-        elif self._clock.now() >= self._next_look:
-            self._next_look = self._clock.now() + LOOK_EVERY_S
+        elif self._runtime.now() >= self._next_look:
+            self._next_look = self._runtime.now() + LOOK_EVERY_S
             self._work(self._look_around)
 
     def _look_around(self) -> None:
@@ -298,7 +307,7 @@ class RedisJournal:
 
     def _work(self, work: Callable[[], None], is_anew: bool = False) -> bool:
         """Do something with Redis; return False, and try later, if it is away or refuses."""
-        if self._away_since is not None and self._clock.now() < self._next_try:
+        if self._away_since is not None and self._runtime.now() < self._next_try:
             return False
         try:
             self._reconnect()
@@ -427,7 +436,7 @@ class RedisJournal:
         log.error("%s", loss)
 
     def _note_away(self, error: Exception) -> None:
-        now = self._clock.now()
+        now = self._runtime.now()
         explained = explain_refusal(self._link.label, error)
         self._away_reason = explained.message if explained else str(error) or type(error).__name__
         if self._away_since is None:
@@ -446,10 +455,10 @@ class RedisJournal:
     def _note_back(self) -> None:
         self._backoff_s = BACKOFF_S[0]
         if self._away_since is not None:
-            away_s = self._clock.now() - self._away_since
+            away_s = self._runtime.now() - self._away_since
+            log.warning("Redis at %s is back after %.1f s", self._link.label, away_s)
             self._away_since = None
             self._tell([])
-            log.warning("Redis at %s is back after %.1f s", self._link.label, away_s)
 
     def status(self) -> dict[str, Any]:
         """`redis`: where; `backlog`: turns that wait for it; `wiped`: how often it lost what it held.

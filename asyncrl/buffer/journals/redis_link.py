@@ -20,6 +20,7 @@ from redis.backoff import NoBackoff
 from redis.connection import parse_url
 from redis.retry import Retry
 
+from asyncrl.buffer.journals.redis_peer import Listener, find_own_listener
 from asyncrl.errors import ConfigError
 
 Argument = bytes | str
@@ -28,6 +29,8 @@ LinkDown = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
 """What a broken connection raises; also a server that is loading, or refuses the password."""
 Refusal = redis.exceptions.ResponseError
 """What Redis answers to a command that it does not carry out; comes as a value."""
+OWN = "own"
+"""Marks the URL of a server on this machine that this user has started."""
 _HOST_MISMATCH = (62, 64)
 """OpenSSL's codes for a certificate of another host name, and of another address."""
 
@@ -37,7 +40,8 @@ class RedisLink:
 
     Args:
         url: `redis://` or `rediss://`, with user and password if the server wants them, and redis-py's
-            settings for TLS as its query: `?ssl_ca_certs=/etc/ca.pem`.
+            settings for TLS as its query: `?ssl_ca_certs=/etc/ca.pem`. With the fragment `OWN` the link logs
+            in to no process of another user of this machine.
         deadline_s: How long connecting, and waiting for a reply, may take.
 
     Raises:
@@ -56,6 +60,10 @@ class RedisLink:
                 f"buffer.url: a {self.label.split(':')[0]}:// URL does not take this query: {error}",
                 hint="TLS settings need rediss://; docs/journals.md lists them",
             ) from None
+        self._is_own = urlsplit(url).fragment == OWN
+        self._listener: Listener | None = None
+        if self._is_own:
+            self._connection.redis_connect_func = self._log_in_to_own
         self._expected: deque[OnReply | None] = deque()
         self.is_up = False
 
@@ -67,11 +75,25 @@ class RedisLink:
         """
         if not self.is_up:
             self._expected.clear()
+            if self._is_own:
+                self._listener = self._find_own()
             try:
                 self._connection.connect()
             except ValueError as error:  # such as a TLS version that there is none of
                 raise ConfigError(f"buffer.url: {error}", hint="Check the ssl_ settings in it") from None
             self.is_up = True
+
+    def _find_own(self) -> Listener | None:
+        try:
+            return find_own_listener(self._connection.port)
+        except ConnectionRefusedError as error:
+            raise redis.exceptions.ConnectionError(str(error)) from None
+
+    def _log_in_to_own(self, connection: Any) -> None:
+        """Log in if the socket that listens is the one that did before: no other can have taken this up."""
+        if self._find_own() != self._listener:
+            raise redis.exceptions.ConnectionError(f"another process listens at {self.label} now")
+        connection.on_connect()
 
     def send(self, *command: Argument, on_reply: OnReply | None = None) -> None:
         """Send a command; its reply is read by `receive`."""

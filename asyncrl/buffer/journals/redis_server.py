@@ -1,8 +1,9 @@
 """A private Redis server for one buffer: `buffer.url: managed`.
 
 Owns one server process and its folder: configuration, append-only file, log, and who runs it. It
-listens on loopback only and wants a password that is made for it; the default user is off. Invariant:
-at most one server works in the folder, and the buffer that finds one of an earlier life goes on with it.
+listens on loopback only and wants a password that is made for it, which no process of another user is sent;
+the default user is off. Invariant: at most one server works in the folder, and the buffer that finds one of
+an earlier life goes on with it.
 A server whose files were removed keeps nothing: it is ended, and another one is started.
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.buffer.journals.journal import Fsync
-from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, Refusal, find_server
+from asyncrl.buffer.journals.redis_link import OWN, LinkDown, RedisLink, Refusal, find_server
 from asyncrl.errors import ServiceFailed
 from asyncrl.service import SERVICE_VARIABLE
 
@@ -74,7 +75,7 @@ class RedisServer:
     @property
     def url(self) -> str:
         """With user and password: not to be logged."""
-        return f"redis://{USER}:{self._password}@127.0.0.1:{self._port}/0"
+        return f"redis://{USER}:{self._password}@127.0.0.1:{self._port}/0#{OWN}"
 
     @property
     def pid(self) -> int | None:

@@ -313,6 +313,12 @@ class ReplicaCommands:
             self._give_back(self.state.tickets[ticket], Reissue.RETIRED)
         self.evaluations.free(replica)
 
+    @property
+    def next_expiry(self) -> float:
+        """When `expire` may have something to do; infinite without leases."""
+        deadlines = self.state.deadlines
+        return deadlines[0][0] if deadlines else math.inf
+
     def expire(self, now: float) -> int:
         """Take back the leases whose deadline has passed; return how many."""
         state, num_expired = self.state, 0

@@ -39,6 +39,7 @@ journal), this one fewer than a batch, stored groups among them: so (d) holds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from asyncrl.buffer.ledger import events as ev
@@ -275,6 +276,12 @@ class Ledger(ReplicaCommands):
             return False
         self._emit(ev.Reserved(step, tuple(oldest)))
         return True
+
+    @property
+    def patience_ends(self) -> float:
+        """When a complete batch waits no longer for groups in flight; infinite if none waits."""
+        is_waiting = self.settings.policy == "wait" and self._complete_step == self.state.steps_trained
+        return self._complete_since + self.settings.max_wait_s if is_waiting else math.inf
 
     def _drop_over_age(self, step: int) -> None:
         """Drop what is stored and over age at `step`; a prompt's last generation is left to the mask."""

@@ -32,6 +32,7 @@ from asyncrl.control.launch.keeper import keep, watching_ray
 from asyncrl.control.launch.ports import HeldPort, held_row
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import ServiceSpec
+from asyncrl.control.process_limit import RefusedProcesses
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json, write_outcome
 from asyncrl.control.roster import SERVERS
@@ -44,6 +45,8 @@ from asyncrl.states import RunState, ServiceState
 
 HEAD, SUPERVISOR = "head.0", "supervisor.0"
 EXIT_FAILED, EXIT_TERMINATED = 1, 143
+REFUSED = RefusedProcesses()
+"""Since this process began: a thread that a service lacks ends it in words that name no limit."""
 TEAR_DOWN_DEADLINE_S = 90.0
 """Three times what the nodes of a cluster have to answer in. Ray waits for one that is gone as it likes."""
 
@@ -205,6 +208,7 @@ def _write_termination(run_dir: RunDir) -> None:
 
 
 def _write_failure(run_dir: RunDir, error: str, service: str) -> None:
+    error = "; ".join(filter(None, (error, REFUSED.total())))
     tail = run_dir.tail(service)
     _write_outcome(run_dir, {"state": RunState.FAILED, "error": error, "service": service, "tail": tail})
 

@@ -58,7 +58,7 @@ class ServiceHost:
         context = replace(settle(context), tell=self._hear)
         self._factory = factory
         self._context = context
-        self._stop = threading.Event()
+        self._stop = context.runtime.event()
         self._service: Service | None = None
         self._waits_for: Sequence[Obstacle] = ()
         self._error = ""

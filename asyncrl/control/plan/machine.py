@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.config.tree import Config
+from asyncrl.control.process_limit import find_limit
 
 MIN_FILES, MIN_THREADS = 256, 512
 """Of each process, and of this user beside those that he has: else Ray does not start, and says no reason."""
@@ -65,6 +66,7 @@ def check_resources(config: Config, replicas: int) -> Iterator[str]:
 
 def check_limits(config: Config) -> Iterator[str]:
     """Say which limit of this user is too low for any run here; services raise soft ones of files."""
+    yield from _check_container()
     files, threads = (
         resource.getrlimit(resource.RLIMIT_NOFILE)[1],
         resource.getrlimit(resource.RLIMIT_NPROC)[0],
@@ -78,6 +80,16 @@ def check_limits(config: Config) -> Iterator[str]:
         yield (
             f"this user may have {threads} processes and threads and has {num_threads}, a run needs "
             f"{MIN_THREADS} more; raise 'ulimit -u', or end some"
+        )
+
+
+def _check_container() -> Iterator[str]:
+    """Say if the container of this process has too few processes and threads left for any run."""
+    limit = find_limit()
+    if limit is not None and limit.most - limit.used < MIN_THREADS:
+        yield (
+            f"this container may have {limit.most} processes and threads and has {limit.used}, a run needs "
+            f"{MIN_THREADS} more; raise its limit ({limit.file}; docker run --pids-limit), or end some"
         )
 
 

@@ -32,6 +32,7 @@ from asyncrl.control.fleet.messages import (
 from asyncrl.control.fleet.saved import dump, restore
 from asyncrl.control.fleet.units import LEARNER, Stage, Unit, key_of
 from asyncrl.control.launch.ray_launcher import Launcher
+from asyncrl.control.process_limit import RefusedProcesses
 from asyncrl.control.record.events import EventLog, Kind
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
@@ -112,6 +113,7 @@ class Upkeep:
         self._bound: dict[str, Any] = {}
         self._is_bound_told = False
         self._oom_kills = OomKills()
+        self._refused = RefusedProcesses()
         self._facts: dict[str, dict[str, Any]] = {}
         self._failures: dict[str, str] = {}  # why a service failed last, until its unit is up again
         self._is_degraded = False
@@ -247,6 +249,7 @@ class Upkeep:
             run_id = self._roster.run_id
             heard = self._launcher.statuses(self._machine.names, STATUS_DEADLINE_S)
             self._oom_kills.look(self._clock())
+            self._refused.look(self._clock())
             found = {name: self._explained(at_home(run_id, name, status)) for name, status in heard.items()}
             for name, status in found.items():
                 self._hands.note_processes(name, status)
@@ -261,8 +264,9 @@ class Upkeep:
             return self._told(found)
 
     def _explained(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Add to why a service is gone that the kernel has killed something for want of memory."""
-        why = self._oom_kills.recent(self._clock())
+        """Add to why a service is gone what the kernel killed for want of memory, or did not start."""
+        now = self._clock()
+        why = "; ".join(filter(None, (self._oom_kills.recent(now), self._refused.recent(now))))
         if not why or status.get("state") not in (ServiceState.FAILED, DEAD):
             return status
         return {**status, "error": f"{status.get('error') or 'it is gone'}; {why}"}

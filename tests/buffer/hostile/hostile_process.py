@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 from pathlib import Path
 
 from asyncrl.buffer.service import BufferService
-from asyncrl.clock import SystemClock
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.parts import make_store
 
 
@@ -22,9 +21,9 @@ def main() -> None:
         max_attempts=1000,
         lease_s=60.0,
     )
-    service = BufferService(store, SystemClock())
+    service = BufferService(store, ThreadRuntime())
     print(service.address, flush=True)
-    service.run(threading.Event())
+    service.run(ThreadEvent())
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import threading
 from pathlib import Path
 
 from asyncrl.buffer.service import BufferService
-from asyncrl.clock import SystemClock
 from asyncrl.keys import ServerKeys, make_run_keys
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.parts import make_store
 from weight_sync.coordinator import CoordinatorService
 from weight_sync.memory.manifest import VersionBounds
@@ -22,11 +21,11 @@ BOUNDS = VersionBounds(1 << 20, 1 << 16)
 
 def make_buffer(folder: Path, keys: ServerKeys | None) -> BufferService:
     changes = {"max_lag": 50, "ready_batches": 100, "memory_bytes": 1 << 20, "max_attempts": 1000}
-    return BufferService(make_store(folder, **changes), SystemClock(), keys=keys)
+    return BufferService(make_store(folder, **changes), ThreadRuntime(), keys=keys)
 
 
 def make_coordinator(folder: Path, keys: ServerKeys | None) -> CoordinatorService:
-    clock = SystemClock()
+    clock = ThreadRuntime()
     return CoordinatorService(
         Coordination(Timing.of(8.0), token=1), clock, keys=keys, run_dir=folder, bounds=BOUNDS
     )
@@ -43,7 +42,7 @@ def main() -> None:
         *(one.decode() for one in (client.public, client.secret, client.server)),
     ]
     print(json.dumps(told), flush=True)
-    service.run(threading.Event())
+    service.run(ThreadEvent())
 
 
 if __name__ == "__main__":

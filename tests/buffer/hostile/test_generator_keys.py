@@ -13,6 +13,7 @@ from asyncrl.buffer.client import LearnerClient
 from asyncrl.errors import AsyncrlError, NotAllowed
 from asyncrl.keys import ClientKeys, RunKeys, make_run_keys
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.hostile.hostile_mutations import CALLS
 from tests.buffer.hostile.keyed_process import make_buffer, make_coordinator
 
@@ -30,7 +31,7 @@ def keys() -> RunKeys:
 @contextlib.contextmanager
 def serving(kind: str, folder: Path, keys: RunKeys) -> Iterator[str]:
     service = {"buffer": make_buffer, "coordinator": make_coordinator}[kind](folder, keys.server)
-    stop = threading.Event()
+    stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,))
     thread.start()
     try:
@@ -43,7 +44,7 @@ def serving(kind: str, folder: Path, keys: RunKeys) -> Iterator[str]:
 def refused_of(address: str, keys: ClientKeys, ops: list[str]) -> set[str]:
     """Return which operations the key does not open; others may fail for what they are asked with."""
     refused = set()
-    with contextlib.closing(Client(address, keys)) as client:
+    with contextlib.closing(Client(ThreadRuntime(), address, keys)) as client:
         for op in ops:
             try:
                 client.call(op, deadline_s=10.0, **CALLS.get(op, {}))

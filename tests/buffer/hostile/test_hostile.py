@@ -16,6 +16,7 @@ import pytest
 
 from asyncrl.errors import AsyncrlError, FencedError, LedgerError, WireError
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadRuntime
 from tests.buffer.hostile.hostile_parts import (
     GREETING,
     BufferProcess,
@@ -77,7 +78,7 @@ def evil_lease(honest: Honest) -> tuple[int, int]:
 def answer_of(buffer: BufferProcess, frames: list[bytes]) -> AsyncrlError | None:
     """Return the error that a right request with such frames is answered with, None if it is not."""
     fields = msgpack.unpackb(frames[0])
-    client = Client(buffer.address)
+    client = Client(ThreadRuntime(), buffer.address)
     try:
         client.call(fields["op"], frames[1:], 10.0, **fields["args"])
     except AsyncrlError as error:
@@ -196,7 +197,7 @@ BAD_ARGUMENTS = (
 def test_arguments_that_make_no_sense_are_answered_with_an_error_or_nothing_given(
     buffer: BufferProcess, op: str, args: dict[str, Any]
 ) -> None:
-    client = Client(buffer.address)
+    client = Client(ThreadRuntime(), buffer.address)
     with contextlib.closing(client), contextlib.suppress(WireError, LedgerError, FencedError, AsyncrlError):
         reply = client.call(op, deadline_s=10.0, **args)
         assert not reply.args.get("grants"), reply

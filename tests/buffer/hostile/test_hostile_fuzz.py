@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import zmq
 
 from asyncrl import wire
 from asyncrl.buffer.service import Desk
@@ -17,6 +16,7 @@ from asyncrl.errors import AsyncrlError, WireError
 from asyncrl.experience import decode_group, encode_group
 from asyncrl.keys import Role
 from asyncrl.rpc.request import read_request
+from asyncrl.runtime import Arrival
 from tests.buffer.hostile.hostile_mutations import Mutator
 from tests.buffer.hostile.hostile_parts import BufferProcess, Honest, dealer
 from tests.buffer.parts import make_store
@@ -55,12 +55,11 @@ def read_groups(mutator: Mutator, num_frames: int) -> Counter[str]:
 
 
 class DeskUnderTest:
-    """A desk over a file journal; replies go to a socket that nobody is connected to."""
+    """A desk over a file journal; nobody reads its replies."""
 
     def __init__(self, folder: Path) -> None:
         store = make_store(folder, max_lag=50, ready_batches=10, max_attempts=1000, memory_bytes=1 << 20)
         self.desk = Desk(store, SystemClock())
-        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self.counts: Counter[str] = Counter()
 
     def take(self, message: Sequence[bytes]) -> None:
@@ -70,7 +69,7 @@ class DeskUnderTest:
         if self.counts["messages"] % TURN == 0:
             self.desk.tick(0.0)
         try:
-            request = read_request([b"peer", *message], self.socket, Role.SERVICE)
+            request = read_request(Arrival(b"peer", list(message), False, Role.SERVICE, lambda parts: None))
         except WireError:
             self.counts["malformed"] += 1
             return
@@ -99,7 +98,6 @@ class DeskUnderTest:
         status = self.desk.status()
         self.counts.update({"tickets/issued": status.issued, "tickets/trained": status.trained})
         assert status.residue == 0
-        self.socket.close(linger=0)
         self.desk.store.journal.close()
 
 

@@ -21,7 +21,8 @@ import zmq
 from asyncrl.errors import AsyncrlError
 from asyncrl.keys import ClientKeys
 from asyncrl.rpc import Client
-from asyncrl.rpc.sockets import prepare_client
+from asyncrl.sockets.options import prepare_client
+from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from tests.buffer.hostile.hostile_mutations import CALLS, EDGES, Mutator
 from tests.buffer.hostile.hostile_parts import header
@@ -204,7 +205,7 @@ ABUSES: dict[str, Callable[[int, Client], Any]] = {"buffer": BufferAbuse, "coord
 def abuse(kind: str, folder: Path, num_messages: int, seed: int) -> dict[str, Any]:
     """Send so many messages with valid keys; return what the service took, and how long others waited."""
     with keyed(kind, folder) as service:
-        client = Client(service.address, service.keys)
+        client = Client(ThreadRuntime(), service.address, service.keys)
         if kind == "buffer":
             client.call("describe_data", deadline_s=60.0, num_prompts=1_000_000, digest="digest")
             token = client.call("open", holder="h").args["token"]

@@ -6,20 +6,19 @@ python -m tests.buffer.journals.pushing_process <folder>
 from __future__ import annotations
 
 import sys
-import threading
 from pathlib import Path
 
 from asyncrl.buffer.service import BufferService
-from asyncrl.clock import SystemClock
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.parts import make_store
 
 
 def main() -> None:
     service = BufferService(
-        make_store(Path(sys.argv[1]), max_lag=50, ready_batches=100, memory_bytes=1 << 20), SystemClock()
+        make_store(Path(sys.argv[1]), max_lag=50, ready_batches=100, memory_bytes=1 << 20), ThreadRuntime()
     )
     print(service.address, flush=True)
-    service.run(threading.Event())
+    service.run(ThreadEvent())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, find_server
+from asyncrl.threads import ThreadEvent
 from tests.buffer.journals.journal_parts import raw_link
 
 
@@ -66,7 +67,7 @@ class Wire:
         self._listener = socket.create_server(("127.0.0.1", 0))
         port_here = self._listener.getsockname()[1]
         self.url = url.replace(f":{port}/", f":{port_here}/")
-        self._loses = threading.Event()
+        self._loses = ThreadEvent()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def lose_answers(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.journals import file_journal
+from asyncrl.buffer.journals import disk_sync
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import Fsync
 from asyncrl.buffer.journals.segments import RECENT_SEGMENTS
@@ -44,7 +44,7 @@ def tick_until(journal: FileJournal, is_so: Callable[[], bool]) -> None:
 def test_under_everysec_a_sync_that_fails_deletes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_journal, "SYNC_EVERY_S", 0.01)
+    monkeypatch.setattr(disk_sync, "SYNC_EVERY_S", 0.01)
     failures = [OSError("no space left"), OSError("no space left")]
 
     def sync(descriptor: int) -> None:
@@ -65,7 +65,7 @@ def test_under_everysec_a_sync_that_fails_deletes_nothing(
 def test_under_everysec_a_sync_that_began_before_the_commit_deletes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_journal, "SYNC_EVERY_S", 0.01)
+    monkeypatch.setattr(disk_sync, "SYNC_EVERY_S", 0.01)
     turn, begun = threading.Semaphore(0), []
 
     def sync(descriptor: int) -> None:

@@ -18,10 +18,11 @@ from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.service import BufferService, Desk
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import ManualClock, SystemClock
+from asyncrl.clock import ManualClock
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.experience import encode_group
 from asyncrl.obstacle import OBSTACLES, Cause
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.journals.journal_parts import Place, begin, push, settle
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group
 
@@ -165,7 +166,7 @@ def test_a_write_that_takes_long_is_told_while_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_journal, "SLOW_S", 0.0)
-    may_end = threading.Event()
+    may_end = ThreadEvent()
 
     def sync(file: int) -> None:
         assert may_end.wait(60.0)
@@ -211,7 +212,7 @@ def test_a_service_on_a_full_disk_says_so_at_once_and_goes_on_when_there_is_room
     store = ExperienceStore(SETTINGS, FileJournal(small_disk / "buffer"), GROUP_SIZE, True, now=0.0)
     begin(store)
     settle(store)
-    service, stop = BufferService(store, SystemClock()), threading.Event()
+    service, stop = BufferService(store, ThreadRuntime()), ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,))
     ballast = small_disk / "ballast"
     thread.start()

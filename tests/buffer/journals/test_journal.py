@@ -25,6 +25,7 @@ from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError, DeadlineExceeded, WireError
 from asyncrl.experience import encode_group
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadRuntime
 from tests.buffer.parts import make_group, make_store
 
 REPOSITORY = Path(__file__).parents[3]
@@ -300,7 +301,7 @@ def served(folder: Path, fault: str = "") -> Iterator[tuple[subprocess.Popen[str
         text=True,
     )
     assert process.stdout is not None
-    client = Client(process.stdout.readline().strip())
+    client = Client(ThreadRuntime(), process.stdout.readline().strip())
     try:
         yield process, client
     finally:

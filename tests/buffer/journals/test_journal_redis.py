@@ -20,11 +20,11 @@ from asyncrl.buffer.ledger.events import DataDescribed, Opened, VersionRegistere
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import SystemClock
 from asyncrl.errors import CheckpointError, ConfigError, DeadlineExceeded, FencedError
 from asyncrl.experience import encode_group
 from asyncrl.obstacle import Cause
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.journals.journal_parts import Place, begin, kill, push, raw_link, settle, wipe
 from tests.buffer.journals.redis_parts import Wire, administer, plain_redis
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group, serving
@@ -134,7 +134,7 @@ def test_a_service_answers_nobody_while_redis_is_away_and_goes_on_afterwards(
     begin(store)
     settle(store)
     with serving(store) as service:
-        client = Client(service.status()["address"])
+        client = Client(ThreadRuntime(), service.status()["address"])
         lease = {"replica": "a", "version": 1, "want": 2, "wait_s": 0.0}
         assert len(client.call("lease", **lease).args["grants"]) == 2
         kill(own_redis)
@@ -163,9 +163,9 @@ def test_a_service_that_was_taken_over_ends_with_an_error(place: Place) -> None:
     store = place.open_store()
     begin(store)
     settle(store)
-    service = BufferService(store, SystemClock())
+    service = BufferService(store, ThreadRuntime())
     successor = place.open_store()
-    client = Client(service.status()["address"])
+    client = Client(ThreadRuntime(), service.status()["address"])
 
     def open_late() -> None:
         with contextlib.suppress(DeadlineExceeded):
@@ -174,7 +174,7 @@ def test_a_service_that_was_taken_over_ends_with_an_error(place: Place) -> None:
     thread = threading.Thread(target=open_late)
     thread.start()
     with pytest.raises(FencedError, match="another buffer has taken over"):
-        service.run(threading.Event())
+        service.run(ThreadEvent())
     assert service.status()["state"] == "FAILED"
     thread.join(15.0)
     successor.journal.close()

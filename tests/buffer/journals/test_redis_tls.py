@@ -16,6 +16,7 @@ from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import ConfigError
 from asyncrl.experience import encode_group
+from asyncrl.threads import ThreadEvent
 from tests.buffer.journals.journal_parts import begin, push, settle
 from tests.buffer.journals.redis_parts import administer, plain_redis
 from tests.buffer.journals.test_journal_redis import RIGHTS
@@ -112,7 +113,7 @@ def test_a_redis_that_wants_certificates_of_its_clients_says_so(here: Certificat
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(here.file))
     context.load_cert_chain(here.file, here.key_file)
     context.verify_mode = ssl.CERT_REQUIRED
-    is_over = threading.Event()
+    is_over = ThreadEvent()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def refuse() -> None:  # as OpenSSL's servers do: asyncio hangs up without an alert

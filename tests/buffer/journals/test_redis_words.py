@@ -10,11 +10,11 @@ import pytest
 
 from asyncrl.buffer.journals.redis_journal import LOOK_EVERY_S, RedisJournal
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import ManualClock
 from asyncrl.obstacle import Cause
 from tests.buffer.journals.journal_parts import begin, push, settle
 from tests.buffer.journals.redis_parts import administer, plain_redis
 from tests.buffer.parts import GROUP_SIZE, SETTINGS
+from tests.runtimes import ManualRuntime
 
 
 def open_store(journal: RedisJournal) -> ExperienceStore:
@@ -64,7 +64,7 @@ def settle_until(store: ExperienceStore, claim: Callable[[], bool]) -> None:
 def test_a_redis_that_is_told_to_evict_in_mid_run_is_told_until_it_does_not(tmp_path: Path) -> None:
     policy = ("CONFIG", "SET", "maxmemory-policy")
     with plain_redis(tmp_path, "--maxmemory", "100mb", "--maxmemory-policy", "noeviction") as url:
-        clock = ManualClock()
+        clock = ManualRuntime()
         journal = RedisJournal(lambda: url, "run", clock)
         administer(url, (*policy, "allkeys-lru"))
         clock.advance(LOOK_EVERY_S)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +23,11 @@ from asyncrl.buffer.journals.redis_journal import RedisJournal
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import SystemClock
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, LedgerError
 from asyncrl.experience import encode_group
 from asyncrl.faults import fault_point
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.wire import Frame
 from tests.buffer.parts import GROUP_SIZE, make_group
 
@@ -63,13 +62,13 @@ def open_journal(kind: str, folder: Path, url: str, fsync: str) -> Journal:
 
 
 def open_store(kind: str, folder: Path, url: str, fsync: str) -> ExperienceStore:
-    now = SystemClock().now()
+    now = ThreadRuntime().now()
     return ExperienceStore(SETTINGS, open_journal(kind, folder, url, fsync), GROUP_SIZE, True, now)
 
 
 def serve(folder: Path, address: str, kind: str, url: str, fsync: str) -> None:
     store = open_store(kind, folder, url, fsync)
-    BufferService(store, SystemClock(), address).run(threading.Event())
+    BufferService(store, ThreadRuntime(), address).run(ThreadEvent())
 
 
 def ask(client: Client, op: str, frames: list[Frame] | None = None, **args: Any) -> dict[str, Any]:
@@ -97,7 +96,7 @@ def note(path: Path, values: list[Any]) -> None:
 
 
 def produce(folder: Path, address: str) -> None:
-    client, life = Client(address), time.monotonic_ns()
+    client, life = Client(ThreadRuntime(), address), time.monotonic_ns()
     ask(client, "retire", replica="producer")
     ask(client, "describe_data", num_prompts=1000, digest="digest")
     while True:

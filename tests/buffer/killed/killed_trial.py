@@ -19,6 +19,7 @@ from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.tickets import PAYLOAD_STATES, State
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadRuntime
 from tests.buffer.journals.redis_parts import free_port
 from tests.buffer.killed import killed_parties
 from tests.buffer.killed.killed_parties import NUM_STEPS, digest_of
@@ -186,7 +187,7 @@ class Trial:
 
     def _check_status(self) -> None:
         """Ask the buffer for its account; it may die as the consumer ends, and is started again then."""
-        client = Client(self._address)
+        client = Client(ThreadRuntime(), self._address)
         with contextlib.closing(client):
             for _ in range(10):
                 self._bury_ended()

@@ -9,6 +9,7 @@ import pytest
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.service import BufferService
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadRuntime
 from tests.buffer.parts import make_store, serving
 
 
@@ -31,7 +32,7 @@ def learner(service: BufferService) -> Iterator[LearnerClient]:
 @pytest.fixture
 def raw(service: BufferService, learner: LearnerClient) -> Iterator[Client]:
     """A client that may say anything."""
-    client = Client(service.address)
+    client = Client(ThreadRuntime(), service.address)
     client.call("describe_data", deadline_s=20.0, num_prompts=10, digest="d")
     yield client
     client.close()

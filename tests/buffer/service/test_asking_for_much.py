@@ -13,6 +13,7 @@ from asyncrl.clock import ManualClock
 from asyncrl.errors import WireError
 from asyncrl.experience import encode_group
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadRuntime
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
 
 SIZE = SETTINGS.groups_per_step
@@ -53,7 +54,7 @@ def test_ids_that_come_twice_or_are_more_than_a_step_has_are_refused(
     running: tuple[BufferService, dict[str, Any]], what: str
 ) -> None:
     service, found = running
-    client = Client(service.address)
+    client = Client(ThreadRuntime(), service.address)
     with pytest.raises(WireError, match=r"each once|allowed are"):
         client.call(what.split()[0], deadline_s=10.0, **{"token": found["token"], **TOO_MUCH[what](found)})
     assert len(client.call("fetch", deadline_s=10.0, **found).args["frames_per_group"]) == SIZE
@@ -62,7 +63,7 @@ def test_ids_that_come_twice_or_are_more_than_a_step_has_are_refused(
 
 def test_no_more_than_a_step_of_groups_travels_ahead(running: tuple[BufferService, dict[str, Any]]) -> None:
     service, found = running
-    client = Client(service.address)
+    client = Client(ThreadRuntime(), service.address)
     reply = client.call("prefetch", deadline_s=10.0, token=found["token"], num_groups=4096)
     assert len(reply.args["groups"]) == SIZE
     client.close()
@@ -84,7 +85,7 @@ def test_texts_that_are_kept_or_come_back_are_short_and_metrics_have_known_names
     running: tuple[BufferService, dict[str, Any]], op: str, args: dict[str, Any]
 ) -> None:
     service, found = running
-    client = Client(service.address)
+    client = Client(ThreadRuntime(), service.address)
     with pytest.raises(WireError) as caught:
         client.call(op, deadline_s=10.0, **{"token": found["token"], **args})
     assert len(str(caught.value)) < 400

@@ -15,6 +15,7 @@ from asyncrl.errors import FencedError, LedgerError, WireError
 from asyncrl.experience import encode_group
 from asyncrl.metrics.tallies import Tally
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadRuntime
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
 
 NUM_GROUPS = 2 * FETCHED_AT_ONCE + 1
@@ -154,7 +155,9 @@ def test_a_status_with_many_metrics_per_evaluation_tells_fewer_and_at_least_one(
 def test_a_call_that_was_made_again_changes_nothing_if_it_comes_late(
     service: BufferService, learner: LearnerClient, raw: Client
 ) -> None:
-    late = Client(service.address)  # a connection that broke, whose learner went on over another one
+    late = Client(
+        ThreadRuntime(), service.address
+    )  # a connection that broke, whose learner went on over another one
     args = {"step": 0, "is_fork": False, "note": {}, "refused": []}
     learner.resume(0)
     number = learner.register_version(0)

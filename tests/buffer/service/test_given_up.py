@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
-import zmq
 
 from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.ledger.events import Event
@@ -16,6 +15,7 @@ from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import ManualClock
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.rpc import Client, Request
+from asyncrl.threads import ThreadRuntime
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, serving
 
 
@@ -23,9 +23,14 @@ class FarJournal(MemoryJournal):
     """Is away while it is told to be."""
 
     is_away = False
+    looked_at = 0.0
 
     def commit(self, events: Sequence[Event], now: float) -> bool:
+        self.looked_at = time.monotonic()
         return not self.is_away
+
+    def wake_at(self) -> float:
+        return self.looked_at + 0.01
 
 
 @pytest.fixture
@@ -40,15 +45,9 @@ def store(journal: FarJournal) -> ExperienceStore:
     return store
 
 
-@pytest.fixture
-def socket() -> Iterator[zmq.Socket[bytes]]:
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as end:
-        yield end
-
-
-def lease_request(socket: zmq.Socket[bytes], wait_s: float = 1.0, within_s: float = 6.0) -> Request:
+def lease_request(wait_s: float = 1.0, within_s: float = 6.0) -> Request:
     wanted = {"replica": "a", "version": 1, "want": 2, "wait_s": wait_s}
-    return Request("lease", wanted, [], b"client", 1, socket, within_s=within_s)
+    return Request("lease", wanted, [], b"client", 1, lambda parts: None, within_s=within_s)
 
 
 def test_a_lease_that_lay_in_the_socket_until_its_caller_gave_up_is_not_granted(
@@ -57,7 +56,7 @@ def test_a_lease_that_lay_in_the_socket_until_its_caller_gave_up_is_not_granted(
     store.ledger.describe_data(100, "digest")
     wanted = {"replica": "a", "version": 1, "want": 1, "wait_s": 0.0}
     with serving(store) as service:
-        client = Client(service.address)
+        client = Client(ThreadRuntime(), service.address)
         for _ in range(5):
             client.call("status")  # the quickest of them is what delays are measured against
         journal.is_away = True
@@ -77,13 +76,13 @@ def test_a_lease_that_lay_in_the_socket_until_its_caller_gave_up_is_not_granted(
 
 
 def test_a_lease_granted_as_the_journal_went_away_is_taken_back_when_its_caller_gives_up(
-    store: ExperienceStore, journal: FarJournal, socket: zmq.Socket[bytes]
+    store: ExperienceStore, journal: FarJournal
 ) -> None:
     store.ledger.describe_data(100, "digest")
     clock = ManualClock()
     desk = Desk(store, clock)
     journal.is_away = True
-    request = lease_request(socket)
+    request = lease_request()
     desk.handle(request)
     desk.end_turn()
     clock.advance(5.9)
@@ -98,13 +97,13 @@ def test_a_lease_granted_as_the_journal_went_away_is_taken_back_when_its_caller_
 
 
 def test_a_lease_that_was_parked_when_the_journal_went_away_is_not_granted_to_one_who_gave_up(
-    store: ExperienceStore, journal: FarJournal, socket: zmq.Socket[bytes]
+    store: ExperienceStore, journal: FarJournal
 ) -> None:
     store.ledger.describe_data(100, "digest")
     clock = ManualClock()
     desk = Desk(store, clock)
     grants = store.ledger.lease("b", 1, 100, 0.0)
-    request = lease_request(socket)
+    request = lease_request()
     desk.handle(request)  # parked: the other replica holds all that may be leased
     desk.end_turn()
     assert not request.is_answered
@@ -119,11 +118,9 @@ def test_a_lease_that_was_parked_when_the_journal_went_away_is_not_granted_to_on
     assert not any(desk.status().leases.values())
 
 
-def test_a_caller_that_does_not_say_how_long_it_waits_is_served(
-    store: ExperienceStore, socket: zmq.Socket[bytes]
-) -> None:
+def test_a_caller_that_does_not_say_how_long_it_waits_is_served(store: ExperienceStore) -> None:
     store.ledger.describe_data(100, "digest")
     desk = Desk(store, ManualClock())
-    desk.handle(lease_request(socket, within_s=math.inf))
+    desk.handle(lease_request(within_s=math.inf))
     desk.end_turn()
     assert desk.status().leases == {"a": 2}

@@ -16,6 +16,7 @@ from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
 from asyncrl.service import ServiceContext
+from asyncrl.threads import ThreadEvent
 from tests.buffer.parts import GROUP_SIZE, make_group
 
 
@@ -37,7 +38,7 @@ def served(runs_dir: Path, policy: str) -> Iterator[str]:
     folder.mkdir()
     (folder / "resolved.yaml").write_text(dump_resolved(config))
     service = build(ServiceContext(config, "buffer.0", folder, "id"))
-    stop = threading.Event()
+    stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
     thread.start()
     try:

@@ -5,6 +5,7 @@ for those who died or never heard of it.
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 import time
@@ -16,10 +17,10 @@ import pytest
 
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.service import BufferService
-from asyncrl.clock import SystemClock
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.experience import encode_group
 from asyncrl.rpc import Client, Request, Server
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.parts import make_group, make_store
 
 WAIT_S = 20.0
@@ -29,10 +30,13 @@ class Deaf:
     """A buffer that takes requests in and dies before it answers."""
 
     def __init__(self) -> None:
-        self.has_heard = threading.Event()
+        self.has_heard = ThreadEvent()
 
     def handle(self, request: Request) -> None:
         self.has_heard.set()
+
+    def wake_at(self) -> float:
+        return math.inf
 
     def tick(self, now: float) -> None:
         pass
@@ -40,7 +44,7 @@ class Deaf:
 
 @contextlib.contextmanager
 def in_thread(run: Callable[[threading.Event], None]) -> Iterator[None]:
-    stop = threading.Event()
+    stop = ThreadEvent()
     thread = threading.Thread(target=run, args=(stop,), daemon=True)
     thread.start()
     try:
@@ -60,7 +64,7 @@ class Address:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[BufferService]:
-        service = BufferService(make_store(self._journal), SystemClock(), self.name)
+        service = BufferService(make_store(self._journal), ThreadRuntime(), self.name)
         with in_thread(service.run):
             yield service
         self._wait_until_gone()
@@ -77,7 +81,7 @@ class Address:
     def lose(self, call: Callable[[], Any]) -> Any:
         """Let a buffer die that has heard `call`; return what its successor answers."""
         deaf, results = Deaf(), []
-        server = Server(self.name)
+        server = Server(ThreadRuntime(), self.name)
         thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
         with in_thread(lambda stop: server.serve(deaf, stop)):
             thread.start()
@@ -97,7 +101,7 @@ def address(tmp_path: Path) -> Address:
 def learner(address: Address) -> Iterator[LearnerClient]:
     """A learner that has registered version 1."""
     with contextlib.closing(LearnerClient(address.name, deadline_s=WAIT_S)) as client:
-        with address.serving(), contextlib.closing(Client(address.name)) as raw:
+        with address.serving(), contextlib.closing(Client(ThreadRuntime(), address.name)) as raw:
             raw.call("describe_data", num_prompts=10, digest="d")
             client.open("learner.0")
             client.register_version(0)
@@ -112,7 +116,7 @@ def lease(raw: Client, want: int, replica: str = "a", **args: Any) -> list[tuple
 
 @pytest.fixture
 def raw(address: Address, learner: LearnerClient) -> Iterator[Client]:
-    with contextlib.closing(Client(address.name)) as client:
+    with contextlib.closing(Client(ThreadRuntime(), address.name)) as client:
         yield client
 
 
@@ -198,7 +202,7 @@ def test_what_a_dead_replica_held_is_issued_again_when_the_buffer_is_told(
 def test_what_a_dead_replica_waits_for_is_granted_to_another(
     address: Address, raw: Client, learner: LearnerClient
 ) -> None:
-    with address.serving() as service, contextlib.closing(Client(address.name)) as dead:
+    with address.serving() as service, contextlib.closing(Client(ThreadRuntime(), address.name)) as dead:
         all_that_may_be_open = lease(raw, 100, "other")
         wanted = {"replica": "dead", "version": 1, "want": 2, "wait_s": WAIT_S}
         parked = dead.begin("lease", deadline_s=2 * WAIT_S, **wanted)

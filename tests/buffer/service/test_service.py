@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zmq
 
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import build, ledger_settings, max_group_bytes
@@ -20,13 +19,13 @@ from asyncrl.buffer.ledger.events import Event, Opened
 from asyncrl.buffer.messages import EvaluationOrder, FinishedEvaluation
 from asyncrl.buffer.service import BufferService, Desk
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.errors import AsyncrlError, DataError, FencedError, LedgerError, WireError
 from asyncrl.experience import encode_group
 from asyncrl.metrics.tallies import tally_values
 from asyncrl.rpc import Client, Request
 from asyncrl.service import ServiceContext
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
 
 WAIT_S = 20.0
@@ -90,7 +89,7 @@ def test_a_replica_and_a_learner_pass_groups_until_the_weights_are_too_old(servi
 def test_a_lease_before_the_data_is_described_is_refused(
     service: BufferService, learner: LearnerClient
 ) -> None:
-    raw = Client(service.address)
+    raw = Client(ThreadRuntime(), service.address)
     with pytest.raises(DataError, match="described"):
         raw.call("lease", replica="a", version=1, want=1, wait_s=0.0)
     raw.close()
@@ -108,7 +107,7 @@ def in_background(service: BufferService, call: Callable[[Client], object]) -> I
     results: list[object] = []
 
     def work() -> None:
-        client = Client(service.address)
+        client = Client(ThreadRuntime(), service.address)
         try:
             results.append(call(client))
         except AsyncrlError as error:
@@ -117,8 +116,8 @@ def in_background(service: BufferService, call: Callable[[Client], object]) -> I
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    observer = Client(service.address)
-    pause, end = threading.Event(), time.monotonic() + WAIT_S
+    observer = Client(ThreadRuntime(), service.address)
+    pause, end = ThreadEvent(), time.monotonic() + WAIT_S
     while observer.call("status").args["parked"] == 0 and time.monotonic() < end:
         pause.wait(0.01)
     observer.close()
@@ -214,13 +213,12 @@ def test_no_answer_leaves_before_its_events_are_in_the_journal() -> None:
             if any(isinstance(event, Opened) for event in events):
                 raise OSError("no space left on device")
 
-    desk = Desk(ExperienceStore(SETTINGS, FullDisk(), 2, True, now=0.0), SystemClock())
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        request = Request("open", {"holder": "learner"}, [], b"client", 1, socket)
-        desk.handle(request)
-        with pytest.raises(OSError, match="no space left"):
-            desk.end_turn()
-        assert not request.is_answered
+    desk = Desk(ExperienceStore(SETTINGS, FullDisk(), 2, True, now=0.0), ThreadRuntime())
+    request = Request("open", {"holder": "learner"}, [], b"client", 1, lambda parts: None)
+    desk.handle(request)
+    with pytest.raises(OSError, match="no space left"):
+        desk.end_turn()
+    assert not request.is_answered
 
 
 def test_a_learner_that_dies_is_followed_by_one_that_replays(raw: Client, learner: LearnerClient) -> None:
@@ -235,7 +233,7 @@ def test_a_learner_that_dies_is_followed_by_one_that_replays(raw: Client, learne
 
 def test_leases_of_a_replica_that_vanished_expire(learner: LearnerClient) -> None:
     with serving(make_store(lease_s=0.2)) as service:
-        client = Client(service.address)
+        client = Client(ThreadRuntime(), service.address)
         client.call("describe_data", num_prompts=10, digest="d")
         token = client.call("open", holder="learner").args["token"]
         client.call("register_version", token=token, step=0)
@@ -281,7 +279,7 @@ def test_an_evaluation_is_handed_to_another_replica_when_the_first_falls_silent(
         learner.open("learner")
         learner.register_version(0)
         assert learner.request_evaluation(0) == learner.request_evaluation(0) == 1
-        client = Client(service.address)
+        client = Client(ThreadRuntime(), service.address)
         client.call("describe_data", num_prompts=10, digest="d")
         assert asyncio.run(hand_over(service.address)) == [
             EvaluationOrder(1, 0),
@@ -394,10 +392,10 @@ def test_build_makes_a_service_that_reports_itself(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}})
     service = build(ServiceContext(config, "buffer.0", tmp_path, "id"))
     assert (tmp_path / "buffer" / "events.sqlite").exists()
-    stop = threading.Event()
+    stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
     thread.start()
-    client = Client(service.status()["address"])
+    client = Client(ThreadRuntime(), service.status()["address"])
     status = client.call("status").args
     assert {
         "residue",

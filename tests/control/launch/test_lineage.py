@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -29,6 +28,7 @@ from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.errors import CheckpointError, ConfigError
 from asyncrl.experience import encode_group
+from asyncrl.threads import ThreadEvent
 from learner.checkpoint import CheckpointStore, Commit
 from learner.leader import Leader
 from learner.orders import Restore
@@ -244,7 +244,7 @@ def test_a_learner_whose_checkpoints_are_all_gone_is_not_started_again(
 ) -> None:
     leader = open_leader(client, folder, "elsewhere")
     with pytest.raises(ConfigError, match=r"step 3 is torn: .*is missing; step 1 is torn.*put one back"):
-        next(leader.orders(threading.Event()))
+        next(leader.orders(ThreadEvent()))
     assert leader.torn == [], "it goes on from nowhere"
 
 
@@ -256,7 +256,7 @@ def test_a_resume_from_before_checkpoints_that_the_journal_does_not_know_says_so
         store.prepare(step)
         store.seal(step, token=1)
     leader = open_leader(client, folder, "checkpoints")
-    assert next(leader.orders(threading.Event())) == Restore(3, has_checkpoint=True, controllers={})
+    assert next(leader.orders(ThreadEvent())) == Restore(3, has_checkpoint=True, controllers={})
     (said,) = leader.torn
     assert said.startswith("the journal does not know the checkpoints of steps 5, 6 in ")
     assert said.endswith("; going on from step 3")

@@ -10,6 +10,7 @@ from asyncrl.buffer.client import LearnerClient
 from asyncrl.config.tree import Config
 from asyncrl.errors import CheckpointError, DeadlineExceeded
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from learner.checkpoint import CheckpointStore, Commit, Cut
 from learner.checkpoint.pieces import whole
 from learner.checkpoint.reader import StateReader
@@ -89,7 +90,7 @@ def test_one_that_is_due_while_another_is_written_is_skipped_after_the_wait_and_
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_the_cut_stays(store, journal):
     keeper, writer, live = keep(store, journal), BackgroundWriter(0), torch.ones(4)
-    may_write = threading.Event()
+    may_write = ThreadEvent()
 
     class Slow(Snapshot):
         def write(self, folder):
@@ -142,7 +143,7 @@ def test_the_best_by_the_named_metric_stays_for_export_but_not_in_the_journal(st
 
 
 def test_the_host_copy_of_a_rank_is_not_taken_again_before_it_is_written(tmp_path):
-    events, may_write = [], threading.Event()
+    events, may_write = [], ThreadEvent()
 
     class Slow(Snapshot):
         def write(self, folder):
@@ -162,7 +163,7 @@ def test_the_host_copy_of_a_rank_is_not_taken_again_before_it_is_written(tmp_pat
 
 
 def test_a_disk_that_hangs_is_named_and_does_not_hold_up_a_rank_for_ever(tmp_path):
-    may_write = threading.Event()
+    may_write = ThreadEvent()
 
     class Hanging(Snapshot):
         def write(self, folder):
@@ -198,7 +199,7 @@ def test_scores_are_taken_at_every_order_however_few_evaluations_the_buffer_tell
     with (
         serving(make_store()) as service,
         contextlib.closing(LearnerClient(service.status()["address"])) as client,
-        contextlib.closing(Client(service.status()["address"])) as replica,
+        contextlib.closing(Client(ThreadRuntime(), service.status()["address"])) as replica,
     ):
         client.open("learner")
         client.register_version(0)

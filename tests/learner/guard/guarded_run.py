@@ -18,9 +18,10 @@ from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.events import Reserved, Resumed, Trained
 from asyncrl.buffer.messages import BufferStatus
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import Clock, SystemClock
 from asyncrl.config.tree import Config
 from asyncrl.experience import Group
+from asyncrl.runtime import Runtime
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 from learner.backend import Models
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
@@ -47,7 +48,7 @@ class Faults:
         policy, critic: Whether the loss of an update is multiplied by `factor`.
         busy: Steps at which no buffer for weights is free.
         before_write: Called with the number of the checkpoint, from 1, before a rank writes it.
-        clock: What the learner measures its time with.
+        runtime: What the learner measures its time with.
         wrap: What is put around the leader's way to the buffer.
     """
 
@@ -56,7 +57,7 @@ class Faults:
     factor: float = 1e6
     busy: tuple[int, ...] = ()
     before_write: Callable[[int], None] = lambda number: None
-    clock: Clock = field(default_factory=SystemClock)
+    runtime: Runtime = field(default_factory=ThreadRuntime)
     wrap: Callable[[LearnerClient], Any] = lambda client: client
 
 
@@ -123,11 +124,11 @@ class Run:
     checkpoints: CheckpointStore
 
     def go(self) -> None:
-        stop = threading.Event()
+        stop = ThreadEvent()
         sampler = threading.Thread(target=lambda: asyncio.run(self._sample(stop)), daemon=True)
         sampler.start()
         try:
-            self.learner.run(threading.Event())
+            self.learner.run(ThreadEvent())
         finally:
             stop.set()
             sampler.join(10.0)
@@ -184,16 +185,18 @@ def running(
         client, fetching = (stack.enter_context(contextlib.closing(LearnerClient(address))) for _ in range(2))
 
         def connect(token: int) -> Handoff:
-            made = BusyHandoff(cluster.publisher.address, cluster.shm_prefix, BUCKET_BYTES, token)
+            made = BusyHandoff(
+                ThreadRuntime(), cluster.publisher.address, cluster.shm_prefix, BUCKET_BYTES, token
+            )
             made.leader, made.busy_steps = leader, faults.busy
             stack.callback(made.close)
             return made
 
-        leader = Leader(config, faults.wrap(client), connect, checkpoints, clock=faults.clock)
+        leader = Leader(config, faults.wrap(client), connect, checkpoints, runtime=faults.runtime)
         place = Ranks(0, 1, torch.device("cpu"))
         parts = (models, objective, Intake(fetching), checkpoints, folder / "weights", leader)
         recorder = open_recorder(config, folder, place, models.policy) if config.run.record else None
-        learner = LearnerService(config, place, *parts, clock=faults.clock, recorder=recorder)
+        learner = LearnerService(config, place, *parts, runtime=faults.runtime, recorder=recorder)
         yield Run(learner, leader, store, address, folder, checkpoints)
 
 

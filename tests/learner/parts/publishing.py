@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from asyncrl import faults
 from asyncrl.rpc import Client
+from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from learner.backend import Placement
 from learner.fsdp2.backend import Fsdp2Backend
@@ -46,7 +47,7 @@ class Arrivals:
     """Does as a replica does, and describes what it gets."""
 
     def __init__(self, receiver_address: str) -> None:
-        self._client = Client(receiver_address)
+        self._client = Client(ThreadRuntime(), receiver_address)
         self._serving = 0
 
     def next(self, number: int) -> tuple[Table, list[str]]:
@@ -87,7 +88,9 @@ def run_publish(placement: Placement, job: dict[str, Any], out: Path) -> dict[st
     ranks = Ranks(placement.rank, placement.world_size, torch.device("cpu"))
     together, handoff = WatchedWriter(ranks), None
     if leads:
-        handoff = Handoff(cluster["publisher"], cluster["shm_prefix"], BUCKET_BYTES, token=job["number"])
+        handoff = Handoff(
+            ThreadRuntime(), cluster["publisher"], cluster["shm_prefix"], BUCKET_BYTES, token=job["number"]
+        )
         arrivals = Arrivals(cluster["receiver"])
     if placement.rank == job.get("dies"):
         os.environ[faults.VARIABLE] = "together.written"

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from asyncrl.cli.app import app
 from asyncrl.config.load import dump_resolved
 from asyncrl.errors import CheckpointError, ConfigError, DataError, FencedError
+from asyncrl.threads import ThreadEvent
 from learner.backend import Models
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import tensor_file
@@ -421,7 +422,7 @@ def test_a_streamed_step_trains_again_in_the_parts_it_came_in(model: Path, tmp_p
         running(model, own_cluster, tmp_path, faults, ALGORITHM, **sections) as run,
     ):
         feeding.run = run
-        run.learner.run(threading.Event())
+        run.learner.run(ThreadEvent())
     (tmp_path / "resolved.yaml").write_text(
         dump_resolved(make_config(model, algorithm=ALGORITHM, **sections))
     )
@@ -447,7 +448,7 @@ def test_a_disk_that_takes_nothing_costs_steps_of_the_record_and_not_the_run(
     step = Shelf(folder / FOLDER).read(5, 0)
     disk = SlowDisk(folder / "slow")
     for event in ("has_begun", "may_write"):
-        object.__setattr__(disk, event, threading.Event())
+        object.__setattr__(disk, event, ThreadEvent())
     recorder = Recorder(disk, seed=0, max_stall_s=0.01)
     recorder.flush()
     waited_s = []

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.clock import ManualClock
 from asyncrl.metrics import unknown_names
 from learner.report.waits import BATCH, BUFFER, CAUSES, CHECKPOINT, Waits, describe_time
 from tests.learner.guard.guarded_run import Faults, running
+from tests.runtimes import ManualRuntime
 from tests.weight_sync.cluster import running_cluster
 
 WAITS_S = {"reserve": 3.0, "trained": 0.5, "register_version": 0.25, "checkpointed": 0.125}
@@ -20,7 +20,7 @@ WAITS_S = {"reserve": 3.0, "trained": 0.5, "register_version": 0.25, "checkpoint
 class SlowClient:
     """The real way to the buffer, on which calls take time by the test's clock; nothing else does."""
 
-    def __init__(self, inner: Any, clock: ManualClock) -> None:
+    def __init__(self, inner: Any, clock: ManualRuntime) -> None:
         self._inner, self._clock = inner, clock
 
     def __getattr__(self, name: str) -> Any:
@@ -36,7 +36,7 @@ class SlowClient:
 
 
 class SlowFetch:
-    def __init__(self, inner: Any, clock: ManualClock) -> None:
+    def __init__(self, inner: Any, clock: ManualRuntime) -> None:
         self._inner, self._clock = inner, clock
 
     def fetch(self, *args: Any) -> Any:
@@ -53,8 +53,8 @@ def shares_of(row: dict[str, float]) -> float:
 
 
 def test_injected_waits_come_out_by_cause_and_all_of_it_adds_up(model: Path, tmp_path: Path):
-    clock = ManualClock()
-    faults = Faults(clock=clock, wrap=lambda client: SlowClient(client, clock))
+    clock = ManualRuntime()
+    faults = Faults(runtime=clock, wrap=lambda client: SlowClient(client, clock))
     sections = {"learner": {"steps": 3}, "checkpoint": {"every_steps": 2}}
     with running_cluster() as cluster, running(model, cluster, tmp_path, faults, {}, **sections) as run:
         trainer = run.learner._trainer
@@ -77,7 +77,7 @@ def test_injected_waits_come_out_by_cause_and_all_of_it_adds_up(model: Path, tmp
 
 
 def test_a_wait_within_another_counts_once_and_for_the_inner_one():
-    clock = ManualClock()
+    clock = ManualRuntime()
     waits = Waits(clock)
     with waits.on(CHECKPOINT):
         clock.advance(1.0)
@@ -90,7 +90,7 @@ def test_a_wait_within_another_counts_once_and_for_the_inner_one():
 
 
 def test_a_wait_that_ends_with_an_error_is_counted_too():
-    clock = ManualClock()
+    clock = ManualRuntime()
     waits = Waits(clock)
 
     def fail() -> None:

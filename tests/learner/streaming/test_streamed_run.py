@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.buffer.ledger.events import Reserved, Trained
+from asyncrl.threads import ThreadEvent
 from tests.learner.guard.guarded_run import (
     Faults,
     Run,
@@ -47,7 +48,7 @@ def live(
     sections = {"groups_per_step": SIZE, "steps": STEPS, **learner}
     with running(model, cluster, folder, faults, {}, learner=sections) as run:
         feeding.run = run
-        run.learner.run(stop or threading.Event())
+        run.learner.run(stop or ThreadEvent())
         status, rows = run.status(), run.rows()
         assert status.residue == 0
         weights = folder / "weights" / "model.safetensors"
@@ -128,7 +129,7 @@ def test_a_checkpoint_asked_for_within_a_step_is_written_though_the_rest_never_c
 
 
 def test_stopped_within_a_step_its_groups_stay_reserved_and_come_first(model, cluster, tmp_path, streamed):
-    stop = threading.Event()
+    stop = ThreadEvent()
     _, unfinished, events = live(
         model, cluster, tmp_path, interrupt_at(3, 1, lambda run: stop.set()), stop=stop, stream=True
     )

@@ -22,6 +22,7 @@ import torch
 
 from asyncrl.errors import AsyncrlError, SyncError
 from asyncrl.faults import VARIABLE, fault_point, is_wanted
+from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import UNLOADED, PolicyVersion
 from tests.weight_sync.cluster import follow_test, model, prepare_child
 from weight_sync.handoff import Handoff
@@ -81,7 +82,7 @@ class EngineStandIn:
 
     async def follow(self, stop: threading.Event) -> None:
         """Load what comes until `stop`."""
-        link = ReceiverLink(self._role.receiver_address)
+        link = ReceiverLink(ThreadRuntime(), self._role.receiver_address)
         while not stop.is_set():
             try:
                 await self._pin_if_told(link)
@@ -174,7 +175,9 @@ def run_learner(role: LearnerRole, test: Connection) -> None:
         error = ""
         try:
             if handoff is None:
-                handoff = Handoff(role.publisher_address, role.shm_prefix, role.bucket_bytes, role.token)
+                handoff = Handoff(
+                    ThreadRuntime(), role.publisher_address, role.shm_prefix, role.bucket_bytes, role.token
+                )
             _publish(handoff, order, role.scale)
         except AsyncrlError as found:
             error = f"{type(found).__name__}: {found}"

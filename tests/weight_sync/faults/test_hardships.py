@@ -9,6 +9,7 @@ import time
 import pytest
 
 from asyncrl.errors import DeadlineExceeded
+from asyncrl.threads import ThreadRuntime
 from tests.weight_sync.cluster import Fault, wait_until
 from tests.weight_sync.faults.cases import FIRST, LAST, MIDDLE
 from tests.weight_sync.faults.outcomes import bound_s, check_transfers, finish
@@ -63,7 +64,7 @@ def test_a_replica_takes_no_leases_while_its_receiver_is_gone(tmp_path):
         link_address = stage.service("receiver.0").address
 
         async def poll() -> list[bool]:
-            link = ReceiverLink(link_address)
+            link = ReceiverLink(ThreadRuntime(), link_address)
             fenced = [link.is_fenced]
             stage.party("receiver.0").signal(signal.SIGKILL)
             with pytest.raises(DeadlineExceeded):

@@ -36,11 +36,11 @@ def commit(pool: SegmentPool, token: int, number: int) -> str:
 
 
 def test_the_next_publisher_has_the_current_version_and_removes_the_rest(prefix):
-    killed = SegmentPool(prefix)
+    killed = SegmentPool(prefix, "7")
     commit(killed, 1, 1)
     current = commit(killed, 1, 2)
     killed.acquire(1, NUM_BYTES)
-    pool = SegmentPool(prefix)
+    pool = SegmentPool(prefix, "7")
     assert pool.current is not None and pool.current.bytes_B is not None
     assert pool.current.number == 2 and set(pool.current.bytes_B.tolist()) == {2}
     assert [path for path in segments.find(prefix) if path != str(LegacyFile(prefix).path)] == [current]
@@ -48,18 +48,18 @@ def test_the_next_publisher_has_the_current_version_and_removes_the_rest(prefix)
 
 
 def test_the_next_publisher_refuses_the_learners_that_were_refused_before(prefix):
-    killed = SegmentPool(prefix)
+    killed = SegmentPool(prefix, "7")
     commit(killed, 1, 1)
     killed.open(2)
     with pytest.raises(FencedError):
-        SegmentPool(prefix).open(1)
+        SegmentPool(prefix, "7").open(1)
 
 
 def test_a_segment_of_the_publisher_before_is_not_committed(prefix):
-    killed = SegmentPool(prefix)
+    killed = SegmentPool(prefix, "7")
     path = killed.acquire(1, NUM_BYTES)
     assert path is not None
-    pool = SegmentPool(prefix)
+    pool = SegmentPool(prefix, "7")
     manifest = Manifest(PolicyVersion(1, 0), LAYOUT, (Bucket(NUM_BYTES, "0" * 32),))
     with pytest.raises(SegmentGone):
         pool.commit(1, path, manifest)
@@ -68,15 +68,15 @@ def test_a_segment_of_the_publisher_before_is_not_committed(prefix):
 
 @pytest.mark.parametrize("damage", [b"", b"\xff\xff", b"\x93\x01\x02\x03", b"\x81\xa5token\xa1x"])
 def test_a_damaged_legacy_counts_as_nothing(prefix, damage):
-    commit(SegmentPool(prefix), 1, 1)
+    commit(SegmentPool(prefix, "7"), 1, 1)
     LegacyFile(prefix).path.write_bytes(damage)
-    pool = SegmentPool(prefix)
+    pool = SegmentPool(prefix, "7")
     assert pool.current is None
     commit(pool, 0, 1)
 
 
 def test_a_publisher_that_ends_in_order_leaves_nothing(prefix):
-    pool = SegmentPool(prefix)
+    pool = SegmentPool(prefix, "7")
     commit(pool, 1, 1)
     pool.close()
     assert segments.find(prefix) == []

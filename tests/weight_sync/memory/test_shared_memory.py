@@ -100,7 +100,7 @@ def test_a_staged_copy_of_another_size_or_version_is_refused(prefix):
 
 
 def test_the_pool_never_gives_away_the_current_segment_or_one_in_transfer(prefix):
-    pool = SegmentPool(prefix, num_slots=2)
+    pool = SegmentPool(prefix, "7", num_slots=2)
     first = commit(pool, 1)
     second = commit(pool, 2)
     assert second != first
@@ -112,7 +112,7 @@ def test_the_pool_never_gives_away_the_current_segment_or_one_in_transfer(prefix
 
 
 def test_a_version_just_replaced_can_still_be_sent_until_its_segment_is_needed(prefix):
-    pool = SegmentPool(prefix, num_slots=3)
+    pool = SegmentPool(prefix, "7", num_slots=3)
     commit(pool, 1)
     commit(pool, 2)
     assert pool.acquire(1, 64) is not None
@@ -122,7 +122,7 @@ def test_a_version_just_replaced_can_still_be_sent_until_its_segment_is_needed(p
 
 
 def test_what_was_overwritten_cannot_be_sent(prefix):
-    pool = SegmentPool(prefix, num_slots=2)
+    pool = SegmentPool(prefix, "7", num_slots=2)
     commit(pool, 1)
     commit(pool, 2)
     pool.acquire(1, 64)
@@ -130,7 +130,7 @@ def test_what_was_overwritten_cannot_be_sent(prefix):
 
 
 def test_an_older_token_is_refused_and_a_newer_one_gets_its_own_segment(prefix):
-    pool = SegmentPool(prefix)
+    pool = SegmentPool(prefix, "7")
     old = pool.acquire(1, 64)
     assert old is not None
     pool.open(2)
@@ -144,14 +144,14 @@ def test_an_older_token_is_refused_and_a_newer_one_gets_its_own_segment(prefix):
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_number_must_rise(prefix, number):
-    pool = SegmentPool(prefix)
+    pool = SegmentPool(prefix, "7")
     commit(pool, 2)
     with pytest.raises(SyncError, match="does not rise"):
         commit(pool, number)
 
 
 def test_the_same_commit_twice_is_one(prefix):
-    pool = SegmentPool(prefix)
+    pool = SegmentPool(prefix, "7")
     path = commit(pool, 1)
     pool.commit(1, path, make_manifest(1))
     with pytest.raises(SyncError, match="not acquired"):
@@ -159,7 +159,7 @@ def test_the_same_commit_twice_is_one(prefix):
 
 
 def test_a_commit_of_another_size_is_refused_for_a_new_segment_and_for_a_used_one(prefix):
-    pool = SegmentPool(prefix, num_slots=2)
+    pool = SegmentPool(prefix, "7", num_slots=2)
     for number in (1, 4):
         path = pool.acquire(1, 64)
         assert path is not None
@@ -170,7 +170,7 @@ def test_a_commit_of_another_size_is_refused_for_a_new_segment_and_for_a_used_on
 
 
 def test_a_copy_that_the_engine_reads_is_not_reused_before_the_load_is_reported(prefix):
-    shelf = Shelf(prefix)
+    shelf = Shelf(prefix, uuid.uuid4().hex)
     first = shelf.make_room(make_manifest(1))
     shelf.put_verified(first)
     assert shelf.take(0) is None
@@ -183,7 +183,7 @@ def test_a_copy_that_the_engine_reads_is_not_reused_before_the_load_is_reported(
 
 
 def test_what_a_process_that_is_thought_dead_may_still_read_is_never_written_again(prefix):
-    shelf = Shelf(prefix)
+    shelf = Shelf(prefix, uuid.uuid4().hex)
     first = shelf.make_room(make_manifest(1))
     shelf.put_verified(first)
     shelf.commit(1)
@@ -196,7 +196,7 @@ def test_what_a_process_that_is_thought_dead_may_still_read_is_never_written_aga
 
 
 def test_a_failed_load_loads_again_from_staging_and_a_newer_version_replaces_it(prefix):
-    shelf = Shelf(prefix)
+    shelf = Shelf(prefix, uuid.uuid4().hex)
     shelf.put_verified(shelf.make_room(make_manifest(1)))
     shelf.commit(1)
     copy = shelf.take(0)
@@ -212,7 +212,7 @@ def test_a_failed_load_loads_again_from_staging_and_a_newer_version_replaces_it(
 
 
 def test_a_segment_of_an_aborted_round_waits_for_its_writer(prefix):
-    shelf = Shelf(prefix)
+    shelf = Shelf(prefix, uuid.uuid4().hex)
     copy = shelf.make_room(make_manifest(1))
     shelf.abandon(5, copy)
     assert shelf.make_room(make_manifest(2)).path != copy.path
@@ -221,23 +221,23 @@ def test_a_segment_of_an_aborted_round_waits_for_its_writer(prefix):
 
 
 def test_a_restarted_receiver_removes_what_the_one_before_left(prefix):
-    Shelf(prefix).make_room(make_manifest(1))
+    Shelf(prefix, uuid.uuid4().hex).make_room(make_manifest(1))
     assert len(segments.find(prefix)) == 1
-    Shelf(prefix)
+    Shelf(prefix, uuid.uuid4().hex)
     assert segments.find(prefix) == []
 
 
 def test_a_restarted_receiver_gives_its_copies_names_that_nobody_knows(prefix):
     """A replica loads what it was told of after its evaluation, and must not find another version there."""
-    told = Shelf(prefix).make_room(make_manifest(1)).path
-    shelf = Shelf(prefix)
+    told = Shelf(prefix, uuid.uuid4().hex).make_room(make_manifest(1)).path
+    shelf = Shelf(prefix, uuid.uuid4().hex)
     assert told not in [shelf.make_room(make_manifest(number)).path for number in (2, 3)]
     with pytest.raises(SegmentGone):
         segments.attach(told, make_manifest(1).total_bytes)
 
 
 def test_a_withdrawn_commit_waits_for_another(prefix):
-    shelf = Shelf(prefix)
+    shelf = Shelf(prefix, uuid.uuid4().hex)
     shelf.put_verified(shelf.make_room(make_manifest(1)))
     shelf.commit(1)
     shelf.withdraw()
@@ -250,7 +250,7 @@ def test_a_withdrawn_commit_waits_for_another(prefix):
 
 
 def test_the_segments_of_the_next_versions_are_reserved_before_they_are_asked_for(prefix):
-    pool = SegmentPool(prefix, num_slots=3)
+    pool = SegmentPool(prefix, "7", num_slots=3)
     current = commit(pool, 1)
     for _ in range(5):
         pool.prepare()
@@ -262,7 +262,7 @@ def test_the_segments_of_the_next_versions_are_reserved_before_they_are_asked_fo
 def test_a_large_segment_is_reserved_in_steps_and_the_learner_comes_again(prefix, monkeypatch):
     monkeypatch.setattr(pool_module, "ACQUIRE_STEP_BYTES", 2 * PAGE)
     monkeypatch.setattr(pool_module, "PREPARE_STEP_BYTES", PAGE)
-    pool = SegmentPool(prefix, num_slots=2)
+    pool = SegmentPool(prefix, "7", num_slots=2)
     assert pool.acquire(1, 4 * PAGE) is None
     pool.prepare()  # nothing is current, so nobody knows what will be needed
     path = pool.acquire(1, 4 * PAGE)
@@ -276,7 +276,7 @@ def test_a_large_segment_is_reserved_in_steps_and_the_learner_comes_again(prefix
 
 
 def test_what_was_sent_last_stays_for_differences_to_it(prefix):
-    pool = SegmentPool(prefix, num_slots=3, keeps_sent=True)
+    pool = SegmentPool(prefix, "7", num_slots=3, keeps_sent=True)
     commit(pool, 1)
     slot = pool.hold(1)
     assert slot is not None
@@ -299,7 +299,7 @@ def test_what_was_sent_last_stays_for_differences_to_it(prefix):
 
 
 def test_the_newest_verified_copy_stays_as_a_base_while_others_come_and_go(prefix):
-    shelf = Shelf(prefix, keeps_base=True)
+    shelf = Shelf(prefix, uuid.uuid4().hex, keeps_base=True)
     for number in (1, 2, 3, 4):
         copy = shelf.make_room(make_manifest(number))
         before = shelf.find_base(number - 1, copy.manifest.layout)
@@ -315,7 +315,7 @@ def test_the_newest_verified_copy_stays_as_a_base_while_others_come_and_go(prefi
 
 
 def test_a_base_that_the_engine_reads_is_not_reused_when_a_newer_one_comes(prefix):
-    shelf = Shelf(prefix, keeps_base=True)
+    shelf = Shelf(prefix, uuid.uuid4().hex, keeps_base=True)
     first = shelf.make_room(make_manifest(1))
     shelf.put_verified(first)
     shelf.commit(1)
@@ -327,13 +327,13 @@ def test_a_base_that_the_engine_reads_is_not_reused_when_a_newer_one_comes(prefi
 
 
 def test_without_delta_no_base_is_kept(prefix):
-    shelf = Shelf(prefix)
+    shelf = Shelf(prefix, uuid.uuid4().hex)
     shelf.put_verified(shelf.make_room(make_manifest(1)))
     assert shelf.base_number == 0
 
 
 def test_a_copy_of_what_the_engine_serves_already_makes_room(prefix):
-    shelf = Shelf(prefix)
+    shelf = Shelf(prefix, uuid.uuid4().hex)
     for _ in range(2):  # once more after a coordinator that did not know of the first
         shelf.put_verified(shelf.make_room(make_manifest(4)))
         shelf.commit(4)
@@ -345,7 +345,7 @@ def test_a_copy_of_what_the_engine_serves_already_makes_room(prefix):
 
 
 def test_a_copy_whose_load_is_not_heard_of_makes_room_once_the_engine_serves_it(prefix):
-    shelf = Shelf(prefix)
+    shelf = Shelf(prefix, uuid.uuid4().hex)
     shelf.put_verified(shelf.make_room(make_manifest(4)))
     shelf.commit(4)
     assert shelf.take(3) is not None and shelf.taken_number == 4

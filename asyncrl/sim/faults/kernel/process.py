@@ -240,15 +240,15 @@ class Asked(Request):
         """Send an error."""
         if self.on_answer is not None:
             self.on_answer(None)
-        self._answer({"header": b"", "frames": (), "error": error})
+        self._give_answer({"header": b"", "frames": (), "error": error})
 
     def _send(self, header: dict[str, Any], frames: Sequence[wire.Frame] = ()) -> None:
         if self.on_answer is not None:
             self.on_answer(header["args"])
         packed = wire.pack_header(header)
-        self._answer({"header": packed, "frames": [bytes(one) for one in frames], "error": None})
+        self._give_answer({"header": packed, "frames": [bytes(one) for one in frames], "error": None})
 
-    def _answer(self, what: dict[str, Any]) -> None:
+    def _give_answer(self, what: dict[str, Any]) -> None:
         assert not self.is_answered, f"'{self.op}' was answered twice"
         self.is_answered = True
         if self.answerer.is_alive:

@@ -16,16 +16,18 @@ from asyncrl.rpc import Request
 from asyncrl.sim.faults.checks.observer import Observer
 from asyncrl.sim.faults.kernel.process import Asked, Process, Switchboard
 from asyncrl.sim.faults.services.journal import Disk, SimulatedJournal
+from asyncrl.threads import ThreadRuntime
 
 TICK_S = 0.2
 TURN_S = 0.004
 AWAY_S = 0.05
 
 
-class WorldClock:
-    """Virtual time as a `Clock`."""
+class WorldRuntime(ThreadRuntime):
+    """Virtual time as that of a runtime. Nothing else of it is used: calls are simulated."""
 
     def __init__(self, process: Process) -> None:
+        super().__init__()
         self._process = process
 
     def now(self) -> float:
@@ -66,7 +68,7 @@ class BufferProcess(Process):
         await self.sleep(self._start_s)
         journal = SimulatedJournal(self._disk, self._is_always_synced, events_per_snapshot=40)
         store = ExperienceStore(self._settings, journal, self._group_size, False, self.now)
-        self._desk = Desk(store, WorldClock(self))
+        self._desk = Desk(store, WorldRuntime(self))
         self.state = "READY"
         while True:
             await self.sleep(TICK_S if store.is_settled else AWAY_S)
@@ -76,7 +78,8 @@ class BufferProcess(Process):
     def retire(self, replica: str) -> None:
         """Take back what a dead replica held, as the supervisor's command does."""
         if self._desk is not None:
-            self._desk.retiring.put(replica)
+            self._desk.retire(replica)
+            self._desk.end_turn()
 
     def handle(self, request: Request) -> None:
         """Take a request in; while the journal is away it stays in its socket."""

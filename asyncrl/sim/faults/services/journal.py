@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,6 +161,12 @@ class SimulatedJournal:
 
     def begin_anew(self, values: Mapping[str, Any]) -> bool:
         raise AssertionError("this journal never asks for it")
+
+    def wake_at(self) -> float:
+        return self._next_sync
+
+    def listen(self, call: Callable[[], None]) -> None:
+        pass
 
     def tick(self, now: float) -> None:
         if now >= self._next_sync and not self._disk.is_away:

@@ -5,13 +5,13 @@ Owns its way from one life to the next: the fencing token, and the fences that i
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 
 from asyncrl.errors import AsyncrlError
 from asyncrl.rpc import Request
 from asyncrl.sim.faults.kernel.process import Process, Switchboard
-from asyncrl.sim.faults.services.buffer import WorldClock
+from asyncrl.sim.faults.services.buffer import WorldRuntime
+from asyncrl.threads import ThreadEvent
 from weight_sync.coordinator import CoordinatorService
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
@@ -58,7 +58,7 @@ class CoordinatorProcess(Process):
             self._timing, self._parallelism, token=token, fences=self._files.fences
         )
         address = f"inproc://asyncrl-simulated-{id(self)}"
-        service = CoordinatorService(self.coordination, WorldClock(self), address)
+        service = CoordinatorService(self.coordination, WorldRuntime(self), address)
         self._service, self.state = service, "READY"
         early, self._early = self._early, []
         for request in early:
@@ -96,7 +96,7 @@ class CoordinatorProcess(Process):
     def close(self) -> None:
         """Free the socket that the service has and nobody uses."""
         if self._service is not None:
-            over = threading.Event()
+            over = ThreadEvent()
             over.set()
             self._service.run(over)
             self._service = None

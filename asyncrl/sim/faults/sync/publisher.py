@@ -56,7 +56,7 @@ class PublisherProcess(Process):
 
     async def _live(self) -> None:
         await self.sleep(self._start_s)
-        self._pool = SegmentPool(f"{self._prefix}publisher-")
+        self._pool = SegmentPool(f"{self._prefix}publisher-", self.name.replace("/", "."))
         self._current = self._pool.current.manifest if self._pool.current else None
         self._liaison.start()
         self.state = "READY"

@@ -46,7 +46,7 @@ class ReceiverProcess(Process):
         start_s: float,
     ) -> None:
         super().__init__(board, f"receiver.{index}")
-        self._shelf = Shelf(f"{prefix}receiver.{index}-")
+        self._shelf = Shelf(f"{prefix}receiver.{index}-", self.name.replace("/", "."))
         self._carriage, self._observer = carriage, observer
         self._lost_s, self._start_s = lost_s, start_s
         self._liaison = SimulatedLiaison(self, self.service, self._introduce, self._obey)

@@ -6,7 +6,6 @@ without keys gets them for an address that another machine could reach.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ import zmq
 from asyncrl import wire
 from asyncrl.errors import ConfigError
 from asyncrl.keys import ClientKeys, ServerKeys
+from asyncrl.rpc.limits import Limits
 
 HANDSHAKE_MS = 10_000
 """A connection that has not finished its handshake by then is closed and its descriptor is free."""
@@ -24,51 +24,16 @@ HEARTBEAT_MS, SILENCE_MS = 5_000, 30_000
 WAITING_BYTES = 64 << 20
 """What the messages of one connection that wait for a busy server may take, about."""
 MIN_WAITING, MAX_WAITING = 8, 1000
-SPARE_BYTES = 1 << 30
-"""What a service may take beyond twice the groups that it keeps."""
 UNSENT_REPLIES = 512
 """Replies kept for a peer that does not read; further ones are dropped. libzmq learns in steps of half of
-this what was read, so half is room for sure: `server.MAX_TURN`, whose replies may leave at once. With
+this what was read, so half is room for sure: `rpc.server.MAX_TURN`, whose replies may leave at once. With
 256 here, 200 calls in flight lost up to 32 answers."""
 CURVE_DOMAIN = b"asyncrl"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What one request may be.
-
-    Attributes:
-        frame_bytes: The longest part of a message; a longer one ends the connection before it is read.
-        message_bytes: All parts together.
-        num_parts: The header and the frames after it.
-        memory_bytes: By how much the process may grow before the server drops all connections, as the
-            last resort against messages that never end.
-    """
-
-    frame_bytes: int = 64 << 20
-    message_bytes: int = 256 << 20
-    num_parts: int = 64
-    memory_bytes: int = 4 << 30
-
-    @staticmethod
-    def of_groups(max_group_bytes: int, memory_bytes: int) -> Limits:
-        """Return the limits of a service that keeps `memory_bytes` of groups, one per message."""
-        longest = 2 * max_group_bytes + wire.MAX_REQUEST_BYTES  # who is a little over is told, not cut off
-        return Limits(
-            frame_bytes=longest,
-            message_bytes=longest,
-            num_parts=16,
-            memory_bytes=2 * memory_bytes + SPARE_BYTES,
-        )
-
-    def are_passed(self, num_parts: int, num_bytes: int) -> bool:
-        """Tell whether a message so far is more than it may be."""
-        return num_parts > self.num_parts or num_bytes > self.message_bytes
-
-    @property
-    def num_waiting(self) -> int:
-        """Messages of one connection that may wait: about `WAITING_BYTES` of the longest."""
-        return min(MAX_WAITING, max(MIN_WAITING, WAITING_BYTES // self.message_bytes))
+def num_waiting(limits: Limits) -> int:
+    """Return how many messages of one connection may wait: about `WAITING_BYTES` of the longest."""
+    return min(MAX_WAITING, max(MIN_WAITING, WAITING_BYTES // limits.message_bytes))
 
 
 def stays_here(address: str) -> bool:
@@ -105,7 +70,7 @@ def prepare_server(socket: zmq.Socket[bytes], address: str, limits: Limits, keys
     refuse_plain(address, keys)
     socket.setsockopt(zmq.LINGER, 200)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.frame_bytes)
-    socket.setsockopt(zmq.RCVHWM, limits.num_waiting)
+    socket.setsockopt(zmq.RCVHWM, num_waiting(limits))
     socket.setsockopt(zmq.SNDHWM, UNSENT_REPLIES)
     socket.setsockopt(zmq.BACKLOG, 1024)
     _bound_in_time(socket)

@@ -1,0 +1,1 @@
+"""The network of production (`asyncrl.runtime.Network`): ZMQ's ROUTER and DEALER."""

@@ -1,0 +1,153 @@
+"""Which modules reach past the runtime (`asyncrl.runtime`) for time, threads, ids or sockets: a list."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("asyncrl", "learner", "rollout_service", "weight_sync")
+FORBIDDEN: dict[str, frozenset[str] | None] = {
+    "time": frozenset({"time", "time_ns", "monotonic", "monotonic_ns", "sleep"}),
+    "threading": frozenset({"Thread", "Event", "Lock", "RLock", "Condition", "Semaphore", "Timer"}),
+    "asyncio": frozenset({"run"}),
+    "concurrent": None,
+    "queue": None,
+    "secrets": None,
+    "uuid": None,
+    "zmq": None,
+}
+"""By module, the names that are the runtime's; None for all. `time.perf_counter` decides nothing."""
+
+RUNTIME = "is a part of the runtime"
+SECRET = "draws a secret, which must not be what a seed gives"
+CONTROL = "supervision, which is next to be handed the runtime"
+STORAGE = "storage that tests in virtual time play"
+LEARNING = "inside a learner's ranks, which tests in virtual time play"
+ENGINE = "beside an engine, a gateway or a reward, which tests in virtual time play"
+ALLOWED = {
+    "asyncrl/clock.py": RUNTIME,
+    "asyncrl/sockets/frames.py": RUNTIME,
+    "asyncrl/sockets/gate.py": RUNTIME,
+    "asyncrl/sockets/line.py": RUNTIME,
+    "asyncrl/sockets/listener.py": RUNTIME,
+    "asyncrl/sockets/options.py": RUNTIME,
+    "asyncrl/threads.py": RUNTIME,
+    "asyncrl/faults.py": "strikes real processes; the simulator has faults of its own",
+    "asyncrl/keys.py": SECRET,
+    "asyncrl/private.py": SECRET,
+    "asyncrl/control/record/sinks/opening.py": SECRET,
+    "rollout_service/gateway/keys.py": SECRET,
+    "weight_sync/memory/together.py": SECRET,
+    "asyncrl/buffer/journals/redis_past.py": STORAGE,
+    "asyncrl/buffer/journals/redis_server.py": STORAGE,
+    "asyncrl/metrics/row_log.py": STORAGE,
+    "weight_sync/coordination/journal.py": STORAGE,
+    "asyncrl/control/api/server.py": CONTROL,
+    "asyncrl/control/cluster/launcher.py": CONTROL,
+    "asyncrl/control/cluster/waiting.py": CONTROL,
+    "asyncrl/control/cluster/watching.py": CONTROL,
+    "asyncrl/control/launch/handle.py": CONTROL,
+    "asyncrl/control/launch/head.py": CONTROL,
+    "asyncrl/control/launch/host.py": CONTROL,
+    "asyncrl/control/launch/keeper.py": CONTROL,
+    "asyncrl/control/launch/processes.py": CONTROL,
+    "asyncrl/control/launch/ray_launcher.py": CONTROL,
+    "asyncrl/control/launch/run.py": CONTROL,
+    "asyncrl/control/lookout.py": CONTROL,
+    "asyncrl/control/operations.py": CONTROL,
+    "asyncrl/control/page/feed.py": CONTROL,
+    "asyncrl/control/record/events.py": CONTROL,
+    "asyncrl/control/record/recorder.py": CONTROL,
+    "asyncrl/control/record/sinks/mlflow.py": CONTROL,
+    "asyncrl/control/record/sinks/outbox.py": CONTROL,
+    "asyncrl/control/record/sinks/tensorboard.py": CONTROL,
+    "asyncrl/control/row_fetcher.py": CONTROL,
+    "asyncrl/control/supervisor.py": CONTROL,
+    "asyncrl/control/upkeep/keeper.py": CONTROL,
+    "learner/checkpoint/writer.py": LEARNING,
+    "learner/record/processes.py": LEARNING,
+    "learner/record/recorder.py": LEARNING,
+    "rollout_service/engine/plugin.py": ENGINE,
+    "rollout_service/evaluation/standalone.py": "an entry point",
+    "rollout_service/gateway/sessions.py": ENGINE,
+    "rollout_service/rewards/lines.py": "an entry point",
+    "rollout_service/rewards/served/frames.py": ENGINE,
+    "weight_sync/backends/nccl.py": "a transport, which tests in virtual time play",
+}
+MOST_ALLOWED = 48
+"""Lower it with each entry that goes."""
+CONSTRUCTED = (
+    "Client",
+    "AsyncClient",
+    "Server",
+    "LearnerClient",
+    "ReplicaClient",
+    "FileJournal",
+    "RedisJournal",
+)
+"""What takes the runtime of its process, and what can do without in a program of a user's own."""
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+def is_forbidden(module: str, name: str | None) -> bool:
+    top = module.partition(".")[0]
+    if top not in FORBIDDEN:
+        return False
+    names = FORBIDDEN[top]
+    return names is None or name in names
+
+
+def reaches_past(tree: ast.Module) -> bool:
+    """Tell whether a module takes something that is the runtime's, by `import` or as an attribute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(
+            is_forbidden(node.module or "", a.name) for a in node.names
+        ):
+            return True
+        if isinstance(node, ast.Import) and any(is_forbidden(a.name, None) for a in node.names):
+            return True
+        is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if is_attribute and is_forbidden(node.value.id, node.attr):
+            return True
+    return False
+
+
+def test_no_module_but_the_listed_ones_reaches_past_the_runtime() -> None:
+    found = {name for name, tree in sources() if reaches_past(tree)}
+    assert not found - ALLOWED.keys(), "take it from the runtime that is handed in"
+    assert not ALLOWED.keys() - found, "these do not any more: strike them off the list"
+    assert len(ALLOWED) <= MOST_ALLOWED
+
+
+def test_what_reaches_past_is_seen_in_each_of_its_forms() -> None:
+    for text in (
+        "import uuid",
+        "from time import sleep",
+        "import time\ntime.monotonic()",
+        "import zmq.asyncio",
+    ):
+        assert reaches_past(ast.parse(text)), text
+    for text in ("import time\ntime.perf_counter()", "import threading\nthreading.get_ident()"):
+        assert not reaches_past(ast.parse(text)), text
+
+
+def test_every_client_server_and_journal_of_a_service_is_given_the_runtime_of_its_process() -> None:
+    """Some can be built without, by a user's program; a service that did so would have a second runtime."""
+    for name, tree in sources():
+        if name == "asyncrl/sim" or name.startswith(
+            ("asyncrl/buffer/audit", "asyncrl/control", "asyncrl/cli")
+        ):
+            continue  # they only read what a journal holds
+        for node in ast.walk(tree):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+            if is_call and node.func.id in CONSTRUCTED:
+                words = {part for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute))}
+                said = {one.id if isinstance(one, ast.Name) else one.attr for one in words}
+                assert said & {"runtime", "_runtime", "ThreadRuntime"}, f"{name}:{node.lineno}"

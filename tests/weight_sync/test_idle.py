@@ -1,0 +1,69 @@
+"""Services of weight sync that have nothing to do sleep."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncrl.threads import ThreadEvent
+from tests.runtimes import CountingRuntime
+from weight_sync.coordinator import CoordinatorService
+from weight_sync.memory.pool import SegmentPool
+from weight_sync.memory.shelf import Shelf
+from weight_sync.protocol.protocol import Coordination
+from weight_sync.protocol.rounds import Timing
+from weight_sync.publisher import Endpoint, PublisherService
+from weight_sync.receiver import ReceiverService
+
+WATCHED_S, WAIT_S = 5.0, 30.0
+TIMING = Timing.of(60.0)
+"""As in a run: a peer polls once a second."""
+
+
+@contextmanager
+def running(service: Any) -> Iterator[None]:
+    stop = ThreadEvent()
+    thread = threading.Thread(target=service.run, args=(stop,))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def make_transport(backend: str) -> Any:
+    raise AssertionError("nothing is sent")
+
+
+def test_idle_services_wake_for_their_polls_and_their_guards_alone(tmp_path: Path) -> None:
+    """Per second: the peers' polls (one each, answered later), and looks at silence and memory."""
+    coordinators, publishers, receivers = (CountingRuntime() for _ in range(3))
+    prefix = f"asyncrl-test-{tmp_path.name}-"
+    coordinator = CoordinatorService(Coordination(TIMING, token=1), coordinators)
+    address = coordinator.status()["address"]
+    pool = SegmentPool(f"{prefix}publisher-", "1")
+    endpoint = Endpoint("127.0.0.1", 1, ("gloo",))
+    publisher = PublisherService(address, "1", pool, endpoint, make_transport, publishers)
+    shelf = Shelf(f"{prefix}receiver.0-", "1")
+    receiver = ReceiverService(
+        address, "receiver.0", "1", shelf, ("gloo",), make_transport, receivers, lost_s=4.0
+    )
+    with running(coordinator), running(publisher), running(receiver):
+        end = time.monotonic() + WAIT_S
+        while "receiver.0" not in coordinator.status()["members"]:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        time.sleep(2.0)
+        with coordinators.counting() as at_coordinator, publishers.counting() as at_publisher:
+            with receivers.counting() as at_receiver:
+                time.sleep(WATCHED_S)
+    print(at_coordinator, at_publisher, at_receiver)
+    assert 0 < at_coordinator.total() <= 12 * WATCHED_S, at_coordinator
+    assert 0 < at_publisher.total() <= 3 * WATCHED_S, at_publisher
+    assert 0 < at_receiver.total() <= 4 * WATCHED_S, at_receiver
