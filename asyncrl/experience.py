@@ -401,7 +401,7 @@ def _baseline_reward(header: Mapping[str, object]) -> float | None:
 
 
 def _reward_parts(header: Mapping[str, object], num_trajectories: int) -> dict[str, list[float | None]]:
-    parts = wire.field(header, "parts", dict)
+    parts: dict[str, list[float | None]] = wire.field(header, "parts", dict)
     _check_part_names(parts)
     for name, values in parts.items():
         if not isinstance(values, list) or len(values) != num_trajectories:

@@ -142,7 +142,7 @@ def share_of(results: Mapping[str, Any], table: str, name: str, base: str) -> fl
     they were sampled.
     """
     rates = results[table]
-    return median(rates[name]["tokens_per_s"]) / median(rates[base]["tokens_per_s"])
+    return float(median(rates[name]["tokens_per_s"]) / median(rates[base]["tokens_per_s"]))
 
 
 def make_table(results: Mapping[str, Any]) -> str:

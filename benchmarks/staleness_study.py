@@ -114,7 +114,7 @@ def _run_here(cell: Cell, recipe: Recipe) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    record = rounded(run_cell(cell, recipe, _task_folder()))
+    record: dict[str, Any] = rounded(run_cell(cell, recipe, _task_folder()))
     _say(f"{cell.name}: accuracy {record['accuracy'][-1][1]:.3f}, {record['cpu_s']:.0f} CPU-s")
     return record
 
@@ -122,7 +122,7 @@ def _run_here(cell: Cell, recipe: Recipe) -> dict[str, Any]:
 def _run_through_up(cell: Cell, recipe: Recipe) -> dict[str, Any]:
     from benchmarks.staleness.through_up import run_through_up
 
-    record = rounded(run_through_up(cell, recipe, _task_folder(), _say))
+    record: dict[str, Any] = rounded(run_through_up(cell, recipe, _task_folder(), _say))
     _say(f"{cell.name} through asyncrl up: {record['accuracy_end']:.3f}, mean lag {record['lag_mean']:.2f}")
     return record
 

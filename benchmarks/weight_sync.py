@@ -130,7 +130,7 @@ def _take_turn(fleet: Fleet, bare: BareGroup) -> dict[str, float]:
 
 def ratio(row: dict[str, Any], above: str, below: str) -> float:
     """Return the median over the turns of one figure divided by another one."""
-    return statistics.median(a / b for a, b in zip(row[above], row[below], strict=True))
+    return float(statistics.median(a / b for a, b in zip(row[above], row[below], strict=True)))
 
 
 def describe(results: dict[str, Any]) -> list[Row]:

@@ -176,7 +176,7 @@ class _FusedLogprobs(torch.autograd.Function):
         return logprobs_N, entropy_N, squares_N
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(
         ctx: _Context, logprob_grad_N: torch.Tensor | None, entropy_grad_N: torch.Tensor | None, *_: object
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:

@@ -15,6 +15,7 @@ from typing import Any
 from asyncrl.config.tree import Config
 from asyncrl.control.api.client import NotRunning, RunClient, connect
 from asyncrl.control.launch import run
+from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.record.recorder import training_rows
 from asyncrl.control.record.row_files import load_rows
 from asyncrl.errors import AsyncrlError, ServiceFailed
@@ -32,7 +33,7 @@ READY = "READY"
 class LiveRun:
     """One run that trains."""
 
-    handle: run.RunHandle
+    handle: RunHandle
     client: RunClient
     max_lag: int
 
@@ -89,7 +90,7 @@ def live_run(config: Config, say: Callable[[str], None]) -> Iterator[LiveRun]:
         handle.stop(STOP_S)
 
 
-def _await_training(handle: run.RunHandle) -> RunClient:
+def _await_training(handle: RunHandle) -> RunClient:
     end = time.monotonic() + START_S
     while time.monotonic() < end and not handle.is_over:
         client = connect(handle.folder)

@@ -16,6 +16,7 @@ from typing import Any
 from asyncrl.config.load import load_config
 from asyncrl.control.api.client import RunClient, connect
 from asyncrl.control.launch import run
+from asyncrl.control.launch.handle import RunHandle
 from asyncrl.errors import ServiceFailed
 from asyncrl.metrics.row_log import read_rows
 from benchmarks.pipeline_parts.cases import FOREVER, make_task
@@ -58,9 +59,7 @@ def measure(
 
 
 @contextmanager
-def _running(
-    engine: str, folder: Path, say: Callable[[str], None]
-) -> Iterator[tuple[run.RunHandle, RunClient]]:
+def _running(engine: str, folder: Path, say: Callable[[str], None]) -> Iterator[tuple[RunHandle, RunClient]]:
     task = make_task(folder / f"task-{engine}")
     values = SETTINGS | {
         "run.name": f"scale-{engine}",
@@ -77,7 +76,7 @@ def _running(
         handle.stop(STOP_S)
 
 
-def _await_training(handle: run.RunHandle) -> RunClient:
+def _await_training(handle: RunHandle) -> RunClient:
     end_s = time.monotonic() + START_S
     while time.monotonic() < end_s and not handle.is_over:
         client = connect(handle.folder)
@@ -88,7 +87,7 @@ def _await_training(handle: run.RunHandle) -> RunClient:
 
 
 def _measure_count(
-    handle: run.RunHandle, client: RunClient, count: int, seconds: float, say: Callable[[str], None]
+    handle: RunHandle, client: RunClient, count: int, seconds: float, say: Callable[[str], None]
 ) -> Figures:
     """Scale to `count` replicas, and measure for `seconds` from the newcomer's first trajectory on."""
     began_s = time.monotonic()
@@ -105,7 +104,7 @@ def _measure_count(
     return {"replicas": count, **_describe(_rows(handle)[first:]), **joining}
 
 
-def _await_steps(handle: run.RunHandle, num_rows: int, seconds: float) -> None:
+def _await_steps(handle: RunHandle, num_rows: int, seconds: float) -> None:
     """Return once `seconds` have passed and there are so many rows; `_describe` judges what came too late."""
     began_s = time.monotonic()
     time.sleep(seconds)
@@ -113,7 +112,7 @@ def _await_steps(handle: run.RunHandle, num_rows: int, seconds: float) -> None:
         time.sleep(POLL_S)
 
 
-def _rows(handle: run.RunHandle) -> list[dict[str, Any]]:
+def _rows(handle: RunHandle) -> list[dict[str, Any]]:
     return read_rows(handle.folder.path)
 
 
@@ -122,7 +121,7 @@ def _replicas(client: RunClient) -> dict[str, dict[str, Any]]:
     return {name: status for name, status in services if name.startswith("rollout.")}
 
 
-def _await_first_trajectory(handle: run.RunHandle, client: RunClient, known: set[str], count: int) -> float:
+def _await_first_trajectory(handle: RunHandle, client: RunClient, known: set[str], count: int) -> float:
     """Return when all replicas that were not known have a trajectory."""
     end_s = time.monotonic() + JOIN_S
     while time.monotonic() < end_s and not handle.is_over:

@@ -61,7 +61,7 @@ def figures_of(results: dict[str, Any], method: str, lag: int) -> Figures | None
 
 def _second_half(record: dict[str, Any], name: str) -> float:
     points = record["measured"][name]
-    return statistics.mean(value for _, value in points[len(points) // 2 :])
+    return float(statistics.mean(value for _, value in points[len(points) // 2 :]))
 
 
 def table(results: dict[str, Any]) -> str:

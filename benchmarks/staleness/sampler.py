@@ -194,7 +194,8 @@ class _Run:
         q = q.unflatten(1, (shape.num_kv_heads, -1))  # [B, K, Q, T, D]
         scores = q @ keys.transpose(-1, -2) / shape.head_dim**0.5 + bias
         mixed = (scores.softmax(-1) @ values).flatten(1, 2).transpose(1, 2)
-        return mixed.reshape(batch, length, -1) @ layer.output
+        attended: torch.Tensor = mixed.reshape(batch, length, -1) @ layer.output
+        return attended
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, self._shape.epsilon)

@@ -17,6 +17,7 @@ from typing import Any
 
 from asyncrl.config.load import load_config
 from asyncrl.control.launch import run
+from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.record.rundir import read_json
 from asyncrl.errors import ServiceFailed
 from benchmarks.staleness.cell import MAX_TOKENS, METHODS, Cell, Recipe
@@ -78,7 +79,7 @@ def _as_yaml(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def await_end(handle: run.RunHandle) -> None:
+def await_end(handle: RunHandle) -> None:
     """Return when the run is over. Raises ServiceFailed after `DEADLINE_S` seconds."""
     end_s = time.monotonic() + DEADLINE_S
     while not handle.is_over:

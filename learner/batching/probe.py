@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from asyncrl.errors import ConfigError
@@ -71,11 +72,12 @@ class ProbeRows:
         trajectories = [_as_group(index + 1, row) for index, row in enumerate(rows)]
         return build_batch(trajectories, 0, {1: 0})
 
-    def _draw(self, ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    def _draw(self, ids: Sequence[int]) -> npt.NDArray[np.int32]:
         """Draw tokens for the rows; no id comes twice before all have come once."""
         wanted, source = NUM_ROWS * self._row_tokens, np.random.default_rng(self._seed)
         rounds = [source.permutation(ids)[:wanted] for _ in range(-(-wanted // len(ids)))]
-        return np.concatenate(rounds)[:wanted].astype(np.int32)
+        drawn: npt.NDArray[np.int32] = np.concatenate(rounds)[:wanted].astype(np.int32)
+        return drawn
 
 
 def measure_probe(policy: LearnerBackend, batch: PackedBatch, temperature: float, every: int) -> Probe:

@@ -159,7 +159,7 @@ class Engine:
             else:
                 loss, metrics = loss_fn(*outputs, microbatch)
                 collected.append(metrics)
-            (loss * scale).backward()  # type: ignore[no-untyped-call]
+            (loss * scale).backward()
         if not collected:  # an empty share: the names must be there for the reduction
             nothing = [torch.zeros(0, device=self._group.device)] * num_outputs
             collected.append(loss_fn(*nothing, minibatch.to(self._group.device))[1])

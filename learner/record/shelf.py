@@ -165,7 +165,7 @@ class Shelf:
         """
         path = self.batch_path(step, 0)
         try:
-            return wire.field({"settings": "", **_read_header_of(path)}, "settings", str)
+            return str(wire.field({"settings": "", **_read_header_of(path)}, "settings", str))
         except FileNotFoundError:
             raise self._missing(step) from None
         except WireError as error:

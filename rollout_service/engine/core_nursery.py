@@ -30,7 +30,7 @@ def forked_cores() -> Iterator[None]:
     import vllm.v1.engine.utils as starter
 
     spawning = starter.get_mp_context
-    starter.get_mp_context = NurseryContext  # type: ignore[assignment]
+    starter.get_mp_context = NurseryContext
     try:
         yield
     finally:

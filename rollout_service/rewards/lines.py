@@ -190,7 +190,7 @@ def _writing(target: str) -> Iterator[IO[str]]:
     """Yield a file that becomes the target at the end of the block, if nothing is raised in it."""
     if target == STANDARD:
         with tempfile.SpooledTemporaryFile(SPOOL_BYTES, "w+", encoding="utf-8", newline="") as spool:
-            yield spool  # type: ignore[misc]
+            yield spool
             spool.seek(0)
             shutil.copyfileobj(spool, sys.stdout)
             sys.stdout.flush()

@@ -157,7 +157,7 @@ class ProcessGroupCommunicator:
         # Read by torch's group when it is made.
         limit = {NONBLOCKING: "1", NONBLOCKING_TIMEOUT: str(math.ceil(timeout.total_seconds()))}
         os.environ.update(WATCHDOG_OFF | limit)
-        process_group_class: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]
+        process_group_class: Any = dist.ProcessGroupNCCL
         options = process_group_class.Options()
         options._timeout = timeout
         own_store = connect_store(store, group.store_host, group.store_port, timeout)

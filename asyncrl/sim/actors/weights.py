@@ -191,7 +191,7 @@ class PublisherActor(Actor):
 
     def _forget(self, round_id: int) -> None:
         for book in (self._sizes, self._joined, self._sending):
-            book.pop(round_id, None)  # type: ignore[attr-defined]
+            book.pop(round_id, None)
 
     def _greet(self) -> None:
         args = {"incarnation": self._incarnation, "born": self.life, "current": self.current}

@@ -100,7 +100,7 @@ class Pad(torch.autograd.Function):
         return x_ND.index_select(0, rows.padded_from_M)
 
     @staticmethod
-    def backward(ctx: _Context, gradient_MD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _Context, gradient_MD: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient_MD.index_select(0, ctx.rows.packed_from_N), None
 
 
@@ -113,6 +113,6 @@ class Unpad(torch.autograd.Function):
         return x_MD.index_select(0, rows.packed_from_N)
 
     @staticmethod
-    def backward(ctx: _Context, gradient_ND: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _Context, gradient_ND: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient_MD = gradient_ND.new_zeros((ctx.num_padded, *gradient_ND.shape[1:]))
         return gradient_MD.index_copy_(0, ctx.rows.packed_from_N, gradient_ND), None

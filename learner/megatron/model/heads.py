@@ -164,4 +164,5 @@ def _finish(model: Model, architecture: Architecture, device: torch.device) -> M
     model.rotary_pos_emb = RowRotary(
         make_inverse_frequencies(architecture).to(device), model.config.params_dtype
     )
-    return model.to(device)
+    model.to(device)  # in place
+    return model

@@ -28,7 +28,7 @@ class GatedSilu(torch.autograd.Function):
         return active * up
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: SavedTensors, gradient: torch.Tensor) -> torch.Tensor:
         x, active = ctx.saved_tensors
         gate, up = x.chunk(2, -1)
@@ -54,7 +54,7 @@ class Rotate(torch.autograd.Function):
         return _turn(x_NhD, cos_N1C, sin_N1C, 1)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: SavedTensors, gradient_NhD: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos_N1C, sin_N1C = ctx.saved_tensors
         return _turn(gradient_NhD, cos_N1C, sin_N1C, -1), None, None

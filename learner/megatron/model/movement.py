@@ -42,7 +42,7 @@ class Pad(torch.autograd.Function):
         return x_ND.index_select(0, _index(rows.query_from_M))
 
     @staticmethod
-    def backward(ctx: _WithRows, gradient_MD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _WithRows, gradient_MD: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient_MD.index_select(0, _index(ctx.rows.output_from_N)), None
 
 
@@ -55,7 +55,7 @@ class Unpad(torch.autograd.Function):
         return x_MD.index_select(0, _index(rows.output_from_N))
 
     @staticmethod
-    def backward(ctx: _WithRows, gradient_ND: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _WithRows, gradient_ND: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient_MD = gradient_ND.new_zeros(ctx.shape)
         return gradient_MD.index_copy_(0, _index(ctx.rows.output_from_N), gradient_ND), None
 
@@ -71,7 +71,7 @@ class GatherKeys(torch.autograd.Function):
         return gathered_TD
 
     @staticmethod
-    def backward(ctx: _WithGroup, gradient_TD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _WithGroup, gradient_TD: torch.Tensor) -> tuple[torch.Tensor, None]:
         size = gradient_TD.shape[0] // ctx.group.size()
         gradient_ND = gradient_TD.new_empty((size, *gradient_TD.shape[1:]))
         dist.reduce_scatter_tensor(gradient_ND, gradient_TD.contiguous(), group=ctx.group)
@@ -92,7 +92,7 @@ class GatherOutputs(torch.autograd.Function):
         return gathered_TC[share.gathered_from_T[: share.num_tokens]].T.contiguous()
 
     @staticmethod
-    def backward(ctx: _WithShare, gradient_CT: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: _WithShare, gradient_CT: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.share.take(gradient_CT), None, None
 
 

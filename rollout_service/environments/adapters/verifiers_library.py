@@ -145,7 +145,19 @@ class VerifiersEpisode(Environment):
         """Return the library's own state where it makes one from a row (0.1.8), else what it had before."""
         init_state = getattr(self._env, "init_state", None)
         if init_state is None or "input" not in inspect.signature(init_state).parameters:
-            return {**self._row, "completion": [], "responses": [], "trajectory": [], "turn": 0, "timing": {}}
+            row = self._row
+            return {
+                "prompt": row["prompt"],
+                "answer": row["answer"],
+                "info": row["info"],
+                "task": row["task"],
+                "example_id": row["example_id"],
+                "completion": [],
+                "responses": [],
+                "trajectory": [],
+                "turn": 0,
+                "timing": {},
+            }
         state: State = await _awaited(init_state(self._row, client=None, model="", sampling_args=None))
         state["completion"], state["turn"] = [], 0
         return state
