@@ -54,6 +54,7 @@ def _places(nodeid: str) -> Iterator[int]:
 @pytest.hookimpl(trylast=True)  # the workers are gone
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     session.config.stash[_EXIT_STATUS] = exitstatus
+    leftovers.at_end.close()
     if (watched := session.config.stash.get(_SESSION, None)) is not None:
         shutil.rmtree(os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
         session.config.stash[_LEFT] = left = watched.find_left()

@@ -32,6 +32,8 @@ OURS = "asyncrl"
 VLLM_MEETS = "vllm_dist_"
 """Where the processes of one engine meet; vLLM leaves the file. A run's own is in its private folder."""
 ROOT = Path(__file__).resolve().parent.parent
+at_end = contextlib.ExitStack()
+"""Ends what the tests of one process share, before anybody looks at what is left."""
 
 
 @dataclass

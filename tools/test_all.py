@@ -10,8 +10,10 @@ A file that passed for the same content of the repository is not run again, unle
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -24,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "test-all"
 RECORD = FOLDER / "record.jsonl"
 PART_DEADLINE_S = 3600.0
+SESSION_MARK = "ASYNCRL_TEST_SESSION"
+"""Variable that marks the processes of a session of tests, see `tests/leftovers.py`."""
 TELLING = (
     "tests/system/test_interruption.py",
     "tests/system/test_determinism.py",
@@ -104,13 +108,18 @@ def run_part(file: str, tree: str) -> Outcome:
     FOLDER.mkdir(parents=True, exist_ok=True)
     log, begun = FOLDER / (file.replace("/", "-") + ".log"), time.monotonic()
     command = [sys.executable, "-m", "pytest", "-m", "long", "--durations=10", "-n", "0", file]
+    mark = secrets.token_hex(8)
+    environment = os.environ | {SESSION_MARK: mark}
     with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
         try:
             status = process.wait(PART_DEADLINE_S)
         except BaseException as error:  # Ctrl-C too: it has a session of its own
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(60.0)
+            end_marked(mark)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             status = -signal.SIGKILL
@@ -119,6 +128,15 @@ def run_part(file: str, tree: str) -> Outcome:
     with RECORD.open("a") as record:
         record.write(json.dumps(asdict(outcome)) + "\n")
     return outcome
+
+
+def end_marked(mark: str) -> None:
+    """End the processes that a part has left: those of a run have a session of their own."""
+    entry = f"{SESSION_MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it is gone, or another user's
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def _git(*arguments: str) -> str:

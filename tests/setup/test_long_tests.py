@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+from tools import test_all
 
 TEST = """
 import pathlib, pytest
@@ -60,3 +64,17 @@ def test_what_passed_is_left_out_until_the_repository_changes(tmp_path: Path) ->
     assert code == 0 and "before" not in lines[0], "another content: all is run again"
     assert run_all(tmp_path, "--again", "test_good.py")[0] == 0
     assert (tmp_path / "test_good.ran").read_text() == "xxx"
+
+
+def test_a_part_that_is_ended_leaves_no_process_in_a_session_of_its_own() -> None:
+    marked = os.environ | {test_all.SESSION_MARK: "of-this-test"}
+    left = subprocess.Popen(["sleep", "600"], env=marked, start_new_session=True)
+    other = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        test_all.end_marked("of-this-test")
+        assert left.wait(20.0) == -signal.SIGKILL
+        assert other.poll() is None, "it is of another session"
+    finally:
+        for process in (left, other):
+            process.kill()
+            process.wait(20.0)

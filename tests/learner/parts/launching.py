@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import os
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 
 from asyncrl.control.launch.ports import held_row
 from learner.backend import Placement
+from tests import leftovers
 from tests.learner.parts.rank_process import RUNS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,7 +73,7 @@ class RankServer:
 def start_server() -> RankServer:
     """Return the one server of all tests: a rank of its own process imports for six seconds."""
     server = RankServer()
-    atexit.register(server.close)
+    leftovers.at_end.callback(server.close)
     return server
 
 
