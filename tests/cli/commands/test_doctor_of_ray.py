@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,11 +122,12 @@ def test_sessions_that_no_process_uses_are_counted(tmp_path: Path, monkeypatch: 
     assert "2 ended" in found.found and found.advice.endswith(", and 1 more")
 
 
-def test_sessions_are_looked_for_where_ray_puts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ray" / "session_2026-01-01_00-00-00_1_1").mkdir(parents=True)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    (found,) = ray.check_sessions()
-    assert "1 ended ones" in found.found and str(tmp_path) in found.found
+def test_sessions_are_looked_for_where_ray_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # short, or runs have another
+        (Path(folder) / "ray" / "session_2026-01-01_00-00-00_1_1").mkdir(parents=True)
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        (found,) = ray.check_sessions()
+        assert "1 ended ones" in found.found and folder in found.found
 
 
 def test_a_session_that_is_removed_meanwhile_is_no_error(tmp_path: Path) -> None:
