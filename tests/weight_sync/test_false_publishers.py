@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -19,7 +18,8 @@ from asyncrl.errors import NotAllowed
 from asyncrl.keys import RunKeys, make_run_keys
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.threads import ThreadRuntime
+from tests.threads import in_thread
 from tests.weight_sync.test_protocol_peer import WAIT_S
 from weight_sync.composition import build_publisher, build_receiver
 from weight_sync.control_composition import build_coordinator
@@ -36,14 +36,8 @@ ORDERS = {
 
 @contextmanager
 def running(service: Any) -> Iterator[str]:
-    stop = ThreadEvent()
-    thread = threading.Thread(target=service.run, args=(stop,))
-    thread.start()
-    try:
+    with in_thread(service.run):
         yield str(service.status()["address"])
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
 
 
 @pytest.fixture

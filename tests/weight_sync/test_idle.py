@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from asyncrl.threads import ThreadEvent
 from tests.runtimes import CountingRuntime
+from tests.threads import in_thread
 from weight_sync.coordinator import CoordinatorService
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.shelf import Shelf
@@ -22,19 +19,6 @@ from weight_sync.receiver import ReceiverService
 WATCHED_S, WAIT_S = 5.0, 30.0
 TIMING = Timing.of(60.0)
 """As in a run: a peer polls once a second."""
-
-
-@contextmanager
-def running(service: Any) -> Iterator[None]:
-    stop = ThreadEvent()
-    thread = threading.Thread(target=service.run, args=(stop,))
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
 
 
 def make_transport(backend: str) -> Any:
@@ -54,7 +38,7 @@ def test_idle_services_wake_for_their_polls_and_their_guards_alone(tmp_path: Pat
     receiver = ReceiverService(
         address, "receiver.0", "1", shelf, ("gloo",), make_transport, receivers, lost_s=4.0
     )
-    with running(coordinator), running(publisher), running(receiver):
+    with in_thread(coordinator.run), in_thread(publisher.run), in_thread(receiver.run):
         end = time.monotonic() + WAIT_S
         while "receiver.0" not in coordinator.status()["members"]:
             assert time.monotonic() < end

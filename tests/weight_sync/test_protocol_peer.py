@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import pytest
 
 from asyncrl.errors import FencedError
 from asyncrl.rpc import Client, Request, Server
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.threads import ThreadRuntime
+from tests.threads import in_thread
 from weight_sync.coordination.journal import (
     JOURNAL_FILE,
     TOKEN_FILE,
@@ -162,14 +163,8 @@ def test_a_full_disk_ends_no_coordinator(tmp_path):
 @contextmanager
 def coordinator(token: int, bind: str = "tcp://127.0.0.1:*") -> Iterator[CoordinatorService]:
     service = CoordinatorService(Coordination(TIMING, token=token), ThreadRuntime(), bind)
-    stop = ThreadEvent()
-    thread = threading.Thread(target=service.run, args=(stop,))
-    thread.start()
-    try:
+    with in_thread(service.run):
         yield service
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
 
 
 CARD = {
@@ -272,16 +267,8 @@ class DeafCoordinator:
 
 @contextmanager
 def deaf_coordinator(token: int, address: str, *before: dict[str, Any]) -> Iterator[None]:
-    stop = ThreadEvent()
-    thread = threading.Thread(
-        target=Server(ThreadRuntime(), address).serve, args=(DeafCoordinator(token, *before), stop)
-    )
-    thread.start()
-    try:
+    with in_thread(partial(Server(ThreadRuntime(), address).serve, DeafCoordinator(token, *before))):
         yield
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
 
 
 def test_a_peer_does_not_obey_an_older_coordinator_than_the_newest_it_has_heard(tmp_path):

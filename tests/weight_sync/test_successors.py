@@ -7,9 +7,9 @@ peer's hello to the next one makes good for that.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import pytest
 
 from asyncrl.errors import AsyncrlError, WireError
 from asyncrl.rpc import Client, Request, Server
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.threads import ThreadRuntime
 from tests.runtimes import ManualRuntime
+from tests.threads import in_thread
 from tests.weight_sync.sides import ModelReceiver, Peer, manifest_of
 from tests.weight_sync.test_protocol_machine import EVERYONE, ProtocolMachine
 from tests.weight_sync.world import TIMING
@@ -142,14 +143,8 @@ class Caller:
 def coordinator(token: int, address: str) -> Iterator[None]:
     """Time stands still in it: whatever waits for a deadline waits for ever."""
     service = CoordinatorService(Coordination(TIMING, token=token), ManualRuntime(100.0), address)
-    stop = ThreadEvent()
-    thread = threading.Thread(target=service.run, args=(stop,))
-    thread.start()
-    try:
+    with in_thread(service.run):
         yield
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
 
 
 @contextmanager
@@ -242,14 +237,8 @@ def answering(address: str, answer: Callable[[str], dict[str, Any]]) -> Iterator
         def tick(self, now: float) -> None:
             return
 
-    stop = ThreadEvent()
-    thread = threading.Thread(target=Server(ThreadRuntime(), address).serve, args=(Scripted(), stop))
-    thread.start()
-    try:
+    with in_thread(partial(Server(ThreadRuntime(), address).serve, Scripted())):
         yield asked
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
 
 
 def test_who_is_told_that_it_is_unknown_says_no_hello_if_its_other_thread_has_done_so_since(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -11,24 +10,18 @@ from pathlib import Path
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.rpc import Client
-from asyncrl.threads import ThreadEvent
 from tests.buffer.parts import make_store
 from tests.runtimes import CountingRuntime
+from tests.threads import in_thread
 
 WATCHED_S, WAIT_S = 4.0, 20.0
 
 
 @contextmanager
 def serving(store: ExperienceStore, runtime: CountingRuntime) -> Iterator[BufferService]:
-    service, stop = BufferService(store, runtime), ThreadEvent()
-    thread = threading.Thread(target=service.run, args=(stop,))
-    thread.start()
-    try:
+    service = BufferService(store, runtime)
+    with in_thread(service.run):
         yield service
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
 
 
 def lease(client: Client, wait_s: float = 0.0) -> int:

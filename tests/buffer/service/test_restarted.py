@@ -22,6 +22,7 @@ from asyncrl.experience import encode_group
 from asyncrl.rpc import Client, Request, Server
 from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.parts import make_group, make_store
+from tests.threads import in_thread
 
 WAIT_S = 20.0
 
@@ -40,19 +41,6 @@ class Deaf:
 
     def tick(self, now: float) -> None:
         pass
-
-
-@contextlib.contextmanager
-def in_thread(run: Callable[[threading.Event], None]) -> Iterator[None]:
-    stop = ThreadEvent()
-    thread = threading.Thread(target=run, args=(stop,), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
 
 
 class Address:
