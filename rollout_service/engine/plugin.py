@@ -22,6 +22,7 @@ WATCHER = "asyncrl-parent-watcher"
 def register() -> None:
     """Register the weight-transfer backend; calling it twice does no harm."""
     _end_with_parent()
+    _permit_tiles()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -42,3 +43,14 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name=WATCHER, daemon=True).start()
+
+
+def _permit_tiles() -> None:
+    """Ask Linux for the AMX registers, which vLLM's attention in bfloat16 uses where the processor has them.
+
+    vLLM 0.25 does not ask: the first product of tiles ends the engine core by SIGILL. A processor without AMX, or a
+    kernel that refuses, answers False, and vLLM takes its AVX-512 kernels.
+    """
+    import torch
+
+    torch.cpu._init_amx()
