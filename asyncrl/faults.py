@@ -5,7 +5,8 @@
 bucket 1 of version 2. `stop:` before the name sends SIGSTOP instead; who planned that sends SIGCONT.
 `kill:receiver.bucket@2.1:812,813` strikes those processes, when this one passes the point. `interrupt:` sends
 SIGINT, as Ctrl-C does: `interrupt:head.ray:812` to the `asyncrl up` of pid 812 when its head starts Ray.
-Faults are separated by blanks. Invariant: each strikes once in a process.
+Faults are separated by blanks. A simulated world sets a hook, which is called at each point instead.
+Invariant: each fault strikes once in a process.
 """
 
 from __future__ import annotations
@@ -14,17 +15,28 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 VARIABLE = "ASYNCRL_FAULT"
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}
 _STRUCK = "TtZX"  # stopped, traced, zombie, dead: see proc(5)
 _STRIKE_S = 1.0
+Hook = Callable[[str, tuple[int | None, ...]], None]
+"""Called with the name of a point and its place."""
+_hook: Hook | None = None
+
+
+def set_hook(hook: Hook | None) -> Hook | None:
+    """Have `hook` called at each fault point, and heed the environment no more; return the hook before."""
+    global _hook
+    before, _hook = _hook, hook
+    return before
 
 
 def is_wanted(name: str, *place: int | None) -> bool:
     """Tell whether the environment asks for a fault here."""
-    return _find(name, place) is not None
+    return _hook is None and _find(name, place) is not None
 
 
 def fault_point(name: str, *place: int | None) -> None:
@@ -33,6 +45,9 @@ def fault_point(name: str, *place: int | None) -> None:
     Args:
         place: Step or version, then what lies within it, such as a bucket.
     """
+    if _hook is not None:
+        _hook(name, place)
+        return
     wanted = _find(name, place)
     if wanted is None:
         return
