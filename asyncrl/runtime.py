@@ -206,6 +206,9 @@ class Runtime(Clock, Protocol):
     def new_id(self) -> str:
         """Return 32 hexadecimal digits that nobody was given before."""
 
+    def resident_bytes(self) -> int:
+        """Return the memory that the process alone holds, 0 if unknown."""
+
     def event(self) -> Event: ...
 
     def lock(self) -> Lock: ...

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from asyncrl.clock import SystemClock
+from asyncrl.rpc.memory import resident_bytes
 from asyncrl.runtime import Event, Lock, Network, Queue, Task
 from asyncrl.sockets.network import ZmqNetwork
 
@@ -71,6 +72,9 @@ class ThreadRuntime(SystemClock):
 
     def new_id(self) -> str:
         return uuid.uuid4().hex
+
+    def resident_bytes(self) -> int:
+        return resident_bytes()
 
     def event(self) -> Event:
         return ThreadEvent()

@@ -14,7 +14,7 @@ from weight_sync.protocol.rounds import Timing
 def build_coordinator(context: ServiceContext, timing: Timing | None = None) -> CoordinatorService:
     """Return the coordinator; it starts before the others, which find it as `weight_sync.0`."""
     section = context.config.weight_sync
-    token = take_token(context.run_dir)  # first, see `read_fences`
+    token = take_token(context.run_dir, context.runtime.wall_ns)  # first, see `read_fences`
     coordination = Coordination(
         timing or Timing.of(section.deadline_s),
         parallelism=section.parallelism,

@@ -65,7 +65,9 @@ class CoordinatorService:
         self._clock: Clock = runtime
         self._server = Server(runtime, bind, keys, limits_of(bounds))
         self._bounds = bounds
-        self._journal = Journal(run_dir, coordination.token, fences=coordination.fences)
+        self._journal = Journal(
+            run_dir, coordination.token, fences=coordination.fences, wall_ns=runtime.wall_ns
+        )
         self._mail: dict[str, Mailbox] = {}
         self._outdated: list[tuple[Request, str, bool]] = []
         self._reports, self._hellos = ReportLog(), ReportLog()

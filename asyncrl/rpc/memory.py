@@ -6,6 +6,7 @@ libzmq keeps the parts of a message until its last one is there, without a limit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
@@ -27,19 +28,22 @@ def resident_bytes() -> int:
 class MemoryGuard:
     """Says when the process has grown by more than `allowance_bytes` over its smallest size since `reset`.
 
+    Args:
+        measure: Returns the memory that the process holds, in bytes.
+
     Attributes:
         pause_s: Until the next look: short while the process grows, long while it does not. Nothing tells a
             server that parts of a message have come, so someone must look.
     """
 
-    def __init__(self, allowance_bytes: int) -> None:
-        self.allowance_bytes = allowance_bytes
-        self._last = self._smallest = resident_bytes()
+    def __init__(self, allowance_bytes: int, measure: Callable[[], int] = resident_bytes) -> None:
+        self.allowance_bytes, self._measure = allowance_bytes, measure
+        self._last = self._smallest = measure()
         self.pause_s = SHORTEST_PAUSE_S
 
     def is_passed(self) -> bool:
         """Look."""
-        found = resident_bytes()
+        found = self._measure()
         is_growing = found - self._last > GROWTH_BYTES
         self.pause_s = SHORTEST_PAUSE_S if is_growing else min(LONGEST_PAUSE_S, 2 * self.pause_s)
         self._last, self._smallest = found, min(self._smallest, found)
@@ -47,5 +51,5 @@ class MemoryGuard:
 
     def reset(self) -> None:
         """Measure from here on."""
-        self._last = self._smallest = resident_bytes()
+        self._last = self._smallest = self._measure()
         self.pause_s = SHORTEST_PAUSE_S

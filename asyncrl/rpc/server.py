@@ -60,7 +60,7 @@ class Server:
         self._limits = limits or Limits()
         self._generator_ops = frozenset(generator_ops)
         self._delays = Delays()
-        self._memory = MemoryGuard(self._limits.memory_bytes)
+        self._memory = MemoryGuard(self._limits.memory_bytes, runtime.resident_bytes)
         self._guard_at = runtime.now()
         self._complain_at = 0.0
         self._num_told = 0  # refused keys that are in the log

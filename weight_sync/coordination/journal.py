@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,12 +30,12 @@ MAX_BYTES = 1 << 20
 KINDS = {RoundRecord: "round", BlameRecord: "blame", LoadFailureRecord: "load_failure"}
 
 
-def take_token(folder: Path) -> int:
+def take_token(folder: Path, wall_ns: Callable[[], int] = time.time_ns) -> int:
     """Return a token larger than every one before, kept durably in `folder`.
 
     Without such a folder nothing is kept, and it is the wall clock's alone.
     """
-    now_ms = time.time_ns() // 1_000_000
+    now_ms = wall_ns() // 1_000_000
     if not folder.is_dir():
         return now_ms
     fd = os.open(folder / TOKEN_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
@@ -93,11 +93,13 @@ class Journal:
         token: int,
         max_bytes: int = MAX_BYTES,
         fences: Mapping[str, int] | None = None,
+        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._path = folder / JOURNAL_FILE if folder is not None and folder.is_dir() else None
         self._token = token
         self._max_bytes = max_bytes
         self._fences = dict(fences or {})
+        self._wall_ns = wall_ns
         self.write({"kind": "start", "token": token})
 
     def note(self, record: Record, **fields: object) -> None:
@@ -114,7 +116,7 @@ class Journal:
         """Append one line, unless a newer coordinator writes here; one that would not fit is left out."""
         if self._path is None or newest_token(self._path.parent) > self._token:
             return
-        text = json.dumps({"time": time.time(), **line}) + "\n"
+        text = json.dumps({"time": self._wall_ns() / 1e9, **line}) + "\n"
         if len(text) > self._max_bytes // 2:
             log.warning("a line of %d bytes does not fit the journal of weight sync", len(text))
             return
