@@ -1,0 +1,282 @@
+"""The processes of weight sync: production services on simulated runtimes, a played learner and engines.
+
+learner.0 (played, with `Handoff`) -> publisher.0 -> receiver.n -> rollout.n (`Replica`, a played engine)
+weight_sync.0 tells publisher and receivers what to do
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asyncrl.buffer.messages import EvaluationOrder, LeaseReply
+from asyncrl.versions import PolicyVersion
+from rollout_service.engine.metered import MeteredEngine
+from rollout_service.parts import ReplicaParts, ReplicaSettings
+from rollout_service.replica import Replica
+from tests.simulation.kernel.network import Wires
+from tests.simulation.kernel.runtime import SimRuntime
+from tests.simulation.kernel.world import World
+from tests.simulation.parts.carriage import Carriage
+from tests.simulation.parts.crew import Crew, Main
+from tests.simulation.parts.engine import PlayedEngine
+from tests.simulation.sync.content import BUCKET_BYTES, Truth
+from tests.simulation.sync.judge import Judge
+from tests.simulation.sync.scenario import Scenario
+from weight_sync.coordination.journal import read_fences, take_token
+from weight_sync.coordinator import CoordinatorService
+from weight_sync.handoff import Handoff
+from weight_sync.link import ReceiverLink
+from weight_sync.memory.pool import SegmentPool
+from weight_sync.memory.shelf import Shelf
+from weight_sync.protocol.protocol import Coordination
+from weight_sync.protocol.rounds import Timing
+from weight_sync.publisher import Endpoint, PublisherService
+from weight_sync.receiver import ReceiverService
+
+HOSTS = {
+    "weight_sync": "head",
+    "publisher": "node",
+    "learner": "node",
+    "receiver": "host.*",
+    "rollout": "host.*",
+}
+EOS = 10
+ROOM_PAUSE_S, LOST_LOOK_S = 0.1, 1.0
+
+
+def address_of(name: str) -> str:
+    """Return where a service listens: a socket file, which a successor may bind while its forerunner lives."""
+    return f"ipc:///simulated/{name}"
+
+
+class SyncCluster:
+    """See the module.
+
+    Args:
+        prefix: Start of the names of segments, in /dev/shm.
+        folder: Of the run: the coordinator's token and journal.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        wires: Wires,
+        scenario: Scenario,
+        truth: Truth,
+        judge: Judge,
+        prefix: str,
+        folder: Path,
+    ) -> None:
+        self.world, self.scenario, self.truth, self.judge = world, scenario, truth, judge
+        self.prefix, self.folder = prefix, folder
+        self.timing = Timing.of(scenario.deadline_s)
+        self.carriage = Carriage(world, wires)
+        self.refusals: Counter[str] = Counter()
+        self.pins: dict[str, float] = {}
+        self.replicas: list[str] = []
+        self.engines: dict[str, PlayedEngine] = {}
+        self.services: dict[str, Any] = {}
+        mains: dict[str, Callable[[str], Main]] = {
+            "weight_sync": lambda name: self._coordinate,
+            "publisher": lambda name: self._publish,
+            "learner": lambda name: self._learn,
+            "receiver": lambda name: partial(self._receive, name),
+            "rollout": lambda name: partial(self._roll_out, name),
+        }
+        self.crew = Crew(world, wires, mains, HOSTS)
+
+    def begin(self) -> None:
+        """Start every process."""
+        for name in ("weight_sync.0", "publisher.0", "learner.0"):
+            self.crew.start(name)
+        for _ in range(self.scenario.replicas):
+            self.join()
+
+    def join(self) -> None:
+        """Start another replica, and its receiver."""
+        index = len(self.replicas)
+        self.replicas.append(f"rollout.{index}")
+        self.crew.start(f"receiver.{index}")
+        self.crew.start(f"rollout.{index}")
+
+    def leave(self, name: str) -> None:
+        """Drain a replica; its receiver is stopped a moment later."""
+        if name not in self.replicas or len(self.replicas) - len(self.crew.gone) // 2 <= 1:
+            return
+        receiver = name.replace("rollout", "receiver")
+        self.crew.retire(name)
+        self.crew.retire(receiver)
+        service = self.services.get(name)
+        if service is not None:
+            service.command("drain", {"grace_s": 0.0})
+        for retired, after_s in ((receiver, 2.0), (name, 4.0)):
+            self.world.after(after_s, self.crew.processes[retired].kill)
+
+    @property
+    def staying(self) -> list[str]:
+        """The replicas that were not told to leave."""
+        return [name for name in self.replicas if name not in self.crew.gone]
+
+    # --- what processes do ------------------------------------------------------------------------
+
+    def _coordinate(self, runtime: SimRuntime) -> None:
+        token = take_token(self.folder, runtime.wall_ns)
+        coordination = Coordination(
+            self.timing,
+            self.scenario.parallelism,
+            token=token,
+            uses_delta=self.scenario.uses_delta,
+            fences=read_fences(self.folder),
+        )
+        service = CoordinatorService(coordination, runtime, address_of("weight_sync.0"), None, self.folder)
+        self.judge.watch_coordinator(runtime.process, coordination)
+        service.run(runtime.event())
+
+    def _publish(self, runtime: SimRuntime) -> None:
+        uses_delta = self.scenario.uses_delta
+        service = PublisherService(
+            address_of("weight_sync.0"),
+            f"{runtime.pid}-{runtime.wall_ns()}",
+            SegmentPool(f"{self.prefix}publisher-", str(runtime.pid), 3 + uses_delta, uses_delta),
+            Endpoint("127.0.0.1", runtime.pid, ("gloo",)),
+            self.carriage.transports(runtime),
+            runtime,
+            address_of("publisher.0"),
+        )
+        self.services["publisher.0"] = service
+        service.run(runtime.event())
+
+    def _receive(self, name: str, runtime: SimRuntime) -> None:
+        keeps_base = self.scenario.uses_delta
+        service = ReceiverService(
+            address_of("weight_sync.0"),
+            name,
+            f"{runtime.pid}-{runtime.wall_ns()}",
+            Shelf(f"{self.prefix}{name}-", runtime.new_id()[:8], keeps_base=keeps_base),
+            ("gloo",),
+            self.carriage.transports(runtime),
+            runtime,
+            lost_s=self.timing.silence_s + self.timing.poll_s,
+            bind=address_of(name),
+        )
+        self.services[name] = service
+        service.run(runtime.event())
+
+    def _roll_out(self, name: str, runtime: SimRuntime) -> None:
+        receiver = name.replace("rollout", "receiver")
+
+        async def build() -> ReplicaParts:
+            process = runtime.process
+            engine = PlayedEngine(
+                EOS, 0.0, partial(self.judge.hear_load, process), partial(self._refuses, name)
+            )
+            self.engines[name] = engine
+            buffer: Any = _NoBuffer(runtime, lambda: self.pins.pop(name, 0.0))
+            return ReplicaParts(
+                engine=MeteredEngine(engine, runtime),
+                buffer=buffer,
+                weights=ReceiverLink(runtime, address_of(receiver)),
+                runner=_NO_RUNNER,
+                evaluator=_Pinned(buffer),  # type: ignore[arg-type]
+                prompts=_NoPrompts(),  # type: ignore[arg-type]
+            )
+
+        service = Replica(runtime, name, ReplicaSettings(2, 3.0, 10.0), build)
+        self.services[name] = service
+        service.run(runtime.event())
+
+    def _refuses(self, name: str) -> bool:
+        is_refused = self.refusals[name] > 0
+        self.refusals[name] -= is_refused
+        return is_refused
+
+    def _learn(self, runtime: SimRuntime) -> None:
+        """Publish versions until there are enough, then see to it that the last one is not lost."""
+        truth, token = self.truth, self.truth.open()
+        handoff = Handoff(runtime, address_of("publisher.0"), self.prefix, BUCKET_BYTES, token)
+        self.judge.hear_open(runtime.process, token)
+        is_due = truth.published == 0
+        while True:
+            is_last = self.judge.num_published >= self.scenario.versions
+            runtime.sleep(LOST_LOOK_S if is_last else self.scenario.every_s)
+            is_due = (not is_last) or is_due or handoff.has_lost()
+            while is_due:
+                is_due = not self._publish_one(runtime, handoff, token)
+                runtime.sleep(ROOM_PAUSE_S)
+
+    def _publish_one(self, runtime: SimRuntime, handoff: Handoff, token: int) -> bool:
+        if not handoff.has_room():
+            return False
+        number, tensors = self.truth.draw(token)
+        self.judge.begin_publish(runtime.process, token, number)
+        if not handoff.publish(PolicyVersion(number, number), tensors):
+            return False
+        self.judge.hear_publish(runtime.process, token, number)
+        return True
+
+
+class _NoRunner:
+    """Generates nothing: there are no leases."""
+
+
+_NO_RUNNER: Any = _NoRunner()
+
+
+class _NoPrompts:
+    num_prompts, digest, sources = 0, "", ()
+
+
+class _NoBuffer:
+    """A buffer without groups, which orders an evaluation of so many seconds now and then."""
+
+    def __init__(self, runtime: SimRuntime, take_pin: Callable[[], float]) -> None:
+        self._runtime, self._take_pin = runtime, take_pin
+        self.seconds = 0.0
+        self._num_orders = 0
+
+    async def retire(self) -> None:
+        """Nothing is held here."""
+
+    async def describe_data(self, *_: object) -> None:
+        """There is none."""
+
+    async def lease(self, version: int, want: int, wait_s: float, held: Any = None) -> LeaseReply:
+        """Wait, then order an evaluation if one is due."""
+
+        await asyncio.sleep(min(wait_s, 0.5))
+        self.seconds = self._take_pin()
+        if not self.seconds:
+            return LeaseReply()
+        self._num_orders += 1
+        return LeaseReply((), EvaluationOrder(self._num_orders, 0))
+
+    def forget_evaluation(self) -> None:
+        """The order is forgotten by its asker."""
+
+    async def evaluated(self, *_: object) -> None:
+        """No more parts."""
+
+    async def renew(self, held: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """Nothing is lost."""
+        return ()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Pinned:
+    """An evaluation that takes time and asks nothing."""
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+
+    async def run(self, order: EvaluationOrder) -> list[Any]:
+        """Hold the engine."""
+
+        await asyncio.sleep(self._buffer.seconds)
+        return []

@@ -1,0 +1,123 @@
+"""Plays one seed of weight sync, from its first process to the end of its last fault and beyond."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from asyncrl.faults import set_hook
+from tests.simulation.kernel.network import Wires
+from tests.simulation.kernel.watchdog import watched
+from tests.simulation.kernel.world import Stuck, World
+from tests.simulation.outcome import Outcome
+from tests.simulation.parts.strikes import Strike
+from tests.simulation.sync.cluster import SyncCluster
+from tests.simulation.sync.content import Truth
+from tests.simulation.sync.judge import Judge
+from tests.simulation.sync.scenario import Scenario, draw_scenario
+from weight_sync.memory.segments import SHM_DIR
+
+PATIENCE_S = 90.0
+"""Virtual seconds after the last fault within which all must have come to the last version."""
+MAX_SEGMENTS_OF_REPLICA, MAX_SEGMENTS_OF_PUBLISHER = 9, 6
+
+
+def play(seed: int, faults: str = "general", keeps_lines: bool = False) -> Outcome:
+    """Play a seed of a class of faults."""
+    scenario = draw_scenario(seed, faults)
+    prefix = f"asyncrl-simulated-{os.getpid():08d}/"
+    folder = SHM_DIR / prefix
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "run").mkdir(parents=True, mode=0o700)
+    world = World(f"sync/{faults}/{seed}", scenario.preempts, keeps_lines)
+    before = set_hook(world.pass_point)
+    stage = Stage(world, scenario, prefix, folder / "run")
+    try:
+        with watched(world):
+            stage.play()
+    except Stuck as error:
+        stage.judge.say(f"bug: {error}")
+    finally:
+        world.end()
+        set_hook(before)
+        shutil.rmtree(folder, ignore_errors=True)
+    return Outcome(
+        seed=seed,
+        faults=faults,
+        broken=tuple(stage.judge.broken),
+        trace=world.trace,
+        virtual_s=world.now,
+        num_events=world.num_events,
+        num_starts=stage.cluster.crew.num_starts,
+        lines=tuple(world.lines or ()),
+    )
+
+
+class Stage:
+    """A world of weight sync and its faults."""
+
+    def __init__(self, world: World, scenario: Scenario, prefix: str, folder: Path) -> None:
+        self.world, self.scenario = world, scenario
+        self._folder = folder.parent
+        wires = Wires(world, prefix.encode())
+        truth = Truth(f"{scenario.seed}", is_sparse=scenario.uses_delta)
+        self.judge = Judge(world, wires, truth)
+        self.cluster = SyncCluster(world, wires, scenario, truth, self.judge, prefix, folder)
+
+    def play(self) -> None:
+        """Let everything happen, then judge."""
+        world, cluster = self.world, self.cluster
+        cluster.begin()
+        for strike in self.scenario.strikes:
+            world.after(strike.at, self._strike, strike)
+        calm_at = max(self.scenario.calm_at, self.scenario.every_s * self.scenario.versions)
+        world.run(calm_at)
+        cluster.crew.calm()
+        world.run(calm_at + PATIENCE_S, self._is_settled)
+        self._judge_end()
+
+    def _strike(self, strike: Strike) -> None:
+        cluster = self.cluster
+        if strike.kind == "garble":
+            cluster.carriage.garbled[strike.target] = strike.amount
+            self.world.after(strike.seconds, cluster.carriage.garbled.pop, strike.target, None)
+        elif strike.kind == "refuse":
+            cluster.refusals[strike.target] += 1
+        elif strike.kind == "pin":
+            cluster.pins[strike.target] = strike.seconds
+        elif strike.kind == "join":
+            cluster.join()
+        elif strike.kind == "leave":
+            cluster.leave(strike.target)
+        else:
+            cluster.crew.strike(strike)
+
+    def _behind(self) -> list[str]:
+        """Return which replicas do not serve the newest version."""
+        judge, crew = self.judge, self.cluster.crew
+        newest, behind = judge.truth.published, []
+        for name in self.cluster.staying:
+            process, engine = crew.processes[name], self.cluster.engines.get(name)
+            number = engine.number if process.is_alive and engine is not None else 0
+            if number != newest or judge.served_by(process) != newest:
+                behind.append(f"{name} serves {number} of {newest}")
+        return behind
+
+    def _is_settled(self) -> bool:
+        return self.judge.num_published >= self.scenario.versions and not self._behind()
+
+    def _judge_end(self) -> None:
+        judge, cluster = self.judge, self.cluster
+        if judge.num_published < self.scenario.versions:
+            judge.say(f"live: {judge.num_published} of {self.scenario.versions} versions were published")
+        for sentence in self._behind():
+            judge.say(f"live: {sentence}")
+        for sentence in self.world.crashes:
+            judge.say(f"bug: {sentence}")
+        for sentence in cluster.carriage.collisions:
+            judge.say(f"S5: {sentence}")
+        most = MAX_SEGMENTS_OF_PUBLISHER + MAX_SEGMENTS_OF_REPLICA * len(cluster.replicas)
+        found = [path for path in self._folder.iterdir() if path.is_file()]
+        if len(found) > most:
+            judge.say(f"leak: {len(found)} segments are left, at most {most} are in use")

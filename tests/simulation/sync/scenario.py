@@ -1,0 +1,99 @@
+"""A scenario of weight sync: the shape of its world, and what befalls it when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from tests.simulation.parts.strikes import Kind, Strike, draw_strikes
+
+SERVICES = ("weight_sync.0", "publisher.0", "learner.0", "receiver.*", "rollout.*")
+LINKS = ("receiver.*|weight_sync.0", "publisher.0|weight_sync.0", "receiver.*|publisher.0")
+KINDS = {
+    "kill": Kind(SERVICES, amount=(0, 40)),
+    "ambush": Kind(SERVICES, amount=(0, 6)),
+    "stop": Kind(SERVICES, seconds=(0.3, 9.0)),
+    "twin": Kind(SERVICES, seconds=(2.0, 12.0), amount=(0.2, 6.0)),
+    "part": Kind((*LINKS, "learner.0|publisher.0"), seconds=(0.3, 9.0)),
+    "cut": Kind(SERVICES, amount=(0.3, 1.0)),
+    "slow": Kind(("",), seconds=(1.0, 6.0), amount=(0.05, 2.0)),
+    "garble": Kind(("receiver.*",), seconds=(0.5, 5.0), amount=(0.05, 0.5)),
+    "refuse": Kind(("rollout.*",)),
+    "join": Kind(("",)),
+    "leave": Kind(("rollout.*",)),
+    "pin": Kind(("rollout.*",), seconds=(0.5, 4.0)),
+}
+GENERAL = (
+    *("kill", "kill", "ambush", "ambush", "stop", "stop", "twin", "part", "cut", "slow", "garble"),
+    *("refuse", "join", "leave", "pin"),
+)
+CLASSES: dict[str, tuple[str, ...]] = {
+    "general": GENERAL,
+    "calm": (),
+    "kill_receiver": ("ambush:receiver.*", "kill:receiver.*"),
+    "kill_publisher": ("ambush:publisher.0", "kill:publisher.0"),
+    "kill_coordinator": ("ambush:weight_sync.0", "kill:weight_sync.0"),
+    "kill_learner": ("ambush:learner.0", "kill:learner.0", "twin:learner.0"),
+    "kill_replica": ("kill:rollout.*", "ambush:rollout.*", "refuse"),
+    "zombie": ("twin", "twin:weight_sync.0", "twin:learner.0", "twin:rollout.*", "ambush"),
+    "silent": ("stop",),
+    "garbled": ("garble",),
+    "partition": ("part",),
+    "late_joiner": ("join", "join", "leave", "ambush:publisher.0", "stop:receiver.*"),
+    "delta": ("ambush:receiver.*", "ambush:publisher.0", "garble", "cut", "join"),
+    "pinned": ("pin", "pin", "kill:rollout.*", "kill:receiver.*", "twin:rollout.*"),
+    "refusing": ("refuse", "refuse", "slow"),
+    "broken_lines": ("cut", "slow"),
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """See the module.
+
+    Attributes:
+        every_s: Seconds of a learner's step.
+        preempts: Share of the calls of a runtime at which another thread may run.
+    """
+
+    seed: int
+    replicas: int
+    versions: int
+    every_s: float
+    deadline_s: float
+    parallelism: int
+    uses_delta: bool
+    preempts: float
+    strikes: tuple[Strike, ...]
+
+    @property
+    def calm_at(self) -> float:
+        """When the last fault is over."""
+        return max((strike.ends_at for strike in self.strikes), default=0.0)
+
+    def describe(self) -> list[str]:
+        """Return lines for a reader."""
+        shape = (
+            f"seed {self.seed}: {self.replicas} replicas, {self.versions} versions, one in {self.every_s:.2f} s, "
+            f"deadline {self.deadline_s:.1f} s, parallelism {self.parallelism}, preempts {self.preempts}"
+            f"{', delta' if self.uses_delta else ''}"
+        )
+        return [shape, *map(str, self.strikes)]
+
+
+def draw_scenario(seed: int, faults: str) -> Scenario:
+    """Return what a seed stands for in a class of faults."""
+    dice = random.Random(f"sync/{faults}/{seed}")
+    replicas, aims = dice.randint(1, 3), CLASSES[faults]
+    num = dice.randint(1, 5) if aims else 0
+    return Scenario(
+        seed=seed,
+        replicas=replicas,
+        versions=dice.randint(3, 7),
+        every_s=dice.uniform(0.5, 2.0),
+        deadline_s=dice.uniform(4.0, 8.0),
+        parallelism=dice.randint(1, 2),
+        uses_delta=faults == "delta" or dice.random() < 0.25,
+        preempts=dice.choice((0.0, 0.0, 0.02, 0.2)),
+        strikes=draw_strikes(dice, KINDS, aims, num, replicas),
+    )
