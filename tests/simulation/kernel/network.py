@@ -90,9 +90,9 @@ class Wires:
     def cut(self, name: str, share: float) -> None:
         """Break some of a service's connections."""
         for pipe in list(self.pipes.values()):
-            if name in (pipe.line.process.name, pipe.listener.process.name):
-                if self.world.dice.random() < share:
-                    pipe.cut()
+            is_its = name in (pipe.line.process.name, pipe.listener.process.name)
+            if is_its and self.world.dice.random() < share:
+                pipe.cut()
 
     def _between(self, one: str, other: str) -> list[Pipe]:
         wanted = _pair(one, other)

@@ -12,7 +12,8 @@ import contextlib
 import hashlib
 import heapq
 import random
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import greenlet
@@ -189,7 +190,7 @@ class World:
     def clock_of(self, host: str) -> float:
         """Return how far the clock of a host is ahead of virtual time."""
         if host not in self._clocks:
-            self._clocks[host] = random.Random(f"clock/{host}").uniform(10.0, 100_000.0)
+            self._clocks[host] = random.Random(f"clock/{host}").uniform(10.0, 5_000.0)
         return self._clocks[host]
 
     def new_id(self) -> str:
@@ -207,8 +208,11 @@ class World:
 
     def note_crash(self, task: Task, error: BaseException) -> None:
         """Note that a task ended by an error that it let go."""
-        self.crashes.append(f"{task.process.name}/{task.name}: {type(error).__name__}: {error}")
-        self.note(f"crash {task.process}/{task.name} {type(error).__name__}: {error}")
+        for leaf in leaves_of(error):
+            frames = traceback.extract_tb(leaf.__traceback__)
+            where = f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else "?"
+            self.crashes.append(f"{task.process}/{task.name}: {type(leaf).__name__} at {where}: {leaf}")
+            self.note(f"crash {self.crashes[-1]}")
 
     @property
     def trace(self) -> str:
@@ -291,7 +295,7 @@ class World:
             hear(process, name, place)
 
     def end(self) -> None:
-        """Unwind all greenlets, the dead ones too: a blocked one that is collected would run its `finally`."""
+        """Unwind all greenlets, the dead ones too, so that none runs its `finally` when it is collected."""
         self.is_over = True
         for task in self._tasks:
             if task.is_done or task.greenlet.dead:
@@ -307,3 +311,12 @@ class World:
         self.current = None
         self._tasks.clear()
         self._agenda.clear()
+
+
+def leaves_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors in a group of errors, or the error."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from leaves_of(inner)
+    else:
+        yield error

@@ -1,7 +1,8 @@
 """Bytes of weights on their way: a played transport (`weight_sync.backends.contract`).
 
-Owns what a broadcast over a process group does to its members: it begins when all have met, stands still while
-one of them does or is cut off, fails for all soon after one left or died, and ends for each at its deadline.
+Owns what a broadcast over a process group does to its members: it begins when all have met, stands still
+while one of them does or is cut off, fails for all soon after one left or died, and ends for each at its
+deadline.
 Invariant: bytes arrive as rank 0 had them when it sent them, unless they are garbled on purpose.
 """
 
@@ -16,10 +17,12 @@ from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.runtime import SimRuntime
 from tests.simulation.kernel.world import Process, Waiters, World
 from weight_sync.backends.contract import Group
+from weight_sync.protocol.floor import ID_BITS
 
-BYTES_PER_S = 60_000.0
 NOTICE_S = 0.05
 STUCK_LOOK_S = 0.1
+LATE_SHARE, LATE_S = 0.5, 0.4
+"""How often, and for how long, a member that gave up may still be written to."""
 
 
 class Exchange:
@@ -41,14 +44,16 @@ class Carriage:
     """All groups of a world.
 
     Attributes:
+        bytes_per_s: How fast a group's bytes travel.
         garbled: By name of a receiver, the share of its buckets in which a bit flips.
-        collisions: Memberships that two different groups had.
+        faults: Sentences on memberships that two groups had, or that an older coordinator ordered.
     """
 
-    def __init__(self, world: World, wires: Wires) -> None:
-        self.world, self.wires = world, wires
+    def __init__(self, world: World, wires: Wires, bytes_per_s: float) -> None:
+        self.world, self.wires, self.bytes_per_s = world, wires, bytes_per_s
         self.garbled: dict[str, float] = {}
-        self.collisions: list[str] = []
+        self.faults: list[str] = []
+        self._tokens: dict[Process, int] = {}
         self._exchanges: dict[tuple[int, int], Exchange] = {}
         world.on_kill.append(self._hear_end)
 
@@ -64,7 +69,11 @@ class Carriage:
             exchange = self._exchanges[key] = Exchange(self.world)
         before = exchange.members.get(group.rank)
         if before is not None and before is not process:
-            self.collisions.append(f"membership {group.membership}, rank {group.rank}: {before}, {process}")
+            self.faults.append(f"membership {group.membership}, rank {group.rank}: {before}, {process}")
+        token = group.membership >> ID_BITS
+        if token < self._tokens.get(process, 0):
+            self.faults.append(f"{process} joins a group of an older coordinator")
+        self._tokens[process] = max(token, self._tokens.get(process, 0))
         exchange.members[group.rank] = process
         exchange.changed.wake()
         return exchange
@@ -133,7 +142,9 @@ class SimTransport:
             raise SyncError("the group is broken")
         if self.rank == 0:
             begins = max(exchange.sent[-1][1] if exchange.sent else 0.0, self.world.now)
-            exchange.sent.append((bucket.numpy().tobytes(), begins + bucket.numel() / BYTES_PER_S))
+            exchange.sent.append(
+                (bucket.numpy().tobytes(), begins + bucket.numel() / self.carriage.bytes_per_s)
+            )
             exchange.changed.wake()
         self._num_started += 1
         return SimBroadcast(self, self._num_started - 1, bucket, until)
@@ -158,7 +169,29 @@ class SimBroadcast:
         self._transport, self._index, self._bucket, self._until = transport, index, bucket, until
 
     def wait(self) -> None:
-        """Wait until the bucket is there; while a member stands still, nothing moves."""
+        """Wait until the bucket is there; while a member stands still, nothing moves.
+
+        Who gave up may be written to a moment longer: what runs in a collective cannot be taken back.
+        """
+        try:
+            data = self._wait()
+        except SyncError:
+            self._write_late()
+            raise
+        if self._transport.rank != 0:
+            self._bucket.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def _write_late(self) -> None:
+        transport, world = self._transport, self._transport.world
+        sent = transport.exchange.sent
+        if transport.rank == 0 or len(sent) <= self._index or world.dice.random() > LATE_SHARE:
+            return
+        world.block(world.dice.random() * LATE_S)
+        data = sent[self._index][0][: self._bucket.numel() // 2]
+        if data:
+            self._bucket[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def _wait(self) -> bytes:
         transport, exchange = self._transport, self._transport.exchange
         world, carriage = transport.world, transport.carriage
         transport.wait_until(lambda: len(exchange.sent) > self._index, self._until)
@@ -170,9 +203,9 @@ class SimBroadcast:
             if transport.runtime.now() >= self._until:
                 exchange.fail()
         if transport.rank == 0:
-            return
+            return data
         data = carriage.garble(transport.runtime.process, data)
         if len(data) != self._bucket.numel():
             exchange.fail()
             raise SyncError(f"{len(data)} bytes came for a bucket of {self._bucket.numel()}")
-        self._bucket.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return data

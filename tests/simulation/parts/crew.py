@@ -17,8 +17,8 @@ from tests.simulation.parts.strikes import Strike
 
 Main = Callable[[SimRuntime], None]
 RESTART_S = (0.2, 1.5)
-TWIN_LIVES_S = 8.0
-"""How long a process that was thought dead lives on beside its successor, at most."""
+TRAP_S = 6.0
+"""How long a plan to strike at a fault point holds."""
 
 
 @dataclass
@@ -26,6 +26,7 @@ class _Trap:
     name: str
     until: float
     num_left: int
+    strike: Strike
 
 
 class Crew:
@@ -98,13 +99,13 @@ class Crew:
         process = self.processes.get(name)
         if strike.kind == "kill" and process is not None:
             process.fuse = int(strike.amount)
-        elif strike.kind == "ambush":
-            self._traps.append(_Trap(name, world.now + 6.0, int(strike.amount)))
+        elif strike.kind in ("ambush", "snare"):
+            self._traps.append(_Trap(name, world.now + TRAP_S, int(strike.amount), strike))
         elif strike.kind == "stop" and process is not None:
             process.freeze()
             world.after(strike.seconds, process.thaw)
         elif strike.kind == "twin" and process is not None:
-            self._forsake(process, strike)
+            self._forsake(process, strike.seconds, strike.amount)
         elif strike.kind == "part":
             one, _, other = name.partition("|")
             self.wires.part(one, other, strike.seconds)
@@ -117,27 +118,35 @@ class Crew:
     def _end_slowness(self) -> None:
         self.wires.delay_share = self.wires.delay_s = 0.0
 
-    def _forsake(self, process: Process, strike: Strike) -> None:
+    def _forsake(self, process: Process, seconds: float, pause_s: float) -> None:
         """Think it dead: it stands still, is replaced, goes on beside its successor, and dies at last."""
         if not process.is_alive:
             return
         process.freeze()
         self.twins.append(process)
-        pause_s = min(strike.seconds, strike.amount)
+        pause_s = min(seconds, pause_s)
         self.world.after(pause_s * self._dice.uniform(0.3, 1.0), self._restart, process)
         self.world.after(pause_s, process.thaw)
-        self.world.after(strike.seconds, process.kill)
+        self.world.after(seconds, process.kill)
 
     def _pass_point(self, process: Process, name: str, place: tuple[int | None, ...]) -> None:
         for trap in list(self._traps):
-            if self.world.now >= trap.until or self.is_calm:
+            if self.world.now >= trap.until:
                 self._traps.remove(trap)
             elif trap.name == process.name:
                 trap.num_left -= 1
                 if trap.num_left < 0:
                     self._traps.remove(trap)
-                    self.world.note(f"ambush at {name} {place}")
-                    process.kill()
+                    self.world.note(f"{trap.strike.kind} at {name} {place}")
+                    self._spring(trap.strike, process)
+                    return
+
+    def _spring(self, strike: Strike, process: Process) -> None:
+        if strike.kind == "ambush":
+            process.kill()
+        else:
+            self._forsake(process, strike.seconds, self._dice.uniform(0.3, strike.seconds))
+            self.world.block(0.0)  # it stands still here
 
     def calm(self) -> None:
         """End what still goes on of faults: what stands still goes on, twins die."""

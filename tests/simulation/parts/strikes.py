@@ -17,11 +17,12 @@ FIRST_S, LAST_S = 0.5, 9.0
 class Strike:
     """One fault: `kind` befalls `target` at `at` for `seconds`; `amount` is a share or a number.
 
-    Kinds: `kill` at the `amount`-th call of the runtime from then on, `ambush` at the `amount`-th fault point;
-    `stop`, as SIGSTOP; `twin`: thought dead, it goes on after the pause beside its successor; `part`: nothing
-    passes between `one|other`; `cut`: connections break; `slow`: messages are late; `garble`: bits flip in
-    weights on their way; `refuse`: the engine's next load fails; `join`, `leave`, `pin`: a replica comes,
-    goes, evaluates.
+    Kinds: `kill` at the `amount`-th call of the runtime from then on; `ambush` at the `amount`-th fault
+    point;
+    `stop`, as SIGSTOP; `twin`: thought dead, it goes on after the pause beside its successor; `snare`: a twin
+    at the `amount`-th fault point; `part`: nothing passes between `one|other`; `cut`: connections break;
+    `slow`: messages are late; `garble`: bits flip in weights on their way; `refuse`: the engine's next load
+    fails; `join`, `leave`, `pin`: a replica comes, goes, evaluates.
     """
 
     at: float
@@ -53,7 +54,7 @@ def draw_strike(dice: random.Random, kind: str, drawn: Kind, replicas: int) -> S
     target = dice.choice(list(drawn.targets)).replace("*", str(dice.randrange(replicas)))
     at = dice.uniform(FIRST_S, LAST_S)
     amount = dice.uniform(*drawn.amount)
-    if kind in ("kill", "ambush"):
+    if kind in ("kill", "ambush", "snare"):
         amount = float(int(amount))
     return Strike(at, kind, target, dice.uniform(*drawn.seconds), amount)
 
@@ -61,7 +62,10 @@ def draw_strike(dice: random.Random, kind: str, drawn: Kind, replicas: int) -> S
 def draw_strikes(
     dice: random.Random, kinds: Mapping[str, Kind], aims: Sequence[str], num: int, replicas: int
 ) -> tuple[Strike, ...]:
-    """Return `num` faults of the kinds in `aims`, by their times. An aim may name its target: `kill:receiver.*`."""
+    """Return `num` faults of the kinds in `aims`, by their times.
+
+    An aim may name its target: `kill:receiver.*`.
+    """
     strikes = []
     for _ in range(num):
         kind, _, target = dice.choice(list(aims)).partition(":")

@@ -50,7 +50,7 @@ ROOM_PAUSE_S, LOST_LOOK_S = 0.1, 1.0
 
 
 def address_of(name: str) -> str:
-    """Return where a service listens: a socket file, which a successor may bind while its forerunner lives."""
+    """Return where a service listens: a file, which a successor may bind while its forerunner lives."""
     return f"ipc:///simulated/{name}"
 
 
@@ -75,7 +75,7 @@ class SyncCluster:
         self.world, self.scenario, self.truth, self.judge = world, scenario, truth, judge
         self.prefix, self.folder = prefix, folder
         self.timing = Timing.of(scenario.deadline_s)
-        self.carriage = Carriage(world, wires)
+        self.carriage = Carriage(world, wires, scenario.bytes_per_s)
         self.refusals: Counter[str] = Counter()
         self.pins: dict[str, float] = {}
         self.replicas: list[str] = []

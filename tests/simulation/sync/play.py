@@ -115,7 +115,7 @@ class Stage:
             judge.say(f"live: {sentence}")
         for sentence in self.world.crashes:
             judge.say(f"bug: {sentence}")
-        for sentence in cluster.carriage.collisions:
+        for sentence in cluster.carriage.faults:
             judge.say(f"S5: {sentence}")
         most = MAX_SEGMENTS_OF_PUBLISHER + MAX_SEGMENTS_OF_REPLICA * len(cluster.replicas)
         found = [path for path in self._folder.iterdir() if path.is_file()]

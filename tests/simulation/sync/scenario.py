@@ -14,6 +14,7 @@ KINDS = {
     "ambush": Kind(SERVICES, amount=(0, 6)),
     "stop": Kind(SERVICES, seconds=(0.3, 9.0)),
     "twin": Kind(SERVICES, seconds=(2.0, 12.0), amount=(0.2, 6.0)),
+    "snare": Kind(SERVICES, seconds=(2.0, 12.0), amount=(0, 6)),
     "part": Kind((*LINKS, "learner.0|publisher.0"), seconds=(0.3, 9.0)),
     "cut": Kind(SERVICES, amount=(0.3, 1.0)),
     "slow": Kind(("",), seconds=(1.0, 6.0), amount=(0.05, 2.0)),
@@ -24,7 +25,7 @@ KINDS = {
     "pin": Kind(("rollout.*",), seconds=(0.5, 4.0)),
 }
 GENERAL = (
-    *("kill", "kill", "ambush", "ambush", "stop", "stop", "twin", "part", "cut", "slow", "garble"),
+    *("kill", "kill", "ambush", "ambush", "stop", "stop", "twin", "snare", "part", "cut", "slow", "garble"),
     *("refuse", "join", "leave", "pin"),
 )
 CLASSES: dict[str, tuple[str, ...]] = {
@@ -33,9 +34,9 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "kill_receiver": ("ambush:receiver.*", "kill:receiver.*"),
     "kill_publisher": ("ambush:publisher.0", "kill:publisher.0"),
     "kill_coordinator": ("ambush:weight_sync.0", "kill:weight_sync.0"),
-    "kill_learner": ("ambush:learner.0", "kill:learner.0", "twin:learner.0"),
+    "kill_learner": ("ambush:learner.0", "kill:learner.0", "twin:learner.0", "snare:learner.0"),
     "kill_replica": ("kill:rollout.*", "ambush:rollout.*", "refuse"),
-    "zombie": ("twin", "twin:weight_sync.0", "twin:learner.0", "twin:rollout.*", "ambush"),
+    "zombie": ("twin", "twin:weight_sync.0", "twin:learner.0", "twin:rollout.*", "snare", "snare:learner.0"),
     "silent": ("stop",),
     "garbled": ("garble",),
     "partition": ("part",),
@@ -60,6 +61,7 @@ class Scenario:
     replicas: int
     versions: int
     every_s: float
+    bytes_per_s: float
     deadline_s: float
     parallelism: int
     uses_delta: bool
@@ -74,7 +76,8 @@ class Scenario:
     def describe(self) -> list[str]:
         """Return lines for a reader."""
         shape = (
-            f"seed {self.seed}: {self.replicas} replicas, {self.versions} versions, one in {self.every_s:.2f} s, "
+            f"seed {self.seed}: {self.replicas} replicas, {self.versions} versions, "
+            f"one in {self.every_s:.2f} s, {self.bytes_per_s:.0f} bytes per s, "
             f"deadline {self.deadline_s:.1f} s, parallelism {self.parallelism}, preempts {self.preempts}"
             f"{', delta' if self.uses_delta else ''}"
         )
@@ -85,12 +88,13 @@ def draw_scenario(seed: int, faults: str) -> Scenario:
     """Return what a seed stands for in a class of faults."""
     dice = random.Random(f"sync/{faults}/{seed}")
     replicas, aims = dice.randint(1, 3), CLASSES[faults]
-    num = dice.randint(1, 5) if aims else 0
+    num = dice.randint(1, 8) if aims else 0
     return Scenario(
         seed=seed,
         replicas=replicas,
         versions=dice.randint(3, 7),
         every_s=dice.uniform(0.5, 2.0),
+        bytes_per_s=dice.choice((4_000.0, 12_000.0, 60_000.0)),
         deadline_s=dice.uniform(4.0, 8.0),
         parallelism=dice.randint(1, 2),
         uses_delta=faults == "delta" or dice.random() < 0.25,
