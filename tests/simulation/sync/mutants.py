@@ -1,0 +1,243 @@
+"""Mutants of weight sync."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.rpc.client import AsyncClient, Client
+from tests.simulation.mutation import Mutant, Patch, always
+from weight_sync import publisher, receiver
+from weight_sync.carrier import Carrier
+from weight_sync.coordination.mail import Mailbox, ReportLog
+from weight_sync.coordinator import CoordinatorService
+from weight_sync.handoff import Handoff
+from weight_sync.liaison import Liaison
+from weight_sync.memory.pool import SegmentPool, Slot
+from weight_sync.memory.shelf import Copy, Shelf
+from weight_sync.protocol.members import Member
+from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Pin
+from weight_sync.protocol.protocol import Coordination
+
+ReceiverService = receiver.ReceiverService
+PublisherService = publisher.PublisherService
+
+
+def _open_any(self: SegmentPool, token: int) -> None:
+    self.token = max(self.token, token)
+
+
+def _take_any(self: Shelf, serving: int) -> Copy | None:
+    if self._committed is not None and self._taken is None:
+        self._taken, self._committed = self._committed, None
+    return self._taken
+
+
+def _abandon_to_all(self: Shelf, round_id: int, copy: Copy) -> None:
+    self.give_back(copy)
+
+
+def _keep_line(self: Client) -> bool:
+    self._line.look()
+    return self._line.is_up
+
+
+def _keep_async_line(self: AsyncClient) -> bool:
+    self._line.look()
+    return self._line.is_up
+
+
+def _forget_orders(self: Mailbox, seq: int) -> None:
+    self.orders.clear()
+
+
+def _free_any_slot(self: SegmentPool) -> Slot | None:
+    return min(self._slots, key=lambda slot: slot.number, default=None)
+
+
+def _same_name(self: Shelf, prefix: str, life: str, keeps_base: bool = False) -> None:
+    _SHELF(self, prefix, "0", keeps_base)
+
+
+def _send_once(self: Liaison) -> None:
+    while (report := self._reports.get()) is not None and not self._stop.is_set():
+        self._try_report(report)
+
+
+def _deliver_any(self: Liaison, session: int) -> bool:
+    return True
+
+
+def _never_lift(self: Member) -> None:
+    pass
+
+
+def _unverified(self: Any, manifest: Any) -> Any:
+    return always(None)
+
+
+def _stay_loaded(self: Any, request: Any, asked: Any) -> Any:
+    """Believe that a load was made, however it ended."""
+    return _LOADED(self, request, type(asked)(**{**_fields(asked), "ok": True}))
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in message.__struct_fields__}
+
+
+_SHELF, _LOADED = Shelf.__init__, ReceiverService._take_loaded
+
+MUTANTS = (
+    Mutant(
+        "digests",
+        "a bucket's digest is checked before a version counts as verified",
+        "garbled",
+        (Patch(ReceiverService, "_verifier", _unverified),),
+    ),
+    Mutant(
+        "publisher_token",
+        "an older learner's publish is refused",
+        "kill_learner",
+        (Patch(SegmentPool, "open", _open_any),),
+    ),
+    Mutant(
+        "coordinator_token",
+        "peers and coordinators heed the newest coordinator's token (both guards)",
+        "zombie",
+        (
+            Patch(Allegiance, "hear", always(Hearing.SAME)),
+            Patch(CoordinatorService, "_check_token", always(None)),
+        ),
+    ),
+    Mutant(
+        "taken_twice", "an engine is handed only what is newer", "general", (Patch(Shelf, "take", _take_any),)
+    ),
+    Mutant(
+        "abandoned",
+        "a copy that a thread may still write to is not given away",
+        "silent",
+        (Patch(Shelf, "abandon", _abandon_to_all),),
+    ),
+    Mutant(
+        "client_line",
+        "a client that lost its connection makes another one",
+        "broken_lines",
+        (Patch(Client, "_has_connection", _keep_line),),
+    ),
+    Mutant(
+        "async_client_line",
+        "a client of an event loop that lost its connection makes another one",
+        "broken_lines",
+        (Patch(AsyncClient, "_has_connection", _keep_async_line),),
+    ),
+    Mutant(
+        "orders_kept",
+        "an order is kept until its peer acknowledges it",
+        "broken_lines",
+        (Patch(Mailbox, "acknowledge", _forget_orders),),
+    ),
+    Mutant(
+        "current_kept",
+        "the publisher's current version is never given away",
+        "late_joiner",
+        (Patch(SegmentPool, "_free_slot", _free_any_slot),),
+    ),
+    Mutant(
+        "legacy",
+        "a publisher goes on where its forerunner stopped, or the learner publishes again (both guards)",
+        "kill_publisher",
+        (Patch(SegmentPool, "_take_over", always(None)), Patch(Handoff, "has_lost", always(False))),
+    ),
+    Mutant(
+        "names_of_copies",
+        "no name of a copy occurs twice, and a digest is checked (both guards)",
+        "kill_receiver",
+        (Patch(Shelf, "__init__", _same_name),),
+    ),
+    Mutant(
+        "ghosts",
+        "a replica that another one has followed is not heard, and what it reads is not written (both guards)",
+        "zombie",
+        (Patch(ReceiverService, "_is_past", always(False)), Patch(Shelf, "disown", always(None))),
+    ),
+    Mutant(
+        "late_calls",
+        "a replica's call that comes late is not believed",
+        "pinned",
+        (Patch(ReceiverService, "_is_late", always(False)),),
+    ),
+    Mutant(
+        "deadlines",
+        "rounds have deadlines",
+        "silent",
+        (Patch(Coordination, "tick", always(None)),),
+    ),
+    Mutant(
+        "reports_made_good",
+        "a report that was lost is made good by a hello",
+        "partition",
+        (Patch(Liaison, "_send_reports", _send_once),),
+    ),
+    Mutant(
+        "hello_after_restart",
+        "a peer that a coordinator does not know says hello",
+        "kill_coordinator",
+        (Patch(Liaison, "_say_hello", _deliver_any),),
+    ),
+    Mutant(
+        "new_connection",
+        "a peer whose coordinator is silent connects anew",
+        "zombie",
+        (Patch(Liaison, "_connect_anew", lambda self, client: client),),
+    ),
+    Mutant(
+        "pins_end",
+        "a pin ends with the replica that asked for it",
+        "pinned",
+        (Patch(Pin, "meet", always(False)), Patch(Pin, "end", always(False))),
+    ),
+    Mutant(
+        "failed_loads",
+        "a version whose load failed is loaded again",
+        "refusing",
+        (Patch(ReceiverService, "_take_loaded", _stay_loaded),),
+    ),
+    Mutant(
+        "rounds_once",
+        "a round that is over is not begun again",
+        "general",
+        (Patch(Attendance, "end", always(True)),),
+    ),
+    Mutant(
+        "untaken",
+        "a copy whose engine is gone is given to the next one",
+        "kill_replica",
+        (Patch(Shelf, "untake", always(None)),),
+    ),
+    Mutant(
+        "hellos_numbered",
+        "a hello or a report that comes late changes nothing",
+        "zombie",
+        (Patch(ReportLog, "is_new", always(True)), Patch(ReportLog, "newest", always(0))),
+    ),
+    Mutant(
+        "broken_groups",
+        "a group that broke is not used again",
+        "kill_receiver",
+        (Patch(Carrier, "abort", always(None)),),
+    ),
+    Mutant(
+        "serving_told",
+        "a receiver tells that its replica was started anew",
+        "kill_replica",
+        (Patch(ReceiverService, "_note_serving", always(None)),),
+    ),
+    Mutant(
+        "aborts_end",
+        "a transfer that was aborted gives its copy back",
+        "general",
+        (Patch(PublisherService, "_abort", always(None)), Patch(ReceiverService, "_abort", always(None))),
+    ),
+    Mutant(
+        "fences_end", "a fence is lifted by catching up", "silent", (Patch(Member, "catch_up", _never_lift),)
+    ),
+)
