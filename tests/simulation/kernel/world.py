@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import heapq
 import random
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +22,8 @@ import greenlet
 JITTER_S = 2e-5
 """A task that was woken runs up to so much later: which of two runs first is drawn."""
 MAX_EVENTS = 400_000
+TRACERS: list[Any] = []
+"""Of Python, which keeps one for each greenlet: the last is set in each task that begins."""
 
 
 class Over(BaseException):
@@ -69,6 +72,8 @@ class Task:
 
     def _work(self, _: object = None) -> None:
         world = self.process.world
+        if TRACERS:
+            sys.settrace(TRACERS[-1])
         try:
             self._run()
         except Over:

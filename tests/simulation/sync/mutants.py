@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     Mutant(
         "ghosts",
-        "a replica that another one has followed is not heard, and what it reads is not written (both guards)",
+        "who was followed by another replica is not heard, and what it reads not written (both)",
         "zombie",
         (Patch(ReceiverService, "_is_past", always(False)), Patch(Shelf, "disown", always(None))),
     ),

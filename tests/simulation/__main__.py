@@ -1,0 +1,10 @@
+"""Plays seeds of simulated runs: `python -m tests.simulation [--scope sync] [--seeds 100] [--faults CLASS]`."""
+
+from __future__ import annotations
+
+import sys
+
+from tests.simulation.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

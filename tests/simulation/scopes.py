@@ -1,0 +1,84 @@
+"""The scopes of the simulator: which services play together, under which faults, and which mutants there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tests.simulation.mutation import Mutant
+from tests.simulation.outcome import Outcome
+from tests.simulation.sync.mutants import MUTANTS as SYNC_MUTANTS
+from tests.simulation.sync.play import play as play_sync
+from tests.simulation.sync.scenario import CLASSES as SYNC_CLASSES
+from tests.simulation.sync.scenario import draw_scenario as draw_sync
+
+GENERAL = "general"
+RPC_FILES = (
+    "asyncrl/rpc/client.py",
+    "asyncrl/rpc/operations.py",
+    "asyncrl/rpc/request.py",
+    "asyncrl/rpc/server.py",
+)
+SYNC_FILES = (
+    *RPC_FILES,
+    "weight_sync/carrier.py",
+    "weight_sync/coordination/mail.py",
+    "weight_sync/coordinator.py",
+    "weight_sync/encoding/courier.py",
+    "weight_sync/handoff.py",
+    "weight_sync/liaison.py",
+    "weight_sync/link.py",
+    "weight_sync/memory/legacy.py",
+    "weight_sync/memory/pool.py",
+    "weight_sync/memory/shelf.py",
+    "weight_sync/memory/staging.py",
+    "weight_sync/protocol/conduct.py",
+    "weight_sync/protocol/floor.py",
+    "weight_sync/protocol/judgement.py",
+    "weight_sync/protocol/members.py",
+    "weight_sync/protocol/peer.py",
+    "weight_sync/protocol/permits.py",
+    "weight_sync/protocol/protocol.py",
+    "weight_sync/protocol/rounds.py",
+    "weight_sync/publisher.py",
+    "weight_sync/receiver.py",
+)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """See the module.
+
+    Attributes:
+        play: Plays a seed of a class, and keeps the lines of its trace where that is asked for.
+        describe: Returns a seed's scenario in lines.
+        files: Production modules whose statements are counted.
+    """
+
+    name: str
+    play: Callable[[int, str, bool], Outcome]
+    describe: Callable[[int, str], list[str]]
+    classes: tuple[str, ...]
+    mutants: Sequence[Mutant]
+    files: tuple[str, ...]
+
+    def faults_of(self, seed: int) -> str:
+        """Return the class of a seed where none is asked for: every other one general, the rest in turn."""
+        aimed = [name for name in self.classes if name != GENERAL]
+        return aimed[seed // 2 % len(aimed)] if seed % 2 else GENERAL
+
+    def mutant(self, name: str) -> Mutant:
+        """Return the mutant of a name."""
+        return next(one for one in self.mutants if one.name == name)
+
+
+SCOPES = {
+    "sync": Scope(
+        "sync",
+        play_sync,
+        lambda seed, faults: draw_sync(seed, faults).describe(),
+        tuple(SYNC_CLASSES),
+        SYNC_MUTANTS,
+        SYNC_FILES,
+    ),
+}
