@@ -1,4 +1,4 @@
-"""Plays seeds of simulated runs: `python -m tests.simulation [--scope sync] [--seeds 100] [--faults CLASS]`."""
+"""Plays seeds of simulated runs: `python -m tests.simulation [--scope sync] [--seeds 100]`."""
 
 from __future__ import annotations
 

@@ -83,7 +83,8 @@ def print_seeds(outcomes: Iterator[Outcome], stops: bool) -> int:
     minutes = (time.monotonic() - began) / 60
     rate = num_seeds / max(minutes, 1e-9)
     print(
-        f"{num_seeds} seeds of {virtual_s / num_seeds:.0f} virtual s, {rate:.0f} a minute: {num_broken} broken"
+        f"{num_seeds} seeds of {virtual_s / num_seeds:.0f} virtual s, {rate:.0f} a minute: "
+        f"{num_broken} broke a promise"
     )
     return num_broken
 

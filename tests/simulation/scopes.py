@@ -1,4 +1,4 @@
-"""The scopes of the simulator: which services play together, under which faults, and which mutants there are."""
+"""The scopes of the simulator: the services that play together, their faults, and the mutants of them."""
 
 from __future__ import annotations
 

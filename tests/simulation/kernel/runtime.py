@@ -44,7 +44,7 @@ class SimRuntime:
         return self.world.new_id()
 
     def resident_bytes(self) -> int:
-        return 0
+        return self.process.memory_bytes
 
     def event(self) -> Event:
         return SimEvent(self.world)

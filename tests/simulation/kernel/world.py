@@ -93,6 +93,7 @@ class Process:
 
     Attributes:
         host: Processes of a host share a clock.
+        memory_bytes: It holds.
         fuse: Calls of the runtime that are left until it is killed; None for no such plan.
         at_end: Called when it is killed: what the kernel gives back.
     """
@@ -100,6 +101,7 @@ class Process:
     def __init__(self, world: World, name: str, pid: int, host: str) -> None:
         self.world, self.name, self.pid, self.host = world, name, pid, host
         self.is_alive, self.is_frozen = True, False
+        self.memory_bytes = 0
         self.fuse: int | None = None
         self.tasks: list[Task] = []
         self.at_end: list[Callable[[], None]] = []

@@ -13,10 +13,12 @@ from asyncrl.errors import AsyncrlError
 from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.runtime import SimRuntime
 from tests.simulation.kernel.world import Process, World
+from tests.simulation.parts.intruder import intrude
 from tests.simulation.parts.strikes import Strike
 
 Main = Callable[[SimRuntime], None]
 RESTART_S = (0.2, 1.5)
+SWOLLEN_BYTES = 1 << 40
 TRAP_S = 6.0
 """How long a plan to strike at a fault point holds."""
 
@@ -35,6 +37,7 @@ class Crew:
     Args:
         mains: By kind of service, returns what a process of that name does.
         hosts: By kind of service, the host; `*` stands for the number.
+        address_of: Returns where a service of a name listens.
 
     Attributes:
         processes: The newest one of each name.
@@ -44,9 +47,15 @@ class Crew:
     """
 
     def __init__(
-        self, world: World, wires: Wires, mains: dict[str, Callable[[str], Main]], hosts: dict[str, str]
+        self,
+        world: World,
+        wires: Wires,
+        mains: dict[str, Callable[[str], Main]],
+        hosts: dict[str, str],
+        address_of: Callable[[str], str],
     ) -> None:
         self.world, self.wires, self._mains, self._hosts = world, wires, mains, hosts
+        self.address_of = address_of
         self.processes: dict[str, Process] = {}
         self.twins: list[Process] = []
         self.gone: set[str] = set()
@@ -111,6 +120,10 @@ class Crew:
             self.wires.part(one, other, strike.seconds)
         elif strike.kind == "cut":
             self.wires.cut(name, strike.amount)
+        elif strike.kind == "intrude":
+            intrude(world.process("intruder"), self.wires, self.address_of(name))
+        elif strike.kind == "swell" and process is not None:
+            process.memory_bytes += SWOLLEN_BYTES
         elif strike.kind == "slow":
             self.wires.delay_share, self.wires.delay_s = 0.3, strike.amount
             world.after(strike.seconds, self._end_slowness)

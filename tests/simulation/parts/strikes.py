@@ -21,6 +21,7 @@ class Strike:
     point;
     `stop`, as SIGSTOP; `twin`: thought dead, it goes on after the pause beside its successor; `snare`: a twin
     at the `amount`-th fault point; `part`: nothing passes between `one|other`; `cut`: connections break;
+    `intrude`: somebody sends it what no client sends; `swell`: its memory grows beyond the bound;
     `slow`: messages are late; `garble`: bits flip in weights on their way; `refuse`: the engine's next load
     fails; `join`, `leave`, `pin`: a replica comes, goes, evaluates.
     """

@@ -32,7 +32,8 @@ class Judge:
         self._served: dict[Process, int] = {}
         self._loaded: defaultdict[str, set[int]] = defaultdict(set)
         self._verified: defaultdict[str, set[int]] = defaultdict(set)
-        self._opened: dict[str, int] = {}
+        self._opened: dict[str, int] = {}  # by publisher's process, the newest token
+        self._opened_at: dict[int, int] = {}  # by number, when its commit came
         world.on_point.append(self._pass_point)
 
     def say(self, sentence: str) -> None:
@@ -41,8 +42,12 @@ class Judge:
         self.broken.append(f"{self.world.now:.2f} s: {sentence}")
 
     def _pass_point(self, process: Process, name: str, place: tuple[int | None, ...]) -> None:
-        if name == "receiver.verified" and place[0] is not None:
-            self._verified[process.name].add(place[0])
+        number = place[0] if place else None
+        if name == "receiver.verified" and number is not None:
+            self._verified[process.name].add(number)
+        elif name == "publisher.commit" and number is not None:
+            newest = self._opened.get(repr(process), 0)
+            self._opened_at[number] = min(newest, self._opened_at.get(number, newest))
 
     # --- engines ----------------------------------------------------------------------------------
 
@@ -79,8 +84,9 @@ class Judge:
     def hear_publish(self, process: Process, token: int, number: int) -> None:
         """A publisher has taken a version."""
         self.num_published += 1
-        self.truth.published = max(self.truth.published, number)
-        newest = self._opened.get(self._publisher_of(process), 0)
+        if token == self.truth.token:  # else an older learner's, at a publisher that another one has followed
+            self.truth.published = max(self.truth.published, number)
+        newest = self._opened_at.get(number, 0)
         self.world.note(f"published {process} {number} with token {token}")
         if token < newest:
             self.say(f"S5: version {number} of token {token} was taken after token {newest} was opened")

@@ -20,13 +20,15 @@ KINDS = {
     "slow": Kind(("",), seconds=(1.0, 6.0), amount=(0.05, 2.0)),
     "garble": Kind(("receiver.*",), seconds=(0.5, 5.0), amount=(0.05, 0.5)),
     "refuse": Kind(("rollout.*",)),
+    "intrude": Kind(("weight_sync.0", "publisher.0", "receiver.*")),
+    "swell": Kind(("weight_sync.0", "publisher.0", "receiver.*")),
     "join": Kind(("",)),
     "leave": Kind(("rollout.*",)),
     "pin": Kind(("rollout.*",), seconds=(0.5, 4.0)),
 }
 GENERAL = (
     *("kill", "kill", "ambush", "ambush", "stop", "stop", "twin", "snare", "part", "cut", "slow", "garble"),
-    *("refuse", "join", "leave", "pin"),
+    *("refuse", "join", "leave", "pin", "intrude", "swell"),
 )
 CLASSES: dict[str, tuple[str, ...]] = {
     "general": GENERAL,
@@ -44,6 +46,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "delta": ("ambush:receiver.*", "ambush:publisher.0", "garble", "cut", "join"),
     "pinned": ("pin", "pin", "kill:rollout.*", "kill:receiver.*", "twin:rollout.*"),
     "refusing": ("refuse", "refuse", "slow"),
+    "hostile": ("intrude", "intrude", "swell", "slow"),
     "broken_lines": ("cut", "slow"),
 }
 
