@@ -162,6 +162,7 @@ class Pipe:
             self.cut()
         elif way == TO_LISTENER:
             self.unread.append(parts)
+            self.listener.pipes[self.number] = self  # also of a caller that is gone
             self.listener.readable.wake()
         else:
             self.line.take(parts)

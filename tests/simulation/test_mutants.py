@@ -1,0 +1,52 @@
+"""Mutants: the simulator sees each guard of production that is taken out."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.simulation.command import play_seeds
+from tests.simulation.mutation import PRODUCTION, mutated
+from tests.simulation.scopes import GENERAL, SCOPES
+
+ALL = [(scope.name, mutant.name) for scope in SCOPES.values() for mutant in scope.mutants]
+QUICK = [("sync", "digests"), ("sync", "serving_told"), ("sync", "rounds_once"), ("sync", "abandoned")]
+NUM_AIMED, NUM_GENERAL = 200, 2000
+
+
+def first_found(scope: str, name: str) -> int | None:
+    """Return the first seed at which a mutant breaks a promise."""
+    mutant = SCOPES[scope].mutant(name)
+    most = NUM_GENERAL if mutant.faults == GENERAL else NUM_AIMED
+    outcomes = play_seeds(SCOPES[scope], range(most), None, mutant)
+    return next((one.seed for one in outcomes if one.broken), None)
+
+
+def test_mutants_patch_modules_of_production_only() -> None:
+    for scope, name in ALL:
+        for patch in SCOPES[scope].mutant(name).patches:
+            assert patch.module.split(".")[0] in PRODUCTION, name
+            module = sys.modules[patch.module]
+            assert "/tests/" not in str(module.__file__), name
+
+
+def test_a_mutant_is_gone_after_its_seed() -> None:
+    for scope, name in ALL:
+        mutant = SCOPES[scope].mutant(name)
+        before = [vars(patch.target)[patch.name] for patch in mutant.patches]
+        with mutated(mutant):
+            assert [vars(patch.target)[patch.name] for patch in mutant.patches] != before
+        assert [vars(patch.target)[patch.name] for patch in mutant.patches] == before
+
+
+@pytest.mark.parametrize(("scope", "name"), QUICK)
+def test_a_guard_that_is_taken_out_is_missed(scope: str, name: str) -> None:
+    assert first_found(scope, name) is not None
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("scope", "name"), [one for one in ALL if one not in QUICK])
+def test_every_guard_that_is_taken_out_is_missed(scope: str, name: str) -> None:
+    assert first_found(scope, name) is not None

@@ -1,0 +1,71 @@
+"""Seeds of every scope and class of faults: no promise is broken, and a seed is always the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.simulation.command import main, play_seeds
+from tests.simulation.outcome import Outcome
+from tests.simulation.scopes import SCOPES
+
+CASES = [(scope.name, faults) for scope in SCOPES.values() for faults in scope.classes]
+NUM_SEEDS, NUM_LONG_SEEDS = 3, 1500
+DIGESTS = """
+import logging
+from tests.simulation.command import play_seeds
+from tests.simulation.scopes import SCOPES
+logging.getLogger().setLevel(logging.CRITICAL)
+print([one.trace for name in sorted(SCOPES) for one in play_seeds(SCOPES[name], range(6))])
+"""
+
+
+def broken(outcomes: list[Outcome]) -> list[str]:
+    return [f"--faults {one.faults} --trace {one.seed}: {one.broken}" for one in outcomes if one.broken]
+
+
+@pytest.mark.parametrize(("scope", "faults"), CASES)
+def test_seeds_keep_every_promise(scope: str, faults: str) -> None:
+    outcomes = list(play_seeds(SCOPES[scope], range(NUM_SEEDS), faults))
+    assert broken(outcomes) == []
+    assert all(one.num_events > 500 for one in outcomes), "something happens in every seed"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_more_than_a_thousand_seeds_keep_every_promise(scope: str) -> None:
+    outcomes = list(play_seeds(SCOPES[scope], range(NUM_LONG_SEEDS)))
+    assert broken(outcomes) == []
+
+
+def digests(hash_seed: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    return subprocess.Popen(
+        [sys.executable, "-c", DIGESTS], env=environment, stdout=subprocess.PIPE, text=True, cwd=os.getcwd()
+    )
+
+
+def test_a_seed_is_the_same_in_every_process_whatever_the_hashes_of_texts_are_there() -> None:
+    first, second = digests("1"), digests("77")
+    found = [one.communicate(timeout=120)[0] for one in (first, second)]
+    assert found[0] == found[1] and len(set(found[0].split(","))) > 5
+
+
+def test_a_seed_is_the_same_whether_others_were_played_before_it() -> None:
+    for scope in SCOPES.values():
+        again = next(play_seeds(scope, range(2, 3)))
+        behind = list(play_seeds(scope, range(3)))[2]
+        assert (again.trace, again.num_events) == (behind.trace, behind.num_events)
+
+
+def test_the_command_tells_of_broken_promises_by_its_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "2"]) == 0
+    assert "0 broke a promise" in capsys.readouterr().out
+    assert main(["--seeds", "20", "--mutant", "digests"]) == 1
+    assert "other bytes" in capsys.readouterr().out
+    assert main(["--trace", "0", "--faults", "calm"]) == 0
+    assert "start publisher.0" in capsys.readouterr().out
