@@ -72,6 +72,7 @@ class Leader:
             max_stall_s=config.checkpoint.max_stall_s,
             best_metric=config.checkpoint.best_metric,
             committed=lambda: [commit.step for commit in self._commits],
+            runtime=self._runtime,
         )
         self._watch = Watch(config.guard, config.model.dtype)
         self._commits: list[Commit] = []

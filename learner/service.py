@@ -68,13 +68,13 @@ class LearnerService:
         self._policy, self._critic = models.policy, models.critic
         self._objective = objective
         self._store = store
-        self._writer = BackgroundWriter(ranks.rank)
         self._weights_dir = weights_dir
         self._leader = leader
         if leader is not None:
             leader.controllers = objective.read_controllers()
         self._together = TogetherWriter(ranks)
         self._runtime = runtime or ThreadRuntime()
+        self._writer = BackgroundWriter(ranks.rank, runtime=self._runtime)
         self._watch = Stopwatch(self._runtime)
         self._recorder = recorder
         source = intake if recorder is None else Recording(intake, recorder)

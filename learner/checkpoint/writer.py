@@ -10,15 +10,16 @@ time, and the commit is made by the caller's thread.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from asyncrl.clock import Clock, SystemClock
 from asyncrl.errors import CheckpointError, DeadlineExceeded
 from asyncrl.faults import fault_point
+from asyncrl.runtime import Runtime, Task
+from asyncrl.threads import ThreadRuntime
 from learner.checkpoint.snapshot import Snapshot, remove_files
 from learner.checkpoint.store import CheckpointStore, Cut
 
@@ -37,10 +38,13 @@ class BackgroundWriter:
     `problem` is why the last one could not be written, empty if it was or is not done yet.
     """
 
-    def __init__(self, rank: int, deadline_s: float = WRITE_DEADLINE_S) -> None:
+    def __init__(
+        self, rank: int, deadline_s: float = WRITE_DEADLINE_S, runtime: Runtime | None = None
+    ) -> None:
         self._rank = rank
         self._deadline_s = deadline_s
-        self._thread: threading.Thread | None = None
+        self._runtime = runtime or ThreadRuntime()
+        self._thread: Task | None = None
         self._folder = Path()
         self.problem = ""
 
@@ -57,10 +61,7 @@ class BackgroundWriter:
         self.join()
         snapshots = {name: call() for name, call in take.items()}
         self._folder = folder
-        self._thread = threading.Thread(
-            target=self._write, args=(folder, snapshots), name="checkpoint-writer", daemon=True
-        )
-        self._thread.start()
+        self._thread = self._runtime.spawn("checkpoint-writer", partial(self._write, folder, snapshots))
 
     def join(self) -> None:
         """Wait for the checkpoint that is being written, if any.
@@ -94,16 +95,16 @@ class BackgroundWriter:
     def _mark(self, folder: Path, problem: str) -> None:
         """Tell rank 0 that this rank is done, as soon as the disk takes it; for so long rank 0 waits."""
         mark = folder / f"{MARK}{self._rank:05d}"
-        partial = mark.with_name(f".{mark.name}")
-        end = time.monotonic() + self._deadline_s
-        while time.monotonic() < end:
+        draft = mark.with_name(f".{mark.name}")
+        end = self._runtime.now() + self._deadline_s
+        while self._runtime.now() < end:
             try:
-                partial.write_text(problem)
-                partial.replace(mark)
+                draft.write_text(problem)
+                draft.replace(mark)
                 return
             except OSError as error:
                 self.problem = problem or f"rank {self._rank}: {error}"
-            time.sleep(MARK_AGAIN_S)
+            self._runtime.sleep(MARK_AGAIN_S)
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class CheckpointKeeper:
         max_stall_s: float,
         best_metric: str = "",
         committed: Callable[[], Iterable[int]] | None = None,
-        clock: Clock | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         self._store = store
         self._commit = commit
@@ -149,8 +150,8 @@ class CheckpointKeeper:
         self._max_stall_s = max_stall_s
         self._best_metric = best_metric
         self._committed = committed or store.steps
-        self._clock = clock or SystemClock()
-        self._thread: threading.Thread | None = None
+        self._runtime = runtime or ThreadRuntime()
+        self._thread: Task | None = None
         self._sealed = _Sealed()
         self._step = 0
         self._metrics: dict[str, float] = {}
@@ -161,9 +162,9 @@ class CheckpointKeeper:
         Raises:
             CheckpointError: It could not be written.
         """
-        began = self._clock.now()
+        began = self._runtime.now()
         has_room = self.commit_finished(self._max_stall_s)
-        self._add("checkpoint/wait_s", self._clock.now() - began)
+        self._add("checkpoint/wait_s", self._runtime.now() - began)
         self._add("checkpoint/skipped", float(not has_room))
         return has_room
 
@@ -184,10 +185,7 @@ class CheckpointKeeper:
         """Seal the checkpoint of `step` as soon as all ranks have written theirs."""
         assert self._thread is None, "one checkpoint is written at a time"
         self._step = step
-        self._thread = threading.Thread(
-            target=self._seal, args=(step, token, cut), name="checkpoint-sealer", daemon=True
-        )
-        self._thread.start()
+        self._thread = self._runtime.spawn("checkpoint-sealer", partial(self._seal, step, token, cut))
 
     def commit_finished(self, wait_s: float = 0.0) -> bool:
         """Commit what was sealed meanwhile; return whether nothing is being written any more.
@@ -226,7 +224,7 @@ class CheckpointKeeper:
         began = time.perf_counter()
         folder = self._store.temporary(step)
         try:
-            await_marks(folder, self._world_size, WRITE_DEADLINE_S)
+            await_marks(folder, self._world_size, WRITE_DEADLINE_S, self._runtime)
             num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             digest = self._store.seal(step, token, cut)
         except Exception as error:  # the end of a thread: `commit_finished` raises it, whatever it was
@@ -245,18 +243,19 @@ def _unwritten(step: int, error: Exception) -> CheckpointError:
     )
 
 
-def await_marks(folder: Path, world_size: int, deadline_s: float) -> None:
+def await_marks(folder: Path, world_size: int, deadline_s: float, runtime: Runtime | None = None) -> None:
     """Wait until every rank has written, and remove the marks.
 
     Raises:
         CheckpointError: A rank could not write, or the deadline has passed.
     """
-    end = time.monotonic() + deadline_s
+    runtime = runtime or ThreadRuntime()
+    end = runtime.now() + deadline_s
     while len(marks := sorted(folder.glob(f"{MARK}*"))) < world_size:
-        if time.monotonic() >= end:
+        if runtime.now() >= end:
             missing = world_size - len(marks)
             raise CheckpointError(f"{missing} of {world_size} ranks have not written in {deadline_s:g} s")
-        time.sleep(POLL_S)
+        runtime.sleep(POLL_S)
     problems = [problem for mark in marks if (problem := mark.read_text())]
     if problems:
         raise CheckpointError("; ".join(problems))

@@ -66,7 +66,6 @@ ALLOWED = {
     "asyncrl/control/row_fetcher.py": CONTROL,
     "asyncrl/control/supervisor.py": CONTROL,
     "asyncrl/control/upkeep/keeper.py": CONTROL,
-    "learner/checkpoint/writer.py": LEARNING,
     "learner/record/processes.py": LEARNING,
     "learner/record/recorder.py": LEARNING,
     "rollout_service/engine/plugin.py": ENGINE,
@@ -76,7 +75,7 @@ ALLOWED = {
     "rollout_service/rewards/served/frames.py": ENGINE,
     "weight_sync/backends/nccl.py": "a transport, which tests in virtual time play",
 }
-MOST_ALLOWED = 48
+MOST_ALLOWED = 47
 """Lower it with each entry that goes."""
 CONSTRUCTED = (
     "Client",
