@@ -55,7 +55,7 @@ class SimRuntime:
     def queue(self) -> Queue[Any]:
         return SimQueue(self.world)
 
-    def spawn(self, name: str, run: Callable[[], None]) -> Task:
+    def spawn(self, name: str, run: Callable[[], object]) -> Task:
         self.world.touch()
         return SimTask(self.world, self.world.spawn(self.process, name, run))
 
