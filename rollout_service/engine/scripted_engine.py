@@ -135,5 +135,5 @@ async def _wait(ended: asyncio.Event, time_s: float) -> None:
 
 def _spans(versions: list[int]) -> tuple[Span, ...]:
     starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
-    ends = [*starts[1:], len(versions)]
+    ends = [*starts[1:], len(versions)] if versions else []
     return tuple(Span(versions[start], start, end) for start, end in zip(starts, ends, strict=True))

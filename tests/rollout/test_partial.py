@@ -26,7 +26,7 @@ from rollout_service import carry
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.data.sources import load_prompts
 from rollout_service.engine.metered import MeteredEngine
-from rollout_service.engine.protocol import Completion, Sampling
+from rollout_service.engine.protocol import Completion, Interrupted, Sampling
 from rollout_service.engine.scripted_engine import ScriptedEngine, scripted_logprob
 from rollout_service.episode import SingleTurn
 from rollout_service.groups import GroupRunner, GroupSettings
@@ -218,6 +218,21 @@ def test_the_rest_is_sampled_under_a_seed_of_its_own_and_versions_that_meet_are_
         np.arange(3, dtype=np.int32), np.zeros(3, np.float32), (Span(3, 0, 1), Span(5, 1, 3)), "stop"
     )
     assert carry.join(begun, rest_of).spans == (Span(3, 0, 5), Span(5, 5, 7))
+
+
+def test_a_request_that_is_interrupted_before_its_first_token_has_an_empty_beginning():
+    async def interrupt() -> Completion:
+        engine = ScriptedEngine(EOS, tokens_per_s=1.0)
+        await engine.start()
+        request = asyncio.create_task(engine.generate([1], Sampling(1.0, 4, 0), "request"))
+        await asyncio.sleep(0)
+        await engine.interrupt()
+        with pytest.raises(Interrupted) as found:
+            await request
+        return found.value.completion
+
+    beginning = asyncio.run(interrupt())
+    assert (beginning.token_ids.tolist(), beginning.spans) == ([], ())
 
 
 def test_a_stop_string_across_the_boundary_ends_the_answer_where_it_is_complete():
