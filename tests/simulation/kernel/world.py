@@ -61,7 +61,9 @@ class Task:
         loop: The event loop that runs in it while it is switched away from.
     """
 
-    def __init__(self, name: str, process: Process, run: Callable[[], None], hub: greenlet.greenlet) -> None:
+    def __init__(
+        self, name: str, process: Process, run: Callable[[], object], hub: greenlet.greenlet
+    ) -> None:
         self.name, self.process = name, process
         self.token = 0
         self.is_done = False
@@ -233,7 +235,7 @@ class World:
         self._num_pids += 1
         return Process(self, name, self._num_pids, host or name)
 
-    def spawn(self, process: Process, name: str, run: Callable[[], None]) -> Task:
+    def spawn(self, process: Process, name: str, run: Callable[[], object]) -> Task:
         """Run `run` beside all else."""
         task = Task(name, process, run, self.hub)
         process.tasks.append(task)

@@ -15,7 +15,7 @@ from asyncrl.versions import UNLOADED, PolicyVersion
 from rollout_service.engine.scripted_engine import ScriptedEngine
 from weight_sync.memory.staging import Staged, open_tensors
 
-LOAD_S = 0.05
+LOAD_S, PAUSED_S = 0.05, 0.05
 Loaded = Callable[[PolicyVersion, dict[str, bytes]], None]
 """Called with the version that is served from now on, and its bytes as they were read."""
 
@@ -56,6 +56,12 @@ class PlayedEngine(ScriptedEngine):
             if self._refuses():
                 raise EngineError(f"the played engine was told to refuse version {staged.version.number}")
         return found
+
+    async def _wait_one_token(self, ended: asyncio.Event) -> None:
+        """Let the time of a token pass; nothing is sampled while the engine is paused."""
+        await asyncio.sleep(1.0 / self._tokens_per_s)
+        while not (self._is_running.is_set() or ended.is_set()):
+            await asyncio.sleep(PAUSED_S)
 
     @property
     def number(self) -> int:

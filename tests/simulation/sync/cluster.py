@@ -39,6 +39,7 @@ from weight_sync.publisher import Endpoint, PublisherService
 from weight_sync.receiver import ReceiverService
 
 HOSTS = {
+    "buffer": "head",
     "weight_sync": "head",
     "publisher": "node",
     "learner": "node",
@@ -62,6 +63,8 @@ class SyncCluster:
         folder: Of the run: the coordinator's token and journal.
     """
 
+    singles: tuple[str, ...] = ("weight_sync.0", "publisher.0", "learner.0")
+
     def __init__(
         self,
         world: World,
@@ -81,18 +84,21 @@ class SyncCluster:
         self.replicas: list[str] = []
         self.engines: dict[str, PlayedEngine] = {}
         self.services: dict[str, Any] = {}
-        mains: dict[str, Callable[[str], Main]] = {
+        self.crew = Crew(world, wires, self.mains(), HOSTS, address_of)
+
+    def mains(self) -> dict[str, Callable[[str], Main]]:
+        """Return, by kind of service, what a process of a name does."""
+        return {
             "weight_sync": lambda name: self._coordinate,
             "publisher": lambda name: self._publish,
             "learner": lambda name: self._learn,
             "receiver": lambda name: partial(self._receive, name),
             "rollout": lambda name: partial(self._roll_out, name),
         }
-        self.crew = Crew(world, wires, mains, HOSTS, address_of)
 
     def begin(self) -> None:
         """Start every process."""
-        for name in ("weight_sync.0", "publisher.0", "learner.0"):
+        for name in self.singles:
             self.crew.start(name)
         for _ in range(self.scenario.replicas):
             self.join()
@@ -173,7 +179,7 @@ class SyncCluster:
         async def build() -> ReplicaParts:
             process = runtime.process
             engine = PlayedEngine(
-                EOS, 0.0, partial(self.judge.hear_load, process), partial(self._refuses, name)
+                EOS, 20.0, partial(self.judge.hear_load, process), partial(self._refuses, name)
             )
             self.engines[name] = engine
             buffer: Any = _NoBuffer(runtime, lambda: self.pins.pop(name, 0.0))

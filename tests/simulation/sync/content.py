@@ -51,15 +51,19 @@ class Truth:
         if token < self.token:
             raise FencedError(f"the fencing token {token} is older than {self.token}")
         self.number += 1
-        self.tokens[self.number] = token
+        return self.number, self.make(self.number, token)
+
+    def make(self, number: int, token: int) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors that a number stands for from now on."""
+        self.tokens[number] = token
         for name, values in self._newest.items():
             self._newest[name] = self._change(values)
         tensors = [
             (name, torch.from_numpy(values.copy()).to(DTYPES[name]).view(SHAPES[name]))
             for name, values in self._newest.items()
         ]
-        self._bytes[self.number] = {name: bytes_of(tensor) for name, tensor in tensors}
-        return self.number, tensors
+        self._bytes[number] = {name: bytes_of(tensor) for name, tensor in tensors}
+        return tensors
 
     def _draw(self, shape: tuple[int, ...]) -> np.ndarray:  # type: ignore[type-arg]
         return self._source.random(int(np.prod(shape)), dtype=np.float32)

@@ -78,20 +78,8 @@ class Stage:
         self._judge_end()
 
     def _strike(self, strike: Strike) -> None:
-        cluster = self.cluster
-        if strike.kind == "garble":
-            cluster.carriage.garbled[strike.target] = strike.amount
-            self.world.after(strike.seconds, cluster.carriage.garbled.pop, strike.target, None)
-        elif strike.kind == "refuse":
-            cluster.refusals[strike.target] += 1
-        elif strike.kind == "pin":
-            cluster.pins[strike.target] = strike.seconds
-        elif strike.kind == "join":
-            cluster.join()
-        elif strike.kind == "leave":
-            cluster.leave(strike.target)
-        else:
-            cluster.crew.strike(strike)
+        if not strike_weights(self.cluster, strike):
+            self.cluster.crew.strike(strike)
 
     def _behind(self) -> list[str]:
         """Return which replicas do not serve the newest version."""
@@ -121,3 +109,22 @@ class Stage:
         found = [path for path in self._folder.iterdir() if path.is_file()]
         if len(found) > most:
             judge.say(f"leak: {len(found)} segments are left, at most {most} are in use")
+
+
+def strike_weights(cluster: SyncCluster, strike: Strike) -> bool:
+    """Let a fault of weight sync befall a cluster; False if it is none."""
+    match strike.kind:
+        case "garble":
+            cluster.carriage.garbled[strike.target] = strike.amount
+            cluster.world.after(strike.seconds, cluster.carriage.garbled.pop, strike.target, None)
+        case "refuse":
+            cluster.refusals[strike.target] += 1
+        case "pin":
+            cluster.pins[strike.target] = strike.seconds
+        case "join":
+            cluster.join()
+        case "leave":
+            cluster.leave(strike.target)
+        case _:
+            return False
+    return True

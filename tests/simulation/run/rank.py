@@ -1,0 +1,117 @@
+"""A played rank of the learner: performs the leader's orders with weights that are a node of a tree.
+
+Invariant: what it trains is told to the judge before the leader books it, and a checkpoint holds its node.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl.experience import Group
+from asyncrl.versions import PolicyVersion, is_over_age, lag
+from learner.checkpoint import CheckpointStore
+from learner.checkpoint.snapshot import Snapshot
+from learner.checkpoint.writer import BackgroundWriter
+from learner.intake import FittingGroups, Intake
+from learner.leader import Leader
+from learner.orders import Checkpoint, Finish, Order, Publish, Restore, Train
+from tests.simulation.accounts.truth import ROOT
+from tests.simulation.kernel.runtime import SimRuntime
+from tests.simulation.run.judge import RunJudge
+from tests.simulation.run.scenario import Scenario
+
+STATE_FILE = "rank-00000.json"
+WRITE_S = 0.1
+LONGEST_ROW = 1 << 20
+
+
+@dataclass(frozen=True)
+class NodeSnapshot:
+    """A node, as a checkpoint holds it."""
+
+    runtime: SimRuntime
+    node: int
+
+    def write(self, folder: Path) -> None:
+        """Write it, in virtual time."""
+        self.runtime.sleep(WRITE_S * self.runtime.world.dice.random())
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / STATE_FILE).write_text(json.dumps({"node": self.node}))
+
+
+class PlayedRank:
+    """See the module. `node`: the weights that it has."""
+
+    def __init__(
+        self,
+        runtime: SimRuntime,
+        scenario: Scenario,
+        leader: Leader,
+        intake: Intake,
+        store: CheckpointStore,
+        judge: RunJudge,
+    ) -> None:
+        self._runtime, self._scenario, self._leader = runtime, scenario, leader
+        self._source, self._store, self._judge = FittingGroups(intake, LONGEST_ROW), store, judge
+        self._writer = BackgroundWriter(0, runtime=runtime)
+        self.node = ROOT
+        self._groups: list[Group] = []
+        self._steps: dict[int, int] = {}
+        self.is_complete = False
+
+    def perform(self, order: Order) -> None:
+        """Do what the leader orders."""
+        match order:
+            case Restore():
+                self._restore(order)
+            case Train():
+                self._train(order)
+            case Publish():
+                self._publish(order)
+            case Checkpoint():
+                snapshot: object = NodeSnapshot(self._runtime, self.node)
+                self._writer.begin(self._store.temporary(order.step), {"": lambda: _as_snapshot(snapshot)})
+            case Finish():
+                self.is_complete = order.is_complete
+            case _:
+                pass
+
+    def _restore(self, order: Restore) -> None:
+        self.node, self._groups, self._steps = ROOT, [], {}
+        if order.has_checkpoint:
+            self.node = json.loads((self._store.folder(order.step) / STATE_FILE).read_text())["node"]
+        self._judge.hear_restore(self._runtime.process, self._leader.token, order.step, self.node)
+
+    def _train(self, order: Train) -> None:
+        if order.is_first:
+            self._groups, self._steps = [], {}
+        self._groups += self._source.fetch(order.token, order.tickets)
+        self._steps |= dict(order.versions)
+        if not order.is_last:
+            return
+        self._runtime.sleep(self._scenario.step_s)
+        step, max_lag, steps = order.step, self._scenario.max_lag, self._steps
+        is_masked = {number: is_over_age(step, counted, max_lag) for number, counted in steps.items()}
+        groups = sorted(self._groups, key=lambda group: group.ticket)
+        self.node = self._judge.hear_trained(step, self.node, groups, is_masked)
+        stale, lags = [], [0]
+        for group in groups:
+            used = {span.version for one in group.trajectories for span in one.spans}
+            of_group = [lag(step, steps[number]) for number in used if not is_masked[number]]
+            lags += of_group
+            stale += [] if of_group else [group.ticket]
+        self._leader.stale_tickets, self._leader.lag_max = stale, max(lags)
+        self._leader.oversized_tickets = self._source.take_left_out()
+
+    def _publish(self, order: Publish) -> None:
+        version, token = PolicyVersion(order.number, order.step), self._leader.token
+        tensors = self._judge.make_weights(order.number, token, self.node)
+        self._judge.begin_publish(self._runtime.process, token, order.number)
+        if self._leader.handoff.publish(version, tensors):
+            self._judge.hear_publish(self._runtime.process, token, order.number)
+
+
+def _as_snapshot(snapshot: object) -> Snapshot:
+    return snapshot  # type: ignore[return-value]
