@@ -73,16 +73,29 @@ class DiskSync:
         self._task = self._runtime.spawn("journal-sync", partial(self._run, descriptors))
         return True
 
+    def sync_now(self, take_segments: Callable[[], list[int]]) -> None:
+        """Sync on the calling thread, whatever the pace: what was committed is safe once this returns."""
+        descriptors = [*take_segments(), os.open(self._log_file, os.O_RDONLY)]
+        try:
+            for descriptor in descriptors:
+                self._sync(descriptor)
+        except OSError as error:
+            self._note_failure(error)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _note_failure(self, error: OSError) -> None:
+        self.counters["failed_syncs"] += 1
+        log.error("the journal could not be synced, a power cut may lose everything since then: %s", error)
+
     def _run(self, descriptors: list[int]) -> None:
         try:
             for descriptor in descriptors:
                 self._sync(descriptor)
             self._has_succeeded = True
         except OSError as error:
-            self.counters["failed_syncs"] += 1
-            log.error(
-                "the journal could not be synced, a power cut may lose everything since then: %s", error
-            )
+            self._note_failure(error)
             self._unsynced_since = self._synced_from
         finally:
             self._synced_from = None

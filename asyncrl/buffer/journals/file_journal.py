@@ -3,8 +3,8 @@
 Owns one folder. All events are kept, so that the whole past can be checked afterwards; snapshots only
 spare a restart the way through them. Invariant: what was committed survives the end of the process
 under every `fsync`; a power cut costs nothing under `always`, and under `everysec` what was committed
-since the last sync but one began, see `unsynced_s`. Payloads are deleted once the commits that made them
-needless are as safe as that `fsync` makes them.
+since the last sync but one began, see `unsynced_s`, and no checkpoint. Payloads are deleted once the
+commits that made them needless are as safe as that `fsync` makes them.
 
 A disk that is full or read-only is waited for, as a Redis that is away is: what it did not take is kept in
 memory and written again, and nobody is answered before it is.
@@ -38,7 +38,7 @@ from asyncrl.buffer.journals.journal import (
     unpack_turn,
 )
 from asyncrl.buffer.journals.segments import SEGMENT_BYTES, SegmentFolder
-from asyncrl.buffer.ledger.events import Event
+from asyncrl.buffer.ledger.events import Checkpointed, Event
 from asyncrl.errors import CheckpointError, ConfigError, NoJournal
 from asyncrl.faults import fault_point
 from asyncrl.obstacle import Cause, Obstacle
@@ -92,6 +92,7 @@ class FileJournal:
         self._events_per_snapshot = events_per_snapshot
         self._num_new_events = 0
         self._has_new_payload = False
+        self._has_checkpoint = False
         self._lock = _take_lock(folder / "lock")
         self._database = _open_database(folder / EVENTS, _SYNCHRONOUS[fsync])
         self._segments = SegmentFolder(folder / "payloads", segment_bytes, sync, fsync == "everysec")
@@ -174,6 +175,8 @@ class FileJournal:
         if events:
             data, digest = pack_turn(events)
             self._backlog.append((digest, data, self._runtime.wall_ns() / 1e9, len(events)))
+            # The learner removes older checkpoints once this one is acknowledged: it must not be undone.
+            self._has_checkpoint |= any(isinstance(event, Checkpointed) for event in events)
         if not (self._backlog or self._unwritten):
             return True
         if self._refusal and self._runtime.now() < self._next_try:
@@ -207,6 +210,9 @@ class FileJournal:
             self._num_new_events += num_events
         if self._fsync == "everysec":
             self._disk.note_commit()
+            if self._has_checkpoint:
+                self._disk.sync_now(self._segments.take_unsynced)
+            self._has_checkpoint = False
         elif self._fsync == "never":
             self._segments.forget_finished()
 

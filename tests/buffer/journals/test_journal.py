@@ -19,7 +19,7 @@ import pytest
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.segments import SegmentFolder
 from asyncrl.buffer.ledger.census import take_census
-from asyncrl.buffer.ledger.events import Opened
+from asyncrl.buffer.ledger.events import Checkpointed, Opened
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError, DeadlineExceeded, WireError
@@ -264,6 +264,25 @@ def test_a_power_cut_costs_what_was_committed_in_the_last_two_syncs(
     assert bool(lost) == may_lose
     window_s = max((cut - acknowledged[ticket] for ticket in lost), default=0.0)
     assert window_s <= unsynced_s + 0.05, f"{len(lost)} groups, the oldest {window_s:.2f} s old"
+
+
+def test_a_checkpoint_is_on_the_disk_when_it_is_acknowledged_for_older_ones_are_removed_then(
+    tmp_path: Path,
+) -> None:
+    live, disk = tmp_path / "live", tmp_path / "disk"
+    journal = FileJournal(live, "everysec", sync=SlowDisk(live, disk, sync_s=0.0).sync)
+    shutil.copytree(live, disk)
+    journal.append(1, 1, [b"payload"])
+    assert journal.commit([Opened(1, "learner")], 0.0)
+    assert journal.commit([Checkpointed(1, 4, "digest", (4,))], 0.0)
+    assert journal.commit([Opened(2, "learner")], 0.0), "no checkpoint: it may be lost"
+    image = tmp_path / "image"
+    shutil.copytree(disk, image)
+    journal.close()
+    again = FileJournal(image)
+    assert list(again.events()) == [Opened(1, "learner"), Checkpointed(1, 4, "digest", (4,))]
+    assert again.read(1, 1) == [b"payload"]
+    again.close()
 
 
 def test_a_sync_that_fails_is_said_counted_and_tried_again(

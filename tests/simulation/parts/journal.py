@@ -22,7 +22,7 @@ from asyncrl.buffer.journals.journal import (
     unpack_snapshot,
     unpack_turn,
 )
-from asyncrl.buffer.ledger.events import Event
+from asyncrl.buffer.ledger.events import Checkpointed, Event
 from asyncrl.obstacle import Obstacle
 from asyncrl.wire import Frame
 
@@ -143,8 +143,9 @@ class SimulatedJournal:
         if self._waiting:
             self._disk.turns.append(pack_turn(self._waiting))
             self._num_new += len(self._waiting)
+            has_checkpoint = any(isinstance(event, Checkpointed) for event in self._waiting)
             self._waiting = []
-            if self._is_always_synced:
+            if self._is_always_synced or has_checkpoint:
                 self._sync()
         return True
 
