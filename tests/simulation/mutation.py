@@ -47,16 +47,20 @@ class Mutant:
 def mutated(mutant: Mutant | None) -> Iterator[None]:
     """Patch production code until the end of the block."""
     patches = mutant.patches if mutant is not None else ()
-    before = [(one, vars(one.target)[one.name]) for one in patches]
+    before = [(one, vars(one.target).get(one.name)) for one in patches]
     for one in patches:
         assert one.module.split(".")[0] in PRODUCTION, f"{one.module} is not of production"
         assert one.module in sys.modules, one.module
+        assert hasattr(one.target, one.name), one
         setattr(one.target, one.name, one.value)
     try:
         yield
     finally:
         for one, value in before:
-            setattr(one.target, one.name, value)
+            if value is None:  # it is inherited
+                delattr(one.target, one.name)
+            else:
+                setattr(one.target, one.name, value)
 
 
 def always(value: Any) -> Callable[..., Any]:

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from tests.simulation.mutation import Mutant
 from tests.simulation.outcome import Outcome
+from tests.simulation.run.mutants import MUTANTS as RUN_MUTANTS
+from tests.simulation.run.play import play as play_run
+from tests.simulation.run.scenario import CLASSES as RUN_CLASSES
+from tests.simulation.run.scenario import draw_scenario as draw_run
 from tests.simulation.sync.mutants import MUTANTS as SYNC_MUTANTS
 from tests.simulation.sync.play import play as play_sync
 from tests.simulation.sync.scenario import CLASSES as SYNC_CLASSES
@@ -42,6 +46,35 @@ SYNC_FILES = (
     "weight_sync/protocol/rounds.py",
     "weight_sync/publisher.py",
     "weight_sync/receiver.py",
+)
+
+RUN_FILES = (
+    *RPC_FILES,
+    "asyncrl/buffer/client.py",
+    "asyncrl/buffer/learner_ops.py",
+    "asyncrl/buffer/ledger/census.py",
+    "asyncrl/buffer/ledger/evaluations.py",
+    "asyncrl/buffer/ledger/leases.py",
+    "asyncrl/buffer/ledger/ledger.py",
+    "asyncrl/buffer/ledger/lineage.py",
+    "asyncrl/buffer/ledger/snapshot.py",
+    "asyncrl/buffer/ledger/state.py",
+    "asyncrl/buffer/parking.py",
+    "asyncrl/buffer/payloads.py",
+    "asyncrl/buffer/replica_ops.py",
+    "asyncrl/buffer/service.py",
+    "asyncrl/buffer/store.py",
+    "learner/checkpoint/store.py",
+    "learner/checkpoint/writer.py",
+    "learner/intake.py",
+    "learner/leader.py",
+    "rollout_service/carry.py",
+    "rollout_service/engine/metered.py",
+    "rollout_service/episode.py",
+    "rollout_service/evaluation/evaluator.py",
+    "rollout_service/groups.py",
+    "rollout_service/replica.py",
+    "weight_sync/link.py",
 )
 
 
@@ -80,5 +113,13 @@ SCOPES = {
         tuple(SYNC_CLASSES),
         SYNC_MUTANTS,
         SYNC_FILES,
+    ),
+    "run": Scope(
+        "run",
+        play_run,
+        lambda seed, faults: draw_run(seed, faults).describe(),
+        tuple(RUN_CLASSES),
+        RUN_MUTANTS,
+        RUN_FILES,
     ),
 }

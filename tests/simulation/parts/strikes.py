@@ -23,7 +23,8 @@ class Strike:
     at the `amount`-th fault point; `part`: nothing passes between `one|other`; `cut`: connections break;
     `intrude`: somebody sends it what no client sends; `swell`: its memory grows beyond the bound;
     `slow`: messages are late; `garble`: bits flip in weights on their way; `refuse`: the engine's next load
-    fails; `join`, `leave`, `pin`: a replica comes, goes, evaluates.
+    fails; `away`, `damage`, `power`: the journal's disk takes nothing, a payload rots, the power is cut;
+    `rot`: a checkpoint does; `join`, `leave`, `pin`: a replica comes, goes, evaluates.
     """
 
     at: float

@@ -18,6 +18,7 @@ from tests.simulation.parts.strikes import Strike
 from tests.simulation.run.cluster import RunCluster
 from tests.simulation.run.data import read_data
 from tests.simulation.run.judge import RunJudge
+from tests.simulation.run.rank import STATE_FILE
 from tests.simulation.run.scenario import Scenario, draw_scenario
 from tests.simulation.sync.content import Truth
 from tests.simulation.sync.play import strike_weights
@@ -66,7 +67,7 @@ class Stage:
     def __init__(self, world: World, scenario: Scenario, prefix: str, folder: Path) -> None:
         self.world, self.scenario = world, scenario
         self._segments = folder.parent
-        self._asked_at = 0.0
+        self._asked_at, self._has_rotted = 0.0, False
         wires, disk = Wires(world, prefix.encode()), Disk()
         truth = Truth(f"{scenario.seed}", is_sparse=scenario.uses_delta)
         self.judge = RunJudge(world, wires, truth, scenario, disk)
@@ -110,10 +111,20 @@ class Stage:
             world.after(strike.seconds, self._bring_back)
         elif strike.kind == "damage":
             cluster.disk.damage(world.dice)
+        elif strike.kind == "rot":
+            self._rot()
         elif strike.kind == "power":
             self._cut_power()
         else:
             cluster.crew.strike(strike)
+
+    def _rot(self) -> None:
+        """Change a byte of the newest checkpoint, once, and only where there is an older one."""
+        steps = sorted((self._segments / "run" / "checkpoints").glob("step-*"))
+        if len(steps) > 1 and not self._has_rotted:
+            self._has_rotted = True
+            self.world.note(f"rot {steps[-1].name}")
+            (steps[-1] / STATE_FILE).write_text('{"node": 1}')
 
     def _bring_back(self) -> None:
         self.cluster.disk.is_away = False

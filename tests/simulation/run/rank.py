@@ -9,8 +9,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl import versions
 from asyncrl.experience import Group
-from asyncrl.versions import PolicyVersion, is_over_age, lag
+from asyncrl.versions import PolicyVersion
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
 from learner.checkpoint.writer import BackgroundWriter
@@ -93,13 +94,15 @@ class PlayedRank:
             return
         self._runtime.sleep(self._scenario.step_s)
         step, max_lag, steps = order.step, self._scenario.max_lag, self._steps
-        is_masked = {number: is_over_age(step, counted, max_lag) for number, counted in steps.items()}
+        is_masked = {
+            number: versions.is_over_age(step, counted, max_lag) for number, counted in steps.items()
+        }
         groups = sorted(self._groups, key=lambda group: group.ticket)
         self.node = self._judge.hear_trained(step, self.node, groups, is_masked)
         stale, lags = [], [0]
         for group in groups:
             used = {span.version for one in group.trajectories for span in one.spans}
-            of_group = [lag(step, steps[number]) for number in used if not is_masked[number]]
+            of_group = [versions.lag(step, steps[number]) for number in used if not is_masked[number]]
             lags += of_group
             stale += [] if of_group else [group.ticket]
         self._leader.stale_tickets, self._leader.lag_max = stale, max(lags)

@@ -36,6 +36,7 @@ KINDS = {
     "away": Kind(("",), seconds=(0.3, 5.0)),
     "damage": Kind(("",)),
     "power": Kind(("",)),
+    "rot": Kind(("",)),
 }
 GENERAL = (
     *("kill", "kill", "ambush", "ambush", "stop", "twin", "snare", "part", "cut", "slow", "garble", "refuse"),
@@ -53,6 +54,15 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "broken_lines": ("cut", "slow"),
     "partition": ("part",),
     "drains": ("leave", "join", "join", "kill:rollout.*", "ambush:buffer.0"),
+    "evaluated": (
+        "ambush:rollout.*",
+        "kill:rollout.*",
+        "twin:rollout.*",
+        "kill:receiver.*",
+        "stop:rollout.*",
+    ),
+    "refusing": ("refuse", "refuse", "slow"),
+    "rotten": ("rot", "ambush:learner.0", "kill:learner.0"),
     "storage": ("damage", "power", "away", "ambush:learner.0"),
 }
 
@@ -121,7 +131,7 @@ def draw_scenario(seed: int, faults: str) -> Scenario:
         tokens_per_s=dice.choice((4.0, 10.0, 25.0)),
         max_tokens=dice.randint(4, 10),
         checkpoint_every=dice.randint(1, 3),
-        evaluate_every=dice.choice((0, 0, 1, 2)),
+        evaluate_every=1 if faults == "evaluated" else dice.choice((0, 0, 1, 2)),
         evaluation_parts=dice.randint(1, 2),
         is_streaming=dice.random() < 0.3,
         is_always_synced=dice.random() < 0.5,

@@ -1,0 +1,264 @@
+"""Mutants of whole runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl import versions
+from asyncrl.buffer.client import LearnerClient, ReplicaClient
+from asyncrl.buffer.learner_ops import LearnerOps
+from asyncrl.buffer.ledger.evaluations import EvaluationOrders
+from asyncrl.buffer.ledger.ledger import Ledger
+from asyncrl.buffer.ledger.lineage import VersionBook
+from asyncrl.buffer.ledger.state import LedgerState
+from asyncrl.buffer.ledger.tickets import State
+from asyncrl.buffer.messages import EvaluationOrder, LeaseReply
+from asyncrl.buffer.replica_ops import ReplicaOps
+from asyncrl.buffer.service import Desk
+from asyncrl.buffer.store import ExperienceStore
+from asyncrl.errors import AsyncrlError, EngineError
+from asyncrl.versions import UNLOADED
+from learner.checkpoint.store import CheckpointStore
+from learner.leader import Leader
+from rollout_service.parts import ReplicaParts
+from rollout_service.replica import STAGED_WAIT_S, Replica
+from rollout_service.states import State as ReplicaState
+from tests.simulation.mutation import Mutant, Patch, always
+
+
+def _hold_any_attempt(self: Ledger, replica: str, ticket: int, attempt: int) -> bool:
+    found = self.state.tickets.get(ticket)
+    return found is not None and found.state is State.LEASED
+
+
+def _welcome_all(self: Ledger, replica: str, ticket: int, attempt: int) -> str:
+    return "welcome" if self.state.tickets[ticket].state is State.LEASED else "late"
+
+
+def _keep_stored(self: LedgerState, event: Any) -> None:
+    kept = set(self.stored)
+    _RESERVE(self, event)
+    self.stored |= kept
+
+
+def _answer_first(self: Desk) -> None:
+    outbox, self._outbox = self._outbox, []
+    for answer in outbox:
+        answer.send()
+    _END_TURN(self)
+
+
+def _count_every_ticket(self: LedgerState, event: Any) -> None:
+    _ISSUE(self, event)
+    self.num_drawn += bool(event.parent)
+
+
+def _forget_lineages(self: VersionBook, number: int) -> int:
+    return self.step_of(number)
+
+
+def _resume_in_place(self: LedgerState, event: Any) -> None:
+    self.is_resumed = True
+    self.versions.begin_lineage()
+
+
+def _book_any_lag(self: Ledger, token: int, step: int, dropped: Any = (), lag_max: int = 0) -> None:
+    _TRAINED(self, token, step, dropped, min(lag_max, self.settings.max_lag))
+
+
+def _finish_at_any_version(
+    self: EvaluationOrders, number: int, version: int, tallies: Any, part: int = 0
+) -> bool:
+    found = self._state.evaluations.get(number)
+    served = version if found is None or found.served is None else found.served
+    return _FINISH(self, number, served, tallies, part)
+
+
+async def _answer_as_asked(
+    self: Replica, parts: ReplicaParts, order: EvaluationOrder, asked_number: int
+) -> None:
+    """Hold what was served when the order was asked for."""
+    assert parts.evaluator is not None
+    async with self._weights_lock:
+        self._move(ReplicaState.PINNED)
+        try:
+            await parts.weights.pin()
+            more: EvaluationOrder | None = order
+            while more is not None:
+                more = await self._answer_part(parts, parts.evaluator, more, asked_number)
+            await self._repeat(parts.weights.unpin)
+        except AsyncrlError as error:
+            parts.buffer.forget_evaluation()
+            await self._note("evaluation_errors", error)
+        self._move(ReplicaState.READY)
+
+
+async def _swap_at_any_time(self: Replica, parts: ReplicaParts) -> None:
+    """Swap without regard to an evaluation under way."""
+    engine, weights = parts.engine, parts.weights
+    while True:
+        try:
+            loaded_number = engine.serving.number if engine.is_loaded else UNLOADED
+            staged = await weights.next_staged(loaded_number, STAGED_WAIT_S)
+            self._changed.set()
+            if staged is not None:
+                await self._swap(parts, staged)
+        except AsyncrlError as error:
+            await self._note("sync_errors", error)
+
+
+async def _report_any_load(self: Replica, parts: ReplicaParts, staged: Any) -> None:
+    """Report a load as made, however it ended."""
+    try:
+        await parts.engine.swap(staged)
+        self._move(ReplicaState.READY)
+    except EngineError:
+        pass
+    await parts.weights.report_loaded(staged.version.number, ok=True)
+
+
+async def _lease_lost(
+    self: ReplicaClient, version: int, want: int, wait_s: float, held: Any = None
+) -> LeaseReply:
+    return await _LEASE(self, version, want, wait_s, None)
+
+
+def _repeat_nothing(self: LearnerClient, call: Any) -> Any:
+    return call(self._deadline_s)
+
+
+def _skip_resume(self: Leader, step: int, refused: Any) -> None:
+    """Take up a checkpoint's weights, and leave the ledger where it was."""
+
+
+_LEASE = ReplicaClient.lease
+_FINISH = EvaluationOrders.finish
+_RESERVE, _ISSUE, _TRAINED = LedgerState._reserve, LedgerState._issue, Ledger.trained
+_END_TURN = Desk.end_turn
+
+MUTANTS = (
+    Mutant(
+        "ledger_token",
+        "calls of an older learner are refused",
+        "zombie_learner",
+        (Patch(Ledger, "check_token", always(None)),),
+    ),
+    Mutant(
+        "lease_holder",
+        "an attempt is its holder's alone, and a push after its lease is late (both guards)",
+        "zombie_replica",
+        (Patch(Ledger, "holds_lease", _hold_any_attempt), Patch(Ledger, "judge_push", _welcome_all)),
+    ),
+    Mutant(
+        "reserved_once",
+        "what is reserved is no longer stored",
+        "calm",
+        (Patch(LedgerState, "_reserve", _keep_stored),),
+    ),
+    Mutant(
+        "children",
+        "a ticket with a parent is no drawn prompt",
+        "kill_learner",
+        (Patch(LedgerState, "_issue", _count_every_ticket),),
+    ),
+    Mutant(
+        "durable_answers",
+        "answers wait until their turn is durable",
+        "kill_buffer",
+        (Patch(Desk, "end_turn", _answer_first),),
+    ),
+    Mutant(
+        "lineages",
+        "lags know of the branches that a resume abandoned",
+        "kill_learner",
+        (Patch(VersionBook, "counted_step", _forget_lineages),),
+    ),
+    Mutant(
+        "over_age",
+        "a token over the bound is masked, and the ledger checks it (both guards)",
+        "general",
+        (Patch(versions, "is_over_age", always(False)), Patch(Ledger, "trained", _book_any_lag)),
+    ),
+    Mutant(
+        "resumes",
+        "a resume takes the ledger back",
+        "kill_learner",
+        (Patch(LedgerState, "_resume", _resume_in_place),),
+    ),
+    Mutant(
+        "leader_resumes",
+        "a leader that takes up a checkpoint takes the ledger back",
+        "kill_learner",
+        (Patch(Leader, "_resume", _skip_resume),),
+    ),
+    Mutant("leases_expire", "leases expire", "kill_replica", (Patch(Ledger, "expire", always(0)),)),
+    Mutant(
+        "lost_payloads",
+        "a group whose payload is lost is issued again",
+        "storage",
+        (Patch(ExperienceStore, "_lose", always(None)),),
+    ),
+    Mutant(
+        "checkpoints_verified",
+        "a checkpoint is loaded only if its digests fit",
+        "rotten",
+        (Patch(CheckpointStore, "verify", always(None)),),
+    ),
+    Mutant(
+        "evaluated_version",
+        "an answer of another version does not count",
+        "evaluated",
+        (
+            Patch(EvaluationOrders, "finish", _finish_at_any_version),
+            Patch(Replica, "_evaluate", _answer_as_asked),
+        ),
+    ),
+    Mutant(
+        "pinned_answers",
+        "a replica answers for what it serves, not for what it served when it asked",
+        "evaluated",
+        (Patch(Replica, "_evaluate", _answer_as_asked),),
+    ),
+    Mutant(
+        "swaps_wait",
+        "a swap waits for an evaluation, and a receiver is pinned meanwhile (both guards)",
+        "evaluated",
+        (Patch(Replica, "_sync_loop", _swap_at_any_time),),
+    ),
+    Mutant(
+        "parts_given_again",
+        "a part of an evaluation that a dead replica had is given again",
+        "evaluated",
+        (Patch(EvaluationOrders, "free", always(None)),),
+    ),
+    Mutant(
+        "failed_loads_told",
+        "a load that failed is reported as such",
+        "refusing",
+        (Patch(Replica, "_swap", _report_any_load),),
+    ),
+    Mutant(
+        "grants_lost",
+        "a replica whose answer was lost says which leases it holds",
+        "broken_lines",
+        (Patch(ReplicaClient, "lease", _lease_lost), Patch(Ledger, "expire", always(0))),
+    ),
+    Mutant(
+        "learner_repeats",
+        "a learner's call that was lost with its connection is made again",
+        "kill_buffer",
+        (Patch(LearnerClient, "_repeat", _repeat_nothing),),
+    ),
+    Mutant(
+        "late_calls",
+        "a call behind a later one of its learner is refused",
+        "partition",
+        (Patch(LearnerOps, "_check_turn", always(None)),),
+    ),
+    Mutant(
+        "silent_replicas",
+        "a replica that is silent loses its part of an evaluation",
+        "evaluated",
+        (Patch(ReplicaOps, "expire_silent", always(False)), Patch(ReplicaOps, "retire_absent", always(None))),
+    ),
+)
