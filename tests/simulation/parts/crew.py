@@ -43,6 +43,7 @@ class Crew:
         processes: The newest one of each name.
         twins: Processes that were thought dead and live.
         gone: Names that are not started again.
+        on_loss: Called with the name of a process that died, or is thought dead.
         is_calm: No fault befalls anybody any more.
     """
 
@@ -59,6 +60,7 @@ class Crew:
         self.processes: dict[str, Process] = {}
         self.twins: list[Process] = []
         self.gone: set[str] = set()
+        self.on_loss: list[Callable[[str], None]] = []
         self.is_calm = False
         self.num_starts = 0
         self.failures: list[str] = []
@@ -90,6 +92,11 @@ class Crew:
     def _hear_end(self, process: Process) -> None:
         if self.processes.get(process.name) is process and process.name not in self.gone:
             self.world.after(self._dice.uniform(*RESTART_S), self._restart, process)
+            self._tell_loss(process.name)
+
+    def _tell_loss(self, name: str) -> None:
+        for hear in self.on_loss:
+            hear(name)
 
     def _restart(self, process: Process) -> None:
         if self.processes.get(process.name) is process and process.name not in self.gone:
@@ -137,6 +144,7 @@ class Crew:
             return
         process.freeze()
         self.twins.append(process)
+        self._tell_loss(process.name)
         pause_s = min(seconds, pause_s)
         self.world.after(pause_s * self._dice.uniform(0.3, 1.0), self._restart, process)
         self.world.after(pause_s, process.thaw)

@@ -24,7 +24,8 @@ class Strike:
     `intrude`: somebody sends it what no client sends; `swell`: its memory grows beyond the bound;
     `slow`: messages are late; `garble`: bits flip in weights on their way; `refuse`: the engine's next load
     fails; `away`, `damage`, `power`: the journal's disk takes nothing, a payload rots, the power is cut;
-    `rot`: a checkpoint does; `join`, `leave`, `pin`: a replica comes, goes, evaluates.
+    `rot`: a checkpoint does; `pause`: an operator pauses the run; `join`, `leave`, `pin`: a replica comes,
+    goes, evaluates.
     """
 
     at: float

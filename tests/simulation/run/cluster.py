@@ -45,7 +45,7 @@ from weight_sync.handoff import Handoff
 from weight_sync.link import ReceiverLink
 
 EVENTS_PER_SNAPSHOT = 60
-CALL_S = 5.0
+CALL_S, RETIRE_S = 5.0, 0.3
 
 
 class RunCluster(SyncCluster):
@@ -53,6 +53,7 @@ class RunCluster(SyncCluster):
 
     Attributes:
         disk: Of the buffer's journal.
+        leader: Of the learner that was started last.
         store: Of the buffer that was built last, by the process `buffer_of`.
     """
 
@@ -74,10 +75,30 @@ class RunCluster(SyncCluster):
         self.config = make_config(scenario, folder)
         self.store: ExperienceStore | None = None
         self.buffer_of: Process | None = None
+        self.leader: Leader | None = None
+        self.crew.on_loss.append(self._tell_buffer)
 
     def mains(self) -> dict[str, Callable[[str], Main]]:
         """Return, by kind of service, what a process of a name does."""
         return {**super().mains(), "buffer": lambda name: self._buffer}
+
+    def _tell_buffer(self, name: str) -> None:
+        """Have the buffer take back at once what a dead replica held, as a supervisor does."""
+        if name.startswith("rollout."):
+            self.world.after(RETIRE_S, self.command_buffer, "retire", {"replica": name})
+
+    def command_buffer(self, command: str, args: dict[str, Any]) -> None:
+        """Tell the buffer something, if it is there."""
+        service = self.living("buffer.0")
+        if service is not None:
+            service.command(command, args)
+
+    def pause(self, is_paused: bool) -> None:
+        """Pause or unpause the run, and have a checkpoint written."""
+        self.command_buffer("pause" if is_paused else "unpause", {})
+        if self.leader is not None:
+            self.leader.is_paused = is_paused
+            self.leader.ask_checkpoint(self.leader.step)
 
     def _buffer(self, runtime: SimRuntime) -> None:
         config, scenario = self.config, self.run_scenario
@@ -92,8 +113,7 @@ class RunCluster(SyncCluster):
         )
         service = BufferService(store, runtime, address_of("buffer.0"))
         self.buffer_of = runtime.process
-        self.services["buffer.0"] = service
-        service.run(runtime.event())
+        self.serve("buffer.0", runtime, service)
 
     def _roll_out(self, name: str, runtime: SimRuntime) -> None:
         scenario, data = self.run_scenario, read_data()
@@ -103,7 +123,7 @@ class RunCluster(SyncCluster):
             on_load, refuses = partial(self.judge.hear_load, process), partial(self._refuses, name)
             played = self.engines[name] = PlayedEngine(EOS, scenario.tokens_per_s, on_load, refuses)
             engine = MeteredEngine(played, runtime)
-            episodes = SingleTurn(engine, data.tokenizer, LengthReward())
+            episodes = SingleTurn(engine, data.tokenizer, LengthReward(self.world, scenario.failing_share))
             sizes = GroupSettings(scenario.seed, scenario.group_size, 1.0, scenario.max_tokens)
             return ReplicaParts(
                 engine=engine,
@@ -116,15 +136,14 @@ class RunCluster(SyncCluster):
 
         settings = ReplicaSettings(scenario.max_groups, scenario.lease_s, 60.0, resumes_partial=True)
         service = Replica(runtime, name, settings, build)
-        self.services[name] = service
-        service.run(runtime.event())
+        self.serve(name, runtime, service)
 
     def _learn(self, runtime: SimRuntime) -> None:
         config = self.config
         client = LearnerClient(address_of("buffer.0"), deadline_s=30.0, runtime=runtime)
         store = CheckpointStore(self.folder / "checkpoints", config.checkpoint.keep)
         connect = partial(Handoff, runtime, address_of("publisher.0"), self.prefix, BUCKET_BYTES)
-        leader = Leader(config, client, connect, store, 1, runtime)
+        leader = self.leader = Leader(config, client, connect, store, 1, runtime)
         intake = Intake(client, prefetches=True)
         rank = PlayedRank(runtime, self.run_scenario, leader, intake, store, self.run_judge)
         for order in leader.orders(runtime.event()):

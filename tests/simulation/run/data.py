@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from asyncrl.config.tree import Config, SourceSection
 from rollout_service.data.prompts import PromptSet
 from rollout_service.data.sources import load_sources
-from rollout_service.rewards.score import Answer, Score
+from rollout_service.rewards.score import Answer, RewardError, Score
 from rollout_service.tasks.digit_sort.examples import draw_split
 from rollout_service.tasks.digit_sort.folder import write_prompts
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
+from tests.simulation.kernel.world import World
 from tests.simulation.run.scenario import Scenario
 
 NUM_PROMPTS, NUM_HELD_OUT = 40, 4
@@ -64,7 +65,7 @@ def make_config(scenario: Scenario, folder: Path) -> Config:
         },
         "staleness": {"max_lag": scenario.max_lag, "policy": scenario.policy, "max_wait_s": 5.0},
         "buffer": {"journal": "file", "lease_s": scenario.lease_s},
-        "algorithm": {"drop_constant_groups": False},
+        "algorithm": {"drop_constant_groups": scenario.drops_constant},
         "checkpoint": {"every_steps": scenario.checkpoint_every, "keep": 2, "max_stall_s": 2.0},
         "eval": {"every_steps": scenario.evaluate_every, "replicas": scenario.evaluation_parts},
     }
@@ -72,8 +73,13 @@ def make_config(scenario: Scenario, folder: Path) -> Config:
 
 
 class LengthReward:
-    """A played reward: as many points as the answer has tokens."""
+    """A played reward: as many points as the answer has tokens. A share of the answers cannot be scored."""
+
+    def __init__(self, world: World, failing_share: float) -> None:
+        self._dice, self._failing_share = world.dice, failing_share
 
     async def score(self, answer: Answer) -> Score:
         """Return the length."""
+        if self._dice.random() < self._failing_share:
+            raise RewardError("the played reward has no word for this answer")
         return Score(float(answer.num_tokens))

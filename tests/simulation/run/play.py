@@ -111,6 +111,9 @@ class Stage:
             world.after(strike.seconds, self._bring_back)
         elif strike.kind == "damage":
             cluster.disk.damage(world.dice)
+        elif strike.kind == "pause":
+            cluster.pause(True)
+            world.after(strike.seconds, cluster.pause, False)
         elif strike.kind == "rot":
             self._rot()
         elif strike.kind == "power":

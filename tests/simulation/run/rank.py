@@ -25,7 +25,6 @@ from tests.simulation.run.scenario import Scenario
 
 STATE_FILE = "rank-00000.json"
 WRITE_S = 0.1
-LONGEST_ROW = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class PlayedRank:
         judge: RunJudge,
     ) -> None:
         self._runtime, self._scenario, self._leader = runtime, scenario, leader
-        self._source, self._store, self._judge = FittingGroups(intake, LONGEST_ROW), store, judge
+        self._source, self._store, self._judge = FittingGroups(intake, scenario.longest_row), store, judge
         self._writer = BackgroundWriter(0, runtime=runtime)
         self.node = ROOT
         self._groups: list[Group] = []

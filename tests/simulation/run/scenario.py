@@ -37,10 +37,11 @@ KINDS = {
     "damage": Kind(("",)),
     "power": Kind(("",)),
     "rot": Kind(("",)),
+    "pause": Kind(("",), seconds=(0.5, 4.0)),
 }
 GENERAL = (
     *("kill", "kill", "ambush", "ambush", "stop", "twin", "snare", "part", "cut", "slow", "garble", "refuse"),
-    *("join", "leave", "away", "damage", "intrude", "swell", "power"),
+    *("join", "leave", "away", "damage", "intrude", "swell", "power", "pause"),
 )
 CLASSES: dict[str, tuple[str, ...]] = {
     "general": GENERAL,
@@ -61,6 +62,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "kill:receiver.*",
         "stop:rollout.*",
     ),
+    "failing": ("pause", "kill:rollout.*", "leave", "join"),
     "refusing": ("refuse", "refuse", "slow"),
     "rotten": ("rot", "ambush:learner.0", "kill:learner.0"),
     "storage": ("damage", "power", "away", "ambush:learner.0"),
@@ -74,6 +76,8 @@ class Scenario(SyncScenario):
     Attributes:
         step_s: Seconds of a step of the learner.
         lease_s: Of the buffer.
+        failing_share: Of the answers that cannot be scored.
+        longest_row: Tokens of a row that the learner still takes.
     """
 
     steps: int = 4
@@ -89,6 +93,9 @@ class Scenario(SyncScenario):
     checkpoint_every: int = 1
     evaluate_every: int = 0
     evaluation_parts: int = 1
+    failing_share: float = 0.0
+    longest_row: int = 1 << 20
+    drops_constant: bool = False
     is_streaming: bool = False
     is_always_synced: bool = False
 
@@ -99,6 +106,8 @@ class Scenario(SyncScenario):
             f"({self.policy}), leases of {self.lease_s:.1f} s, {self.max_groups} groups per replica, "
             f"{self.tokens_per_s:.0f} tokens per s, a checkpoint every {self.checkpoint_every} steps, "
             f"evaluated every {self.evaluate_every} in {self.evaluation_parts} parts"
+            f", {self.failing_share:.0%} of answers fail, rows of {self.longest_row} tokens fit"
+            f"{', constant groups are dropped' if self.drops_constant else ''}"
             f"{', streaming' if self.is_streaming else ''}"
             f"{', always synced' if self.is_always_synced else ''}"
         )
@@ -109,6 +118,7 @@ def draw_scenario(seed: int, faults: str) -> Scenario:
     """Return what a seed stands for in a class of faults."""
     dice = random.Random(f"run/{faults}/{seed}")
     replicas, aims = dice.randint(1, 3), CLASSES[faults]
+    group_size, more = dice.randint(1, 2), random.Random(f"more/{faults}/{seed}")
     return Scenario(
         seed=seed,
         replicas=replicas,
@@ -123,7 +133,7 @@ def draw_scenario(seed: int, faults: str) -> Scenario:
         steps=dice.randint(3, 6),
         step_s=dice.uniform(0.2, 1.0),
         groups_per_step=dice.randint(2, 4),
-        group_size=dice.randint(1, 2),
+        group_size=group_size,
         max_groups=dice.randint(1, 4),
         max_lag=dice.choice((0, 1, 1, 2, 3)),
         policy=dice.choice(("mask", "mask", "drop", "wait")),
@@ -133,6 +143,9 @@ def draw_scenario(seed: int, faults: str) -> Scenario:
         checkpoint_every=dice.randint(1, 3),
         evaluate_every=1 if faults == "evaluated" else dice.choice((0, 0, 1, 2)),
         evaluation_parts=dice.randint(1, 2),
+        failing_share=0.2 if faults == "failing" else more.choice((0.0, 0.0, 0.05)),
+        longest_row=more.choice((1 << 20, 1 << 20, 16)) if faults in ("failing", "general") else 1 << 20,
+        drops_constant=group_size > 1 and more.random() < 0.2,
         is_streaming=dice.random() < 0.3,
         is_always_synced=dice.random() < 0.5,
     )

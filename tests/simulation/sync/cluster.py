@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.buffer.messages import EvaluationOrder, LeaseReply
+from asyncrl.service import Service
 from asyncrl.versions import PolicyVersion
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica import Replica
 from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.runtime import SimRuntime
-from tests.simulation.kernel.world import World
+from tests.simulation.kernel.world import Process, World
 from tests.simulation.parts.carriage import Carriage
 from tests.simulation.parts.crew import Crew, Main
 from tests.simulation.parts.engine import PlayedEngine
@@ -47,7 +48,7 @@ HOSTS = {
     "rollout": "host.*",
 }
 EOS = 10
-ROOM_PAUSE_S, LOST_LOOK_S = 0.1, 1.0
+ROOM_PAUSE_S, LOST_LOOK_S, STATUS_S = 0.1, 1.0, 1.0
 
 
 def address_of(name: str) -> str:
@@ -84,6 +85,7 @@ class SyncCluster:
         self.replicas: list[str] = []
         self.engines: dict[str, PlayedEngine] = {}
         self.services: dict[str, Any] = {}
+        self._owners: dict[str, Process] = {}
         self.crew = Crew(world, wires, self.mains(), HOSTS, address_of)
 
     def mains(self) -> dict[str, Callable[[str], Main]]:
@@ -102,6 +104,27 @@ class SyncCluster:
             self.crew.start(name)
         for _ in range(self.scenario.replicas):
             self.join()
+
+        self.world.after(STATUS_S, self._ask_statuses)
+
+    def serve(self, name: str, runtime: SimRuntime, service: Service) -> None:
+        """Let a service work until its process ends."""
+        self.services[name], self._owners[name] = service, runtime.process
+        service.run(runtime.event())
+
+    def living(self, name: str) -> Any:
+        """Return the service of a name if its process lives and can be reached, else None."""
+        owner = self._owners.get(name)
+        is_there = owner is not None and owner.is_alive and not owner.is_frozen
+        return self.services[name] if is_there and self.crew.processes[name] is owner else None
+
+    def _ask_statuses(self) -> None:
+        """Ask every service how it is, as a supervisor does."""
+        for name in self.services:
+            service = self.living(name)
+            if service is not None and "state" not in service.status():
+                self.judge.say(f"bug: the status of {name} has no state")
+        self.world.after(STATUS_S, self._ask_statuses)
 
     def join(self) -> None:
         """Start another replica, and its receiver."""
@@ -141,7 +164,7 @@ class SyncCluster:
         )
         service = CoordinatorService(coordination, runtime, address_of("weight_sync.0"), None, self.folder)
         self.judge.watch_coordinator(runtime.process, coordination)
-        service.run(runtime.event())
+        self.serve("weight_sync.0", runtime, service)
 
     def _publish(self, runtime: SimRuntime) -> None:
         uses_delta = self.scenario.uses_delta
@@ -154,8 +177,7 @@ class SyncCluster:
             runtime,
             address_of("publisher.0"),
         )
-        self.services["publisher.0"] = service
-        service.run(runtime.event())
+        self.serve("publisher.0", runtime, service)
 
     def _receive(self, name: str, runtime: SimRuntime) -> None:
         keeps_base = self.scenario.uses_delta
@@ -170,8 +192,7 @@ class SyncCluster:
             lost_s=self.timing.silence_s + self.timing.poll_s,
             bind=address_of(name),
         )
-        self.services[name] = service
-        service.run(runtime.event())
+        self.serve(name, runtime, service)
 
     def _roll_out(self, name: str, runtime: SimRuntime) -> None:
         receiver = name.replace("rollout", "receiver")
@@ -193,8 +214,7 @@ class SyncCluster:
             )
 
         service = Replica(runtime, name, ReplicaSettings(2, 3.0, 10.0), build)
-        self.services[name] = service
-        service.run(runtime.event())
+        self.serve(name, runtime, service)
 
     def _refuses(self, name: str) -> bool:
         is_refused = self.refusals[name] > 0
