@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import group_bounds, ledger_settings
-from asyncrl.buffer.messages import EvaluationOrder
+from asyncrl.buffer.messages import EvaluationOrder, Opening
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.experience import Group, Trajectory
@@ -44,6 +44,7 @@ from tests.simulation.sync.content import BUCKET_BYTES, Truth
 from weight_sync.handoff import Handoff
 from weight_sync.link import ReceiverLink
 
+T = TypeVar("T")
 EVENTS_PER_SNAPSHOT = 60
 CALL_S, RETIRE_S = 5.0, 0.3
 
@@ -124,7 +125,9 @@ class RunCluster(SyncCluster):
             played = self.engines[name] = PlayedEngine(EOS, scenario.tokens_per_s, on_load, refuses)
             engine = MeteredEngine(played, runtime)
             episodes = SingleTurn(engine, data.tokenizer, LengthReward(self.world, scenario.failing_share))
-            sizes = GroupSettings(scenario.seed, scenario.group_size, 1.0, scenario.max_tokens)
+            sizes = GroupSettings(
+                scenario.seed, scenario.group_size, 1.0, scenario.max_tokens, stop=scenario.stop
+            )
             return ReplicaParts(
                 engine=engine,
                 buffer=WatchedClient(runtime, name, self.run_judge),
@@ -140,7 +143,7 @@ class RunCluster(SyncCluster):
 
     def _learn(self, runtime: SimRuntime) -> None:
         config = self.config
-        client = LearnerClient(address_of("buffer.0"), deadline_s=30.0, runtime=runtime)
+        client = WatchedLearner(runtime, self.run_judge)
         store = CheckpointStore(self.folder / "checkpoints", config.checkpoint.keep)
         connect = partial(Handoff, runtime, address_of("publisher.0"), self.prefix, BUCKET_BYTES)
         leader = self.leader = Leader(config, client, connect, store, 1, runtime)
@@ -166,6 +169,28 @@ class WatchedClient(ReplicaClient):
         if result == "stored":
             self._judge.acknowledged.add((group.ticket, group.attempt))
         return result
+
+
+class WatchedLearner(LearnerClient):
+    """The production client of a learner, and which of its calls were answered."""
+
+    def __init__(self, runtime: SimRuntime, judge: RunJudge) -> None:
+        super().__init__(address_of("buffer.0"), deadline_s=30.0, runtime=runtime)
+        self._judge = judge
+
+    def open(self, holder: str) -> Opening:
+        """Become the learner."""
+        opening = super().open(holder)
+        self._judge.newest_token = max(self._judge.newest_token, opening.token)
+        return opening
+
+    def _repeat(self, call: Callable[[float], T]) -> T:
+        """Make a call. One of an older learner, sent after another one had opened, is to be refused."""
+        newest, token = self._judge.newest_token, self.token
+        found = super()._repeat(call)
+        if token and token < newest:
+            self._judge.say(f"S5: a call of token {token} was answered after token {newest} had opened")
+        return found
 
 
 class WatchedEvaluator(Evaluator):

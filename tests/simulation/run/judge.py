@@ -35,6 +35,7 @@ class RunJudge(Judge):
     Attributes:
         node_of: What a version number was registered for.
         last_node: The weights that a learner ended with, 0 until one does.
+        newest_token: The newest one that a learner was given.
         acknowledged: (ticket, attempt) of groups that a replica was told are stored.
     """
 
@@ -44,7 +45,7 @@ class RunJudge(Judge):
         self._prompt_at = PromptOrder(scenario.seed, (Source(NUM_PROMPTS),), True).at
         self.tree = WeightsTree()
         self.node_of: dict[int, int] = {}
-        self.last_node = 0
+        self.last_node = self.newest_token = 0
         self.acknowledged: set[tuple[int, int]] = set()
         self.num_steps = self.num_masked = self.lag_max = 0
         self._answers: dict[tuple[int, int], list[frozenset[int]]] = {}
@@ -150,6 +151,7 @@ class RunJudge(Judge):
         self._verified.clear()
         self._opened.clear()
         self._opened_at.clear()
+        self.newest_token = 0
         self.recount(None)
         known = self._recount.num_versions
         self.node_of = {number: node for number, node in self.node_of.items() if number <= known}

@@ -77,6 +77,7 @@ class Scenario(SyncScenario):
         step_s: Seconds of a step of the learner.
         lease_s: Of the buffer.
         failing_share: Of the answers that cannot be scored.
+        stop: Strings that end an answer.
         longest_row: Tokens of a row that the learner still takes.
     """
 
@@ -96,6 +97,7 @@ class Scenario(SyncScenario):
     failing_share: float = 0.0
     longest_row: int = 1 << 20
     drops_constant: bool = False
+    stop: tuple[str, ...] = ()
     is_streaming: bool = False
     is_always_synced: bool = False
 
@@ -145,6 +147,7 @@ def draw_scenario(seed: int, faults: str) -> Scenario:
         evaluation_parts=dice.randint(1, 2),
         failing_share=0.2 if faults == "failing" else more.choice((0.0, 0.0, 0.05)),
         longest_row=more.choice((1 << 20, 1 << 20, 16)) if faults in ("failing", "general") else 1 << 20,
+        stop=more.choice(((), (), ("1", "77"))),
         drops_constant=group_size > 1 and more.random() < 0.2,
         is_streaming=dice.random() < 0.3,
         is_always_synced=dice.random() < 0.5,
