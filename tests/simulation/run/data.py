@@ -66,6 +66,7 @@ def make_config(scenario: Scenario, folder: Path) -> Config:
         "staleness": {"max_lag": scenario.max_lag, "policy": scenario.policy, "max_wait_s": 5.0},
         "buffer": {"journal": "file", "lease_s": scenario.lease_s},
         "algorithm": {"drop_constant_groups": scenario.drops_constant},
+        "guard": {"action": "rollback" if scenario.rollbacks else "warn"},
         "checkpoint": {"every_steps": scenario.checkpoint_every, "keep": 2, "max_stall_s": 2.0},
         "eval": {"every_steps": scenario.evaluate_every, "replicas": scenario.evaluation_parts},
     }

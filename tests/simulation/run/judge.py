@@ -48,6 +48,7 @@ class RunJudge(Judge):
         self.last_node = self.newest_token = 0
         self.acknowledged: set[tuple[int, int]] = set()
         self.num_steps = self.num_masked = self.lag_max = 0
+        self._reached: set[int] = set()
         self._answers: dict[tuple[int, int], list[frozenset[int]]] = {}
         self._recount = Recount(self._prompt_at)
         self._num_read = self._num_cut = self._num_judged = 0
@@ -69,12 +70,21 @@ class RunJudge(Judge):
         return self.truth.make(number, token)
 
     def hear_trained(
-        self, step: int, parent: int, groups: Sequence[Group], is_masked: Mapping[int, bool]
+        self,
+        step: int,
+        parent: int,
+        groups: Sequence[Group],
+        is_masked: Mapping[int, bool],
+        branch: Hashable,
     ) -> int:
-        """A learner trains groups on the weights `parent`; return what that makes."""
+        """A learner trains groups on the weights `parent`; return what that makes.
+
+        Args:
+            branch: Tells trainings apart that differ in more than their tokens.
+        """
         if self.tree[parent].step != step:
             self.say(f"S2: step {step} trains weights of step {self.tree[parent].step}")
-        content: list[Hashable] = []
+        content: list[Hashable] = [branch]
         tickets, prompts = [], []
         for group in groups:
             tokens = self._judge_tokens(group, parent, is_masked)
@@ -87,6 +97,12 @@ class RunJudge(Judge):
         node = self.tree.train(parent, tuple(content), tuple(tickets), tuple(prompts)).id
         self.world.note(f"trained step {step} {tickets} {parent} -> {node}")
         return node
+
+    def is_first_of(self, step: int) -> bool:
+        """Tell whether a step is trained for the first time."""
+        is_first = step not in self._reached
+        self._reached.add(step)
+        return is_first
 
     def _judge_tokens(
         self, group: Group, parent: int, is_masked: Mapping[int, bool]

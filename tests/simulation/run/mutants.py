@@ -170,7 +170,7 @@ MUTANTS = (
     Mutant(
         "lineages",
         "lags know of the branches that a resume abandoned",
-        "kill_learner",
+        "rollback",
         (Patch(VersionBook, "counted_step", _forget_lineages),),
     ),
     Mutant(
@@ -191,7 +191,7 @@ MUTANTS = (
         "kill_learner",
         (Patch(Leader, "_resume", _skip_resume),),
     ),
-    Mutant("leases_expire", "leases expire", "kill_replica", (Patch(Ledger, "expire", always(0)),)),
+    Mutant("leases_expire", "leases expire", "drains", (Patch(Ledger, "expire", always(0)),)),
     Mutant(
         "lost_payloads",
         "a group whose payload is lost is issued again",

@@ -6,6 +6,7 @@ Invariant: what it trains is told to the judge before the leader books it, and a
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from learner.checkpoint.snapshot import Snapshot
 from learner.checkpoint.writer import BackgroundWriter
 from learner.intake import FittingGroups, Intake
 from learner.leader import Leader
-from learner.orders import Checkpoint, Finish, Order, Publish, Restore, Train
+from learner.orders import Adjust, Checkpoint, Finish, Order, Publish, Restore, Train
 from tests.simulation.accounts.truth import ROOT
 from tests.simulation.kernel.runtime import SimRuntime
 from tests.simulation.run.judge import RunJudge
@@ -59,6 +60,7 @@ class PlayedRank:
         self.node = ROOT
         self._groups: list[Group] = []
         self._steps: dict[int, int] = {}
+        self._branch: tuple[float, bool] = (1.0, False)
         self.is_complete = False
 
     def perform(self, order: Order) -> None:
@@ -68,6 +70,8 @@ class PlayedRank:
                 self._restore(order)
             case Train():
                 self._train(order)
+            case Adjust():
+                self._branch = (order.lr_scale, order.is_kl_off)
             case Publish():
                 self._publish(order)
             case Checkpoint():
@@ -79,7 +83,7 @@ class PlayedRank:
                 pass
 
     def _restore(self, order: Restore) -> None:
-        self.node, self._groups, self._steps = ROOT, [], {}
+        self.node, self._groups, self._steps, self._branch = ROOT, [], {}, (1.0, False)
         if order.has_checkpoint:
             self.node = json.loads((self._store.folder(order.step) / STATE_FILE).read_text())["node"]
         self._judge.hear_restore(self._runtime.process, self._leader.token, order.step, self.node)
@@ -97,7 +101,7 @@ class PlayedRank:
             number: versions.is_over_age(step, counted, max_lag) for number, counted in steps.items()
         }
         groups = sorted(self._groups, key=lambda group: group.ticket)
-        self.node = self._judge.hear_trained(step, self.node, groups, is_masked)
+        self.node = self._judge.hear_trained(step, self.node, groups, is_masked, self._branch)
         stale, lags = [], [0]
         for group in groups:
             used = {span.version for one in group.trajectories for span in one.spans}
@@ -106,6 +110,14 @@ class PlayedRank:
             stale += [] if of_group else [group.ticket]
         self._leader.stale_tickets, self._leader.lag_max = stale, max(lags)
         self._leader.oversized_tickets = self._source.take_left_out()
+        self._let_guard_look(step, [group.ticket for group in groups if group.ticket not in stale])
+
+    def _let_guard_look(self, step: int, tickets: list[int]) -> None:
+        """Tell the guard how the step was: at some steps, once in a run, its figures are not finite."""
+        is_bad = step in self._scenario.rollbacks and self._judge.is_first_of(step)
+        self._leader.refused_tickets = tickets[:1] if is_bad and not self._scenario.is_forking else []
+        metrics = {"actor/grad_norm": math.nan if is_bad else 1.0}
+        self._leader.judge(step, metrics, len(self._leader.refused_tickets))
 
     def _publish(self, order: Publish) -> None:
         version, token = PolicyVersion(order.number, order.step), self._leader.token

@@ -54,14 +54,18 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "silent": ("stop",),
     "broken_lines": ("cut", "slow"),
     "partition": ("part",),
-    "drains": ("leave", "join", "join", "kill:rollout.*", "ambush:buffer.0"),
+    "drains": ("leave", "leave", "join", "join", "ambush:rollout.*", "kill:rollout.*", "ambush:buffer.0"),
     "evaluated": (
         "ambush:rollout.*",
         "kill:rollout.*",
         "twin:rollout.*",
         "kill:receiver.*",
         "stop:rollout.*",
+        "slow",
+        "slow",
+        "ambush:rollout.*",
     ),
+    "rollback": ("kill:learner.0", "ambush:learner.0", "stop:rollout.*"),
     "failing": ("pause", "kill:rollout.*", "leave", "join"),
     "refusing": ("refuse", "refuse", "slow"),
     "rotten": ("rot", "ambush:learner.0", "kill:learner.0"),
@@ -78,6 +82,8 @@ class Scenario(SyncScenario):
         lease_s: Of the buffer.
         failing_share: Of the answers that cannot be scored.
         stop: Strings that end an answer.
+        rollbacks: Steps at which the guard goes back, the first time that they are trained.
+        is_forking: It goes on otherwise then; else it drops a group.
         longest_row: Tokens of a row that the learner still takes.
     """
 
@@ -97,6 +103,8 @@ class Scenario(SyncScenario):
     failing_share: float = 0.0
     longest_row: int = 1 << 20
     drops_constant: bool = False
+    rollbacks: tuple[int, ...] = ()
+    is_forking: bool = False
     stop: tuple[str, ...] = ()
     is_streaming: bool = False
     is_always_synced: bool = False
@@ -109,6 +117,7 @@ class Scenario(SyncScenario):
             f"{self.tokens_per_s:.0f} tokens per s, a checkpoint every {self.checkpoint_every} steps, "
             f"evaluated every {self.evaluate_every} in {self.evaluation_parts} parts"
             f", {self.failing_share:.0%} of answers fail, rows of {self.longest_row} tokens fit"
+            f", goes back at {self.rollbacks}{' with a fork' if self.is_forking else ''}"
             f"{', constant groups are dropped' if self.drops_constant else ''}"
             f"{', streaming' if self.is_streaming else ''}"
             f"{', always synced' if self.is_always_synced else ''}"
@@ -148,7 +157,14 @@ def draw_scenario(seed: int, faults: str) -> Scenario:
         failing_share=0.2 if faults == "failing" else more.choice((0.0, 0.0, 0.05)),
         longest_row=more.choice((1 << 20, 1 << 20, 16)) if faults in ("failing", "general") else 1 << 20,
         stop=more.choice(((), (), ("1", "77"))),
+        rollbacks=_draw_rollbacks(more, faults),
+        is_forking=more.random() < 0.6,
         drops_constant=group_size > 1 and more.random() < 0.2,
         is_streaming=dice.random() < 0.3,
         is_always_synced=dice.random() < 0.5,
     )
+
+
+def _draw_rollbacks(dice: random.Random, faults: str) -> tuple[int, ...]:
+    wants = faults == "rollback" or (faults == "general" and dice.random() < 0.3)
+    return tuple(sorted(dice.sample(range(1, 5), dice.randint(1, 2)))) if wants else ()
