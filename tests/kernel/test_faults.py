@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from asyncrl.faults import VARIABLE, is_wanted
+from asyncrl.faults import VARIABLE, fault_point, is_wanted, set_hook
 
 PROGRAM = """
 from asyncrl.faults import fault_point
@@ -65,3 +65,17 @@ def test_other_names_and_places_are_not_wanted(monkeypatch):
     assert is_wanted("receiver.bucket", 2, 1)
     assert not is_wanted("receiver.bucket", 2, 0) and not is_wanted("receiver.bucket", 21)
     assert not is_wanted("publisher.bucket", 2, 1)
+
+
+def test_a_hook_is_called_at_each_point_and_the_environment_not_heeded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passed: list[tuple[str, tuple[int | None, ...]]] = []
+    monkeypatch.setenv(VARIABLE, "learner.updated@3")
+    before = set_hook(lambda name, place: passed.append((name, place)))
+    try:
+        fault_point("learner.updated", 3)
+        assert not is_wanted("learner.updated", 3)
+    finally:
+        assert set_hook(before) is not None
+    assert passed == [("learner.updated", (3,))] and is_wanted("learner.updated", 3)

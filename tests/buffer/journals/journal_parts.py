@@ -18,6 +18,7 @@ from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.experience import encode_group
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group
+from tests.simulation.parts.journal import Disk, SimulatedJournal
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Place:
     folder: Path
     server: RedisServer | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    disk: Disk = field(default_factory=Disk)
 
     @property
     def run(self) -> str:
@@ -35,6 +37,8 @@ class Place:
 
     def open(self) -> Journal:
         """Open the journal, as the next buffer process would."""
+        if self.kind == "simulated":
+            return SimulatedJournal(self.disk, True, **self.settings)
         if self.server is None:
             return FileJournal(self.folder, **self.settings)
         url = self.server.url
@@ -45,6 +49,10 @@ class Place:
 
     def damage_payload(self, ticket: int) -> None:
         """Flip a bit in the body of a ticket's payload."""
+        if self.kind == "simulated":
+            (key,) = [key for key in self.disk.payloads if key[0] == ticket]
+            self.disk.payloads[key] = []
+            return
         if self.server is None:
             path = max(path for path in self.folder.rglob("*.segment") if path.stat().st_size)
             data = bytearray(path.read_bytes())

@@ -1,4 +1,5 @@
-"""What every journal promises: the same tests for files and for Redis, and for none what holds there."""
+"""What every journal promises: the same tests for files, Redis and the one that the simulator plays, and for
+none what holds there."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from asyncrl.experience import encode_group
 from tests.buffer.journals.journal_parts import Place, begin, push, settle
 from tests.buffer.parts import make_group, make_store
 
-REMEMBERING = ("file", "redis")
+REMEMBERING = ("file", "redis", "simulated")
 
 
 @pytest.fixture(params=REMEMBERING)

@@ -75,7 +75,7 @@ class Disk:
 class SimulatedJournal:
     """See the module; it offers what `asyncrl.buffer.journals.journal.Journal` asks for."""
 
-    def __init__(self, disk: Disk, is_always_synced: bool, events_per_snapshot: int) -> None:
+    def __init__(self, disk: Disk, is_always_synced: bool, events_per_snapshot: int = 1000) -> None:
         self.counters: Counter[str] = Counter()
         self._disk = disk
         self._is_always_synced = is_always_synced
@@ -120,6 +120,7 @@ class SimulatedJournal:
             return None
         frames = self._disk.payloads[ticket, attempt]
         if not frames:  # damaged
+            self.counters["damaged_payloads"] += 1
             self._index[ticket].discard(attempt)
             del self._disk.payloads[ticket, attempt]
             return None
