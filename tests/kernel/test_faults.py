@@ -67,9 +67,7 @@ def test_other_names_and_places_are_not_wanted(monkeypatch):
     assert not is_wanted("publisher.bucket", 2, 1)
 
 
-def test_a_hook_is_called_at_each_point_and_the_environment_not_heeded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hook_is_called_at_each_point_and_the_environment_is_not_heeded(monkeypatch):
     passed: list[tuple[str, tuple[int | None, ...]]] = []
     monkeypatch.setenv(VARIABLE, "learner.updated@3")
     before = set_hook(lambda name, place: passed.append((name, place)))
