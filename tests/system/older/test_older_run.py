@@ -1,7 +1,7 @@
 """A run that asyncrl made at f34ed81: its journal is verified, and it is resumed.
 
 `run-f34ed81.tar.xz` was made by that version's `asyncrl up old.yaml`: ten steps of a model of 13,472
-parameters, checkpoints of steps 8 and 10. The configuration, the model and the run's folder are in it, without
+parameters, checkpoints of steps 8 and 10. It holds the configuration, the model and the run's folder, without
 logs and pictures.
 """
 
