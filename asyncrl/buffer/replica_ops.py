@@ -1,4 +1,4 @@
-"""What the buffer does for rollout replicas, by asking the ledger."""
+"""Operations of the buffer for rollout replicas, performed by the ledger."""
 
 from __future__ import annotations
 

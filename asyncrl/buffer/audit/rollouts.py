@@ -1,7 +1,8 @@
-"""Which answers a step was made of, which groups were dropped, and why, from a run's journal (pure).
+"""Rollouts in a run's journal: the answers of each step, the dropped groups, the reason for each drop (pure).
 
-Owns what is said about each token: its version's lag, and why it was kept out of the loss. A lag counts
-plain steps of the current lineage; of a dropped group it is the lag at the step that was in the making.
+Owns the facts per token: the lag of its version, and the reason for its exclusion from the loss. A lag counts
+plain steps of the current lineage; the lag of a dropped group is the lag at the step in the making at that
+time.
 """
 
 from __future__ import annotations

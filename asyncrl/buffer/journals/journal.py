@@ -1,8 +1,8 @@
-"""What the buffer remembers across its own death: the seam, and the journal that remembers nothing.
+"""Journal protocol: the buffer's durable state; and `MemoryJournal`, which keeps nothing.
 
 Owns the order of durability: a payload is appended before the event that names it is committed, and
-events are committed before anyone is answered. Events are committed in turns, one per turn of the
-server loop, each all or none. What is durable is a snapshot of the ledger and the events after it.
+events are committed before any request is answered. Events are committed in turns, one per turn of the
+server loop, each all or none. The durable state is a snapshot of the ledger and the events after it.
 Invariant: an acknowledged push survives `kill -9`; `fsync` says what a power cut costs.
 """
 
