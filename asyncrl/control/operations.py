@@ -1,9 +1,9 @@
-"""What an operator may ask of a live run: scale, drain, pause, unpause, checkpoint, tighten, stop.
+"""Operator commands on a live run: scale, drain, pause, unpause, checkpoint, tighten, stop.
 
-Owns the checks of what is asked, and which service is told what. Never starts or ends a process: `Crew` does.
-Invariant: a refused command has changed nothing. A pause is marked in the run's folder before anyone is told,
-so a service that dies meanwhile, or the supervisor, is paused when it is started again. A checkpoint that
-was asked for is asked for again until it is there.
+Owns the checks of each command and the services that are told of it. Never starts or ends a process: `Crew`
+does. Invariant: a refused command has changed nothing. A pause is marked in the run's folder before any
+service is told, so a service that dies meanwhile, or the supervisor, is paused when it is started again. A
+requested checkpoint is requested again until it exists.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Who sets the pace of a run, and why the learner waits (pure).
+"""Bottleneck of a run: the service that sets its pace, and the reason why the learner waits (pure).
 
-Judges by the newest row of metrics and the services' last statuses. What stops everything comes first: an
-obstacle that a service reports, a service that is not there, a pause. Only then are idle shares compared.
-Invariant: never more than a guess from what was observed, and every guess says what it was made from.
+Judges by the newest row of metrics and the services' last statuses. Causes of a full stop come first: an
+obstacle that a service reports, a missing service, a pause. Only then are idle shares compared.
+Invariant: never more than a guess from observations, and every guess names the observations behind it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""How many rollout replicas a run should have, from whom waits and how old the data is (pure).
+"""Autoscaler: the number of rollout replicas, from the waits and the age of the data (pure).
 
 Owns the rule and its patience. It starts and ends nothing: a decision is a number with its reason.
 
     needed = replicas x (their busy share) / (1 - the learner's idle share)
 
-replicas keep the learner busy all the time. It grows to that while the learner idles and the replicas do
-not; it gives one back while the learner never waits and the others could do its work. A lag near the bound
-makes it give back sooner: surplus groups lie in the buffer and age.
+replicas keep the learner busy all the time. The autoscaler grows to that number while the learner idles and
+the replicas do not; it removes one replica while the learner never waits and the others could do its work.
+A lag near the bound makes it remove one sooner: surplus groups lie in the buffer and age.
 Invariant: a decision is made from steps of the fleet as it stands, all of it READY, and never from fewer
-than `Pacing.min_steps` of them; each that takes back the one before makes the next shrinking wait longer.
+than `Pacing.min_steps` of them; each decision that reverses the one before makes the next shrinking wait
+longer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the fleet machine is told, and what it asks for (pure)."""
+"""Messages of the fleet machine: its events and its actions (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How one service is started: what the launcher needs to know of it (pure)."""
+"""Launch specification of one service (pure)."""
 
 from __future__ import annotations
 

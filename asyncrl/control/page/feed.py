@@ -1,4 +1,4 @@
-"""What open pages are told, once for all of them.
+"""Feed of server-sent events, computed once for all open pages.
 
 A stream
   consumes: the supervisor's snapshot, new rows, the newest payloads

@@ -1,6 +1,6 @@
-"""How much memory this machine has: host, shared memory, GPUs.
+"""Memory of this machine: host, shared memory, GPUs.
 
-Owns where that is read. Must never reserve any. What cannot be told is None, and nothing is held against it.
+Owns the places where it is read. Must never reserve any. An unknown size is None, and limits nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a run will take, once all checks of its configuration have passed.
+"""Resource plan of a run, made after all checks of its configuration have passed.
 
-Everything that is wrong is found at once. Nothing is started or written here.
+All errors are found at once. Nothing is started or written here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run takes of host memory, shared memory and GPUs, part by part with its rule (pure).
+"""Demand of a run for host memory, shared memory and GPU memory, part by part with its rule (pure).
 
 Owns the arithmetic; the numbers of weights are handed in. Activations depend on the rows that meet in a
 microbatch: `sizes` estimates them. Invariant: a part whose size is not known is left out, never guessed.

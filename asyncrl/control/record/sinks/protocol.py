@@ -1,4 +1,4 @@
-"""What a sink of metrics is, and what it is told of the run."""
+"""Protocol of a metrics sink, and the description of the run that it gets."""
 
 from __future__ import annotations
 
