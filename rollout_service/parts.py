@@ -1,6 +1,6 @@
-"""What a replica is built of, and how much of each it may hold.
+"""Parts of a replica, and the limits of each.
 
-Owns no behaviour. Invariant: what a replica needs of others stands here as one struct.
+Owns no behaviour. Invariant: everything that a replica needs of others stands here as one struct.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is used of vLLM's objects; vLLM itself is not type-checked.
+"""Protocols of the vLLM objects that the adapter uses; vLLM itself is not type-checked.
 
-Owns no behaviour: `engine.features` says what a vLLM must have.
+Owns no behaviour: `engine.features` lists the features that a vLLM must have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a user writes to have episodes of several turns, and what may go wrong with it.
+"""Protocol of a user's environment for episodes of several turns, and its failures.
 
-An `Environment` is one episode's: it is made for a prompt, hears what the model says, answers, and is
-thrown away. It deals in text; tokens, masks, log-probs and versions are the runner's.
+An `Environment` belongs to one episode: it is made for a prompt, gets the model's text, answers, and is
+thrown away. It deals in text; tokens, masks, log-probs and versions belong to the runner.
 """
 
 from __future__ import annotations

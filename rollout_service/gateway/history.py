@@ -1,9 +1,9 @@
-"""Whether a call goes on from the one before it (pure).
+"""Relation of a call to the one before it in its session: first, repeated, or next turn (pure).
 
-A chat client sends the whole conversation again, as text. Owns the comparison of what it sends with what
-it sent and got: the recorded tokens stand for the text only where the text is the recorded one.
-Invariant: a call whose earlier part differs in anything from what was said is never taken for the next
-turn.
+A chat client sends the whole conversation again, as text. Owns the comparison of that text with the recorded
+conversation: the recorded tokens stand for the text only where the text is the recorded one.
+Invariant: a call whose earlier part differs from the recorded conversation in anything is never taken for
+the next turn.
 """
 
 from __future__ import annotations

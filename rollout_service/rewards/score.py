@@ -1,7 +1,7 @@
-"""What a reward judges, what it answers, and what its parts must do.
+"""Types of a reward: the task and the answer that it judges, its score, the protocol of its parts.
 
-Invariant: a `Score` holds finite numbers only; whatever cannot be one is a `RewardError`, and never
-reaches a trajectory.
+Invariant: a `Score` holds finite numbers only; any other value is a `RewardError`, and never reaches a
+trajectory.
 """
 
 from __future__ import annotations
