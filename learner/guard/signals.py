@@ -1,4 +1,4 @@
-"""What the guard watches, and when a value is beyond its limit or far from the run's usual ones (pure).
+"""Signals that the guard watches, each with its limit and its distance from the run's usual values (pure).
 
 Owns the detectors. Must never act. A value beyond its limit is a finding; it is severe if it is also
 `z_score` robust deviations (median and MAD of the last steps) from the usual, `FAR` times beyond, or lasting,

@@ -1,4 +1,4 @@
-"""What a policy loss reads and returns (pure).
+"""Input and output of a policy loss (pure).
 
 Shapes: N packed positions, R rows.
 """
