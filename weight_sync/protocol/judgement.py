@@ -1,7 +1,7 @@
-"""What becomes of those that failed in a round: who is to blame, who is tried alone, who just again (pure).
+"""Failure attribution: exclude, isolate for one round, or retry (pure).
 
-Invariant: a member that answered in time is blamed only for what it reported of itself, for being late
-when others were not, or for failing without others while the publisher is alive.
+Invariant: a member that answered in time is blamed only for an error that it reported of itself, for being
+late when others were not, or for failing without others while the publisher is alive.
 """
 
 from __future__ import annotations
