@@ -1,4 +1,4 @@
-"""What a checkpoint costs training: the stall, the write beside it, the load.
+"""Cost of a checkpoint to training: the stall, the write beside it, the load.
 
     asyncrl bench checkpoints [--layers 8] [--hidden 512] [--quick] [--json FILE] [--check]
 
