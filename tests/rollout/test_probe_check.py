@@ -1,4 +1,4 @@
-"""Schedule of an engine's comparisons of its weights with the learner's; their figures are tested elsewhere."""
+"""Schedule of an engine's comparisons of its weights with the learner's; others test their figures."""
 
 from __future__ import annotations
 
