@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MARGIN_S = 5.0
-"""What a long poll's answer may take beyond its wait."""
+"""Time that a long poll's answer may take beyond its wait."""
 REPEAT_PAUSE_S = 0.05
 FETCHED_AT_ONCE = 4
 """Groups per answer: the next ones travel while these are decoded."""

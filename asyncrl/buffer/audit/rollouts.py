@@ -34,7 +34,7 @@ WHY_DROPPED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one group.
+    """Final state of one group.
 
     Attributes:
         step: That trained or reserved it; for a dropped one the step that was in the making, -1 if it was
@@ -53,7 +53,7 @@ class Fate:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What finds its payload."""
+        """Key of its payload."""
         return self.ticket, self.attempt
 
 

@@ -29,7 +29,7 @@ EVENTS_PER_SNAPSHOT = 50_000
 
 
 class Need(enum.Enum):
-    """What a journal wants from its owner.
+    """Request of a journal to its owner.
 
     NOTHING; a SNAPSHOT, because many events came since the last; or ALL: what it held is gone, so it
     wants the payloads that are still in memory and a snapshot of all that the ledger knows.
@@ -50,7 +50,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn of the buffer committed.
+    """Commit of one turn of the buffer.
 
     Attributes:
         number: From 1, without a gap.

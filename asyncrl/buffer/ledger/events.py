@@ -98,7 +98,7 @@ class Carried(NamedTuple):
 
 
 class CarryDropped(NamedTuple):
-    """What was carried is over age, or its payload is lost: the ticket is generated from its start."""
+    """A partial rollout is over age, or its payload is lost: the ticket is generated from its start."""
 
     ticket: int
     reason: str

@@ -14,7 +14,7 @@ GIVEN_UP_LOST_LEASES = 8
 
 
 POLICIES = ("mask", "drop", "wait")
-"""What may happen to a group with a token over the bound (`staleness.policy`)."""
+"""Treatments of a group with a token over the bound (`staleness.policy`)."""
 
 
 class State(enum.StrEnum):
@@ -244,7 +244,7 @@ def finish_evaluation(
 
 @dataclass(frozen=True)
 class LedgerSettings:
-    """What the ledger's rules are made of.
+    """Settings of the ledger's rules.
 
     Attributes:
         max_group_bytes: Bytes of the largest group that a replica may push.
