@@ -48,7 +48,7 @@ class Crew(Protocol):
 
     @property
     def learner_life(self) -> int:
-        """How often the learner was started again: another life knows nothing of what this one was asked."""
+        """Number of the learner's restarts: a new incarnation knows no command that an old one got."""
 
     def scale(self, replicas: int) -> dict[str, Any]:
         """Want so many replicas from now on."""
@@ -246,7 +246,7 @@ class Operations:
 
 @contextlib.contextmanager
 def _as_refusal() -> Iterator[None]:
-    """What was asked makes sense by here: whatever is against it is the run's state and its machine."""
+    """Turn a ConfigError into Refused: checked commands fail by the run's state or machine only."""
     try:
         yield
     except ConfigError as error:

@@ -25,7 +25,7 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """What weight sync needs.
+    """Demand of weight sync.
 
     Attributes:
         num_weights: Of the model.

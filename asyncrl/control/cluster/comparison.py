@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a node has.
+    """Packages and files of a node.
 
     Attributes:
         versions: Of each package; empty where it is missing.

@@ -29,7 +29,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a service was promised, and where."""
+    """Resources that a service was promised, and their node."""
 
     node: str
     cpus: float

@@ -27,7 +27,7 @@ HOLDS = {
     "checkpoint": ("checkpoint", "the learner waits for the checkpoint before to be written"),
     "publisher": ("publisher.0", "the learner waits for the publisher"),
 }
-"""What the learner waits for besides batches: who that is, and why."""
+"""Causes of the learner's waits besides batches: the service at fault, and the reason."""
 NO_STAGES = ("timing_s/step", "timing_s/other", "timing_s/wait")
 STAGES = {
     "update_actor": "forward, backward and optimizer",
@@ -42,7 +42,7 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Who is the bottleneck (`""`: nobody), why, and whom the learner waits for (`""`: it does not)."""
+    """The bottleneck (`""`: none), the reason, and the learner's wait (`""`: it does not wait)."""
 
     who: str
     why: str

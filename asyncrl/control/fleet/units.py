@@ -15,7 +15,7 @@ from asyncrl.states import ServiceState
 
 SYNCING, ENDED, WAITING = ServiceState.SYNCING, ServiceState.ENDED, ServiceState.WAITING
 STARTING_STATES = frozenset({ServiceState.STARTING, SYNCING, WAITING})
-"""What a service reports that cannot work yet; it may not last."""
+"""States of a service that cannot work yet; none of them may last."""
 LEARNER, REPLICA = "learner", "replica"
 
 

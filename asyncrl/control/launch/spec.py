@@ -14,7 +14,7 @@ NODE_VARIABLE = "ASYNCRL_NODE"
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """How one service is started.
+    """Launch specification of one service.
 
     Attributes:
         factory: `module:function` of its composition root.

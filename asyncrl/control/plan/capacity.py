@@ -17,14 +17,14 @@ from asyncrl.control.shared_memory import SHM_DIR
 
 MEMORY_FILE = Path("/proc/meminfo")
 LIMIT_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""What a container may take, in the two versions of control groups."""
+"""Memory limits of a container, in the two versions of control groups."""
 ASK_GPUS = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 ASK_DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What there is, in bytes; None where that is not known.
+    """Memory of the machine, in bytes; None where a size is not known.
 
     Attributes:
         host: Main memory, or what a container may take of it.

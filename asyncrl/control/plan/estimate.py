@@ -72,7 +72,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take.
+    """Resources of a run.
 
     Attributes:
         placement: Its services, those that are started first before the others.

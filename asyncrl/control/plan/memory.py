@@ -104,7 +104,7 @@ def _learner_parts(config: Config, num_weights: int | None, critic_weights: int 
 
 @dataclass(frozen=True)
 class _Model:
-    """What a rank holds of one model, per weight of its share."""
+    """Memory of one model on a rank, per weight of its share."""
 
     what: str
     num_weights: int

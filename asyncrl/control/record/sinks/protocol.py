@@ -13,7 +13,7 @@ DEFAULT_PROJECT = "asyncrl"
 
 @dataclass(frozen=True)
 class RunLabel:
-    """How a service knows the run.
+    """Description of the run for a metrics service.
 
     Attributes:
         name: Of the run.
