@@ -41,7 +41,7 @@ class Placement:
 
 
 class ModelBackend(Protocol):
-    """What every model of a learner rank offers, whatever it puts out."""
+    """Interface of every model of a learner rank, whatever it outputs."""
 
     @property
     def dp_rank(self) -> int:
@@ -53,7 +53,7 @@ class ModelBackend(Protocol):
 
     @property
     def num_copies(self) -> int:
-        """How many ranks train one share together: what each counts of it is counted so many times."""
+        """Number of ranks that train one share together: each count of that share is multiplied by it."""
 
     @property
     def num_updates(self) -> int:

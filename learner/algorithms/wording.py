@@ -20,7 +20,7 @@ _LEVELS = {"token": "per token", "sequence": "per sequence", "geometric": "per s
 _DEFAULTS = AlgorithmSection()
 
 Problem = tuple[str, str]
-"""What is wrong, and what to do."""
+"""The problem, and its remedy."""
 
 
 def find_problems(section: AlgorithmSection) -> Iterator[str]:

@@ -26,7 +26,7 @@ from learner.megatron import convert, rows
 
 @dataclass(frozen=True)
 class Shard:
-    """What this rank's optimizer holds of one parameter: elements [start, end) of the local matrix.
+    """Optimizer state of one parameter on this rank: elements [start, end) of the local matrix.
 
     Attributes:
         values: The flat tensor of each kind, as the optimizer uses it.

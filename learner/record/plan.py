@@ -21,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be trained again.
+    """Steps to train again, with their start and settings.
 
     Attributes:
         folder: The run's.

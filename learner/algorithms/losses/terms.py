@@ -50,7 +50,7 @@ class LossConstants:
 
 @dataclass(frozen=True)
 class LossInput:
-    """What a loss reads.
+    """Input of a loss.
 
     Attributes:
         logprobs_N: Under the weights being trained; carries the gradient.

@@ -68,7 +68,7 @@ class Architecture(ModelSize):
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How the model is cut: sizes of the process groups, and what is computed twice to save memory."""
+    """Partition of the model: sizes of the process groups, and the parts recomputed to save memory."""
 
     tp: int = 1
     pp: int = 1
