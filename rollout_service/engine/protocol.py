@@ -44,7 +44,7 @@ class Interrupted(EngineError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one response is sampled. No top-p, top-k or penalty: log-probs stay those of the policy.
+    """Sampling of one response. No top-p, top-k or penalty: log-probs stay those of the policy.
 
     Attributes:
         temperature: 0 takes the most probable token.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, str]
 """A chat message: `role` and `content`."""
 Observation = str | Sequence[Message]
-"""What the model reads next. In a chat, plain text is one message of the user."""
+"""Next input of the model. In a chat, plain text is one message of the user."""
 
 
 class EnvironmentFailed(RewardError):
@@ -28,7 +28,7 @@ class EnvironmentFailed(RewardError):
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment answers to one turn of the model.
+    """Answer of an environment to one turn of the model.
 
     Attributes:
         observation: What the model reads before its next turn; not used once `is_done`.

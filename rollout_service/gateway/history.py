@@ -20,7 +20,7 @@ HISTORY_CHANGED = "history_changed"
 
 
 class Step(Enum):
-    """How a call follows: the session's first, the last one again, or the next turn."""
+    """Relation of a call to the session: its first, the last one again, or the next turn."""
 
     FIRST = "first"
     AGAIN = "again"
@@ -29,7 +29,7 @@ class Step(Enum):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call sends to the model, in comparable form.
+    """Input of a call to the model, in comparable form.
 
     Attributes:
         kind: A chat's messages, a text, or token ids.

@@ -31,7 +31,7 @@ class PlainAnswer(TypedDict):
 
 
 class ModelItem(TypedDict):
-    """What a reward model reads of an answer."""
+    """Input of a reward model for one answer."""
 
     prompt: Plain
     response: str
