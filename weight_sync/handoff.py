@@ -71,7 +71,7 @@ class PublishTimes:
 
 
 class Exporter(Protocol):
-    """What has weights to publish on several ranks. Both methods are collective."""
+    """Owner of weights to publish on several ranks. Both methods are collective."""
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each full tensor, on every rank."""

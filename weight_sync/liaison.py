@@ -50,7 +50,7 @@ class Reset(wire.Instruction, frozen=True):
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a peer says of itself: fields of a `Hello`, and the manifest of what it has."""
+    """Introduction of a peer: fields of a `Hello`, and the manifest of its version."""
 
     args: Mapping[str, Any]
     frames: Sequence[bytes] = ()

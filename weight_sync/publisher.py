@@ -61,7 +61,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class _Cargo:
-    """What a transfer sends, and the version that its differences are to, if it may send any."""
+    """Content of a transfer, and the version that its differences are to, if it may send any."""
 
     slot: Slot
     base: Slot | None = None

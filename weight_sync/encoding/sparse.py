@@ -41,7 +41,7 @@ Positions = npt.NDArray[np.int64]
 
 
 class Code(IntEnum):
-    """How positions are written."""
+    """Code of positions."""
 
     GAPS = 1
     BITMAP = 2

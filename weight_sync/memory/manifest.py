@@ -138,7 +138,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class VersionBounds:
-    """What one version may take at most.
+    """Largest size of one version.
 
     Attributes:
         total_bytes: Of its weights.

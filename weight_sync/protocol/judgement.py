@@ -27,7 +27,7 @@ from weight_sync.protocol.rounds import (
 BLAMELESS = (PUBLISHER_LOST, SUPERSEDED, LEFT)
 """Causes of a broken round for which no member is suspected."""
 UNEXPLAINED = ("", TRANSPORT, ABORTED)
-"""What a member reports that suffers from what another one, or the publisher, has done."""
+"""Causes reported by a member that suffers from the fault of another member or the publisher."""
 
 
 class Judgement:

@@ -15,7 +15,7 @@ MAX_REMEMBERED = 256
 
 
 class Hearing(StrEnum):
-    """What a token says about who speaks."""
+    """Verdict on a coordinator's fencing token, against the highest one seen."""
 
     SAME = "SAME"
     NEWER = "NEWER"
