@@ -32,7 +32,7 @@ ValueLossFn = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, Mapping[
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this rank stands. `rendezvous` is "host:port"; one rank alone needs none."""
+    """Place of this rank. `rendezvous` is "host:port"; one rank alone needs none."""
 
     rank: int = 0
     world_size: int = 1
@@ -45,7 +45,7 @@ class ModelBackend(Protocol):
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the batch this rank trains."""
+        """Index of the share of the batch that this rank trains."""
 
     @property
     def dp_size(self) -> int:

@@ -8,7 +8,7 @@ START = "start"
 
 
 class State(StrEnum):
-    """Where a replica stands."""
+    """State of a replica."""
 
     STARTING = "STARTING"
     SYNCING = "SYNCING"

@@ -49,7 +49,7 @@ START_DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class PublishTimes:
-    """Where the seconds of a publish went; the learner stood still for their sum.
+    """Seconds of a publish, by part; the learner stood still for their sum.
 
     Attributes:
         gather_s: Asking for the tensors, and waiting for the other ranks: collectives, and reordering.

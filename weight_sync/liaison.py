@@ -133,7 +133,7 @@ class Liaison:
 
     @property
     def look_at(self) -> float:
-        """When `lost_for_s` is to be asked next: when the coordinator is overdue, and from then on often."""
+        """Next time to ask `lost_for_s`: when the coordinator is overdue, and from then on often."""
         return max(self._look_at, self._heard_at + OVERDUE_POLLS * self._poll_s)
 
     def stop(self) -> None:

@@ -52,7 +52,7 @@ PREPARE_EVERY_S = 0.05
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where receivers meet the publisher, and by which backends."""
+    """Endpoint of the publisher for receivers, and its backends."""
 
     store_host: str
     store_port: int

@@ -144,7 +144,7 @@ class ReplicaOps:
 
     @property
     def next_silence(self) -> float:
-        """When `expire_silent` may have something to do; infinite while nobody evaluates."""
+        """Time from which `expire_silent` may have work; infinite while nobody evaluates."""
         seen = next(iter(self._last_seen.values()), math.inf)
         return seen + self._ledger.settings.lease_s
 

@@ -80,7 +80,7 @@ class Llm(Protocol):
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """Where the gateway listens, and how long a group of sessions may take."""
+    """Address of the gateway, and the deadline of a group of sessions."""
 
     host: str
     port: int

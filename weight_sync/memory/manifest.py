@@ -116,7 +116,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor lies, without contents."""
+    """Layout of the tensors, without contents."""
 
     tensors: tuple[TensorEntry, ...]
     bucket_bytes: int

@@ -68,7 +68,7 @@ def split_parts(parts: Sequence[Part], index: int, count: int) -> list[Part]:
 
 @dataclass(frozen=True)
 class _Spot:
-    """Where a part belongs: rows `start + i * stride_bytes`, each `width_bytes` long."""
+    """Place of a part: rows `start + i * stride_bytes`, each `width_bytes` long."""
 
     entry: TensorEntry
     part: Part

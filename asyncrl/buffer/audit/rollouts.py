@@ -20,7 +20,7 @@ from asyncrl.experience import CUT_REASONS, Group, Trajectory
 from asyncrl.versions import Span
 
 TRAINED, OBSERVED, CUT, OVER_AGE = "", "observation", "cut", "over age"
-"""Why a token is not trained; empty if it is."""
+"""Reason for which a token is not trained; empty if it is."""
 
 WHY_DROPPED: Mapping[str, str] = {
     "stale": "over age: its tokens were older than max_lag allows",

@@ -101,10 +101,10 @@ class Journal(Protocol):
         """Remember the ledger as it stands after the last commit, which returned True."""
 
     def survey(self) -> bool:
-        """When ALL is needed: find out which payloads are still there; False while it is away."""
+        """Find out which payloads are still there, when ALL is needed; False while the journal is away."""
 
     def begin_anew(self, values: Mapping[str, object]) -> bool:
-        """When ALL is needed: replace the past by this ledger and the payloads appended since `survey`."""
+        """Replace the past by this ledger and the payloads appended since `survey`, when ALL is needed."""
 
     def wake_at(self) -> float:
         """Return when `tick`, or the `commit` that returned False, has something to do; infinite if never."""

@@ -315,7 +315,7 @@ class ReplicaCommands:
 
     @property
     def next_expiry(self) -> float:
-        """When `expire` may have something to do; infinite without leases."""
+        """Time from which `expire` may have work; infinite without leases."""
         deadlines = self.state.deadlines
         return deadlines[0][0] if deadlines else math.inf
 

@@ -41,7 +41,7 @@ class Budget:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """When restarts were granted that still count, oldest first."""
+        """Times of the granted restarts that still count, oldest first."""
         return tuple(self._times)
 
     @property

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Cause(Enum):
-    """Why a service is gone.
+    """Cause of a service's end.
 
     DEATH: its process ended or does not answer, which says nothing of the next one. ERROR: of its own; if it
     recurs before the service ever worked, that is how it is. FINAL: an error that trying again cannot cure.

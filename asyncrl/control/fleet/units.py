@@ -20,7 +20,7 @@ LEARNER, REPLICA = "learner", "replica"
 
 
 class Stage(StrEnum):
-    """Where a unit stands.
+    """Stage of a unit.
 
     DEAD: it waits for its next start. RETIRED: the same, for minutes, as its restarts are spent.
     A replica that was scaled away or has drained is not listed any more.

@@ -40,7 +40,7 @@ Status = Callable[[], dict[str, Any]]
 
 
 class Payloads(Protocol):
-    """Where the newest groups are."""
+    """Source of the newest groups."""
 
     def newest(self) -> Sequence[Group]: ...
 

@@ -64,7 +64,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which backend carries weights, and why."""
+    """The backend that carries weights, and the reason for it."""
 
     backend: str
     why: str

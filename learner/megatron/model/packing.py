@@ -37,7 +37,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Share:
-    """Which tokens this rank holds.
+    """Tokens that this rank holds.
 
     Attributes:
         num_tokens: Of the microbatch, without padding.

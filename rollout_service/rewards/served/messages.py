@@ -39,7 +39,7 @@ class ModelItem(TypedDict):
 
 
 class FunctionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which function the process of a pool calls, see `BoundFunction`."""
+    """Function that the process of a pool calls, see `BoundFunction`."""
 
     name: str
     function: str
@@ -48,7 +48,7 @@ class FunctionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which model scores, and where.
+    """Model that scores, and its device.
 
     Attributes:
         path: Folder of a sequence classifier and its tokenizer.
