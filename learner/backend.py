@@ -49,7 +49,7 @@ class ModelBackend(Protocol):
 
     @property
     def dp_size(self) -> int:
-        """Into how many shares the batch is cut."""
+        """Number of shares into which the batch is cut."""
 
     @property
     def num_copies(self) -> int:
