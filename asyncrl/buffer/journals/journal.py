@@ -3,7 +3,7 @@
 Owns the order of durability: a payload is appended before the event that names it is committed, and
 events are committed before any request is answered. Events are committed in turns, one per turn of the
 server loop, each all or none. The durable state is a snapshot of the ledger and the events after it.
-Invariant: an acknowledged push survives `kill -9`; `fsync` says what a power cut costs.
+Invariant: an acknowledged push survives `kill -9`; `fsync` decides the loss at a power cut.
 """
 
 from __future__ import annotations
