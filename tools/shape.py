@@ -1,7 +1,8 @@
-"""Prints the shape of the code and fails on what has outgrown it (standard library only).
+"""Shape check of the code: prints its figures and fails on each exceeded limit (standard library only).
 
 `python tools/shape.py FOLDER...` counts lines of functions and files, files per folder, and how
-deep control flow is nested inside a function. Files under a folder `tests` may be longer.
+deep control flow is nested inside a function. Files under a folder `tests` may be longer. A module
+docstring must not begin with a question word.
 """
 
 from __future__ import annotations
