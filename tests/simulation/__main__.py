@@ -1,4 +1,4 @@
-"""Plays seeds of simulated runs: `python -m tests.simulation [--scope sync] [--seeds 100]`."""
+"""Entry point of the simulator: `python -m tests.simulation [--scope sync] [--seeds 100]`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LEAST_OF_ALL, LEAST_OF_EACH = 0.85, 0.70
 
 
 class Coverage:
-    """Which lines of some files were run, between `begin` and `end`."""
+    """Lines of some files that were run between `begin` and `end`."""
 
     def __init__(self, files: Iterable[str]) -> None:
         self._lines = {str(ROOT / name): lines_of(ROOT / name) for name in files}

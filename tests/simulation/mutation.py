@@ -24,7 +24,7 @@ class Patch:
 
     @property
     def module(self) -> str:
-        """Where the target is defined."""
+        """Return the name of the module that defines the target."""
         return str(getattr(self.target, "__module__", None) or self.target.__name__)
 
 

@@ -1,4 +1,4 @@
-"""What came of a seed."""
+"""The outcome of a seed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What every journal promises: the same tests for files, Redis and the one that the simulator plays, and for
-none what holds there."""
+"""Contract of every journal: one suite for files, Redis and the simulator, parts of it for none."""
 
 from __future__ import annotations
 

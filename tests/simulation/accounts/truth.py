@@ -1,4 +1,4 @@
-"""What weights really are: a tree by content, which knows no version numbers.
+"""Weights by content: a tree, which knows no version numbers.
 
 Two sets of weights are the same node if the same tokens were trained in the same order from the same weights,
 by whichever learner and however often. A token is sampled by a node, and its id says by which. The lag of a

@@ -33,7 +33,7 @@ TO_LISTENER, TO_LINE = 0, 1
 
 
 class Wires:
-    """What lies between all processes of a world.
+    """The network between all processes of a world.
 
     Attributes:
         delay_share, delay_s: So many messages take up to so much longer.

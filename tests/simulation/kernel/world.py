@@ -91,7 +91,7 @@ class Task:
 
 
 class Process:
-    """What dies together, and is stopped together.
+    """A simulated process: its tasks die together, and are stopped together.
 
     Attributes:
         host: Processes of a host share a clock.

@@ -22,7 +22,7 @@ from weight_sync.protocol.floor import ID_BITS
 NOTICE_S = 0.05
 STUCK_LOOK_S = 0.1
 LATE_SHARE, LATE_S = 0.5, 0.4
-"""How often, and for how long, a member that gave up may still be written to."""
+"""Share of members that are still written to after they gave up, and for how long at most."""
 
 
 class Exchange:

@@ -20,7 +20,7 @@ Main = Callable[[SimRuntime], None]
 RESTART_S = (0.2, 1.5)
 SWOLLEN_BYTES = 1 << 40
 TRAP_S = 6.0
-"""How long a plan to strike at a fault point holds."""
+"""Duration of a plan to strike at a fault point."""
 
 
 @dataclass

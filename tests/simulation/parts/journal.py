@@ -31,7 +31,7 @@ SYNC_EVERY_S = 1.0
 
 @dataclass
 class Disk:
-    """What a journal has written.
+    """Turns, snapshots and payloads that a journal has written.
 
     Attributes:
         turns: (events, digest) of each. snapshots: (turns before it, values, digest).

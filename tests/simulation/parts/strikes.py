@@ -39,13 +39,13 @@ class Strike:
 
     @property
     def ends_at(self) -> float:
-        """When the fault is over."""
+        """Return when the fault is over."""
         return self.at + self.seconds
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a fault is drawn: whom it befalls, for how long, how much of it."""
+    """The range that a fault is drawn from: its targets, its duration, its amount."""
 
     targets: Sequence[str]
     seconds: tuple[float, float] = (0.0, 0.0)

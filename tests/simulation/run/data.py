@@ -26,7 +26,7 @@ MAX_PROMPT_TOKENS = 16
 
 @dataclass(frozen=True)
 class Data:
-    """What replicas of all worlds read."""
+    """Prompts and tokenizer that replicas of all worlds read."""
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet

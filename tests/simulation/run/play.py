@@ -1,4 +1,4 @@
-"""Plays one seed of a whole run."""
+"""A seed of a whole run, played to its end."""
 
 from __future__ import annotations
 

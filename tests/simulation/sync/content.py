@@ -19,7 +19,7 @@ SPARSE_SHARE = 0.03
 
 
 class Truth:
-    """What each number stands for, and which token may draw the next one.
+    """The content that each number stands for, and the token that may draw the next one.
 
     Args:
         is_sparse: A version differs in few elements from the one before it.

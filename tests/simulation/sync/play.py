@@ -1,4 +1,4 @@
-"""Plays one seed of weight sync, from its first process to the end of its last fault and beyond."""
+"""A seed of weight sync, played from its first process to the end of its last fault and beyond."""
 
 from __future__ import annotations
 

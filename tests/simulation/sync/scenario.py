@@ -73,7 +73,7 @@ class Scenario:
 
     @property
     def calm_at(self) -> float:
-        """When the last fault is over."""
+        """Return when the last fault is over."""
         return max((strike.ends_at for strike in self.strikes), default=0.0)
 
     def describe(self) -> list[str]:
