@@ -21,7 +21,7 @@ import greenlet
 
 JITTER_S = 2e-5
 """A task that was woken runs up to so much later: which of two runs first is drawn."""
-MAX_EVENTS = 400_000
+MAX_EVENTS = 150_000
 TRACERS: list[Any] = []
 """Of Python, which keeps one for each greenlet: the last is set in each task that begins."""
 

@@ -19,6 +19,8 @@ from tests.simulation.parts.strikes import Strike
 Main = Callable[[SimRuntime], None]
 RESTART_S = (0.2, 1.5)
 SWOLLEN_BYTES = 1 << 40
+ANSWERED, ANSWER_KILL_S = "rollout.evaluated", 3.0
+"""A point between an answer and its report; who would stand still there for less is killed."""
 TRAP_S = 6.0
 """Duration of a plan to strike at a fault point."""
 
@@ -115,7 +117,7 @@ class Crew:
         process = self.processes.get(name)
         if strike.kind == "kill" and process is not None:
             process.fuse = int(strike.amount)
-        elif strike.kind in ("ambush", "snare"):
+        elif strike.kind in ("ambush", "snare", "answering"):
             self._traps.append(_Trap(name, world.now + TRAP_S, int(strike.amount), strike))
         elif strike.kind == "stop" and process is not None:
             process.freeze()
@@ -154,7 +156,7 @@ class Crew:
         for trap in list(self._traps):
             if self.world.now >= trap.until:
                 self._traps.remove(trap)
-            elif trap.name == process.name:
+            elif trap.name == process.name and (trap.strike.kind != "answering" or name == ANSWERED):
                 trap.num_left -= 1
                 if trap.num_left < 0:
                     self._traps.remove(trap)
@@ -163,7 +165,7 @@ class Crew:
                     return
 
     def _spring(self, strike: Strike, process: Process) -> None:
-        if strike.kind == "ambush":
+        if strike.kind == "ambush" or (strike.kind == "answering" and strike.seconds < ANSWER_KILL_S):
             process.kill()
         else:
             self._forsake(process, strike.seconds, self._dice.uniform(0.3, strike.seconds))

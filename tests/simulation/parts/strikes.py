@@ -18,14 +18,13 @@ class Strike:
     """One fault: `kind` befalls `target` at `at` for `seconds`; `amount` is a share or a number.
 
     Kinds: `kill` at the `amount`-th call of the runtime from then on; `ambush` at the `amount`-th fault
-    point;
-    `stop`, as SIGSTOP; `twin`: thought dead, it goes on after the pause beside its successor; `snare`: a twin
-    at the `amount`-th fault point; `part`: nothing passes between `one|other`; `cut`: connections break;
-    `intrude`: somebody sends it what no client sends; `swell`: its memory grows beyond the bound;
-    `slow`: messages are late; `garble`: bits flip in weights on their way; `refuse`: the engine's next load
-    fails; `away`, `damage`, `power`: the journal's disk takes nothing, a payload rots, the power is cut;
-    `rot`: a checkpoint does; `pause`: an operator pauses the run; `join`, `leave`, `pin`: a replica comes,
-    goes, evaluates.
+    point; `stop`, as SIGSTOP; `twin`: thought dead, it goes on after the pause beside its successor;
+    `snare`: a twin at the `amount`-th fault point; `answering`: a kill or a twin as it has answered an
+    evaluation; `part`: nothing passes between `one|other`; `cut`: connections break; `slow`: messages are
+    late; `intrude`: somebody sends it what no client sends; `swell`: its memory grows beyond the bound;
+    `garble`: bits flip in weights on their way; `refuse`: the engine's next load fails; `away`, `damage`,
+    `power`: the journal's disk takes nothing, a payload rots, the power is cut; `rot`: a checkpoint does;
+    `pause`: an operator pauses the run; `join`, `leave`, `pin`: a replica comes, goes, evaluates.
     """
 
     at: float
@@ -57,7 +56,7 @@ def draw_strike(dice: random.Random, kind: str, drawn: Kind, replicas: int) -> S
     target = dice.choice(list(drawn.targets)).replace("*", str(dice.randrange(replicas)))
     at = dice.uniform(FIRST_S, LAST_S)
     amount = dice.uniform(*drawn.amount)
-    if kind in ("kill", "ambush", "snare"):
+    if kind in ("kill", "ambush", "snare", "answering"):
         amount = float(int(amount))
     return Strike(at, kind, target, dice.uniform(*drawn.seconds), amount)
 

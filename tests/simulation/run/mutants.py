@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from asyncrl import versions
@@ -191,7 +192,12 @@ MUTANTS = (
         "kill_learner",
         (Patch(Leader, "_resume", _skip_resume),),
     ),
-    Mutant("leases_expire", "leases expire", "drains", (Patch(Ledger, "expire", always(0)),)),
+    Mutant(
+        "leases_expire",
+        "leases expire",
+        "drains",
+        (Patch(Ledger, "expire", always(0)), Patch(Ledger, "next_expiry", property(always(math.inf)))),
+    ),
     Mutant(
         "lost_payloads",
         "a group whose payload is lost is issued again",
@@ -252,7 +258,7 @@ MUTANTS = (
     Mutant(
         "late_calls",
         "a call behind a later one of its learner is refused",
-        "partition",
+        "late",
         (Patch(LearnerOps, "_check_turn", always(None)),),
     ),
     Mutant(

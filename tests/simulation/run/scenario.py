@@ -29,6 +29,7 @@ KINDS = {
         ("learner.0", "rollout.*", "rollout.*", "weight_sync.0"), seconds=(2.0, 12.0), amount=(0.2, 6.0)
     ),
     "snare": Kind(("learner.0", "rollout.*"), seconds=(2.0, 12.0), amount=(0, 12)),
+    "answering": Kind(("rollout.*",), seconds=(0.5, 8.0), amount=(0, 2)),
     "part": Kind(LINKS, seconds=(0.3, 8.0)),
     "cut": Kind(SERVICES, amount=(0.3, 1.0)),
     "intrude": Kind(("buffer.0",)),
@@ -54,8 +55,24 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "silent": ("stop",),
     "broken_lines": ("cut", "slow"),
     "partition": ("part",),
-    "drains": ("leave", "leave", "join", "join", "ambush:rollout.*", "kill:rollout.*", "ambush:buffer.0"),
+    "drains": (
+        "part:rollout.*|buffer.0",
+        "leave",
+        "leave",
+        "join",
+        "join",
+        "ambush:rollout.*",
+        "kill:rollout.*",
+        "ambush:buffer.0",
+    ),
     "evaluated": (
+        "leave",
+        "leave",
+        "join",
+        "join",
+        "answering",
+        "answering",
+        "answering",
         "ambush:rollout.*",
         "kill:rollout.*",
         "twin:rollout.*",
@@ -66,6 +83,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "ambush:rollout.*",
     ),
     "rollback": ("kill:learner.0", "ambush:learner.0", "stop:rollout.*"),
+    "late": ("slow", "slow", "cut:learner.0", "cut:learner.0", "cut:learner.0", "ambush:learner.0"),
     "failing": ("pause", "kill:rollout.*", "leave", "join"),
     "refusing": ("refuse", "refuse", "slow"),
     "rotten": ("rot", "ambush:learner.0", "kill:learner.0"),
@@ -166,5 +184,5 @@ def draw_scenario(seed: int, faults: str) -> Scenario:
 
 
 def _draw_rollbacks(dice: random.Random, faults: str) -> tuple[int, ...]:
-    wants = faults == "rollback" or (faults == "general" and dice.random() < 0.3)
+    wants = faults in ("rollback", "late") or (faults == "general" and dice.random() < 0.3)
     return tuple(sorted(dice.sample(range(1, 5), dice.randint(1, 2)))) if wants else ()
