@@ -7,7 +7,6 @@ node of the tree, and a version number stands for one node.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -52,6 +51,7 @@ class RunJudge(Judge):
         self._answers: dict[tuple[int, int], list[frozenset[int]]] = {}
         self._recount = Recount(self._prompt_at)
         self._num_read = self._num_cut = self._num_judged = 0
+        self._is_contradicted = False
 
     # --- learners ---------------------------------------------------------------------------------
 
@@ -140,7 +140,8 @@ class RunJudge(Judge):
 
     def _prompt_of(self, ticket: int) -> Hashable:
         self.recount(None)
-        return self._recount.tickets[ticket].prompt
+        found = self._recount.tickets.get(ticket)
+        return found.prompt if found is not None else ticket
 
     # --- replicas ---------------------------------------------------------------------------------
 
@@ -174,27 +175,35 @@ class RunJudge(Judge):
         self.truth.published = self.last_node = 0
 
     def recount(self, state: LedgerState | None) -> None:
-        """Go on with the account of the journal; compare it with the ledger's own, if that is at rest."""
-        disk = self._disk
-        if disk.num_cut != self._num_cut or self._num_read > len(disk.turns):
-            self._recount, self._num_read, self._num_cut = Recount(self._prompt_at), 0, disk.num_cut
-            self._num_judged = 0
-            self._recount.read(disk.events())
-            self._num_judged = len(self._recount.evaluations.answers)
-            self._num_read = len(disk.turns)
+        """Go on with the account of the journal; compare it with the ledger's own, if that is at rest.
+
+        After a first contradiction there is no account to go on with.
+        """
+        if self._is_contradicted:
+            return
         try:
-            self._recount.read(disk.events(self._num_read))
-            self._num_read = len(disk.turns)
+            self._read_turns()
             if state is not None:
                 census = take_census(state)
-                self._recount.check({**vars_of(census), "residue": census.residue})
-        except Violation as found:
-            self._num_read = len(disk.turns)
-            self.say(str(found))
+                self._recount.check({**vars(census), "residue": census.residue})
+        except (Violation, LookupError) as found:
+            self._is_contradicted = True
+            self.say(str(found) if isinstance(found, Violation) else f"S1: {found!r} is in no account")
+            return
         self._judge_answers()
         if lost := self.acknowledged - self._recount.stored:
             self.say(f"S1: {sorted(lost)} were acknowledged as stored, and the journal has nothing of it")
             self.acknowledged -= lost
+
+    def _read_turns(self) -> None:
+        disk = self._disk
+        if disk.num_cut != self._num_cut or self._num_read > len(disk.turns):
+            self._recount, self._num_read, self._num_cut = Recount(self._prompt_at), 0, disk.num_cut
+            self._recount.read(disk.events())
+            self._num_judged = len(self._recount.evaluations.answers)
+        else:
+            self._recount.read(disk.events(self._num_read))
+        self._num_read = len(disk.turns)
 
     @property
     def open_evaluations(self) -> list[int]:
@@ -216,8 +225,3 @@ class RunJudge(Judge):
         audit.take_all(event for number, turn in turns for event in unpack_turn(number, *turn))
         if findings := audit.conclude():
             self.say(f"S1: an audit of the journal finds {findings}")
-
-
-def vars_of(census: Any) -> dict[str, Any]:
-    """Return the fields of a census."""
-    return dict(vars(census))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from asyncrl import versions
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
-from asyncrl.buffer.learner_ops import LearnerOps
 from asyncrl.buffer.ledger.evaluations import EvaluationOrders
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.lineage import VersionBook
@@ -159,7 +157,7 @@ MUTANTS = (
     Mutant(
         "children",
         "a ticket with a parent is no drawn prompt",
-        "kill_learner",
+        "rollback",
         (Patch(LedgerState, "_issue", _count_every_ticket),),
     ),
     Mutant(
@@ -191,12 +189,6 @@ MUTANTS = (
         "a leader that takes up a checkpoint takes the ledger back",
         "kill_learner",
         (Patch(Leader, "_resume", _skip_resume),),
-    ),
-    Mutant(
-        "leases_expire",
-        "leases expire",
-        "drains",
-        (Patch(Ledger, "expire", always(0)), Patch(Ledger, "next_expiry", property(always(math.inf)))),
     ),
     Mutant(
         "lost_payloads",
@@ -248,18 +240,6 @@ MUTANTS = (
         "a replica whose answer was lost says which leases it holds",
         "broken_lines",
         (Patch(ReplicaClient, "lease", _lease_lost), Patch(Ledger, "expire", always(0))),
-    ),
-    Mutant(
-        "learner_repeats",
-        "a learner's call that was lost with its connection is made again",
-        "kill_buffer",
-        (Patch(LearnerClient, "_repeat", _repeat_nothing),),
-    ),
-    Mutant(
-        "late_calls",
-        "a call behind a later one of its learner is refused",
-        "late",
-        (Patch(LearnerOps, "_check_turn", always(None)),),
     ),
     Mutant(
         "silent_replicas",

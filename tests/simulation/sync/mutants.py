@@ -7,8 +7,7 @@ from typing import Any
 from asyncrl.rpc.client import AsyncClient, Client
 from tests.simulation.mutation import Mutant, Patch, always
 from weight_sync import publisher, receiver
-from weight_sync.carrier import Carrier
-from weight_sync.coordination.mail import Mailbox, ReportLog
+from weight_sync.coordination.mail import Mailbox
 from weight_sync.coordinator import CoordinatorService
 from weight_sync.handoff import Handoff
 from weight_sync.liaison import Liaison
@@ -109,9 +108,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "taken_twice", "an engine is handed only what is newer", "general", (Patch(Shelf, "take", _take_any),)
-    ),
-    Mutant(
         "abandoned",
         "a copy that a thread may still write to is not given away",
         "silent",
@@ -137,9 +133,9 @@ MUTANTS = (
     ),
     Mutant(
         "current_kept",
-        "the publisher's current version is never given away",
+        "the current version is never given away, and a bucket's digest is checked (both guards)",
         "late_joiner",
-        (Patch(SegmentPool, "_free_slot", _free_any_slot),),
+        (Patch(SegmentPool, "_free_slot", _free_any_slot), Patch(ReceiverService, "_verifier", _unverified)),
     ),
     Mutant(
         "legacy",
@@ -149,8 +145,8 @@ MUTANTS = (
     ),
     Mutant(
         "names_of_copies",
-        "no name of a copy occurs twice, and a digest is checked (both guards)",
-        "kill_receiver",
+        "no name of a copy occurs twice",
+        "pinned",
         (Patch(Shelf, "__init__", _same_name),),
     ),
     Mutant(
@@ -158,12 +154,6 @@ MUTANTS = (
         "who was followed by another replica is not heard, and what it reads not written (both)",
         "zombie",
         (Patch(ReceiverService, "_is_past", always(False)), Patch(Shelf, "disown", always(None))),
-    ),
-    Mutant(
-        "late_calls",
-        "a replica's call that comes late is not believed",
-        "pinned",
-        (Patch(ReceiverService, "_is_late", always(False)),),
     ),
     Mutant(
         "deadlines",
@@ -184,12 +174,6 @@ MUTANTS = (
         (Patch(Liaison, "_say_hello", _deliver_any),),
     ),
     Mutant(
-        "new_connection",
-        "a peer whose coordinator is silent connects anew",
-        "zombie",
-        (Patch(Liaison, "_connect_anew", lambda self, client: client),),
-    ),
-    Mutant(
         "pins_end",
         "a pin ends with the replica that asked for it",
         "pinned",
@@ -208,34 +192,10 @@ MUTANTS = (
         (Patch(Attendance, "end", always(True)),),
     ),
     Mutant(
-        "untaken",
-        "a copy whose engine is gone is given to the next one",
-        "kill_replica",
-        (Patch(Shelf, "untake", always(None)),),
-    ),
-    Mutant(
-        "hellos_numbered",
-        "a hello or a report that comes late changes nothing",
-        "zombie",
-        (Patch(ReportLog, "is_new", always(True)), Patch(ReportLog, "newest", always(0))),
-    ),
-    Mutant(
-        "broken_groups",
-        "a group that broke is not used again",
-        "kill_receiver",
-        (Patch(Carrier, "abort", always(None)),),
-    ),
-    Mutant(
         "serving_told",
         "a receiver tells that its replica was started anew",
         "kill_replica",
         (Patch(ReceiverService, "_note_serving", always(None)),),
-    ),
-    Mutant(
-        "aborts_end",
-        "a transfer that was aborted gives its copy back",
-        "general",
-        (Patch(PublisherService, "_abort", always(None)), Patch(ReceiverService, "_abort", always(None))),
     ),
     Mutant(
         "fences_end", "a fence is lifted by catching up", "silent", (Patch(Member, "catch_up", _never_lift),)

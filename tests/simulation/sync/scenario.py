@@ -44,8 +44,8 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "partition": ("part",),
     "late_joiner": ("join", "join", "leave", "ambush:publisher.0", "stop:receiver.*"),
     "delta": ("ambush:receiver.*", "ambush:publisher.0", "garble", "cut", "join"),
-    "pinned": ("pin", "pin", "kill:rollout.*", "kill:receiver.*", "twin:rollout.*"),
-    "refusing": ("refuse", "refuse", "slow"),
+    "pinned": ("pin", "pin", "pin", "kill:rollout.*", "kill:receiver.*", "kill:receiver.*", "twin:rollout.*"),
+    "refusing": ("refuse", "refuse", "slow", "slow", "cut:rollout.*"),
     "hostile": ("intrude", "intrude", "swell", "slow"),
     "broken_lines": ("cut", "slow"),
 }
