@@ -13,7 +13,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from asyncrl.clock import Clock
 from asyncrl.message import Message
 from asyncrl.rpc import Request
 
@@ -23,6 +25,31 @@ Owner = tuple[str, str]
 """(role, name)."""
 MIN_KEPT = 64
 """Of those that have left, and hold memory until they are forgotten; beyond it as many as wait."""
+
+
+class Desk(Protocol):
+    """The turn-by-turn handling of requests, as operations see it.
+
+    Attributes:
+        is_paused: Whether an operator lets no group begin.
+    """
+
+    clock: Clock
+    is_paused: bool
+
+    def park_until(
+        self,
+        request: Request,
+        attempt: Attempt,
+        last: Callable[[], Message],
+        wait_s: float,
+        owner: Owner,
+        lane: Hashable = None,
+    ) -> None:
+        """Answer now if possible, else when the ledger allows it, else after `wait_s`."""
+
+    def end_waits(self, owner: Owner) -> None:
+        """Answer all that an owner left parked."""
 
 
 @dataclass(eq=False)
