@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 from asyncrl.control.diagnosis import obstacles
@@ -12,6 +11,7 @@ from asyncrl.control.record.events import EventLog
 from asyncrl.control.upkeep.reading import FINAL_ERRORS
 from asyncrl.errors import ServiceFailed, WouldRepeat
 from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
+from asyncrl.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,8 @@ TOLD_BY_OTHERS = (Cause.SERVICE_DOWN, Cause.STALL)
 class Lookout:
     """See the module. One thread looks, any may read."""
 
-    def __init__(self, events: EventLog) -> None:
+    def __init__(self, events: EventLog, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._events = events
         self._watch = ObstacleWatch()
 
@@ -57,7 +58,7 @@ class Lookout:
         """
         own = [Obstacle("", Cause.DISK_FULL, write_error).as_values()] if write_error else []
         found = obstacles.gather(statuses | {"supervisor.0": {OBSTACLES: own}}, stall)
-        for news in self._watch.look(time.time(), found):
+        for news in self._watch.look(self._runtime.wall_ns() / 1e9, found):
             if news.obstacle.cause in TOLD_BY_OTHERS:
                 continue
             service = news.obstacle.service

@@ -17,6 +17,7 @@ from asyncrl.control.fleet import watchdog
 from asyncrl.control.notices import Notices
 from asyncrl.control.record.events import EventLog, load_events
 from asyncrl.control.record.rundir import RunDir, read_json
+from tests.threads import RUNTIME
 
 WAITING = {**REPLACE, "learner": "scripted_services:WaitingLearner"}
 
@@ -98,7 +99,7 @@ def test_what_a_journal_lost_is_an_event_once_in_each_life(tmp_path: Path) -> No
 
     assert told() == ["Redis at localhost:1 lost acknowledged data"]
     statuses = {"buffer.0": {"journal": {"losses": told()}}}
-    events = EventLog(RunDir(tmp_path).events)
+    events = EventLog(RunDir(tmp_path).events, RUNTIME)
     Notices(events).look(statuses)
     assert len(told()) == 1, "a supervisor that takes over finds it told"
     events.add("start", "run", "the run starts with 2 replicas")

@@ -41,18 +41,19 @@ from asyncrl.control.upkeep.reading import at_home, event_of, events_of
 from asyncrl.errors import ConfigError, DeadlineExceeded, ServiceFailed
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.service import SERVICE_VARIABLE
+from asyncrl.threads import ThreadRuntime
+from tests.threads import RUNTIME
 
 CORE = ["buffer.0", "weight_sync.0", "learner.0", "publisher.0"]
 
 
-class Clock:
-    """Stands still until it is moved."""
+class Runtime(ThreadRuntime):
+    """Threads, with a clock that stands still until it is moved."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
+    time_s = 100.0
 
-    def __call__(self) -> float:
-        return self.now
+    def now(self) -> float:
+        return self.time_s
 
 
 class Run:
@@ -62,9 +63,9 @@ class Run:
         config = make_config(10**6).model_copy(update=sections)
         self.roster = Roster(config, folder, "abcd1234", folder, "", secret="secret")
         self.launcher = launcher or ThreadLauncher({**REPLACE, "learner": "scripted_services:WaitingLearner"})
-        self.events = EventLog(RunDir(folder).events)
-        self.clock = Clock()
-        self.upkeep = Upkeep(self.roster, self.launcher, self.events, self.clock)
+        self.events = EventLog(RunDir(folder).events, RUNTIME)
+        self.runtime = Runtime()
+        self.upkeep = Upkeep(self.roster, self.launcher, self.events, self.runtime)
 
     def begin(self, replicas: int = 2, standby: int = 0) -> None:
         self.upkeep.begin(replicas, standby)
@@ -73,7 +74,7 @@ class Run:
         self.launcher.killed.clear()
 
     def pulse(self, seconds: float = 0.25) -> dict[str, dict[str, Any]]:
-        self.clock.now += seconds
+        self.runtime.time_s += seconds
         return self.upkeep.pulse()
 
     def kinds(self) -> list[tuple[str, str]]:
@@ -433,9 +434,8 @@ def test_a_new_supervisor_of_a_run_that_was_being_ended_only_ends_it(tmp_path: P
     first.upkeep.ending = {"state": "failed", "error": "buffer.0 broke", "service": "buffer.0", "tail": []}
     first.pulse(0.0)
     first.launcher.gone.add("buffer.0")
-    again = Supervisor(first.roster, first.launcher, Recorder(tmp_path / "metrics.jsonl"))
-    stop = threading.Event()
-    thread = threading.Thread(target=again.run, args=(stop,))
+    again = Supervisor(first.roster, first.launcher, Recorder(tmp_path / "metrics.jsonl", RUNTIME), RUNTIME)
+    thread = threading.Thread(target=again.run, args=(stop := threading.Event(),))
     thread.start()
     thread.join(10.0)
     is_over = not thread.is_alive()
@@ -455,7 +455,7 @@ def supervise_again(folder: Path, launcher: ThreadLauncher, **learns: Any) -> Su
     config = make_config(8)
     config = config.model_copy(update={"learner": config.learner.model_copy(update=learns)})
     roster = Roster(config, folder, "abcd1234", folder, "")
-    return Supervisor(roster, launcher, Recorder(folder / "metrics.jsonl"))
+    return Supervisor(roster, launcher, Recorder(folder / "metrics.jsonl", RUNTIME), RUNTIME)
 
 
 def read_outcome(folder: Path) -> dict[str, Any]:
@@ -573,7 +573,7 @@ def test_a_new_supervisor_records_no_row_of_a_living_learner_twice(tmp_path: Pat
     wait_for(lambda: launcher.service("learner.0").status()["step"] == 5)
     supervisor._observe()
     roster = Roster(make_config(8), tmp_path, "abcd1234", tmp_path, "")
-    again = Supervisor(roster, launcher, Recorder(tmp_path / "metrics.jsonl"))
+    again = Supervisor(roster, launcher, Recorder(tmp_path / "metrics.jsonl", RUNTIME), RUNTIME)
     (tmp_path / "go-on").touch()
     again.run(threading.Event())
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -27,6 +27,7 @@ from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import PULSE_S, Supervisor
 from asyncrl.errors import ConfigError, Refused
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
+from tests.threads import RUNTIME
 
 
 def make_config(steps: int, start_deadline_s: float = 300.0) -> Config:
@@ -46,7 +47,7 @@ def make_supervisor(
     launcher = ThreadLauncher(replace)
     (folder / "logs").mkdir()
     roster = Roster(make_config(steps, start_deadline_s), folder, "abcd1234", folder, "")
-    return Supervisor(roster, launcher, Recorder(folder / "metrics.jsonl")), launcher
+    return Supervisor(roster, launcher, Recorder(folder / "metrics.jsonl", RUNTIME), RUNTIME), launcher
 
 
 def wait_for(claim: Callable[[], bool]) -> None:
@@ -92,7 +93,12 @@ def test_the_newest_evaluation_is_scraped_also_where_a_supervisor_found_it_on_re
     assert supervisor.status()["evaluation"] == {} and supervisor.status()["accuracy"] is None
     supervisor.run(threading.Event())
     roster = Roster(make_config(3), tmp_path, "abcd1234", tmp_path, "")
-    successor = Supervisor(roster, ThreadLauncher(REPLACE), Recorder(tmp_path / "metrics.jsonl"))
+    successor = Supervisor(
+        roster,
+        ThreadLauncher(REPLACE),
+        Recorder(tmp_path / "metrics.jsonl", RUNTIME),
+        RUNTIME,
+    )
     for one in (supervisor, successor):
         answer = page_routes(one.status, make_config(3), tmp_path)["GET /metrics"]({})
         assert isinstance(answer, Text)
@@ -145,7 +151,7 @@ def test_the_autoscaler_is_refused_what_an_operator_would_be_and_says_so_once(
     config = make_config(10**6).model_dump(mode="json") | {"rollout": rollout}
     launcher = ThreadLauncher(REPLACE)
     roster = Roster(Config.model_validate(config), tmp_path, "abcd1234", tmp_path, "")
-    supervisor = Supervisor(roster, launcher, Recorder(tmp_path / "metrics.jsonl"))
+    supervisor = Supervisor(roster, launcher, Recorder(tmp_path / "metrics.jsonl", RUNTIME), RUNTIME)
     thread, stop = start(supervisor)
     wait_for(lambda: EagerAutoscaler.num_decisions >= 3)
     status = supervisor.status()
@@ -324,7 +330,7 @@ def test_a_line_that_a_crash_tore_is_left_out_and_does_not_spoil_the_next(tmp_pa
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"training/global_step": 1, "a": 1}\n{"training/global_step": 2, "a')
     assert [row["a"] for row in load_rows(path)] == [1]
-    recorder = Recorder(path)
+    recorder = Recorder(path, RUNTIME)
     recorder.record({"training/global_step": 2, "a": 5})
     recorder.close()
     assert [row["a"] for row in load_rows(path)] == [1, 5]

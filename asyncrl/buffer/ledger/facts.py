@@ -16,6 +16,8 @@ class Facts:
     """All that the ledger knows.
 
     Attributes:
+        counts, dropped_reasons, num_given_up: Kept with each event, and in no snapshot: they follow from the
+            tickets and from those folded away.
         sources: (prompts, weight) of each source of prompts, empty for a single one.
         tickets: Every ticket that is not yet folded into the `folded_*` counters.
         issued_heap: Ids of ISSUED tickets, oldest first. stored: Ids of STORED ones.
@@ -68,6 +70,8 @@ class Facts:
         self.held_tokens = 0
         self.carry_bytes = 0
         self.dropped: deque[Ticket] = deque()
+        self.dropped_reasons: Counter[str] = Counter()
+        self.num_given_up = 0
         self.folded_trained = 0
         self.folded_given_up = 0
         self.folded_dropped: Counter[str] = Counter()

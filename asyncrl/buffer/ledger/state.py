@@ -312,6 +312,8 @@ class LedgerState(Facts):
         ticket.reason, ticket.is_given_up = DropReason(event.reason), event.is_given_up
         self._move(ticket, State.DROPPED)
         self.dropped.append(ticket)
+        self.dropped_reasons[event.reason] += 1
+        self.num_given_up += event.is_given_up
         if len(self.dropped) > MAX_DROPPED_TICKETS:
             self._fold_dropped(self.dropped.popleft())
 
