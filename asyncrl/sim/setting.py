@@ -15,8 +15,14 @@ from pathlib import Path
 from asyncrl.buffer.composition import ledger_settings
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.ledger.tickets import LedgerSettings
+from asyncrl.buffer.rules.learner import RESERVE_WAIT_S
+from asyncrl.buffer.rules.replica import LEASE_WAIT_S, count_max_groups
 from asyncrl.config.conflicts import WITH_GREEDY
 from asyncrl.config.tree import Config
+from asyncrl.control.fleet.machine import FleetRules
+from asyncrl.control.fleet.rules import make_rules
+from asyncrl.control.roster import MAX_REPLICAS
+from weight_sync.protocol.rounds import Timing
 
 ASSUMED_SIGMA = 1.0
 ASSUMED_FILL = 0.25
@@ -24,6 +30,7 @@ ASSUMED_FILL = 0.25
 MAX_MEMBERS = 32
 """Beyond so many, replicas share members of the weight-sync protocol, whose work grows with the square."""
 NEVER = float("inf")
+USUAL = Timing.of(60.0)
 UNLIMITED = 1 << 30
 """Requests at once: a scripted engine has no queue."""
 
@@ -47,25 +54,27 @@ class Pace:
     """Intervals in seconds, as the services have them. Infinite deadlines set no timers.
 
     Attributes:
-        lease_wait_s: How long a lease call lies at the buffer. call_deadline_s: Of a call besides its wait.
+        lease_wait_s, reserve_wait_s: How long a call lies at the buffer. call_deadline_s: Of a call beyond.
         heartbeat_s: Of members and publisher. silence_s, dead_s: Of `weight_sync.protocol.rounds.Timing`.
         tick_s: Of coordinator, buffer. watch_s: Of the supervisor's looks.
         fleet_silence_s: After which the supervisor takes a service for dead; infinite: it hears only news.
     """
 
-    lease_wait_s: float = 1.0
+    lease_wait_s: float = LEASE_WAIT_S
+    reserve_wait_s: float = RESERVE_WAIT_S
     call_deadline_s: float = 10.0
-    heartbeat_s: float = 1.0
-    silence_s: float = 3.0
-    dead_s: float = 30.0
+    heartbeat_s: float = USUAL.poll_s
+    silence_s: float = USUAL.silence_s
+    dead_s: float = USUAL.dead_s
     tick_s: float = 0.25
     watch_s: float = 0.5
-    fleet_silence_s: float = 20.0
+    fleet_silence_s: float = FleetRules().silence_s
 
 
 REAL = Pace()
 COARSE = Pace(
-    lease_wait_s=NEVER,
+    lease_wait_s=60.0,
+    reserve_wait_s=NEVER,
     call_deadline_s=NEVER,
     heartbeat_s=60.0,
     silence_s=180.0,
@@ -81,7 +90,7 @@ class Setting:
     """What the actors know of the run.
 
     Attributes:
-        ledger: The rules of the real ledger.
+        ledger, fleet: The rules of the real ledger, and of the real fleet machine.
         num_samples: Requests of a group; `trained_samples` of them are trained.
         max_groups: That a replica works on, counted in unfinished samples.
         parallelism: Replicas that swap at once.
@@ -113,7 +122,7 @@ class Setting:
     checkpoints_kept: int
     cohort: int = 1
     standby: int = 0
-    max_restarts: int = 5
+    fleet: FleetRules = field(default_factory=FleetRules)
     uniform_share: float = 0.0
     keeps_journal: bool = False
     tightened_to: int | None = None
@@ -151,14 +160,13 @@ class Setting:
         replicas = rollout.replicas.start
         trained, num_samples = rollout.group_size, rollout.group_size
         num_samples += config.algorithm.advantage in WITH_GREEDY
-        full = max(1, rollout.max_sequences // num_samples)
         return Setting(
             ledger=ledger_settings(config),
             run_seed=config.run.seed,
             replicas=replicas,
             num_samples=num_samples,
             trained_samples=trained,
-            max_groups=full + max(1, full // 4),
+            max_groups=count_max_groups(rollout.max_sequences, num_samples),
             max_sequences=rollout.max_sequences if rollout.engine == "vllm" else UNLIMITED,
             max_tokens=rollout.max_tokens,
             prompt_tokens=prompt_tokens or config.data.max_prompt_tokens / 2,
@@ -170,7 +178,7 @@ class Setting:
             checkpoint_every=config.checkpoint.every_steps,
             checkpoints_kept=config.checkpoint.keep,
             standby=rollout.standby,
-            max_restarts=config.launcher.max_restarts,
+            fleet=make_rules(config, num_ranks=1, max_replicas=MAX_REPLICAS),
             streams=config.learner.stream,
             least_part=config.learner.dp,
             max_stall_s=config.checkpoint.max_stall_s,

@@ -87,18 +87,16 @@ class BufferActor(Actor):
 
     def on_lease(self, src: str, args: Args, call: int) -> None:
         self._drop_waits(src)
-        if "held" in args:
+        if args["held"] is not None:
             self.ledger.keep_only(src, set(args["held"]))
         parked = Parked(src, call, args)
         if self._grant(parked):
             return
-        if args["want"] == 0:  # it asks for an evaluation only, and does not wait for one
+        if args["wait_s"] == 0.0:
             self._reply(src, call, grants=[])
             return
         self._leases.setdefault(args["version"], deque()).append(parked)
-        wait_s = self._setting.pace.lease_wait_s
-        if wait_s != NEVER:
-            self.after(wait_s, self._give_up, parked)
+        self.after(args["wait_s"], self._give_up, parked)
 
     def on_renew(self, src: str, args: Args, call: int) -> None:
         self._reply(src, call, lost=self.ledger.renew(src, args["held"], self.world.now))
@@ -210,7 +208,7 @@ class BufferActor(Actor):
         grants = self.ledger.lease(parked.src, args["version"], args["want"], self.world.now)
         order = None
         if self._setting.eval_every:
-            order = self.ledger.evaluations.give(parked.src, args["version"], args.get("evaluating"))
+            order = self.ledger.evaluations.give(parked.src, args["version"], args["evaluating"])
         if not grants and order is None:
             return False
         self._reply(parked.src, parked.call, grants=grants, evaluate=order)
