@@ -11,6 +11,7 @@ from asyncrl.allocation import keep_freed_memory
 from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.rules.replica import count_max_groups
 from asyncrl.config.conflicts import WITH_GREEDY
+from asyncrl.config.lengths import parse_lengths
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.service import ServiceContext
@@ -25,7 +26,6 @@ from rollout_service.environments.runner import build_runner
 from rollout_service.evaluation.wiring import build_evaluator, load_data
 from rollout_service.gateway.gateway import build_gateway, check_gateway
 from rollout_service.groups import GroupRunner, GroupSettings
-from rollout_service.lengths import parse_lengths
 from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica import Replica
 from rollout_service.rewards.registry import load_reward

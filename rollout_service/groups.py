@@ -19,6 +19,7 @@ import numpy as np
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.buffer.rules.replica import count_free_groups
+from asyncrl.config.lengths import Lengths
 from asyncrl.errors import AsyncrlError, EngineError
 from asyncrl.experience import CUT_REASONS, UNFINISHED, Group, Trajectory, check_reward
 from asyncrl.faults import fault_point
@@ -26,7 +27,6 @@ from rollout_service import carry
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.engine.protocol import Interrupted, Sampling
 from rollout_service.episode import EpisodeRunner, Unfinished
-from rollout_service.lengths import Lengths
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ compute. Neither changes what the state machines decide while nothing fails.
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,10 +17,12 @@ from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.rules.learner import RESERVE_WAIT_S
 from asyncrl.buffer.rules.replica import LEASE_WAIT_S, count_max_groups
 from asyncrl.config.conflicts import WITH_GREEDY
+from asyncrl.config.lengths import Lengths, parse_lengths
 from asyncrl.config.tree import Config
 from asyncrl.control.fleet.machine import FleetRules
 from asyncrl.control.fleet.rules import make_rules
 from asyncrl.control.roster import MAX_REPLICAS
+from asyncrl.errors import ConfigError
 from weight_sync.protocol.rounds import Timing
 
 ASSUMED_SIGMA = 1.0
@@ -36,17 +37,10 @@ UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
-class LengthsModel:
-    """Log-normal response lengths, cut at `max_tokens`; `is_assumed`: nobody has said so."""
+class LengthsModel(Lengths):
+    """Lengths of a run; `is_assumed`: nobody has said so."""
 
-    sigma: float
-    median_tokens: float
     is_assumed: bool = False
-
-    def draw_tokens(self, dice: random.Random, max_tokens: int) -> int:
-        """Return a length; `dice` freshly seeded with a sample's seed gives that of the live run."""
-        drawn = self.median_tokens * math.exp(self.sigma * dice.gauss(0.0, 1.0))
-        return min(max(1, round(drawn)), max_tokens)
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class Pace:
 
 REAL = Pace()
 COARSE = Pace(
-    lease_wait_s=60.0,
+    lease_wait_s=600.0,
     reserve_wait_s=NEVER,
     call_deadline_s=NEVER,
     heartbeat_s=60.0,
@@ -198,7 +192,7 @@ class Setting:
         lengths = []
         for sample in range(self.num_samples):
             dice.seed(sample_seed(self.run_seed, ticket, sample))
-            lengths.append(self.lengths.draw_tokens(dice, self.max_tokens))
+            lengths.append(self.lengths.draw(dice, self.max_tokens))
         return lengths
 
 
@@ -221,10 +215,10 @@ def count_held_out(config: Config) -> int:
 def forced_lengths(config: Config) -> LengthsModel | None:
     """Return what `rollout.response_tokens` forces, None if it forces nothing that can be read."""
     try:
-        kind, sigma, median_tokens = (config.rollout.response_tokens or "").split(":")
-        return LengthsModel(float(sigma), float(median_tokens)) if kind == "lognormal" else None
-    except ValueError:
+        forced = parse_lengths(config.rollout.response_tokens)
+    except ConfigError:
         return None
+    return None if forced is None else LengthsModel(forced.sigma, forced.median_tokens)
 
 
 def assumed_lengths(config: Config) -> LengthsModel:

@@ -150,9 +150,9 @@ class LearnerActor(Actor):
         wait_s = reserve_wait_s(is_published=is_published)
         if is_published:
             wait_s = max(wait_s, self._setting.pace.reserve_wait_s)
-        args: dict[str, Any] = {"token": self._token, "step": self.step, "wait_s": wait_s}
-        if self._setting.streams:
-            args["have"] = [group[0] for group in self._groups]
+        have = [group[0] for group in self._groups] if self._setting.streams else None
+        args = {"token": self._token, "step": self.step, "wait_s": wait_s, "have": have}
+        args["at_least"] = self._setting.least_part
         self._ask("reserve", args, self._hear_batch)
 
     def _hear_batch(self, answer: Args) -> None:
