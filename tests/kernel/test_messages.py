@@ -87,5 +87,5 @@ def test_a_lease_comes_over_the_wire_as_it_was_given() -> None:
 @pytest.mark.parametrize("opener", [b"\x91", b"\x81\xa1a"], ids=["lists", "maps"])
 def test_bytes_that_are_nested_beyond_the_stack_are_refused_as_others_are(opener: bytes, levels: int) -> None:
     header = b"\x82\xa1v\x02\xa5where" + opener * levels + b"\xc0"
-    with pytest.raises(WireError, match="nested deeper|is not msgpack"):
+    with pytest.raises(WireError, match=r"nested deeper|is not msgpack"):
         read_message(wire.unpack_header(header, version=wire.RPC_VERSION), buffer.Lease, "lease")

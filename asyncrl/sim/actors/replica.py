@@ -103,13 +103,13 @@ class ReplicaActor(Actor):
 
     def _sync(self) -> None:
         self.state = SYNCING
-        self.tell(self._receiver, "attend", number=self.serving)
+        self.tell(self._receiver, "attend", number=self.serving, life=str(self.life))
 
     # Weights
 
     def on_who_serves(self, src: str, args: Args, call: int) -> None:
         if self.state not in (STARTING, DRAINING, ENDED):
-            self.tell(src, "attend", number=self.serving)
+            self.tell(src, "attend", number=self.serving, life=str(self.life))
 
     def on_fence(self, src: str, args: Args, call: int) -> None:
         self._is_fenced = args["is_fenced"]

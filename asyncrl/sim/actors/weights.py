@@ -15,7 +15,7 @@ from asyncrl.sim.setting import Setting
 from asyncrl.sim.world import Actor, Args, World
 from asyncrl.versions import UNLOADED, PolicyVersion
 from weight_sync.protocol.members import Card, PublisherSeat
-from weight_sync.protocol.peer import Allegiance, Attendance, Hearing
+from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Pin
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import ABORTED, NEVER, SUPERSEDED, TRANSPORT, Timing
 
@@ -228,7 +228,7 @@ class ReceiverActor(Actor):
         self._incarnation = f"{name}#{self.life}"
         self.replicas = replicas
         self.serving = self.staged = UNLOADED
-        self._is_fenced = self._is_pinned = False
+        self._is_fenced, self._pin = False, Pin()
         self._attending: set[str] = set()
         self._rounds = Attendance()
         self._allegiance = Allegiance()
@@ -272,7 +272,7 @@ class ReceiverActor(Actor):
 
     def _obey_commit(self, args: Args) -> None:
         """Load the version that is committed, or the newer one that has replaced it since."""
-        if self._is_pinned or args["number"] > self.staged or self.staged <= self._number:
+        if self._pin.is_held or args["number"] > self.staged or self.staged <= self._number:
             return  # pinned: the coordinator takes it back, and commits anew after the unpin
         self._number = self.staged
         self._to_swap = deque(name for name in self.replicas if name in self._attending)
@@ -292,11 +292,13 @@ class ReceiverActor(Actor):
     def on_attend(self, src: str, args: Args, call: int) -> None:
         """A replica asks for weights; it serves `number`, nothing if it has just been started."""
         self._attending.add(src)
+        self._note_pin(self._pin.meet(args["life"]))
         if args["number"] < self.serving or src in self._swapping:
             self._swapping.discard(src)
             self.serving = args["number"]
             if self._number > args["number"]:
                 self._number = UNLOADED
+            self._note_pin(self._pin.end())
             self._report("restarted", args["number"])
         elif len(self.replicas) == 1:
             self.serving = args["number"]
@@ -304,20 +306,19 @@ class ReceiverActor(Actor):
         self.tell(src, "fence", is_fenced=self._is_fenced)
 
     def on_pin(self, src: str, args: Args, call: int) -> None:
-        self._set_pinned(True)
+        self._note_pin(self._pin.set(args["life"], True))
 
     def on_unpin(self, src: str, args: Args, call: int) -> None:
-        self._set_pinned(False)
+        self._note_pin(self._pin.set(args["life"], False))
 
-    def _set_pinned(self, is_pinned: bool) -> None:
-        if is_pinned == self._is_pinned:
+    def _note_pin(self, has_changed: bool) -> None:
+        if not has_changed:
             return
-        self._is_pinned = is_pinned
-        if is_pinned:  # what was handed over is not taken up
+        if self._pin.is_held:  # what was handed over is not taken up
             self._to_swap.clear()
             self._swapping.clear()
             self._number = UNLOADED
-        self._report("pin" if is_pinned else "unpin")
+        self._report("pin" if self._pin.is_held else "unpin")
 
     def on_swapped(self, src: str, args: Args, call: int) -> None:
         if args["number"] != self._number:
@@ -342,7 +343,7 @@ class ReceiverActor(Actor):
             serving=self.serving,
             staged=self.staged,
             is_attended=len(self._attending) == len(self.replicas),
-            is_pinned=self._is_pinned,
+            is_pinned=self._pin.is_held,
             born=self.life,
         )
         self.call(COORDINATOR_NAME, "hello", {"card": card}, self._hear_hello)
