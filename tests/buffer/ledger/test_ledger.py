@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.buffer.ledger.census import add_up, take_census
+from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.events import pack, unpack
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import MAX_DROPPED_TICKETS
@@ -537,23 +537,6 @@ def test_dropped_tickets_are_folded_even_if_no_checkpoint_ever_comes() -> None:
     census = take_census(run.state)
     assert len(run.state.tickets) == MAX_DROPPED_TICKETS
     assert (census.dropped, census.residue) == ({"uniform": MAX_DROPPED_TICKETS + 50}, 0)
-
-
-def test_a_miscounted_ticket_shows_as_residue() -> None:
-    run = Run()
-    run.train()
-    del run.state.tickets[1]
-    assert run.residue == 2
-
-
-def test_a_ticket_that_an_index_has_lost_shows_as_residue_of_what_is_added_up() -> None:
-    run = Run()
-    run.train()
-    (number, *_) = run.fill(2)
-    run.state.stored.remove(number)
-    assert add_up(run.state).residue == 2
-    run.state.stored.add(number)
-    assert add_up(run.state).residue == 0
 
 
 # Evaluations
