@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.buffer.rules.replica import (
+    CALL_ATTEMPTS,
     CARRY_DEADLINE_S,
     DrainStage,
     HeldOrder,
     Leasing,
+    Tries,
     count_free_groups,
     count_max_groups,
     is_order_good,
@@ -110,3 +112,8 @@ def test_an_order_is_taken_once_and_forgotten_with_its_last_part():
     order.forget()
     assert order.number is None
     assert is_order_good(3, 3) and not is_order_good(3, 4)
+
+
+def test_a_call_is_repeated_until_its_tries_are_spent():
+    tries = Tries()
+    assert [tries.may_repeat() for _ in range(CALL_ATTEMPTS)] == [True] * (CALL_ATTEMPTS - 1) + [False]
