@@ -21,6 +21,7 @@ from asyncrl.config.lengths import Lengths, parse_lengths
 from asyncrl.config.tree import Config
 from asyncrl.control.fleet.machine import FleetRules
 from asyncrl.control.fleet.rules import make_rules
+from asyncrl.control.prepare import BUILTIN, builtin_root, is_builtin
 from asyncrl.control.roster import MAX_REPLICAS
 from asyncrl.errors import ConfigError
 from weight_sync.protocol.rounds import Timing
@@ -201,10 +202,11 @@ def count_held_out(config: Config) -> int:
     from pyarrow import ArrowInvalid
     from pyarrow.parquet import read_metadata
 
-    root, counts = Path(config.run.dir) / "builtin", []
+    counts = []
     for source in config.data.eval or ():
-        name = source.path.removeprefix("builtin:")
-        path = Path(source.path) if name == source.path else root / name / "eval.parquet"
+        path = Path(source.path)
+        if is_builtin(source.path):
+            path = builtin_root(config) / source.path.removeprefix(BUILTIN) / "eval.parquet"
         try:
             counts.append(min(config.eval.prompts, read_metadata(path).num_rows))
         except (OSError, ArrowInvalid):  # it is not here yet, or of another kind

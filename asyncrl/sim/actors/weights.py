@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import replace
 
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import Setting
@@ -26,13 +27,7 @@ ABILITIES = frozenset({"gloo"})
 def timing_of(setting: Setting) -> Timing:
     """Return the deadlines of weight sync at the setting's pace."""
     usual, pace = Timing.of(setting.sync_deadline_s), setting.pace
-    return Timing(
-        usual.deadline_s,
-        usual.offer_s,
-        usual.settle_s,
-        pace.silence_s,
-        max(pace.dead_s, 10 * usual.silence_s),
-    )
+    return replace(usual, silence_s=pace.silence_s, dead_s=max(pace.dead_s, usual.dead_s))
 
 
 class CoordinatorActor(Actor):
