@@ -1,8 +1,8 @@
 """Weight sync: the real coordination, and beside it the publisher and the receivers as its peers.
 
   learner -publish-> publisher -published-> coordinator -orders-> publisher, receivers -commit-> replicas
-Each side drives its pure machines: `Coordination`; `Allegiance`, `Attendance`, `Copies`, `Pin`. Bytes are time
-alone. Several replicas may share a receiver (`Setting.cohort`); it swaps them in turn, as permits would.
+Each side drives its pure machines: `Coordination`; `Allegiance`, `Attendance`, `Copies`, `Pin`. Bytes are
+time alone. Several replicas may share a receiver (`Setting.cohort`); it swaps them in turn, as permits would.
 """
 
 from __future__ import annotations
