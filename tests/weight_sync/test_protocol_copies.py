@@ -62,6 +62,10 @@ def test_what_the_engine_serves_already_makes_room(copies: Copies[Version], give
     commit(copies, 4)
     assert copies.take(serving=4) is None
     assert given_back == [3, 4]
+    commit(copies, 5)
+    copies.take(serving=4)
+    assert copies.take(serving=5) is None
+    assert given_back == [3, 4, 5]
 
 
 def test_what_is_withdrawn_or_failed_waits_for_another_commit(copies: Copies[Version], given_back: list[int]):
