@@ -159,7 +159,7 @@ class Leader:
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """What the guard has found; see `Watch.findings`. May be asked from other threads."""
+        """Findings of the guard; see `Watch.findings`. May be asked from other threads."""
         return self._watch.findings
 
     def judge(self, step: int, metrics: Mapping[str, float], num_refused: int) -> dict[str, float]:

@@ -31,7 +31,7 @@ from rollout_service.episode import EpisodeRunner, Unfinished
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """How a group is sampled.
+    """Sampling of a group.
 
     Attributes:
         lengths: Forces response lengths.

@@ -29,7 +29,7 @@ Attempt = Callable[[], Message | None]
 Owner = tuple[str, str]
 """(role, name)."""
 QUIET_OPS = frozenset(one.name for one in (LEASE, FETCH, FETCH_CARRY, STATUS))
-"""What changes nothing that others wait for, but by events: a lease that is refused wakes nobody."""
+"""Operations that never complete a pending request by themselves; their events do."""
 MIN_KEPT = 64
 """Of those that have left, and hold memory until they are forgotten; beyond it as many as wait."""
 
@@ -113,7 +113,7 @@ class ParkingLot(Generic[R, M]):
 
     @property
     def next_deadline(self) -> float:
-        """When the next wait may be over; infinite while nobody waits."""
+        """Time at which the next wait may be over; infinite while nobody waits."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def remove(self, parked: Parked[R, M]) -> None:

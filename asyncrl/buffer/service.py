@@ -64,7 +64,7 @@ Waiting = Parked[Request, Message]
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What a request gets once the turn is durable: an answer or an error.
+    """Reply to a request once the turn is durable: an answer or an error.
 
     Attributes:
         given_up: From when on nobody waits for it.

@@ -1,4 +1,4 @@
-"""No file imports another in a circle: not at run time, not for a type, not by way of a package."""
+"""Imports without a circle: not at run time, not for a type, not by way of a package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("asyncrl", "benchmarks", "configs", "learner", "rollout_service", "weight_sync")
 UNJUDGED = ("asyncrl.sim.faults",)
-"""Other work replaces it."""
+"""A package that other work replaces."""
 
 
 def find_modules(root: Path) -> dict[str, Path]:

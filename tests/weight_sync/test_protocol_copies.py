@@ -1,4 +1,4 @@
-"""Which version a receiver lets its engine have."""
+"""Places of a receiver's copies, and the version that its engine gets."""
 
 from __future__ import annotations
 

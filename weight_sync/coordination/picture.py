@@ -1,4 +1,4 @@
-"""What the coordinator tells others of its state, as plain values (pure)."""
+"""Status snapshot of the coordinator, as plain values (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timing of checkpoints: when the one before is written, and how long training waits for it (pure).
+"""Timing of a simulated learner's checkpoints: the end of each write, and the wait for it (pure).
 
 Owns no time: it is an argument. As in production one checkpoint is written at a time, beside training; only
 the copy to the host, and the wait for the one before, hold the learner up.

@@ -1,4 +1,4 @@
-"""What is due after a learner's step."""
+"""Rules of what is due after a learner's step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a replica asks for leases, what it says that it holds, and how it leaves."""
+"""Lease rules of a replica: its calls, the attempts that it says it holds, its drain."""
 
 from __future__ import annotations
 
