@@ -88,6 +88,7 @@ class Leader:
         self._away_since = 0.0
         self._taken: list[int] = []
         self._published_step = -1
+        self._num_looks = 0
         self._evaluated_step = -1
         self._checkpointed_step = -1
         self.failures = FailureStreak(Cause.CHECKPOINT_FAILS)
@@ -231,6 +232,7 @@ class Leader:
         with self.waits.on(PUBLISHER):
             has_room = self.handoff.has_room()
         if not has_room:
+            self._num_looks += 1
             return
         fault_point("learner.publishing", self.step)
         with self.waits.on(BUFFER):
@@ -239,7 +241,7 @@ class Leader:
         taken = self.handoff.published
         if taken is None or taken.number != self._number:
             return  # the publisher has died meanwhile; the next try gets another number
-        self._published_step = self.step
+        self._published_step, self._num_looks = self.step, 0
         fault_point("learner.published", self.step)
         self._evaluate_if_due()
 
@@ -257,7 +259,7 @@ class Leader:
         end = self._runtime.now() + LAST_PUBLISH_S
         while self._published_step != self.step and self._runtime.now() < end:
             yield from self._publish()
-            self._runtime.sleep(rules.UNPUBLISHED_WAIT_S)
+            self._runtime.sleep(rules.publish_pause_s(max(1, self._num_looks)))
         if self._published_step != self.step:
             log.warning("the weights of step %d found no free buffer in %g s", self.step, LAST_PUBLISH_S)
 
@@ -269,7 +271,7 @@ class Leader:
             return Wait()
         is_published = self._published_step == self.step
         with self.waits.on(BATCH):
-            found = self._reserve(rules.reserve_wait_s(is_published=is_published))
+            found = self._reserve(rules.reserve_wait_s(0 if is_published else max(1, self._num_looks)))
         if found is None:
             if is_published:
                 self._publish_again_if_lost()

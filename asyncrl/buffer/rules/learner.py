@@ -10,13 +10,26 @@ from collections.abc import Iterable
 
 RESERVE_WAIT_S = 0.5
 """How long a reservation may lie at the buffer."""
-UNPUBLISHED_WAIT_S = 0.01
-"""The same while weights wait for a free buffer of the publisher, which has to be looked for."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.32
+"""Between two looks for a free buffer of the publisher: a transfer takes milliseconds, or many seconds."""
 
 
-def reserve_wait_s(*, is_published: bool) -> float:
-    """Return how long the learner waits for a batch before it looks whether it can publish."""
-    return RESERVE_WAIT_S if is_published else UNPUBLISHED_WAIT_S
+def publish_pause_s(num_looks: int) -> float:
+    """Return the pause after `num_looks` looks in a row, at least one, that found no free buffer.
+
+    >>> [publish_pause_s(looks) for looks in (1, 2, 3, 40)]
+    [0.01, 0.02, 0.04, 0.32]
+    """
+    return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(num_looks - 1, 20)))
+
+
+def reserve_wait_s(num_looks: int) -> float:
+    """Return how long a reservation may lie at the buffer.
+
+    Args:
+        num_looks: Looks in a row that found no free buffer for the newest weights; 0 once they are published.
+    """
+    return publish_pause_s(num_looks) if num_looks else RESERVE_WAIT_S
 
 
 def must_resume(steps_trained: int, *, has_checkpoint: bool) -> bool:

@@ -56,6 +56,7 @@ class LearnerActor(Actor):
         self.digest = START_DIGEST
         self._token = 0
         self._published_step = -1
+        self._num_looks = 0
         self._evaluated_step = -1
         self._committed: list[int] = []
         self.schedule = CheckpointSchedule(rates.checkpoint_s, rates.checkpoint_write_s, setting.max_stall_s)
@@ -105,6 +106,7 @@ class LearnerActor(Actor):
         if answer is not None and answer.get("is_fenced"):
             self._fall("a newer token publishes")
         elif answer is None or not answer["has_room"]:
+            self._num_looks += 1
             self._next()
         else:
             self._ask("register_version", {"token": self._token, "step": self.step}, self._hear_number)
@@ -125,7 +127,7 @@ class LearnerActor(Actor):
         if answer is None or not answer["is_taken"]:
             self._next()
             return
-        self._published_step = self.step
+        self._published_step, self._num_looks = self.step, 0
         self._evaluate_if_due()
 
     def _evaluate_if_due(self) -> None:
@@ -147,7 +149,7 @@ class LearnerActor(Actor):
         if self._wait_began is None:
             self._wait_began = self.world.now
         is_published = self._published_step == self.step
-        wait_s = reserve_wait_s(is_published=is_published)
+        wait_s = reserve_wait_s(0 if is_published else max(1, self._num_looks))
         if is_published:
             wait_s = max(wait_s, self._setting.pace.reserve_wait_s)
         have = [group[0] for group in self._groups] if self._setting.streams else None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from asyncrl.buffer.rules.learner import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    RESERVE_WAIT_S,
     is_checkpoint_due,
     is_evaluation_due,
     kept_checkpoints,
@@ -20,7 +23,16 @@ def test_an_evaluation_is_due_once_for_every_interval_and_for_the_last_step():
 
 
 def test_a_learner_with_weights_to_publish_looks_often_whether_it_can():
-    assert reserve_wait_s(is_published=False) < reserve_wait_s(is_published=True)
+    assert reserve_wait_s(0) == RESERVE_WAIT_S
+    assert reserve_wait_s(1) == FIRST_PAUSE_S < reserve_wait_s(2) < RESERVE_WAIT_S
+
+
+def test_a_learner_whose_weights_find_no_buffer_for_long_looks_three_times_a_second():
+    assert reserve_wait_s(1000) == LONGEST_PAUSE_S
+    pauses = [reserve_wait_s(looks) for looks in range(1, 100)]
+    assert pauses == sorted(pauses)
+    in_ten_seconds = next(number for number in range(100) if sum(pauses[:number]) > 10.0)
+    assert in_ten_seconds <= 36, "before, 1,000 looks"
 
 
 def test_a_learner_resumes_unless_nothing_was_trained():
