@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 MAXIMA: Mapping[str, int] = {
-    "asyncrl": 464,
+    "asyncrl": 462,
     "learner": 17,
     "rollout_service": 10,
     "weight_sync": 30,
