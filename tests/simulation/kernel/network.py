@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from asyncrl.keys import ClientKeys, Role, ServerKeys
-from asyncrl.rpc.limits import Limits
+from asyncrl.limits import Limits
 from asyncrl.runtime import Arrival
 from asyncrl.wire import Frame
 from tests.simulation.kernel.world import Process, Waiters, World
