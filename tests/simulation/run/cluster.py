@@ -89,10 +89,12 @@ class RunCluster(SyncCluster):
             self.world.after(RETIRE_S, self.command_buffer, "retire", {"replica": name})
 
     def command_buffer(self, command: str, args: dict[str, Any]) -> None:
-        """Tell the buffer something, if it is there."""
+        """Tell the buffer something, as soon as it can be reached."""
         service = self.living("buffer.0")
         if service is not None:
             service.command(command, args)
+        else:
+            self.world.after(RETIRE_S, self.command_buffer, command, args)
 
     def pause(self, is_paused: bool) -> None:
         """Pause or unpause the run, and have a checkpoint written."""
