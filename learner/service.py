@@ -15,8 +15,9 @@ from typing import Any
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.metrics.row_log import RowLog
-from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
+from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_status import LearnerStatus
 from asyncrl.states import ServiceState
 from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion
@@ -98,25 +99,25 @@ class LearnerService:
                 self._recorder.close()
         self._models.close()
 
-    def status(self) -> dict[str, Any]:
-        return {
-            "state": self._state,
-            "step": self._step,
-            "resumed_step": self._resumed_step,
-            "last_evaluation": self._leader.last_evaluation if self._leader else 0,
-            "paused": self._leader is not None and self._leader.is_paused,
-            "torn": self._leader.torn if self._leader else [],
-            "checkpointed_step": self._leader.checkpointed_step if self._leader else 0,
-            "findings": self._leader.findings if self._leader else [],
-            OBSTACLES: self._obstacles(),
-        }
+    def status(self) -> LearnerStatus:
+        return LearnerStatus(
+            state=self._state,
+            step=self._step,
+            resumed_step=self._resumed_step,
+            last_evaluation=self._leader.last_evaluation if self._leader else 0,
+            paused=self._leader is not None and self._leader.is_paused,
+            torn=tuple(self._leader.torn) if self._leader else (),
+            checkpointed_step=self._leader.checkpointed_step if self._leader else 0,
+            findings=self._leader.findings if self._leader else (),
+            obstacles=self._obstacles(),
+        )
 
-    def _obstacles(self) -> list[dict[str, Any]]:
+    def _obstacles(self) -> tuple[Obstacle, ...]:
         """Return why checkpoints cannot be written: by the leader's word, else by this rank's own."""
         if self._leader is not None and (found := self._leader.failures.report()):
             return found
         problem = self._writer.problem
-        return [Obstacle("", Cause.CHECKPOINT_FAILS, problem).as_values()] if problem else []
+        return (Obstacle("", Cause.CHECKPOINT_FAILS, problem),) if problem else ()
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """Do what the supervisor asks; of what it asks of the leader, the other ranks know nothing.

@@ -27,10 +27,11 @@ from asyncrl.clock import Clock
 from asyncrl.errors import AsyncrlError, SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys
-from asyncrl.message import Answer, Operation, fields_of
+from asyncrl.message import Answer, Operation
 from asyncrl.rpc import Request, Server
 from asyncrl.rpc.operations import Operations, send_answer
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_status import ReceiverStatus
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
 from weight_sync import messages as wire
@@ -128,7 +129,7 @@ class ReceiverService:
         self._parked: _Parked | None = None
         self._heard = ReportLog()
         self.counters: Counter[str] = Counter()
-        self._snapshot = wire.ReceiverStatus(ServiceState.STARTING, self._server.address)
+        self._snapshot = ReceiverStatus(state=ServiceState.STARTING, address=self._server.address)
         self._ops = Operations("the receiver")
         self._add_operations()
 
@@ -142,9 +143,9 @@ class ReceiverService:
             self._carrier.close()
             self._shelf.close()
 
-    def status(self) -> dict[str, Any]:
-        """Return the fields of a `ReceiverStatus`."""
-        return fields_of(msgspec.structs.replace(self._snapshot, longest_transfer_s=self._longest_s()))
+    def status(self) -> ReceiverStatus:
+        """Return how it is, as of the last turn."""
+        return msgspec.structs.replace(self._snapshot, longest_transfer_s=self._longest_s())
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """`drain`: take no more offers."""
@@ -430,11 +431,11 @@ class ReceiverService:
         now, starts = self._clock.now(), list(self._transfer_starts.values())  # at once: any thread may ask
         return max([self._longest_transfer_s, *(now - start for start in starts)])
 
-    def _describe(self) -> wire.ReceiverStatus:
+    def _describe(self) -> ReceiverStatus:
         state = ServiceState.SYNCING if self._serving == UNLOADED else ServiceState.READY
-        return wire.ReceiverStatus(
-            ServiceState.DRAINING if self._is_draining else state,
-            self._server.address,
+        return ReceiverStatus(
+            state=ServiceState.DRAINING if self._is_draining else state,
+            address=self._server.address,
             version=self._serving,
             staged=self._shelf.newest_verified,
             committed=self._shelf.committed_number,

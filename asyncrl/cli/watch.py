@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl.cli import exits
 from asyncrl.cli.exits import say, show
-from asyncrl.cli.live import Snapshot, table_of
+from asyncrl.cli.live import table_of
 from asyncrl.cli.views import View, view_on
 from asyncrl.clock import Clock, SystemClock
+from asyncrl.control.snapshot import HeadWord, Snapshot
 from asyncrl.states import RUN_ENDS, RunState
 
 if TYPE_CHECKING:
     from asyncrl.control.record.rundir import RunDir
+
 
 POLL_S = 0.25
 STOP_DEADLINE_S = 240.0
@@ -39,9 +41,9 @@ class Watched(Protocol):
     @property
     def is_over(self) -> bool: ...
 
-    def poll(self) -> dict[str, Any]: ...
+    def poll(self) -> Snapshot: ...
 
-    def stop(self, deadline_s: float, show: Callable[[dict[str, Any]], None] = ...) -> None: ...
+    def stop(self, deadline_s: float, show: Callable[[Snapshot], None] = ...) -> None: ...
 
     def clear(self) -> None: ...
 
@@ -52,7 +54,8 @@ class PhaseTimer:
     """Says what a run is busy with while it ends, and for how long it was.
 
     >>> timer = PhaseTimer(SystemClock(), lambda sentence: None)
-    >>> timer.show({"state": "stopping", "phase": "ending Ray"})
+    >>> from asyncrl.control.snapshot import Snapshot
+    >>> timer.show(Snapshot(state=RunState.STOPPING, phase="ending Ray"))
     >>> timer.summary()
     'ending Ray 0.0 s'
     """
@@ -69,8 +72,8 @@ class PhaseTimer:
         return self._clock.now() - self._began
 
     def show(self, snapshot: Snapshot) -> None:
-        is_ending = snapshot.get("state") in (RunState.STOPPING, *RUN_ENDS)
-        phase = str(snapshot.get("phase") or self._phase or ASKED) if is_ending else self._phase or ASKED
+        is_ending = snapshot.state in (RunState.STOPPING, *RUN_ENDS)
+        phase = (snapshot.phase if is_ending else "") or self._phase or ASKED
         if phase == self._phase:
             return
         begins_s = self.elapsed_s
@@ -117,7 +120,7 @@ def follow_until_up(run: Watched, view: View, clock: Clock) -> bool:
     found: list[Snapshot] = []
 
     def is_up(snapshot: Snapshot) -> bool:
-        found.extend([snapshot] if "services" in snapshot else [])
+        found.extend([] if isinstance(snapshot, HeadWord) else [snapshot])
         return bool(found)
 
     try:

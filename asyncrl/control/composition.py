@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import msgspec
 import psutil
 
 from asyncrl.control.api.server import ControlApi
@@ -14,6 +15,7 @@ from asyncrl.control.record.recorder import Recorder
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.record.sinks.opening import open_sinks
 from asyncrl.control.roster import Roster
+from asyncrl.control.snapshot import values_of
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.service import ServiceContext
 
@@ -41,9 +43,9 @@ def build(context: ServiceContext) -> Supervisor:
         port=int(context.addresses["api_port"]),
         key=live["key"],
         routes={
-            "GET /status": lambda _: supervisor.status(),
-            "GET /weights": lambda _: supervisor.weights(),
-            **page_routes(supervisor.status, config, context.run_dir),
+            "GET /status": lambda _: values_of(supervisor.snapshot()),
+            "GET /weights": lambda _: msgspec.to_builtins(supervisor.weights()),
+            **page_routes(supervisor.snapshot, config, context.run_dir),
             **{f"POST /{name}": partial(supervisor.command, name) for name in COMMANDS},
         },
     )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 from asyncrl.control.diagnosis import obstacles
 from asyncrl.control.diagnosis.watch import ObstacleWatch
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.upkeep.reading import FINAL_ERRORS
 from asyncrl.errors import ServiceFailed, WouldRepeat
-from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
+from asyncrl.obstacle import Cause, Obstacle
+from asyncrl.service_status import ServiceStatus, Statuses
+from asyncrl.states import ServiceState
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +49,16 @@ class Lookout:
     def is_held_up(self) -> bool:
         return any(one.blocks for one in self.present)
 
-    def look(self, statuses: dict[str, dict[str, Any]], stall: str, write_error: str) -> None:
+    def look(self, statuses: Statuses, stall: str, write_error: str) -> None:
         """Take in the statuses and tell what keeps the run from its next step.
 
         Args:
             stall: What the watchdog says, empty while steps are finished.
             write_error: Why the run's folder cannot be written, empty if it can.
         """
-        own = [Obstacle("", Cause.DISK_FULL, write_error).as_values()] if write_error else []
-        found = obstacles.gather(statuses | {"supervisor.0": {OBSTACLES: own}}, stall)
+        own = (Obstacle("", Cause.DISK_FULL, write_error),) if write_error else ()
+        supervisor = ServiceStatus(state=ServiceState.READY, obstacles=own)
+        found = obstacles.gather(statuses | {"supervisor.0": supervisor}, stall)
         for news in self._watch.look(time.time(), found):
             if news.obstacle.cause in TOLD_BY_OTHERS:
                 continue
@@ -64,7 +66,7 @@ class Lookout:
             log.warning("%s: %s", service, news.text)
             self._events.add("obstacle", service, news.text, cause=news.obstacle.cause, is_over=news.is_over)
 
-    def judge(self, statuses: dict[str, dict[str, Any]]) -> None:
+    def judge(self, statuses: Statuses) -> None:
         """End a run that cannot go on, by what the last look found.
 
         Raises:
@@ -76,11 +78,11 @@ class Lookout:
             raise error(f"{end.service} can take no version, nor can another replica: {end.sentence}")
 
 
-def would_repeat(status: dict[str, Any], failure: ServiceFailed) -> bool:
+def would_repeat(status: ServiceStatus | None, failure: ServiceFailed) -> bool:
     """Tell whether the next start would meet the same `failure`; training that went astray may not.
 
     Args:
-        status: Of the service that failed, as it was last heard.
+        status: Of the service that failed, as it was last heard, if it ever was.
     """
-    kinds = set(status.get("error_kinds", ())) & FINAL_ERRORS
+    kinds = set(status.error_kinds if status is not None else ()) & FINAL_ERRORS
     return bool(kinds - {"UnstableTraining"}) or isinstance(failure, WouldRepeat)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,12 +22,13 @@ from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
 from asyncrl.errors import ConfigError, DeadlineExceeded, Refused, RemoteError, ServiceFailed
 from asyncrl.service import read_paused, write_paused
+from asyncrl.service_status import BUFFER, LEARNER, Statuses
 from asyncrl.states import RUN_ENDS, RunState, ServiceState
 
 log = logging.getLogger(__name__)
 
 LEAVING = (RunState.STOPPING, *RUN_ENDS)
-PAUSED_SERVICES = ("buffer.0", "learner.0")
+PAUSED_SERVICES = (BUFFER, LEARNER)
 COMMANDS = ("scale", "drain", "pause", "unpause", "checkpoint", "tighten", "stop")
 
 
@@ -151,10 +152,11 @@ class Operations:
                 log.warning("%s did not take the %s: %s", service, word, error)
         return unreached
 
-    def keep_paused(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def keep_paused(self, statuses: Statuses) -> None:
         """Tell services that are up and not as paused as the run: they were starting when it was asked."""
         is_paused = self.is_paused
-        differ = [name for name in PAUSED_SERVICES if statuses.get(name, {}).get("paused") == (not is_paused)]
+        told = {BUFFER: statuses.buffer, LEARNER: statuses.learner}
+        differ = [name for name, one in told.items() if one is not None and one.paused != is_paused]
         if differ and self.crew.state not in LEAVING:
             self._tell(differ, is_paused)
 
@@ -196,7 +198,7 @@ class Operations:
             if self._read_promise() == kept:
                 self._promise.unlink(missing_ok=True)
 
-    def keep_promise(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def keep_promise(self, statuses: Statuses) -> None:
         """Ask the learner's next life for a checkpoint that the last one was asked for and did not write.
 
         Once it is back at that step: before, it would hold less than was there when it was asked for.
@@ -206,15 +208,17 @@ class Operations:
         except OSError as error:  # a full disk ends no run; the next pulse tries again
             log.warning("the pending checkpoint requests cannot be read or written: %s", error)
 
-    def _keep_promise(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def _keep_promise(self, statuses: Statuses) -> None:
         owed = self._read_promise()
         if owed is None or self.crew.state in LEAVING:
             return
-        if max(statuses.get("buffer.0", {}).get("checkpoints") or [-1]) >= owed["step"]:
+        known = statuses.buffer.checkpoints if statuses.buffer is not None else ()
+        if max(known, default=-1) >= owed["step"]:
             self._drop_promise(owed)
             return
-        learner = statuses.get("learner.0", {})
-        is_back = learner.get("state") == ServiceState.READY and learner.get("step", -1) >= owed["step"]
+        learner = statuses.learner
+        is_up = learner is not None and learner.state == ServiceState.READY
+        is_back = is_up and learner is not None and learner.step >= owed["step"]
         if owed["life"] == self.crew.learner_life or not is_back:
             return
         try:

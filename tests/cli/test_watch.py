@@ -20,7 +20,10 @@ from asyncrl.cli.watch import (
 from asyncrl.clock import ManualClock
 from asyncrl.config.load import load
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.snapshot import HeadWord, Snapshot
 from asyncrl.errors import ConfigError
+from asyncrl.states import RunState
+from tests.statuses import snapshot_of
 
 
 @dataclass
@@ -57,7 +60,8 @@ class ScriptedRun:
 
 
 def at(step):
-    return {"run": "x", "state": "running", "step": step, "steps": 3, "metrics": {"critic/rewards/mean": 0.5}}
+    metrics = {"critic/rewards/mean": 0.5}
+    return Snapshot(run="x", state=RunState.RUNNING, step=step, steps=3, metrics=metrics)
 
 
 def test_watching_sleeps_between_polls():
@@ -85,17 +89,19 @@ def test_what_a_run_has_left_is_ended_before_its_outcome_is_told():
 
 
 def test_a_detached_run_is_watched_until_its_services_are_known():
-    run = ScriptedRun([{"state": "starting"}, {**at(0), "services": {}}, at(1)])
+    run = ScriptedRun([HeadWord(state=RunState.STARTING), at(0), at(1)])
     assert follow_until_up(run, LineView(io.StringIO()), ManualClock())
     assert len(run.snapshots) == 1
 
 
 def test_a_detached_run_that_ends_before_that_is_not_up():
-    assert not follow_until_up(ScriptedRun([{"state": "starting"}]), LineView(io.StringIO()), ManualClock())
+    assert not follow_until_up(
+        ScriptedRun([HeadWord(state=RunState.STARTING)]), LineView(io.StringIO()), ManualClock()
+    )
 
 
 def test_ctrl_c_before_a_detached_run_is_up_stops_it():
-    run = ScriptedRun([{"state": "starting"}, KeyboardInterrupt()])
+    run = ScriptedRun([HeadWord(state=RunState.STARTING), KeyboardInterrupt()])
     with pytest.raises(KeyboardInterrupt):
         follow_until_up(run, LineView(io.StringIO()), ManualClock())
     assert len(run.stops) == 1
@@ -105,7 +111,7 @@ def test_the_parts_of_an_end_are_told_as_they_begin_and_add_up_to_the_whole():
     clock, told = ManualClock(), []
     timer = PhaseTimer(clock, told.append)
     for phase, lasting_s in (("a checkpoint", 1.0), ("a checkpoint", 2.0), ("ending Ray", 2.0)):
-        timer.show({"state": "stopping", "phase": phase})
+        timer.show(Snapshot(state=RunState.STOPPING, phase=phase))
         clock.advance(lasting_s)
     assert timer.summary() == "a checkpoint 3.0 s, ending Ray 2.0 s"
     assert told == ["   0.0 s: a checkpoint", "   3.0 s: ending Ray"]
@@ -115,7 +121,7 @@ def test_what_a_start_is_busy_with_is_not_told_as_a_part_of_its_end() -> None:
     told: list[str] = []
     timer = PhaseTimer(ManualClock(), told.append)
     for state, phase in (("starting", "2 of 2 engines load and compile"), ("stopping", "ending Ray")):
-        timer.show({"state": state, "phase": phase})
+        timer.show(snapshot_of(state=state, phase=phase))
     assert told == ["   0.0 s: the run is asked to stop", "   0.0 s: ending Ray"]
 
 

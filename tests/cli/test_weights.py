@@ -68,7 +68,7 @@ def sync_with_one_failure(cluster: Cluster) -> None:
     assert load(good).number == load(bad).number == 1
     handoff.publish(PolicyVersion(2, 1), model(2))
     assert load(good, 1).number == 2
-    wait_until(lambda: "receiver.0" in cluster.coordinator.status()["culprit"], "the digest to be refused")
+    wait_until(lambda: "receiver.0" in cluster.coordinator.status().culprit, "the digest to be refused")
     wait_until(lambda: cluster.members()["receiver.1"]["state"] == "READY", "receiver.1 to be ready")
 
 
@@ -124,7 +124,7 @@ def test_a_version_that_an_engine_refused_counts_as_failed_though_its_bytes_arri
         for _ in range(2):
             report_loaded(receiver, 1, ok=False, error="the probe does not match")
             assert take(receiver, 0) is not None, "it loads again from staging"
-        wait_until(lambda: cluster.coordinator.status()["counters"].get("failed_loads") == 2, "two refusals")
+        wait_until(lambda: cluster.coordinator.status().counters.get("failed_loads") == 2, "two refusals")
         with reachable(cluster, folder):
             living = json.loads(ask(folder.parent, "told", "--json").stdout)
         for name in ("receiver.0", "publisher.0", "weight_sync.0"):

@@ -7,10 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from asyncrl.errors import ConfigError, ServiceFailed
 from asyncrl.metrics.row_log import RowLog
-from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
+from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.service import ServiceContext
+from asyncrl.service_status import Found, RedisJournalStatus, ServiceStatus
+from asyncrl.states import ServiceState
+from tests.statuses import status_of
 
 ROW = {
     "critic/rewards/mean": 0.5,
@@ -40,8 +45,14 @@ class Scripted:
     def work(self) -> None:
         """Do one bit of the script."""
 
-    def status(self) -> dict[str, Any]:
-        return {"state": "READY", "version": 1, "tokens": 10, "busy_s": 1.0, "idle_s": 1.0}
+    def status(self) -> ServiceStatus:
+        if self.context.kind != "rollout":
+            return self.tell()
+        return self.tell(version=1, tokens=10, busy_s=1.0, idle_s=1.0)
+
+    def tell(self, state: str = "READY", **values: Any) -> ServiceStatus:
+        """Return a status of the service's kind."""
+        return status_of(self.context.name, values, state=state)
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         if name == "drain":
@@ -61,8 +72,8 @@ class ScriptedLearner(Scripted):
         while len(self.rows) < self.context.config.learner.steps and not stop.wait(0.01):
             self.rows.append({"training/global_step": len(self.rows) + 1, **ROW})
 
-    def status(self) -> dict[str, Any]:
-        return {"state": "READY", "step": len(self.rows), "last_evaluation": 1}
+    def status(self) -> ServiceStatus:
+        return self.tell(step=len(self.rows), last_evaluation=1)
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         assert name == "rows"
@@ -72,10 +83,10 @@ class ScriptedLearner(Scripted):
 class WarnedLearner(ScriptedLearner):
     """Its guard has found one thing for each of the first steps."""
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         texts = [f"step {step}: large_steps: actor/step_kl is 0.3" for step in range(min(2, len(self.rows)))]
-        findings = [{"step": step, "kind": "large_steps", "text": text} for step, text in enumerate(texts)]
-        return {**super().status(), "findings": findings}
+        findings = [Found(step + 1, step, "large_steps", text) for step, text in enumerate(texts)]
+        return replace(super().status(), findings=tuple(findings))
 
 
 class PacedLearner(ScriptedLearner):
@@ -94,9 +105,9 @@ class PacedLearner(ScriptedLearner):
             row = {**ROW, "timing_s/step": time.time(), "life": self.life}
             self.rows.append({"training/global_step": step, **row})
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         step = self.rows[-1]["training/global_step"] if self.rows else 0
-        return {**super().status(), "step": step}
+        return replace(super().status(), step=step)
 
 
 class AskedLearner(PacedLearner):
@@ -105,7 +116,7 @@ class AskedLearner(PacedLearner):
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         if name != "checkpoint":
             return super().command(name, args)
-        step = self.status()["step"]
+        step = self.status().step
         with (self.context.run_dir / "asked").open("a") as file:
             file.write(f"{self.life}:{step} ")
         return {"step": step}
@@ -145,11 +156,11 @@ class ScriptedBuffer(Scripted):
 
     trained = 5
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         metrics = {"accuracy": 0.25, "val-core/held_out/acc/mean@1": 0.25, "val-aux/num_prompts": 4.0}
         evaluation = {"id": 1, "step": 0, "version": 1, "metrics": metrics}
         ledger = {"residue": 0, "issued": 5, "trained": self.trained, "dropped": {}}
-        return {"state": "serving", "evaluations": [evaluation], **ledger}
+        return self.tell(evaluations=[evaluation], **ledger)
 
 
 class LateEvaluation(ScriptedBuffer):
@@ -159,24 +170,24 @@ class LateEvaluation(ScriptedBuffer):
         super().__init__(context)
         self._num_asked = 0
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         self._num_asked += 1
         status = super().status()
-        return status if self._num_asked > 4 else {**status, "evaluations": []}
+        return status if self._num_asked > 4 else replace(status, evaluations=())
 
 
 class PoisonedBuffer(ScriptedBuffer):
     """Nothing was ever trained, and many prompts were given up."""
 
-    def status(self) -> dict[str, Any]:
-        return {**super().status(), "trained": 0, "dropped": {"poison": 32}}
+    def status(self) -> ServiceStatus:
+        return replace(super().status(), trained=0, dropped={"poison": 32})
 
 
 class WaitingLearner(Scripted):
     """Never gets a batch."""
 
-    def status(self) -> dict[str, Any]:
-        return {"state": "READY", "step": 0, "last_evaluation": 0}
+    def status(self) -> ServiceStatus:
+        return self.tell(step=0, last_evaluation=0)
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         return {"first": 0, "rows": []}
@@ -187,8 +198,8 @@ class SlowSaver(WaitingLearner):
 
     step = 1
 
-    def status(self) -> dict[str, Any]:
-        return {**super().status(), "step": self.step, "resumed_step": 0}
+    def status(self) -> ServiceStatus:
+        return replace(super().status(), step=self.step, resumed_step=0)
 
     def run(self, stop: threading.Event) -> None:
         may_save = self.context.run_dir / "may-save"
@@ -241,11 +252,11 @@ class RefusingReplica(Scripted):
         super().__init__(context)
         self._num_refused = 0
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         self._num_refused += 1
         reason = "vLLM refused the load of version 1: the probe does not match"
         refused = Obstacle("", Cause.WEIGHTS_REFUSED, reason, self._num_refused)
-        return {"state": "SYNCING", "version": 0, OBSTACLES: [refused.as_values()]}
+        return self.tell("SYNCING", version=0, obstacles=[refused])
 
 
 class UnreachingSync(Scripted):
@@ -255,38 +266,40 @@ class UnreachingSync(Scripted):
         super().__init__(context)
         self._num_failed = 0
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         self._num_failed += 10
         reason = "a version did not reach it: no room for 4096 bytes in /dev/shm"
         failed = [
-            Obstacle(f"receiver.{index}", Cause.WEIGHTS_UNDELIVERED, reason, self._num_failed).as_values()
+            Obstacle(f"receiver.{index}", Cause.WEIGHTS_UNDELIVERED, reason, self._num_failed)
             for index in range(2)
         ]
-        return {"state": "READY", OBSTACLES: failed}
+        return self.tell(obstacles=failed)
 
 
 class GivingUpReplica(Scripted):
     """Its groups fail."""
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         failing = Obstacle("", Cause.GROUPS_FAIL, "the tool 'search' is not there", 96)
-        return {"state": "READY", OBSTACLES: [failing.as_values()]}
+        return self.tell(obstacles=[failing])
 
 
 class AwayBuffer(ScriptedBuffer):
     """Its journal is away until the file `journal-back` is there."""
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         away = Obstacle("", Cause.JOURNAL_AWAY, "Redis at localhost:1 is away: Connection refused")
         is_back = (self.context.run_dir / "journal-back").exists()
-        return {**super().status(), OBSTACLES: [] if is_back else [away.as_values()]}
+        return replace(super().status(), obstacles=() if is_back else (away,))
 
 
 class LosingBuffer(ScriptedBuffer):
     """Its journal has lost what it held, once."""
 
-    def status(self) -> dict[str, Any]:
-        return {**super().status(), "journal": {"losses": ["Redis at localhost:1 lost acknowledged data"]}}
+    def status(self) -> ServiceStatus:
+        losses = ("Redis at localhost:1 lost acknowledged data",)
+        journal = RedisJournalStatus(redis="localhost:1", backlog=0, wiped=1, losses=losses)
+        return replace(super().status(), journal=journal)
 
 
 REPLACE = {
@@ -302,15 +315,16 @@ REPLACE = {
 class Syncing(Scripted):
     """Never gets its first weights."""
 
-    def status(self) -> dict[str, Any]:
-        return {"state": "SYNCING", "version": 0}
+    def status(self) -> ServiceStatus:
+        return self.tell("SYNCING", version=0)
 
 
 class StuckLeaver(Scripted):
     """Says that it drains, and never ends."""
 
-    def status(self) -> dict[str, Any]:
-        return super().status() | ({"state": "DRAINING"} if self._drained.is_set() else {})
+    def status(self) -> ServiceStatus:
+        is_draining = self._drained.is_set()
+        return replace(super().status(), state=ServiceState.DRAINING) if is_draining else super().status()
 
     def run(self, stop: threading.Event) -> None:
         stop.wait()

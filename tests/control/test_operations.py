@@ -34,6 +34,7 @@ from learner.leader import Leader
 from learner.orders import Checkpoint, Order, Publish, Train, Wait
 from tests.buffer.parts import make_group
 from tests.control.scripted_crew import ScriptedCrew
+from tests.statuses import statuses_of
 
 RUN_ID = "abcd1234"
 
@@ -148,9 +149,9 @@ def test_a_service_that_was_starting_when_the_pause_came_is_told_again(
 ) -> None:
     operations.perform("pause", {})
     crew.told.clear()
-    operations.keep_paused({"buffer.0": {"paused": False}, "learner.0": {"state": "STARTING"}})
+    operations.keep_paused(statuses_of({"buffer.0": {"paused": False}, "learner.0": {"state": "STARTING"}}))
     assert crew.told == [("buffer.0", "pause")]
-    operations.keep_paused({"buffer.0": {"paused": True}, "learner.0": {"paused": True}})
+    operations.keep_paused(statuses_of({"buffer.0": {"paused": True}, "learner.0": {"paused": True}}))
     assert len(crew.told) == 1, "both are as they should be"
 
 
@@ -160,7 +161,7 @@ def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_it_is_there(
     def pulse(step: int, *known: int, state: str = "READY") -> int:
         """Return how often the learner has been asked by the end of a pulse."""
         learner = {"state": state, "step": step}
-        operations.keep_promise({"learner.0": learner, "buffer.0": {"checkpoints": [*known]}})
+        operations.keep_promise(statuses_of({"learner.0": learner, "buffer.0": {"checkpoints": [*known]}}))
         return crew.told.count(("learner.0", "checkpoint"))
 
     assert pulse(7) == 0, "nobody has asked for one"
@@ -187,7 +188,7 @@ def test_a_checkpoint_that_an_earlier_start_was_asked_for_is_owed_by_nobody(
     operations.perform("checkpoint", {})
     crew.learner_life, crew.told = 1, []
     later = Operations(Roster(make_config(), tmp_path, "later", tmp_path, ""), crew, operations.events)
-    later.keep_promise({"learner.0": {"state": "READY", "step": 9}})
+    later.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 9}}))
     assert crew.told == []
 
 
@@ -221,7 +222,7 @@ def test_what_was_promised_while_the_last_one_was_looked_for_is_not_forgotten(
         drop(self, kept)
 
     monkeypatch.setattr(Operations, "_drop_promise", ask_and_drop)
-    operations.keep_promise({"buffer.0": {"checkpoints": [5]}})
+    operations.keep_promise(statuses_of({"buffer.0": {"checkpoints": [5]}}))
     assert read_promise(tmp_path) == (7, 0)
 
 
@@ -239,7 +240,7 @@ def test_a_learner_that_is_late_to_answer_is_asked_once_and_one_that_refuses_aga
     write_promise(tmp_path, step=7, life=0)
     crew.learner_life = 1
     for _ in range(4):
-        operations.keep_promise({"learner.0": {"state": "READY", "step": 8}})
+        operations.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
     assert len(asked) == 2 and read_promise(tmp_path) == (7, 1)
 
 
@@ -247,7 +248,7 @@ def test_a_promise_that_the_disk_does_not_take_ends_no_run(
     operations: Operations, crew: ScriptedCrew, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     RunDir(tmp_path).promise.mkdir()  # cannot be read as a file
-    operations.keep_promise({"learner.0": {"state": "READY", "step": 8}})
+    operations.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
     assert "cannot be read or written" in caplog.text and crew.told == []
 
 

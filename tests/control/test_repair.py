@@ -41,6 +41,7 @@ from asyncrl.control.upkeep.reading import at_home, event_of, events_of
 from asyncrl.errors import ConfigError, DeadlineExceeded, ServiceFailed
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.service import SERVICE_VARIABLE
+from tests.statuses import status_of, told_by
 
 CORE = ["buffer.0", "weight_sync.0", "learner.0", "publisher.0"]
 
@@ -144,7 +145,7 @@ def test_in_between_two_lives_a_service_is_shown_as_dead_with_its_reason(run: Ru
     for _ in range(2):
         run.launcher.gone.add("buffer.0")
         statuses = run.pulse()
-    assert statuses["buffer.0"] == {"state": "DEAD", "error": "gone: it was killed"}
+    assert statuses["buffer.0"] == status_of("buffer.0", state="DEAD", error="gone: it was killed")
     assert run.upkeep.is_degraded
     run.pulse(1.0)
     assert run.launcher.started == ["buffer.0", "buffer.0"]
@@ -525,7 +526,7 @@ def test_a_run_that_is_over_is_not_begun_again(tmp_path: Path) -> None:
 def test_a_learner_that_dies_when_its_work_is_done_is_done(tmp_path: Path) -> None:
     supervisor, launcher = make_supervised(tmp_path, "ScriptedLearner")
     supervisor._begin()
-    wait_for(lambda: launcher.statuses(["learner.0"], 1.0)["learner.0"]["state"] == "ENDED")
+    wait_for(lambda: launcher.statuses(["learner.0"], 1.0)["learner.0"].state == "ENDED")
     supervisor._observe()
     launcher.gone.add("learner.0")
     again = supervise_again(tmp_path, launcher)
@@ -553,7 +554,7 @@ def test_rows_of_steps_that_a_new_learner_takes_again_replace_the_older_ones(tmp
     supervisor, launcher = make_supervised(tmp_path, "PacedLearner")
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
-    wait_for(lambda: supervisor.status()["metrics"].get("training/global_step") == 5)
+    wait_for(lambda: told_by(supervisor)["metrics"].get("training/global_step") == 5)
     launcher.gone.add("learner.0")
     wait_for(lambda: launcher.started.count("learner.0") == 2)
     (tmp_path / "go-on").touch()
@@ -579,7 +580,7 @@ def test_a_new_supervisor_records_no_row_of_a_living_learner_twice(tmp_path: Pat
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["training/global_step"] for row in training_rows(lines)] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert launcher.started.count("learner.0") == 1
-    assert again.status()["step"] == 8
+    assert told_by(again)["step"] == 8
 
 
 def test_a_run_that_takes_no_steps_says_who_waits_for_whom_and_dumps_stacks(
@@ -590,11 +591,11 @@ def test_a_run_that_takes_no_steps_says_who_waits_for_whom_and_dumps_stacks(
     supervisor, launcher = make_supervised(tmp_path, "PacedLearner")
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
-    wait_for(lambda: supervisor.status()["step"] == 5)
+    wait_for(lambda: told_by(supervisor)["step"] == 5)
     wait_for(lambda: len(launcher.dumped) >= 8)
-    (stall,) = [event for event in supervisor.status()["events"] if event["kind"] == "stall"][:1]
+    (stall,) = [event for event in told_by(supervisor)["events"] if event["kind"] == "stall"][:1]
     assert stall["waiting"][0] == "learner.0 waits for buffer.0: 0 of 16 groups are stored"
-    assert supervisor.status()["health"] == "degraded"
+    assert told_by(supervisor)["health"] == "degraded"
     (tmp_path / "go-on").touch()
     thread.join(30.0)
     assert not thread.is_alive()

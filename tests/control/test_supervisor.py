@@ -27,6 +27,7 @@ from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import PULSE_S, Supervisor
 from asyncrl.errors import ConfigError, Refused
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
+from tests.statuses import told_by
 
 
 def make_config(steps: int, start_deadline_s: float = 300.0) -> Config:
@@ -89,7 +90,7 @@ def test_a_run_ends_finished_when_the_learner_has_done_its_steps(tmp_path: Path)
 
 def test_the_newest_evaluation_is_scraped_also_where_a_supervisor_found_it_on_record(tmp_path: Path) -> None:
     supervisor, _ = make_supervisor(tmp_path)
-    assert supervisor.status()["evaluation"] == {} and supervisor.status()["accuracy"] is None
+    assert told_by(supervisor)["evaluation"] == {} and told_by(supervisor)["accuracy"] is None
     supervisor.run(threading.Event())
     roster = Roster(make_config(3), tmp_path, "abcd1234", tmp_path, "")
     successor = Supervisor(roster, ThreadLauncher(REPLACE), Recorder(tmp_path / "metrics.jsonl"))
@@ -98,7 +99,7 @@ def test_the_newest_evaluation_is_scraped_also_where_a_supervisor_found_it_on_re
         assert isinstance(answer, Text)
         (line,) = (line for line in answer.body.decode().splitlines() if 'source="held_out"' in line)
         assert line.startswith("asyncrl_val_core_source_variable_metric{") and line.endswith("} 0.25")
-        assert one.status()["accuracy"] == 0.25
+        assert told_by(one)["accuracy"] == 0.25
 
 
 def test_a_failed_run_says_why_while_it_is_being_ended(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_a_failed_run_says_why_while_it_is_being_ended(tmp_path: Path) -> None:
     kill = launcher.kill
 
     def kill_and_look(name: str) -> None:
-        status = supervisor.status()
+        status = told_by(supervisor)
         told.append((status["state"], status["error"] or ""))
         kill(name)
 
@@ -148,7 +149,7 @@ def test_the_autoscaler_is_refused_what_an_operator_would_be_and_says_so_once(
     supervisor = Supervisor(roster, launcher, Recorder(tmp_path / "metrics.jsonl"))
     thread, stop = start(supervisor)
     wait_for(lambda: EagerAutoscaler.num_decisions >= 3)
-    status = supervisor.status()
+    status = told_by(supervisor)
     stop.set()
     thread.join(10.0)
     assert not thread.is_alive()
@@ -198,11 +199,11 @@ def test_an_open_page_sees_how_the_run_ended_before_the_head_ends_it(tmp_path: P
 
     def see_off() -> None:
         api.await_readers(5.0)
-        found.append((supervisor.status()["state"], was_read.wait(1.0)))
+        found.append((told_by(supervisor)["state"], was_read.wait(1.0)))
 
     supervisor.see_off = see_off
     thread, _ = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
     request = urllib.request.Request(f"{api.url}/events", headers={"Authorization": "Bearer key"})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as stream:
         assert b"retry" in stream.readline()
@@ -212,14 +213,14 @@ def test_an_open_page_sees_how_the_run_ended_before_the_head_ends_it(tmp_path: P
     thread.join(10.0)
     api.close()
     assert not thread.is_alive() and found == [("stopping", True)]
-    assert supervisor.status()["state"] == "stopped"
+    assert told_by(supervisor)["state"] == "stopped"
     assert told.endswith("event: end\ndata: {}\n\n") and '"state":"stopped"' in told
 
 
 def test_a_stop_ends_every_service_and_says_stopped(tmp_path: Path) -> None:
     supervisor, launcher = make_supervisor(tmp_path, steps=10**6)
     thread, _ = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
     supervisor.command("stop", {})
     thread.join(10.0)
     assert not thread.is_alive()
@@ -231,9 +232,9 @@ def test_a_stop_ends_every_service_and_says_stopped(tmp_path: Path) -> None:
 def test_scaling_up_starts_new_indices_and_scaling_down_drains_the_newest(tmp_path: Path) -> None:
     supervisor, launcher = make_supervisor(tmp_path, steps=10**6)
     thread, stop = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
     assert supervisor.command("scale", {"replicas": 3})["started"] == ["rollout.2"]
-    wait_for(lambda: supervisor.status()["services"].get("rollout.2", {}).get("stage") == "READY")
+    wait_for(lambda: told_by(supervisor)["services"].get("rollout.2", {}).get("stage") == "READY")
     assert supervisor.command("scale", {"replicas": 1})["draining"] == ["rollout.2", "rollout.1"]
     wait_for(lambda: {"rollout.1", "rollout.2", "receiver.1", "receiver.2"} <= set(launcher.killed))
     wait_for(lambda: supervisor.num_draining == 0)
@@ -247,7 +248,7 @@ def test_a_leavers_process_is_ended_only_after_it_has_drained(tmp_path: Path) ->
     replace = {**REPLACE, "rollout": "scripted_services:SlowLeaver"}
     supervisor, launcher = make_supervisor(tmp_path, steps=10**6, replace=replace)
     thread, stop = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
     supervisor.command("scale", {"replicas": 1})
     time.sleep(3 * PULSE_S)
     assert launcher.killed == []
@@ -262,7 +263,7 @@ def test_a_checkpoint_that_a_learner_died_over_is_asked_of_the_next_one(tmp_path
     learner = {"learner": "scripted_services:AskedLearner"}
     supervisor, launcher = make_supervisor(tmp_path, steps=6, replace={**REPLACE, **learner})
     thread, stop = start(supervisor)
-    wait_for(lambda: supervisor.status()["step"] == 5)
+    wait_for(lambda: told_by(supervisor)["step"] == 5)
     supervisor.command("checkpoint", {})
     launcher.gone.add("learner.0")
     wait_for(lambda: "1:" in (tmp_path / "asked").read_text())
@@ -277,11 +278,11 @@ def test_more_replicas_than_the_machine_has_room_for_are_refused(
 ) -> None:
     supervisor, _ = make_supervisor(tmp_path, steps=10**6)
     thread, stop = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     with pytest.raises(Refused, match=r"ask for 3\.5 CPUs, this machine has 2"):
         supervisor.command("scale", {"replicas": 10})
-    assert supervisor.status()["state"] == "running"
+    assert told_by(supervisor)["state"] == "running"
     stop.set()
     thread.join(10.0)
     assert not thread.is_alive()
@@ -352,10 +353,10 @@ def test_a_leaver_that_hangs_in_its_drain_is_ended_and_the_run_goes_on(tmp_path:
         start_deadline_s=0.5,
     )
     thread, stop = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
     supervisor.command("scale", {"replicas": 1})
     wait_for(lambda: "rollout.1" in launcher.killed)
-    assert supervisor.status()["state"] == "running"
+    assert told_by(supervisor)["state"] == "running"
     stop.set()
     thread.join(20)
 

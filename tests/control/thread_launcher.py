@@ -7,9 +7,13 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec.structs import replace
+
 from asyncrl.control.launch.host import DUMP_STACKS
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
+from asyncrl.service_status import ServiceStatus, Statuses, kind_of, pack_status, read_status
+from asyncrl.states import ServiceState
 from asyncrl.threads import ThreadEvent
 
 
@@ -34,13 +38,16 @@ class ThreadLauncher:
         self.started.append(spec.name)
         self._hosts[spec.name] = _Host(factory, spec)
 
-    def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
-        return {name: self._status(name) for name in names}
+    def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
+        return Statuses({name: self._status(name) for name in names})
 
-    def _status(self, name: str) -> dict[str, Any]:
+    def _status(self, name: str) -> ServiceStatus:
+        """Return what has been packed, and read by the service's kind, as between two processes."""
         if name in self.gone or name not in self._hosts:
-            return {"state": "DEAD", "error": "it was killed"}
-        return {"state": "SILENT"} if name in self.silent else self._hosts[name].status()
+            return ServiceStatus(state=ServiceState.DEAD, error="it was killed")
+        if name in self.silent:
+            return ServiceStatus(state=ServiceState.SILENT)
+        return read_status(kind_of(name), pack_status(self._hosts[name].status()))
 
     def service(self, name: str) -> Any:
         """Return the object that a service is."""
@@ -89,12 +96,12 @@ class _Host:
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
 
-    def status(self) -> dict[str, Any]:
-        status = dict(self.service.status())
-        if not self._thread.is_alive():
-            status["state"] = "FAILED" if self._error else "ENDED"
-            status["error"] = self._error
-        return status
+    def status(self) -> ServiceStatus:
+        status: ServiceStatus = self.service.status()
+        if self._thread.is_alive():
+            return status
+        state = ServiceState.FAILED if self._error else ServiceState.ENDED
+        return replace(status, state=state, error=self._error)
 
     def stop(self, deadline_s: float) -> bool:
         self._stop.set()

@@ -11,6 +11,8 @@ from typing import Any
 
 from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.service import ServiceContext
+from asyncrl.service_status import ServiceStatus
+from asyncrl.states import ServiceState
 
 
 class TrivialService:
@@ -26,8 +28,9 @@ class TrivialService:
             if self._fail.is_set():
                 raise ValueError("boom as asked")
 
-    def status(self) -> dict[str, Any]:
-        return {"state": "serving", "name": self._name, "run_id": os.environ.get("ASYNCRL_RUN_ID", "")}
+    def status(self) -> ServiceStatus:
+        """Tell the mark of its run where any service may tell something."""
+        return ServiceStatus(state=ServiceState.READY, failure=os.environ.get("ASYNCRL_RUN_ID", ""))
 
     def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
         if name == "boom":

@@ -100,11 +100,11 @@ def test_a_replica_waits_for_what_its_state_and_its_groups_say():
 def test_a_real_replica_says_what_it_waits_for(tmp_path: Path):
     with open_stage(tmp_path, DIGIT_SORT) as stage:
         wait_for(lambda: stage.state() == "SYNCING", "SYNCING")
-        wait_for(lambda: "weights" in stage.replica.status()["idle_by_cause"], "the wait for weights")
+        wait_for(lambda: "weights" in stage.replica.status().engine.idle_by_cause, "the wait for weights")
         stage.serve_first_version()
-        wait_for(lambda: stage.replica.status()["busy_s"], "work")
+        wait_for(lambda: stage.replica.status().engine.busy_s, "work")
         # The buffer admits (max_lag + 1) steps' groups and then no more: the replica waits for leases.
-        wait_for(lambda: stage.replica.status()["idle_by_cause"].get("lease"), "the wait for a lease")
+        wait_for(lambda: stage.replica.status().engine.idle_by_cause.get("lease"), "the wait for a lease")
         status = stage.replica.status()
     assert status["idle_s"] == sum(status["idle_by_cause"].values())
     assert {"start", "weights", "swap"} <= set(status["idle_by_cause"])

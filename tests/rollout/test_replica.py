@@ -13,7 +13,7 @@ from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseReply
 from asyncrl.errors import ConnectionLost, EngineError, ServiceFailed
-from asyncrl.obstacle import OBSTACLES, Cause, parse_obstacles
+from asyncrl.obstacle import Cause, parse_obstacles
 from asyncrl.threads import ThreadEvent
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.scripted_engine import scripted_logprob
@@ -80,7 +80,7 @@ def test_training_goes_on_over_several_versions_within_the_bound(stage: Stage):
         stage.learner.trained(step, lag_max=max(0, *lags))
         number = stage.learner.register_version(step + 1)
         stage.receiver.offer(number, step + 1)
-        wait_for(lambda wanted=number: stage.replica.status()["version"] == wanted, "the swap")
+        wait_for(lambda wanted=number: stage.replica.status().version == wanted, "the swap")
     assert stage.census().residue == 0
 
 
@@ -97,7 +97,7 @@ def test_a_load_that_fails_puts_the_replica_back_to_syncing_until_one_works(stag
     assert refused.cause is Cause.WEIGHTS_REFUSED and f"version {second}" in refused.reason
     wait_for(lambda: (second, True) in stage.receiver.reports, "the load that works")
     wait_for(lambda: stage.state() == "READY", "READY")
-    assert stage.replica.status()["version"] == second
+    assert stage.replica.status().version == second
     assert parse_obstacles("rollout.0", stage.replica.status()) == []
 
 
@@ -108,10 +108,10 @@ def test_a_group_that_fails_is_told_until_one_is_pushed(stage: Stage, monkeypatc
     with monkeypatch.context() as engine:
         engine.setattr(stage.engine, "generate", refuse)
         stage.serve_first_version()
-        wait_for(lambda: stage.replica.status()[OBSTACLES], "the failure")
+        wait_for(lambda: stage.replica.status().obstacles, "the failure")
         (failing,) = parse_obstacles("rollout.0", stage.replica.status())
         assert (failing.cause, failing.reason) == (Cause.GROUPS_FAIL, "the decoder prompt cannot be empty")
-    wait_for(lambda: not stage.replica.status()[OBSTACLES], "a group that works")
+    wait_for(lambda: not stage.replica.status().obstacles, "a group that works")
 
 
 def test_a_fenced_replica_takes_no_leases(stage: Stage):
@@ -196,13 +196,13 @@ def test_a_reward_that_raises_fails_its_group_and_nothing_of_it_is_trained(tmp_p
         census = stage.census()
         assert census.stored_groups == 0
         assert census.residue == 0
-        assert stage.replica.status()["counters"]["groups_failed"] >= 3
+        assert stage.replica.status().counters["groups_failed"] >= 3
 
 
 def test_a_draining_replica_releases_what_it_holds_and_retires(tmp_path: Path):
     with open_stage(tmp_path, DIGIT_SORT, tokens_per_s=0.5) as stage:
         stage.serve_first_version()
-        wait_for(lambda: stage.replica.status()["in_flight_groups"] == 4, "full slots")
+        wait_for(lambda: stage.replica.status().in_flight_groups == 4, "full slots")
         assert stage.replica.command("drain", {}) == {"state": "DRAINING"}
         wait_for(lambda: stage.state() == "RETIRED", "RETIRED")
         census = stage.census()
@@ -257,10 +257,10 @@ def test_a_replica_that_stands_by_follows_the_weights_and_leases_nothing_until_i
 ):
     with open_stage(tmp_path, DIGIT_SORT, is_standby=True) as stage:
         number = stage.serve_first_version()
-        assert stage.replica.status()["standby"] is True
-        assert stage.replica.status()["version"] == number
+        assert stage.replica.status().standby is True
+        assert stage.replica.status().version == number
         assert stage.learner.reserve(0, 0.3) is None
         assert stage.census().issued == 0
         assert stage.replica.command("promote", {}) == {"standby": False}
         assert stage.learner.reserve(0, WAIT_S) is not None
-        assert stage.replica.status()["standby"] is False
+        assert stage.replica.status().standby is False

@@ -100,7 +100,7 @@ def serve(role: Role, test: Connection) -> None:
         service = composition.build_publisher(role.context, role.num_segments)
     else:
         service = composition.build_receiver(role.context, lost_s=role.lost_s, on_bucket=role.fault)
-    test.send(service.status()["address"])
+    test.send(service.status().address)
     threading.Thread(target=follow_test, args=(test, stop), daemon=True).start()
     service.run(stop)
 
@@ -290,7 +290,7 @@ class Cluster:
         return made
 
     def members(self) -> dict[str, dict[str, Any]]:
-        return dict(self.coordinator.status()["members"])
+        return dict(self.coordinator.status().members)
 
     def wait_for_members(self, *names: str) -> None:
         wait_until(lambda: set(names) <= set(self.members()), f"{names} to join")

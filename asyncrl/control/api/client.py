@@ -13,7 +13,10 @@ from typing import Any
 from asyncrl.control.launch.processes import is_alive
 from asyncrl.control.record.ending import end_of
 from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.control.record.syncing import WeightsAnswer
+from asyncrl.control.snapshot import Snapshot, read_snapshot
 from asyncrl.errors import AsyncrlError, ConfigError, ConnectionLost, DeadlineExceeded, RemoteError
+from asyncrl.message import read_message
 
 CALL_DEADLINE_S = 10.0
 COMMAND_DEADLINE_S = 60.0
@@ -42,13 +45,13 @@ class RunClient:
     key: str
     pid: int
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Snapshot:
         """Return the run's snapshot."""
-        return self._call("GET", "/status")
+        return read_snapshot(self._call("GET", "/status"))
 
-    def weights(self) -> dict[str, Any]:
-        """Return what its services say of weight sync, see `syncing.weights_answer`."""
-        return self._call("GET", "/weights")
+    def weights(self) -> WeightsAnswer:
+        """Return what its services say of weight sync."""
+        return read_message(self._call("GET", "/weights"), WeightsAnswer, "weights")
 
     def scale(self, replicas: int) -> dict[str, Any]:
         """Ask for `replicas` rollout replicas."""

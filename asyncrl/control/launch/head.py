@@ -41,6 +41,7 @@ from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys, make_run_keys, write_client_keys
 from asyncrl.log_records import log_to_stderr
 from asyncrl.service import ServiceContext
+from asyncrl.service_status import SupervisorStatus
 from asyncrl.states import RunState, ServiceState
 
 HEAD, SUPERVISOR = "head.0", "supervisor.0"
@@ -138,8 +139,9 @@ def _keep_supervisor(run_dir: RunDir, context: ServiceContext) -> None:
         SystemClock(),
         tell,
     )
-    if last["state"] in (ServiceState.FAILED, RunState.FAILED) and not run_dir.outcome.exists():
-        _write_failure(run_dir, f"{SUPERVISOR} failed: {last.get('error')}", SUPERVISOR)
+    has_failed = isinstance(last, SupervisorStatus) and last.run == RunState.FAILED
+    if (has_failed or last.state == ServiceState.FAILED) and not run_dir.outcome.exists():
+        _write_failure(run_dir, f"{SUPERVISOR} failed: {last.error}", SUPERVISOR)
 
 
 def _give_up(run_dir: RunDir, live: dict[str, Any], name: str) -> None:

@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from asyncrl.control.record.row_files import Row, RowWriter, is_evaluation
+from asyncrl.control.record.row_files import RowWriter, is_evaluation
 from asyncrl.control.record.sinks.outbox import Outbox
 from asyncrl.metrics import unknown_names
+from asyncrl.metrics.row_log import Row
 
 log = logging.getLogger(__name__)
 

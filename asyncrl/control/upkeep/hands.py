@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from asyncrl.control.fleet.messages import (
@@ -32,6 +32,7 @@ from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.record.events import EventLog, Kind
 from asyncrl.control.roster import Roster
 from asyncrl.errors import DeadlineExceeded, ServiceFailed
+from asyncrl.service_status import ReplicaStatus, ServiceStatus
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,12 @@ class Hands:
         self._pids: dict[str, int] = {}
         self._children: dict[str, Collection[int]] = {}
 
-    def note_processes(self, name: str, status: Mapping[str, Any]) -> None:
+    def note_processes(self, name: str, status: ServiceStatus) -> None:
         """Remember the process of a service, and those that it has started: they die with it."""
-        if "pid" in status:
-            self._pids[name] = status["pid"]
-        if "child_pids" in status:
-            self._children[name] = status["child_pids"]
+        if status.pid is not None:
+            self._pids[name] = status.pid
+        if isinstance(status, ReplicaStatus):
+            self._children[name] = status.child_pids
 
     def carry_out(self, effect: Effect, num_restarts: int) -> Gone | None:
         """Do it; return what came of it, if a service turned out to be gone."""

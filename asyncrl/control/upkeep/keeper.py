@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from asyncrl.control.fleet.machine import FleetMachine, FleetRules
 from asyncrl.control.fleet.messages import (
     Begin,
@@ -36,10 +38,12 @@ from asyncrl.control.process_limit import RefusedProcesses
 from asyncrl.control.record.events import EventLog, Kind
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
+from asyncrl.control.snapshot import ServiceFacts
 from asyncrl.control.upkeep.hands import COMMAND_DEADLINE_S, Hands
 from asyncrl.control.upkeep.oom import OomKills
 from asyncrl.control.upkeep.reading import at_home, events_of, in_order
 from asyncrl.errors import ConfigError, ServiceFailed
+from asyncrl.service_status import ServiceStatus, Statuses
 from asyncrl.states import ServiceState
 
 log = logging.getLogger(__name__)
@@ -52,17 +56,8 @@ DEAD, RETIRED = ServiceState.DEAD, ServiceState.RETIRED
 """The states that a service is shown in between two lives; the second for minutes."""
 ENDED_AT_ONCE = ("rollout", "receiver", "learner", "publisher", "weight_sync")
 """Services that have nothing to hand over before the first step of this life of the run."""
-UNKNOWN: dict[str, Any] = {
-    "heartbeat_age_s": None,
-    "restarts": 0,
-    "stage": "",
-    "standby": False,
-    "reason": "",
-    "back_in_s": None,
-}
+UNKNOWN = ServiceFacts()
 """Of a service that no pulse has found yet."""
-
-Statuses = dict[str, dict[str, Any]]
 
 
 def rules_of(roster: Roster) -> FleetRules:
@@ -114,7 +109,7 @@ class Upkeep:
         self._is_bound_told = False
         self._oom_kills = OomKills()
         self._refused = RefusedProcesses()
-        self._facts: dict[str, dict[str, Any]] = {}
+        self._facts: dict[str, ServiceFacts] = {}
         self._failures: dict[str, str] = {}  # why a service failed last, until its unit is up again
         self._is_degraded = False
         self.ending: dict[str, Any] | None = None
@@ -174,13 +169,8 @@ class Upkeep:
             unit = self._machine.units.get(key_of(name))
             return unit.num_restarts if unit else 0
 
-    def describe(self, name: str) -> dict[str, Any]:
-        """Return what the last pulse found of a service beyond its own word.
-
-        Returns:
-            `heartbeat_age_s`, `restarts`, `stage`, `standby`; of one without a process why (`reason`), and in
-            how many seconds it is started again (`back_in_s`).
-        """
+    def describe(self, name: str) -> ServiceFacts:
+        """Return what the last pulse found of a service beyond its own word."""
         return self._facts.get(name, UNKNOWN)
 
     # --- what may be asked ----------------------------------------------------------------
@@ -253,9 +243,9 @@ class Upkeep:
             found = {name: self._explained(at_home(run_id, name, status)) for name, status in heard.items()}
             for name, status in found.items():
                 self._hands.note_processes(name, status)
-            for name in self._apply_batch([*events_of(run_id, found), Tick()]):
+            for name in self._apply_batch([*events_of(run_id, Statuses(found)), Tick()]):
                 found.pop(name, None)
-            self._repeat_promotions(found)
+            self._repeat_promotions(Statuses(found))
             self._tell_of_stages()
             self._tell_bound()
             self._save()
@@ -263,13 +253,13 @@ class Upkeep:
             self._is_degraded = self._machine.is_degraded or self._machine.is_short
             return self._told(found)
 
-    def _explained(self, status: dict[str, Any]) -> dict[str, Any]:
+    def _explained(self, status: ServiceStatus) -> ServiceStatus:
         """Add to why a service is gone what the kernel killed for want of memory, or did not start."""
         now = self._clock()
         why = "; ".join(filter(None, (self._oom_kills.recent(now), self._refused.recent(now))))
-        if not why or status.get("state") not in (ServiceState.FAILED, DEAD):
+        if not why or status.state not in (ServiceState.FAILED, DEAD):
             return status
-        return {**status, "error": f"{status.get('error') or 'it is gone'}; {why}"}
+        return msgspec.structs.replace(status, error=f"{status.error or 'it is gone'}; {why}")
 
     def stop(
         self, deadline_s: float, outcome: dict[str, Any], *, has_work: bool = True
@@ -292,7 +282,7 @@ class Upkeep:
             if not has_work:
                 useless |= {name for name in left if name.split(".")[0] in ENDED_AT_ONCE}
         unstopped: set[str] = set()
-        statuses: Statuses = {}
+        statuses = Statuses()
         for kinds in (("rollout", "learner"), ("receiver", "publisher"), ("weight_sync", "buffer")):
             names = [name for name in left if name.split(".")[0] in kinds]
             awake = [name for name in names if left[name] and name not in useless]
@@ -351,10 +341,11 @@ class Upkeep:
         unit = self._machine.units.get(key_of(effect.name)) if isinstance(effect, Start) else None
         return unit.num_restarts if unit else 0
 
-    def _repeat_promotions(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def _repeat_promotions(self, statuses: Statuses) -> None:
         """Tell those again that lease by now and have not heard of it."""
         for unit in self._machine.replicas:
-            if statuses.get(f"rollout.{unit.index}", {}).get("standby"):
+            told = statuses.told_replicas.get(f"rollout.{unit.index}")
+            if told is not None and told.standby:
                 self._hands.tell_replica(unit.index, "promote")
 
     def _take_over(self, found: dict[str, Any]) -> None:
@@ -415,20 +406,20 @@ class Upkeep:
     def _all_names(self) -> list[str]:
         return [name for unit in self._machine.units.values() for name in unit.members]
 
-    def _describe(self, name: str) -> dict[str, Any]:
+    def _describe(self, name: str) -> ServiceFacts:
         silence_s, unit = self._machine.silence_of(name), self._machine.units[key_of(name)]
         is_down = unit.members[name].is_down
         back_in_s = unit.due - self._machine.lived if is_down and unit.due is not None else None
-        return {
-            "heartbeat_age_s": None if silence_s is None else round(silence_s, 1),
-            "restarts": unit.num_restarts,
-            "stage": str(self._stages.get(unit.key, "")),
-            "standby": unit.is_standby,
-            "reason": unit.last_reason if is_down else "",
-            "back_in_s": None if back_in_s is None else round(max(0.0, back_in_s), 1),
-        }
+        return ServiceFacts(
+            heartbeat_age_s=None if silence_s is None else round(silence_s, 1),
+            restarts=unit.num_restarts,
+            stage=self._stages.get(unit.key),
+            standby=unit.is_standby,
+            reason=unit.last_reason if is_down else "",
+            back_in_s=None if back_in_s is None else round(max(0.0, back_in_s), 1),
+        )
 
-    def _told(self, found: Statuses) -> Statuses:
+    def _told(self, found: Mapping[str, ServiceStatus]) -> Statuses:
         """Return the statuses with those that are between two lives, without those that have left."""
         units = self._machine.units.values()
         dead = {
@@ -438,25 +429,25 @@ class Upkeep:
             if member.is_down
         }
         living = set(self._machine.names)
-        told = {name: status for name, status in found.items() if name in living} | {
-            **{name: {"state": ServiceState.STARTING} for name in living - set(found)},
-            **dead,
-        }
+        starting = ServiceStatus(state=ServiceState.STARTING)
+        told = {name: status for name, status in found.items() if name in living}
+        told |= {**dict.fromkeys(living - set(found), starting), **dead}
         up = {name for unit in units if unit.is_up for name in unit.members}
         self._failures = {
             name: why for name, why in self._failures.items() if name in told and name not in up
         }
         again = {name: why for name, why in self._failures.items() if name not in dead}
-        return told | {name: {**told[name], "failure": why} for name, why in again.items()}
+        failed = {name: msgspec.structs.replace(told[name], failure=why) for name, why in again.items()}
+        return Statuses(told | failed)
 
-    def _describe_down(self, unit: Unit) -> dict[str, Any]:
+    def _describe_down(self, unit: Unit) -> ServiceStatus:
         """Return the status of a service without a process; that one is retired is an obstacle, `failure`."""
         if not unit.is_retired:
-            return {"state": DEAD, "error": unit.last_reason}
+            return ServiceStatus(state=DEAD, error=unit.last_reason)
         back_in_s = max(0.0, (unit.due or 0.0) - self._machine.lived)
         why = f"{unit.last_reason}; it is retired, its restarts being spent, and started again in "
         why += f"{back_in_s:.0f} s, or by 'asyncrl scale rollout={self._machine.wanted}'"
-        return {"state": RETIRED, "error": unit.last_reason, "failure": why}
+        return ServiceStatus(state=RETIRED, error=unit.last_reason, failure=why)
 
     def _describe_begun(self, effects: list[Effect]) -> dict[str, list[str]]:
         started = [one.name for one in effects if isinstance(one, Start) and one.name.startswith("rollout.")]

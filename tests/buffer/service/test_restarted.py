@@ -171,8 +171,8 @@ def test_grants_whose_answer_was_lost_go_to_who_asks_next(address: Address, raw:
         assert lease(raw, 1, held=[[2, 1]]) == [(1, 2)], "it never heard of the first"
         assert lease(raw, 1, held=[[2, 1], [1, 1]]) == [(1, 3)], "an earlier attempt is not this one"
         service._desk.refresh_status()
-        assert service.status()["counters"]["grants_lost"] == 2
-        assert service.status()["leases"] == {"a": 2}
+        assert service.status().counters["grants_lost"] == 2
+        assert service.status().leases == {"a": 2}
 
 
 def test_what_a_dead_replica_held_is_issued_again_when_the_buffer_is_told(

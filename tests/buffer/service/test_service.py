@@ -395,7 +395,7 @@ def test_build_makes_a_service_that_reports_itself(tmp_path: Path) -> None:
     stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
     thread.start()
-    client = Client(ThreadRuntime(), service.status()["address"])
+    client = Client(ThreadRuntime(), service.status().address)
     status = client.call("status").args
     assert {
         "residue",
@@ -407,13 +407,13 @@ def test_build_makes_a_service_that_reports_itself(tmp_path: Path) -> None:
         "given_up",
         "open",
     } <= {*status}
-    assert service.status()["state"] == "READY"
+    assert service.status().state == "READY"
     with pytest.raises(LedgerError, match="no command"):
         service.command("drain", {})
     stop.set()
     thread.join(WAIT_S)
     client.close()
-    assert service.status()["state"] == "ENDED"
+    assert service.status().state == "ENDED"
 
 
 def test_the_room_promised_for_a_group_fits_the_largest_one() -> None:

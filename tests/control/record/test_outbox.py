@@ -22,6 +22,7 @@ from asyncrl.control.record.sinks.outbox import REOPEN_S, Outbox
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.metrics import unknown_names
+from tests.statuses import told_by
 
 WAIT_S = 10.0
 WHERE = ("open", "write", "close")
@@ -189,7 +190,7 @@ def test_a_run_finishes_and_its_scrape_tells_of_the_sink_whatever_it_does(tmp_pa
     supervisor = Supervisor(roster, ThreadLauncher(REPLACE), recorder)
     supervisor.run(threading.Event())
     sink.goes_on.set()
-    snapshot = supervisor.status()
+    snapshot = told_by(supervisor)
     assert snapshot["state"] == "finished"
     assert len(training_rows(load_rows(tmp_path / "metrics.jsonl"))) == 3
     assert 'metrics_sink_waiting_sink{run="run",sink="awkward"}' in prometheus_text(

@@ -181,7 +181,7 @@ def running(
     kept = {name: getattr(config.learner, name) for name in names}
     models = open_models(model, objective, faults, config.critic.lr, warmup_steps=0, **kept)
     with serving(store) as service, contextlib.ExitStack() as stack:
-        address = service.status()["address"]
+        address = service.status().address
         client, fetching = (stack.enter_context(contextlib.closing(LearnerClient(address))) for _ in range(2))
 
         def connect(token: int) -> Handoff:

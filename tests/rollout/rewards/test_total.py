@@ -230,7 +230,7 @@ def test_a_replica_counts_parts_and_failures_and_drops_the_groups_that_failed(tm
     with open_stage(tmp_path, reward) as stage:
         stage.serve_first_version()
         wait_for(lambda: stage.learner.status().stored_groups >= 4, "a batch")
-        wait_for(lambda: stage.replica.status()["counters"].get("groups_failed"), "a failed group")
+        wait_for(lambda: stage.replica.status().counters.get("groups_failed"), "a failed group")
         reservation = stage.learner.reserve(0, 20.0)
         assert reservation is not None
         groups = stage.learner.fetch([ticket.ticket for ticket in reservation.tickets])
