@@ -212,7 +212,7 @@ class Runtime(Clock, Protocol):
 
     def queue(self) -> Queue[Any]: ...
 
-    def spawn(self, name: str, run: Callable[[], None]) -> Task:
+    def spawn(self, name: str, run: Callable[[], object]) -> Task:
         """Run `run` beside all else. The process may end before it does."""
 
     def run_async(self, main: Coroutine[Any, Any, T]) -> T:

@@ -81,7 +81,7 @@ class ThreadRuntime(SystemClock):
     def queue(self) -> Queue[Any]:
         return queue.SimpleQueue()
 
-    def spawn(self, name: str, run: Callable[[], None]) -> Task:
+    def spawn(self, name: str, run: Callable[[], object]) -> Task:
         thread = threading.Thread(target=run, name=name, daemon=True)
         thread.start()
         return thread

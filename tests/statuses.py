@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -72,7 +73,8 @@ def snapshot_of(values: Mapping[str, Any] | None = None, **more: Any) -> Snapsho
 
 def told_by(supervisor: Supervisor) -> dict[str, Any]:
     """Return the JSON of a supervisor's snapshot, as the command line prints it."""
-    return values_of(supervisor.snapshot())
+    found: dict[str, Any] = json.loads(json.dumps(values_of(supervisor.snapshot())))
+    return found
 
 
 def filled(kind: type[msgspec.Struct], values: Mapping[str, Any]) -> dict[str, Any]:

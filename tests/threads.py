@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from asyncrl.runtime import Event
-from asyncrl.threads import ThreadEvent
+from asyncrl.threads import ThreadEvent, ThreadRuntime
 
 END_S = 30.0
+RUNTIME = ThreadRuntime()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.buffer.learner_ops import LearnerOps
-from asyncrl.buffer.ledger.census import take_census
+from asyncrl.buffer.ledger.census import add_up
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.messages import (
     FETCH,
@@ -280,7 +280,7 @@ class Desk:
     def status(self) -> BufferStatus:
         """Return the census, both laws' residue and what else operators ask for."""
         state = self.store.ledger.state
-        census = take_census(state)
+        census = add_up(state)
         counters = self.store.counters + self.store.journal.counters + self.counters
         evaluations = [
             FinishedEvaluation(one.id, one.step, one.version, one.metrics)

@@ -37,7 +37,8 @@ def build(context: ServiceContext) -> Supervisor:
         secret=context.secret,
     )
     launcher = make_launcher(config, context.run_id)
-    supervisor = Supervisor(roster, launcher, Recorder(run_dir.metrics, open_sinks(config, run_dir)))
+    recorder = Recorder(run_dir.metrics, context.runtime, open_sinks(config, run_dir))
+    supervisor = Supervisor(roster, launcher, recorder, context.runtime)
     live = read_json(run_dir.live) or {}
     api = ControlApi(
         port=int(context.addresses["api_port"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from asyncrl.control.diagnosis import obstacles
 from asyncrl.control.diagnosis.watch import ObstacleWatch
@@ -11,6 +10,7 @@ from asyncrl.control.record.events import EventLog
 from asyncrl.control.upkeep.reading import FINAL_ERRORS
 from asyncrl.errors import ServiceFailed, WouldRepeat
 from asyncrl.obstacle import Cause, Obstacle
+from asyncrl.runtime import Runtime
 from asyncrl.service_status import ServiceStatus, Statuses
 from asyncrl.states import ServiceState
 
@@ -23,7 +23,8 @@ TOLD_BY_OTHERS = (Cause.SERVICE_DOWN, Cause.STALL)
 class Lookout:
     """See the module. One thread looks, any may read."""
 
-    def __init__(self, events: EventLog) -> None:
+    def __init__(self, events: EventLog, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._events = events
         self._watch = ObstacleWatch()
 
@@ -59,7 +60,7 @@ class Lookout:
         own = (Obstacle("", Cause.DISK_FULL, write_error),) if write_error else ()
         supervisor = ServiceStatus(state=ServiceState.READY, obstacles=own)
         found = obstacles.gather(statuses | {"supervisor.0": supervisor}, stall)
-        for news in self._watch.look(time.time(), found):
+        for news in self._watch.look(self._runtime.wall_ns() / 1e9, found):
             if news.obstacle.cause in TOLD_BY_OTHERS:
                 continue
             service = news.obstacle.service

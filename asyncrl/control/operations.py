@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
 from asyncrl.errors import ConfigError, DeadlineExceeded, Refused, RemoteError, ServiceFailed
+from asyncrl.runtime import Lock
 from asyncrl.service import read_paused, write_paused
 from asyncrl.service_status import BUFFER, LEARNER, Statuses
 from asyncrl.states import RUN_ENDS, RunState, ServiceState
@@ -66,13 +66,16 @@ class Crew(Protocol):
 
 @dataclass(frozen=True)
 class Operations:
-    """Carries out the commands of the control API."""
+    """Carries out the commands of the control API.
+
+    Attributes:
+        promise_lock: Around a look at the promise and its change, by threads of the API and the watch loop.
+    """
 
     roster: Roster
     crew: Crew
     events: EventLog
-    _promise_lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-    """Around a look at the promise and its change: threads of the API and the watch loop change it."""
+    promise_lock: Lock
 
     @property
     def _promise(self) -> Path:
@@ -183,7 +186,7 @@ class Operations:
     def _take_down(self, step: int, life: int) -> None:
         """Promise a checkpoint, unless one of a later step is promised already: that one is for both."""
         owed = {"run_id": self.roster.run_id, "step": step, "life": life}
-        with self._promise_lock:
+        with self.promise_lock:
             before = self._read_promise()
             if before is None or before["step"] <= step:
                 write_json(self._promise, owed)
@@ -194,7 +197,7 @@ class Operations:
 
     def _drop_promise(self, kept: dict[str, Any]) -> None:
         """Forget what is kept, not what was promised since."""
-        with self._promise_lock:
+        with self.promise_lock:
             if self._read_promise() == kept:
                 self._promise.unlink(missing_ok=True)
 

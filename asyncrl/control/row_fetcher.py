@@ -8,12 +8,13 @@ load, with its thread for questions starved by the training, it takes many secon
 from __future__ import annotations
 
 import logging
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.errors import DeadlineExceeded, ServiceFailed
 from asyncrl.metrics.row_log import HandedRows
+from asyncrl.runtime import Event, Runtime
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +29,16 @@ class _Question:
 
     life: int
     after: int
+    is_over: Event
     answer: HandedRows | None = None
-    is_over: threading.Event = field(default_factory=threading.Event)
 
 
 class RowFetcher:
     """Asks in a thread of its own, for whoever has one pulse to wait."""
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: Launcher, runtime: Runtime) -> None:
         self._launcher = launcher
+        self._runtime = runtime
         self._open: _Question | None = None
 
     def fetch(self, life: int, after: int, wait_s: float) -> HandedRows | None:
@@ -50,16 +52,15 @@ class RowFetcher:
         """
         question = self._open
         if question is None or (question.life, question.after) != (life, after):
-            question = self._open = self._begin(_Question(life, after))
+            question = self._open = self._begin(_Question(life, after, self._runtime.event()))
         if not question.is_over.wait(wait_s):
             return None
         self._open = None
         return question.answer
 
     def _begin(self, question: _Question) -> _Question:
-        thread = threading.Thread(target=self._ask, args=(question,), name="learner-rows", daemon=True)
         try:
-            thread.start()
+            self._runtime.spawn("learner-rows", partial(self._ask, question))
         except RuntimeError as error:  # no more threads for now: the next pulse asks again
             log.warning("the learner could not be asked for its rows: %s", error)
             question.is_over.set()

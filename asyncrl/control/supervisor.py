@@ -11,9 +11,8 @@ running. What is repaired, and how, is decided in `fleet/` and carried out by `u
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from asyncrl.buffer.ledger.tickets import DropReason
@@ -44,6 +43,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFail
 from asyncrl.faults import fault_point
 from asyncrl.metrics.row_log import Row, read_rows
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.runtime import Event, Runtime
 from asyncrl.service_status import BUFFER, LEARNER, ServiceStatus, Statuses, SupervisorStatus
 from asyncrl.states import SERVICE_ENDS, RunState, ServiceState
 
@@ -70,23 +70,24 @@ class Supervisor:
         see_off: Called when the outcome is in the status, before the final state, by which the head ends Ray.
     """
 
-    def __init__(self, roster: Roster, launcher: Launcher, recorder: Recorder) -> None:
+    def __init__(self, roster: Roster, launcher: Launcher, recorder: Recorder, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._roster = roster
         self._launcher = launcher
         self._recorder = recorder
         self._run_dir = RunDir(roster.run_dir)
-        self._events = EventLog(self._run_dir.events, EVENTS_RESERVE_BYTES)
+        self._events = EventLog(self._run_dir.events, runtime, EVENTS_RESERVE_BYTES)
         reserve_room(self._run_dir.reserve, OUTCOME_RESERVE_BYTES)
-        self._upkeep = Upkeep(roster, launcher, self._events)
-        self._fetcher = RowFetcher(launcher)
-        self._operations = Operations(roster, self, self._events)
+        self._upkeep = Upkeep(roster, launcher, self._events, runtime)
+        self._fetcher = RowFetcher(launcher, runtime)
+        self._operations = Operations(roster, self, self._events, runtime.lock())
         self._watchdog = Watchdog(roster.config.learner.groups_per_step)
-        self._lookout = Lookout(self._events)
+        self._lookout = Lookout(self._events, runtime)
         self._stall = ""
         self._autoscaler = _autoscaler_of(roster.config)
         self._meter = metering.Meter()
         self._pace = Pace()
-        self._is_stop_asked = threading.Event()
+        self._is_stop_asked = runtime.event()
         self._over_since = 0.0
         self._statuses = Statuses()
         self._row: Row = {}
@@ -109,7 +110,7 @@ class Supervisor:
 
     # --- the service protocol -------------------------------------------------------------
 
-    def run(self, stop: threading.Event) -> None:
+    def run(self, stop: Event) -> None:
         """Run to the end of training, to a stop, or to the first failure; then end every service."""
         outcome: dict[str, Any] = {"state": RunState.FINISHED, "error": "", "service": "", "tail": []}
         try:
@@ -233,7 +234,7 @@ class Supervisor:
         self._learner_has_trained = None if is_taken_over else False
         fault_point("supervisor.begun")
 
-    def _watch(self, stop: threading.Event) -> None:
+    def _watch(self, stop: Event) -> None:
         while not (self._is_stop_asked.is_set() or stop.is_set()):
             self._observe()
             if self._is_learner_done():
@@ -256,10 +257,7 @@ class Supervisor:
             return
         self._is_saving = True
         ranks = self._upkeep.learners
-        ending = threading.Thread(
-            target=self._launcher.stop, args=(ranks, LEARNER_STOP_S), name="stop-learner", daemon=True
-        )
-        ending.start()
+        ending = self._runtime.spawn("stop-learner", partial(self._launcher.stop, ranks, LEARNER_STOP_S))
         while ending.is_alive():
             self._statuses = self._upkeep.pulse()
             self._look_out()
@@ -294,7 +292,7 @@ class Supervisor:
         is_learner_up = self._statuses.state(LEARNER) == ServiceState.READY
         if self._state == RunState.STARTING and is_learner_up:
             self._state = RunState.RUNNING
-        self._keep_time(time.monotonic())
+        self._keep_time(self._runtime.now())
         self._operations.keep_paused(self._statuses)
         self._operations.keep_promise(self._statuses)
         self._autoscale(self._collect_rows())
@@ -330,7 +328,7 @@ class Supervisor:
         is_meant_to_train = self._state == RunState.RUNNING and not self._operations.is_paused
         known = self._lookout.blocking
         stall = self._watchdog.look(
-            time.monotonic(), self._statuses, is_meant_to_train=is_meant_to_train, known=known
+            self._runtime.now(), self._statuses, is_meant_to_train=is_meant_to_train, known=known
         )
         if stall is not None:
             log.warning("%s", stall.text)
@@ -342,9 +340,9 @@ class Supervisor:
         """Tell whether the leader has ended by itself, and no other rank is at work or awaited any more."""
         if not self._upkeep.has_learner_ended:
             return False
-        self._over_since = self._over_since or time.monotonic()
+        self._over_since = self._over_since or self._runtime.now()
         others = {name: self._statuses[name].state for name in self._upkeep.learners[1:]}
-        is_late = time.monotonic() - self._over_since > LEARNER_STOP_S
+        is_late = self._runtime.now() - self._over_since > LEARNER_STOP_S
         if is_late:
             log.warning("the learner is over; of its other ranks: %s", others)
         return set(others.values()) <= set(SERVICE_ENDS) or is_late
@@ -368,7 +366,7 @@ class Supervisor:
         rows = handed.rows
         is_first = handed.first == 0  # its time holds the start of this life, not a step's work
         self._num_rows = handed.first + len(rows)
-        rates = self._meter.update(time.monotonic(), self._statuses)
+        rates = self._meter.update(self._runtime.now(), self._statuses)
         recorded = []
         for row in rows:
             first = {FIRST_OF_LIFE: float(is_first and row is rows[0])}
@@ -380,7 +378,7 @@ class Supervisor:
         if self._autoscaler is None or self._state != RunState.RUNNING or self._operations.is_paused:
             return
         wanted, ready = self._upkeep.wanted, self._upkeep.num_ready
-        decision = self._autoscaler.decide(time.monotonic(), wanted, ready, rows)
+        decision = self._autoscaler.decide(self._runtime.now(), wanted, ready, rows)
         if decision is None:
             return
         try:
@@ -430,16 +428,16 @@ class Supervisor:
             self._seen_evaluations.add(evaluation.id)
             self._evaluation = self._recorder.record(metering.evaluation_row(evaluation))
 
-    def _await_evaluations(self, stop: threading.Event) -> None:
-        end = time.monotonic() + EVALUATION_WAIT_S
-        while time.monotonic() < end and not (self._is_stop_asked.is_set() or stop.is_set()):
+    def _await_evaluations(self, stop: Event) -> None:
+        end = self._runtime.now() + EVALUATION_WAIT_S
+        while self._runtime.now() < end and not (self._is_stop_asked.is_set() or stop.is_set()):
             self._observe()
             learner, buffer = self._statuses.learner, self._statuses.buffer
             is_pending = buffer is not None and buffer.evaluations_pending > 0
             is_known = learner is not None and learner.last_evaluation in {0, *self._seen_evaluations}
             if is_known and not is_pending:
                 return
-            time.sleep(PULSE_S)
+            self._runtime.sleep(PULSE_S)
         log.warning("an evaluation was still open after %g s", EVALUATION_WAIT_S)
 
     # --- the end --------------------------------------------------------------------------

@@ -48,8 +48,7 @@ def _end_with_parent() -> None:
 def _permit_tiles() -> None:
     """Ask Linux for the AMX registers, which vLLM's attention in bfloat16 uses where the processor has them.
 
-    vLLM 0.25 does not ask: the first product of tiles ends the engine core by SIGILL. A processor without AMX, or a
-    kernel that refuses, answers False, and vLLM takes its AVX-512 kernels.
+    vLLM 0.32 does not ask, and its engine core ends by SIGILL. Where there is no AMX this does nothing.
     """
     import torch
 

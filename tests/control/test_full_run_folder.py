@@ -14,6 +14,7 @@ from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from tests.small_disk import fill
 from tests.statuses import told_by
+from tests.threads import RUNTIME
 
 WAITING = "scripted_services:WaitingLearner"
 PAGE_BYTES = 4096
@@ -86,7 +87,7 @@ def end_page(path: Path) -> None:
 
 def test_rows_that_a_full_disk_did_not_take_are_written_whole_once_there_is_room(small_disk: Path) -> None:
     path = small_disk / "metrics.jsonl"
-    recorder, (first, *others) = Recorder(path), range(1, 5)
+    recorder, (first, *others) = Recorder(path, RUNTIME), range(1, 5)
     recorder.record({"training/global_step": first, "a": "x" * 100})
     fill(small_disk / "ballast")
     for step in others:
@@ -101,7 +102,10 @@ def test_rows_that_a_full_disk_did_not_take_are_written_whole_once_there_is_room
 
 def test_an_event_on_a_full_disk_takes_the_room_that_was_reserved_for_it(small_disk: Path) -> None:
     path = small_disk / "events.jsonl"
-    events, unreserved = EventLog(path, reserve_bytes=16384), EventLog(small_disk / "others.jsonl")
+    events, unreserved = (
+        EventLog(path, RUNTIME, reserve_bytes=16384),
+        EventLog(small_disk / "others.jsonl", RUNTIME),
+    )
     fill(small_disk / "ballast")
     unreserved.add("stall", "buffer.0", "no room for this one")
     events.add("obstacle", "buffer.0", "the disk is full")
@@ -111,7 +115,7 @@ def test_an_event_on_a_full_disk_takes_the_room_that_was_reserved_for_it(small_d
 
 def test_room_is_reserved_again_once_there_is_some(small_disk: Path) -> None:
     path, ballast = small_disk / "events.jsonl", small_disk / "ballast"
-    events = EventLog(path, reserve_bytes=16384)
+    events = EventLog(path, RUNTIME, reserve_bytes=16384)
     for number in range(2):
         end_page(path)
         fill(ballast)
@@ -132,7 +136,7 @@ def test_room_is_reserved_again_once_there_is_some(small_disk: Path) -> None:
 
 def test_events_that_could_not_be_written_are_written_with_the_next_one(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    events = EventLog(path)
+    events = EventLog(path, RUNTIME)
     path.symlink_to("/dev/full")  # from here on: what it reads never ends
     events.add("stall", "buffer.0", "first")
     assert events.num_lost == 1

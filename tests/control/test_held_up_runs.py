@@ -17,7 +17,8 @@ from asyncrl.control.fleet import watchdog
 from asyncrl.control.notices import Notices
 from asyncrl.control.record.events import EventLog, load_events
 from asyncrl.control.record.rundir import RunDir, read_json
-from tests.statuses import told_by
+from tests.statuses import snapshot_of, statuses_of, told_by
+from tests.threads import RUNTIME
 
 WAITING = {**REPLACE, "learner": "scripted_services:WaitingLearner"}
 
@@ -98,8 +99,8 @@ def test_what_a_journal_lost_is_an_event_once_in_each_life(tmp_path: Path) -> No
         return [one["text"] for one in load_events(RunDir(tmp_path).events) if one["kind"] == "journal"]
 
     assert told() == ["Redis at localhost:1 lost acknowledged data"]
-    statuses = {"buffer.0": {"journal": {"losses": told()}}}
-    events = EventLog(RunDir(tmp_path).events)
+    statuses = statuses_of({"buffer.0": {"journal": {"kind": "redis", "losses": told()}}})
+    events = EventLog(RunDir(tmp_path).events, RUNTIME)
     Notices(events).look(statuses)
     assert len(told()) == 1, "a supervisor that takes over finds it told"
     events.add("start", "run", "the run starts with 2 replicas")
@@ -119,8 +120,8 @@ def test_each_finding_of_the_guard_is_one_event_for_terminal_and_page(tmp_path: 
         ("learner.0", "large_steps", 1),
     ]
     lines = Bulletin()
-    assert lines.lines({"events": []}) == []
-    assert lines.lines({"events": found})[0] == "! learner.0: " + text.format(0)
+    assert lines.lines(snapshot_of(events=[])) == []
+    assert lines.lines(snapshot_of(events=found))[0] == "! learner.0: " + text.format(0)
 
 
 def test_why_a_service_is_started_again_is_in_the_snapshot_until_it_is_up(tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def test_why_a_replica_ended_is_an_event_and_a_line_of_the_terminal(
     thread, stop = start(supervisor)
 
     def is_told() -> bool:
-        view.show(told_by(supervisor))
+        view.show(supervisor.snapshot())
         lines = terminal.getvalue().splitlines()
         return any(line.startswith("! rollout.") and reason in line for line in lines)
 

@@ -244,3 +244,10 @@ def test_a_run_has_its_folder_where_ray_would_unless_the_paths_of_sockets_grew_t
         assert ray_launcher.base_folder() == (Path("/tmp") if num_more else base)
     finally:
         base.rmdir()
+
+
+def test_what_is_no_status_is_refused_counted_and_silence(ray_started: None) -> None:
+    launcher = ray_launcher.RayLauncher("tests")
+    found = launcher._read("buffer.0", ray.put(b"no status"))
+    assert found.state == ServiceState.SILENT and "no status of a buffer" in found.error
+    assert launcher.counters == {"refused_statuses": 1}

@@ -24,7 +24,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, LedgerError, Refused, 
 from asyncrl.experience import encode_group
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext, read_paused
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.threads import ThreadEvent
 from asyncrl.versions import PolicyVersion
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.pieces import whole
@@ -35,6 +35,7 @@ from learner.orders import Checkpoint, Order, Publish, Train, Wait
 from tests.buffer.parts import make_group
 from tests.control.scripted_crew import ScriptedCrew
 from tests.statuses import statuses_of
+from tests.threads import RUNTIME
 
 RUN_ID = "abcd1234"
 
@@ -56,7 +57,7 @@ def operations(crew: ScriptedCrew, tmp_path: Path) -> Operations:
 
 def operate(config: Config, folder: Path, crew: ScriptedCrew) -> Operations:
     roster = Roster(config, folder, RUN_ID, folder, "")
-    return Operations(roster, crew, EventLog(folder / "events.jsonl"))
+    return Operations(roster, crew, EventLog(folder / "events.jsonl", RUNTIME), RUNTIME.lock())
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,12 @@ def test_a_checkpoint_that_an_earlier_start_was_asked_for_is_owed_by_nobody(
 ) -> None:
     operations.perform("checkpoint", {})
     crew.learner_life, crew.told = 1, []
-    later = Operations(Roster(make_config(), tmp_path, "later", tmp_path, ""), crew, operations.events)
+    later = Operations(
+        Roster(make_config(), tmp_path, "later", tmp_path, ""),
+        crew,
+        operations.events,
+        operations.promise_lock,
+    )
     later.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 9}}))
     assert crew.told == []
 
@@ -276,7 +282,7 @@ def buffer_of(folder: Path) -> Iterator[BufferService]:
 
 @contextlib.contextmanager
 def clients_of(service: BufferService) -> Iterator[tuple[LearnerClient, Client]]:
-    learner, replica = LearnerClient(service.address), Client(ThreadRuntime(), service.address)
+    learner, replica = LearnerClient(service.address), Client(RUNTIME, service.address)
     learner.open("learner.0")
     learner.register_version(0)
     replica.call("describe_data", num_prompts=10, digest="d")
@@ -320,13 +326,13 @@ def test_a_buffer_that_is_started_again_in_a_pause_is_paused(
 ) -> None:
     operations.perform("pause", {})
     with buffer_of(tmp_path) as service, clients_of(service) as (_, replica):
-        assert service.status()["paused"] and lease(replica) == []
+        assert service.status().paused and lease(replica) == []
     operations.perform("unpause", {})
     with (
         buffer_of(tmp_path) as service,
-        contextlib.closing(Client(ThreadRuntime(), service.address)) as replica,
+        contextlib.closing(Client(RUNTIME, service.address)) as replica,
     ):
-        assert not service.status()["paused"] and len(lease(replica)) == 1
+        assert not service.status().paused and len(lease(replica)) == 1
 
 
 # --- the real leader -----------------------------------------------------------------------

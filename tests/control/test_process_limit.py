@@ -12,6 +12,7 @@ from asyncrl.control.process_limit import RECENT_S, RefusedProcesses, find_limit
 from asyncrl.control.record.events import load_events
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.row_fetcher import RowFetcher
+from tests.threads import RUNTIME
 
 V2, V1 = "0::/pod\n", "8:pids:/pod\n4:memory:/pod\n0::/\n"
 PLACES = pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_a_pulse_in_which_no_thread_can_be_started_asks_for_rows_in_the_next(
     def refuse(_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    fetcher = RowFetcher(Rows())  # type: ignore[arg-type]
+    fetcher = RowFetcher(Rows(), RUNTIME)  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
         patch.setattr("threading.Thread.start", refuse)
         assert fetcher.fetch(1, 0, 1.0) is None

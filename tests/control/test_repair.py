@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from scripted_services import REPLACE
 from test_supervisor import make_config, wait_for
 from thread_launcher import ThreadLauncher
@@ -41,19 +42,20 @@ from asyncrl.control.upkeep.reading import at_home, event_of, events_of
 from asyncrl.errors import ConfigError, DeadlineExceeded, ServiceFailed
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.service import SERVICE_VARIABLE
-from tests.statuses import status_of, told_by
+from asyncrl.threads import ThreadRuntime
+from tests.statuses import status_of, statuses_of, told_by
+from tests.threads import RUNTIME
 
 CORE = ["buffer.0", "weight_sync.0", "learner.0", "publisher.0"]
 
 
-class Clock:
-    """Stands still until it is moved."""
+class Runtime(ThreadRuntime):
+    """Threads, with a clock that stands still until it is moved."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
+    time_s = 100.0
 
-    def __call__(self) -> float:
-        return self.now
+    def now(self) -> float:
+        return self.time_s
 
 
 class Run:
@@ -63,9 +65,9 @@ class Run:
         config = make_config(10**6).model_copy(update=sections)
         self.roster = Roster(config, folder, "abcd1234", folder, "", secret="secret")
         self.launcher = launcher or ThreadLauncher({**REPLACE, "learner": "scripted_services:WaitingLearner"})
-        self.events = EventLog(RunDir(folder).events)
-        self.clock = Clock()
-        self.upkeep = Upkeep(self.roster, self.launcher, self.events, self.clock)
+        self.events = EventLog(RunDir(folder).events, RUNTIME)
+        self.runtime = Runtime()
+        self.upkeep = Upkeep(self.roster, self.launcher, self.events, self.runtime)
 
     def begin(self, replicas: int = 2, standby: int = 0) -> None:
         self.upkeep.begin(replicas, standby)
@@ -74,7 +76,7 @@ class Run:
         self.launcher.killed.clear()
 
     def pulse(self, seconds: float = 0.25) -> dict[str, dict[str, Any]]:
-        self.clock.now += seconds
+        self.runtime.time_s += seconds
         return self.upkeep.pulse()
 
     def kinds(self) -> list[tuple[str, str]]:
@@ -100,7 +102,7 @@ def test_a_service_that_is_killed_is_started_again_while_the_others_go_on(run: R
     statuses = run.pulse()
     assert len(statuses) == 8 and not run.upkeep.is_degraded
     assert all(run.launcher.service(name) is service for name, service in others.items())
-    assert run.upkeep.describe(victim)["restarts"] == 1
+    assert run.upkeep.describe(victim).restarts == 1
     assert ("exit", victim) in run.kinds()
     assert [kind for kind, _ in run.kinds()][-1] == "ready"
     assert all(("restart", name) in run.kinds() for name in fallen)
@@ -112,8 +114,8 @@ def test_what_the_last_life_reported_is_not_held_against_the_next(run: Run) -> N
     run.pulse()
     fallen = ["rollout.0", "receiver.0", "rollout.1", "receiver.1"]
     assert run.launcher.killed == run.launcher.started == fallen, "each once"
-    assert [run.upkeep.describe(f"rollout.{index}")["restarts"] for index in (0, 1)] == [1, 1]
-    assert run.upkeep.describe("receiver.0")["stage"] == "STARTING", "its READY was of the one before"
+    assert [run.upkeep.describe(f"rollout.{index}").restarts for index in (0, 1)] == [1, 1]
+    assert run.upkeep.describe("receiver.0").stage == "STARTING", "its READY was of the one before"
 
 
 def test_ranks_that_fall_together_are_started_again_once(tmp_path: Path) -> None:
@@ -123,7 +125,7 @@ def test_ranks_that_fall_together_are_started_again_once(tmp_path: Path) -> None
     run.launcher.gone |= {"learner.0", "learner.1"}
     run.pulse()
     assert run.launcher.killed == run.launcher.started == ["learner.0", "learner.1"]
-    assert run.upkeep.describe("learner.0")["restarts"] == 1
+    assert run.upkeep.describe("learner.0").restarts == 1
     run.upkeep.stop(5.0, {})
 
 
@@ -136,7 +138,7 @@ def test_what_cannot_be_cured_is_told_first_and_a_receiver_after_its_engine() ->
         "buffer.0": gone,
         "learner.0": {"state": "FAILED", "error": "UnstableTraining: nan"},
     }
-    order = [getattr(event, "name", "") for event in events_of("x", statuses)]
+    order = [getattr(event, "name", "") for event in events_of("x", statuses_of(statuses))]
     assert order == ["learner.0", "buffer.0", "rollout.1", "receiver.1", "publisher.0"]
 
 
@@ -176,7 +178,7 @@ def test_an_end_does_not_wait_for_who_is_silent(run: Run) -> None:
 def test_a_service_whose_child_is_stopped_counts_as_stopped() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        status = {"state": "READY", "child_pids": [child.pid]}
+        status = status_of("rollout.0", child_pids=[child.pid])
         assert event_of("rollout.0", status) == Heard("rollout.0", "READY")
         os.kill(child.pid, signal.SIGSTOP)
         wait_for(lambda: is_stopped(child.pid))
@@ -198,14 +200,14 @@ def test_numbers_of_processes_on_another_node_touch_nobody_here(run: Run) -> Non
     stranger, mine, child = spawn("stranger", ""), spawn(run_id, "rollout.1"), spawn(run_id, "rollout.1")
     try:
         wait_for(lambda: sorted(pids_of_service(run_id, "rollout.1")) == sorted([mine.pid, child.pid]))
-        away = {"state": "READY", "pid": stranger.pid, "child_pids": [child.pid]}
-        home = {**away, "pid": mine.pid}
-        assert at_home(run_id, "rollout.0", away) == {"state": "READY", "pid": stranger.pid}
+        away = status_of("rollout.0", pid=stranger.pid, child_pids=[child.pid])
+        home = replace(away, pid=mine.pid)
+        assert at_home(run_id, "rollout.0", away) == replace(away, child_pids=())
         assert at_home(run_id, "rollout.1", home) == home
         assert end_service(run_id, "rollout.0", [child.pid]) == [], "it is another service's"
         hands = Hands(run.roster, run.launcher, run.events)
         for name, pid in (("rollout.0", stranger.pid), ("receiver.1", child.pid), ("rollout.1", mine.pid)):
-            hands.note_processes(name, {"pid": pid})
+            hands.note_processes(name, status_of(name, pid=pid))
         run.launcher.silent |= {"rollout.0", "receiver.1", "rollout.1"}
         hands.dump_stacks(["rollout.0", "receiver.1"])
         hands.dump_stacks(["rollout.1"])
@@ -225,7 +227,7 @@ def test_all_processes_of_a_killed_service_die_and_those_of_others_do_not() -> N
         os.kill(mine.pid, signal.SIGSTOP)
         wait_for(lambda: stopped_services("repair77") == {"rollout.1"})
         silent = {"rollout.1": {"state": "SILENT"}, "rollout.10": {"state": "SILENT"}}
-        assert events_of("repair77", silent) == [Halted("rollout.1")]
+        assert events_of("repair77", statuses_of(silent)) == [Halted("rollout.1")]
         reaper = threading.Thread(target=lambda: (mine.wait(), child.wait()))
         reaper.start()
         assert end_service("repair77", "rollout.1", [child.pid, os.getpid()]) == []
@@ -269,9 +271,10 @@ def test_what_a_dead_replica_has_left_is_gone_before_it_is_started_again(run: Ru
 
 
 def test_an_error_of_the_configuration_is_never_tried_again() -> None:
-    failed = {"state": "FAILED", "error": "ServiceFailed: x", "error_kinds": ["ConfigError", "ServiceFailed"]}
+    kinds = ["ConfigError", "ServiceFailed"]
+    failed = status_of("rollout.0", state="FAILED", error="ServiceFailed: x", error_kinds=kinds)
     assert event_of("rollout.0", failed) == Gone("rollout.0", "failed: ServiceFailed: x", Cause.FINAL)
-    failed["error_kinds"] = ["ServiceFailed"]
+    failed = replace(failed, error_kinds=("ServiceFailed",))
     assert event_of("rollout.0", failed) == Gone("rollout.0", "failed: ServiceFailed: x", Cause.ERROR)
 
 
@@ -340,7 +343,7 @@ def test_a_status_is_given_while_a_pulse_or_the_end_takes_its_time(run: Run) -> 
     given: list[tuple[str, bool]] = []
 
     def look() -> None:
-        given.append((run.upkeep.describe("buffer.0")["stage"], run.upkeep.is_degraded))
+        given.append((run.upkeep.describe("buffer.0").stage, run.upkeep.is_degraded))
 
     def look_and_ask() -> None:
         look()
@@ -385,7 +388,7 @@ def test_at_a_take_over_a_replica_is_started_again_once_when_all_of_it_is_dead(t
     assert asked[:1] == [sorted([*CORE, "rollout.0", "receiver.0"])], "where they live is known before"
     assert first.launcher.started == ["rollout.1", "receiver.1"]
     second.pulse()
-    assert second.upkeep.describe("rollout.1")["restarts"] == 1
+    assert second.upkeep.describe("rollout.1").restarts == 1
     second.upkeep.stop(5.0, {})
 
 
@@ -434,9 +437,8 @@ def test_a_new_supervisor_of_a_run_that_was_being_ended_only_ends_it(tmp_path: P
     first.upkeep.ending = {"state": "failed", "error": "buffer.0 broke", "service": "buffer.0", "tail": []}
     first.pulse(0.0)
     first.launcher.gone.add("buffer.0")
-    again = Supervisor(first.roster, first.launcher, Recorder(tmp_path / "metrics.jsonl"))
-    stop = threading.Event()
-    thread = threading.Thread(target=again.run, args=(stop,))
+    again = Supervisor(first.roster, first.launcher, Recorder(tmp_path / "metrics.jsonl", RUNTIME), RUNTIME)
+    thread = threading.Thread(target=again.run, args=(stop := threading.Event(),))
     thread.start()
     thread.join(10.0)
     is_over = not thread.is_alive()
@@ -456,7 +458,7 @@ def supervise_again(folder: Path, launcher: ThreadLauncher, **learns: Any) -> Su
     config = make_config(8)
     config = config.model_copy(update={"learner": config.learner.model_copy(update=learns)})
     roster = Roster(config, folder, "abcd1234", folder, "")
-    return Supervisor(roster, launcher, Recorder(folder / "metrics.jsonl"))
+    return Supervisor(roster, launcher, Recorder(folder / "metrics.jsonl", RUNTIME), RUNTIME)
 
 
 def read_outcome(folder: Path) -> dict[str, Any]:
@@ -571,10 +573,10 @@ def test_rows_of_steps_that_a_new_learner_takes_again_replace_the_older_ones(tmp
 def test_a_new_supervisor_records_no_row_of_a_living_learner_twice(tmp_path: Path) -> None:
     supervisor, launcher = make_supervised(tmp_path, "PacedLearner")
     supervisor._begin()
-    wait_for(lambda: launcher.service("learner.0").status()["step"] == 5)
+    wait_for(lambda: launcher.service("learner.0").status().step == 5)
     supervisor._observe()
     roster = Roster(make_config(8), tmp_path, "abcd1234", tmp_path, "")
-    again = Supervisor(roster, launcher, Recorder(tmp_path / "metrics.jsonl"))
+    again = Supervisor(roster, launcher, Recorder(tmp_path / "metrics.jsonl", RUNTIME), RUNTIME)
     (tmp_path / "go-on").touch()
     again.run(threading.Event())
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

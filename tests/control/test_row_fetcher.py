@@ -16,6 +16,7 @@ from asyncrl.control.record.recorder import training_rows
 from asyncrl.control.row_fetcher import RowFetcher
 from asyncrl.errors import ServiceFailed
 from tests.control.thread_launcher import ThreadLauncher
+from tests.threads import RUNTIME
 
 ROWS = [{"training/global_step": step} for step in (1, 2, 3)]
 
@@ -40,7 +41,7 @@ class SlowLearner(ThreadLauncher):
 
 def test_a_late_answer_is_waited_on_for_and_not_asked_for_again() -> None:
     learner = SlowLearner()
-    fetcher = RowFetcher(learner)
+    fetcher = RowFetcher(learner, RUNTIME)
     assert [fetcher.fetch(0, 0, 0.01) for _ in range(3)] == [None] * 3
     learner.may_answer.set()
     assert fetcher.fetch(0, 0, 10.0) == (0, ROWS)
@@ -51,7 +52,7 @@ def test_a_late_answer_is_waited_on_for_and_not_asked_for_again() -> None:
 
 def test_what_an_earlier_life_of_the_learner_was_asked_is_forgotten() -> None:
     learner = SlowLearner()
-    fetcher = RowFetcher(learner)
+    fetcher = RowFetcher(learner, RUNTIME)
     assert fetcher.fetch(0, 2, 0.01) is None
     learner.may_answer.set()
     assert fetcher.fetch(1, 0, 10.0) == (0, ROWS)
@@ -59,7 +60,7 @@ def test_what_an_earlier_life_of_the_learner_was_asked_is_forgotten() -> None:
 
 def test_a_learner_that_died_over_the_question_is_asked_again() -> None:
     learner = SlowLearner()
-    fetcher = RowFetcher(learner)
+    fetcher = RowFetcher(learner, RUNTIME)
     learner.may_answer.set()
     learner.is_dead = True
     assert fetcher.fetch(0, 0, 10.0) is None
@@ -72,7 +73,7 @@ def test_a_new_supervisor_records_nothing_before_the_learner_says_which_rows_it_
 ) -> None:
     first, launcher = make_supervised(tmp_path, "PacedLearner")
     first._begin()
-    wait_for(lambda: launcher.service("learner.0").status()["step"] == 5)
+    wait_for(lambda: launcher.service("learner.0").status().step == 5)
     first._observe()
     second = supervise_again(tmp_path, launcher)
     may_answer = threading.Event()

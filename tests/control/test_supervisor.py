@@ -27,7 +27,9 @@ from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import PULSE_S, Supervisor
 from asyncrl.errors import ConfigError, Refused
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
-from tests.statuses import told_by
+from asyncrl.service_status import Statuses
+from tests.statuses import statuses_of, told_by
+from tests.threads import RUNTIME
 
 
 def make_config(steps: int, start_deadline_s: float = 300.0) -> Config:
@@ -47,7 +49,7 @@ def make_supervisor(
     launcher = ThreadLauncher(replace)
     (folder / "logs").mkdir()
     roster = Roster(make_config(steps, start_deadline_s), folder, "abcd1234", folder, "")
-    return Supervisor(roster, launcher, Recorder(folder / "metrics.jsonl")), launcher
+    return Supervisor(roster, launcher, Recorder(folder / "metrics.jsonl", RUNTIME), RUNTIME), launcher
 
 
 def wait_for(claim: Callable[[], bool]) -> None:
@@ -73,7 +75,7 @@ def test_a_run_ends_finished_when_the_learner_has_done_its_steps(tmp_path: Path)
     assert (summary["accuracy_start"], summary["ledger_residue"], summary["masked_share"]) == (0.25, 0, 0.1)
     assert summary["ledger"]["trained"] == 6, "the account is taken after the last event"
     assert (tmp_path / "curves.png").exists()
-    assert sorted(supervisor.weights()["replicas"]) == ["rollout.0", "rollout.1"]
+    assert sorted(supervisor.weights().replicas) == ["rollout.0", "rollout.1"]
     assert sorted(launcher.killed) == sorted(
         [
             "buffer.0",
@@ -93,9 +95,14 @@ def test_the_newest_evaluation_is_scraped_also_where_a_supervisor_found_it_on_re
     assert told_by(supervisor)["evaluation"] == {} and told_by(supervisor)["accuracy"] is None
     supervisor.run(threading.Event())
     roster = Roster(make_config(3), tmp_path, "abcd1234", tmp_path, "")
-    successor = Supervisor(roster, ThreadLauncher(REPLACE), Recorder(tmp_path / "metrics.jsonl"))
+    successor = Supervisor(
+        roster,
+        ThreadLauncher(REPLACE),
+        Recorder(tmp_path / "metrics.jsonl", RUNTIME),
+        RUNTIME,
+    )
     for one in (supervisor, successor):
-        answer = page_routes(one.status, make_config(3), tmp_path)["GET /metrics"]({})
+        answer = page_routes(one.snapshot, make_config(3), tmp_path)["GET /metrics"]({})
         assert isinstance(answer, Text)
         (line,) = (line for line in answer.body.decode().splitlines() if 'source="held_out"' in line)
         assert line.startswith("asyncrl_val_core_source_variable_metric{") and line.endswith("} 0.25")
@@ -146,7 +153,7 @@ def test_the_autoscaler_is_refused_what_an_operator_would_be_and_says_so_once(
     config = make_config(10**6).model_dump(mode="json") | {"rollout": rollout}
     launcher = ThreadLauncher(REPLACE)
     roster = Roster(Config.model_validate(config), tmp_path, "abcd1234", tmp_path, "")
-    supervisor = Supervisor(roster, launcher, Recorder(tmp_path / "metrics.jsonl"))
+    supervisor = Supervisor(roster, launcher, Recorder(tmp_path / "metrics.jsonl", RUNTIME), RUNTIME)
     thread, stop = start(supervisor)
     wait_for(lambda: EagerAutoscaler.num_decisions >= 3)
     status = told_by(supervisor)
@@ -193,7 +200,7 @@ def test_a_service_that_fails_ends_the_run_with_its_own_error_and_log(tmp_path: 
 
 def test_an_open_page_sees_how_the_run_ended_before_the_head_ends_it(tmp_path: Path) -> None:
     supervisor, _ = make_supervisor(tmp_path, steps=10**6)
-    api = ControlApi(0, "key", page_routes(supervisor.status, make_config(3), tmp_path))
+    api = ControlApi(0, "key", page_routes(supervisor.snapshot, make_config(3), tmp_path))
     was_read = threading.Event()
     found: list[tuple[str, bool]] = []
 
@@ -325,7 +332,7 @@ def test_a_line_that_a_crash_tore_is_left_out_and_does_not_spoil_the_next(tmp_pa
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"training/global_step": 1, "a": 1}\n{"training/global_step": 2, "a')
     assert [row["a"] for row in load_rows(path)] == [1]
-    recorder = Recorder(path)
+    recorder = Recorder(path, RUNTIME)
     recorder.record({"training/global_step": 2, "a": 5})
     recorder.close()
     assert [row["a"] for row in load_rows(path)] == [1, 5]
@@ -364,20 +371,20 @@ def test_a_leaver_that_hangs_in_its_drain_is_ended_and_the_run_goes_on(tmp_path:
 def test_rates_do_not_jump_when_a_replica_is_silent_for_a_pulse() -> None:
     meter = Meter()
     seen = {"rollout.0": {"tokens": 1000, "busy_s": 1.0, "idle_s": 0.0}}
-    meter.update(0.0, seen)
-    meter.update(1.0, {"rollout.0": {"state": "SILENT"}})
+    meter.update(0.0, statuses_of(seen))
+    meter.update(1.0, statuses_of({"rollout.0": {"state": "SILENT"}}))
     seen["rollout.0"] = {"tokens": 1200, "busy_s": 3.0, "idle_s": 0.0}
-    assert meter.update(2.0, seen)["perf/rollout_tokens_per_s"] == 100.0
+    assert meter.update(2.0, statuses_of(seen))["perf/rollout_tokens_per_s"] == 100.0
 
 
 def test_the_first_row_has_the_rate_since_the_first_token() -> None:
     meter = Meter()
     for now, tokens in ((0.0, 0), (60.0, 0), (60.25, 5), (62.0, 400)):
-        meter.note(now, {"rollout.0": {"tokens": tokens}})
-    first = meter.update(62.0, {"rollout.0": {"tokens": 400, "busy_s": 2.0, "idle_s": 60.0}})
+        meter.note(now, statuses_of({"rollout.0": {"tokens": tokens}}))
+    first = meter.update(62.0, statuses_of({"rollout.0": {"tokens": 400, "busy_s": 2.0, "idle_s": 60.0}}))
     assert first["perf/rollout_tokens_per_s"] == 200.0
     assert (first["perf/rollout_tokens"], first["perf/rollout_tokens_s"]) == (400.0, 2.0)
-    second = meter.update(63.0, {"rollout.0": {"tokens": 400, "busy_s": 2.0, "idle_s": 61.0}})
+    second = meter.update(63.0, statuses_of({"rollout.0": {"tokens": 400, "busy_s": 2.0, "idle_s": 61.0}}))
     assert (second["perf/rollout_tokens"], second["perf/rollout_tokens_s"]) == (0.0, 1.0)
 
 
@@ -392,7 +399,7 @@ def test_a_short_run_has_the_rate_of_all_its_tokens_although_none_came_after_its
         }
         for step, tokens, time_s in ((1, 300.0, 2.0), (2, 0.0, 1.0))
     ]
-    assert summarise(read_history(rows, NAMES), make_config(2), {})["rollout_tokens_per_s"] == 100.0
+    assert summarise(read_history(rows, NAMES), make_config(2), Statuses())["rollout_tokens_per_s"] == 100.0
 
 
 def test_rates_of_a_summary_leave_out_the_first_row_of_each_life(tmp_path: Path) -> None:
@@ -409,8 +416,8 @@ def test_rates_of_a_summary_leave_out_the_first_row_of_each_life(tmp_path: Path)
     ]
     for row in rows:
         row["time"] = 1000.0 + row["training/global_step"]
-    found = summarise(read_history(rows, NAMES), make_config(4), {}, began=990.0)
+    found = summarise(read_history(rows, NAMES), make_config(4), Statuses(), began=990.0)
     assert found["train_s"] == 1.0
     assert found["first_step_s"] == 13.0  # of the life that began at 990
-    later = summarise(read_history(rows, NAMES), make_config(4), {}, began=1005.0)
+    later = summarise(read_history(rows, NAMES), make_config(4), Statuses(), began=1005.0)
     assert later["first_step_s"] is None, "it trained no step"

@@ -12,6 +12,7 @@ from asyncrl.metrics import METRICS, extreme_of, find, unknown_names
 from asyncrl.metrics.page import render
 from asyncrl.metrics.tallies import conclude
 from rollout_service.evaluation.statistics import Judged, JudgedPrompt, tally_prompts
+from tests.threads import RUNTIME
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("asyncrl", "benchmarks", "learner", "rollout_service", "weight_sync")
@@ -118,7 +119,7 @@ def test_an_unknown_name_is_told_with_the_most_similar_one():
 
 
 def test_the_recorder_records_an_unknown_name_and_says_so_once(tmp_path, caplog):
-    recorder = Recorder(tmp_path / "metrics.jsonl")
+    recorder = Recorder(tmp_path / "metrics.jsonl", RUNTIME)
     with caplog.at_level(logging.WARNING):
         for step in (1, 2):
             recorder.record({"training/global_step": step, "actor/grad_nrom": 1.0, "actor/lr": 1.0})

@@ -13,12 +13,12 @@ from typing import Any
 
 from asyncrl.buffer import composition
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
-from asyncrl.buffer.messages import BufferStatus
 from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config, EvalSection, SourceSection
 from asyncrl.errors import AsyncrlError, DeadlineExceeded
 from asyncrl.runtime import Runtime
 from asyncrl.service import ServiceContext
+from asyncrl.service_status import BufferStatus
 from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from rollout_service.data.prompts import PromptSet

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import time
 from collections import Counter
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from asyncrl.experience import Group, Trajectory
+from asyncrl.service_status import pack_status
 from asyncrl.versions import Span
 from rollout_service.gateway.app import MAX_BODY_BYTES
 from rollout_service.gateway.keys import GatewayKey
@@ -381,4 +381,4 @@ def test_a_draining_replica_tells_its_agents(served: Stage):
         assert agent.chat(USER).choices, "a group whose siblings are all there goes on"
     rewarded(served, *agents)
     wait_for(lambda: served.replica.status().state == "RETIRED", "the end")
-    assert json.dumps(served.replica.status())
+    assert pack_status(served.replica.status())

@@ -106,8 +106,9 @@ def test_a_real_replica_says_what_it_waits_for(tmp_path: Path):
         # The buffer admits (max_lag + 1) steps' groups and then no more: the replica waits for leases.
         wait_for(lambda: stage.replica.status().engine.idle_by_cause.get("lease"), "the wait for a lease")
         status = stage.replica.status()
-    assert status["idle_s"] == sum(status["idle_by_cause"].values())
-    assert {"start", "weights", "swap"} <= set(status["idle_by_cause"])
+    assert status.engine is not None
+    assert status.engine.idle_s == sum(status.engine.idle_by_cause.values())
+    assert {"start", "weights", "swap"} <= set(status.engine.idle_by_cause)
 
 
 def status_of(busy_s: float, **idle: float) -> dict[str, Any]:

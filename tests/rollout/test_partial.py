@@ -148,7 +148,8 @@ def test_a_drained_replica_s_work_goes_on_elsewhere_with_its_tokens_versions_and
         with yard.replica("rollout.0", held, PolicyVersion(first, 0)) as replica:
 
             def is_held() -> bool:
-                num_requests = replica.status().get("in_flight_requests", 0)
+                engine = replica.status().engine
+                num_requests = engine.in_flight_requests if engine is not None else 0
                 return 3 * yard.settings.num_samples < num_requests == held.num_held
 
             wait_for(is_held, "so many begun answers that no further group fits")

@@ -13,7 +13,7 @@ from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseReply
 from asyncrl.errors import ConnectionLost, EngineError, ServiceFailed
-from asyncrl.obstacle import Cause, parse_obstacles
+from asyncrl.obstacle import Cause
 from asyncrl.threads import ThreadEvent
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.scripted_engine import scripted_logprob
@@ -93,12 +93,12 @@ def test_a_load_that_fails_puts_the_replica_back_to_syncing_until_one_works(stag
     stage.receiver.offer(second, 1)
     wait_for(lambda: (second, False) in stage.receiver.reports, "the report of the failure")
     wait_for(lambda: stage.state() == "SYNCING", "SYNCING")
-    (refused,) = parse_obstacles("rollout.0", stage.replica.status())
+    (refused,) = stage.replica.status().obstacles
     assert refused.cause is Cause.WEIGHTS_REFUSED and f"version {second}" in refused.reason
     wait_for(lambda: (second, True) in stage.receiver.reports, "the load that works")
     wait_for(lambda: stage.state() == "READY", "READY")
     assert stage.replica.status().version == second
-    assert parse_obstacles("rollout.0", stage.replica.status()) == []
+    assert stage.replica.status().obstacles == ()
 
 
 def test_a_group_that_fails_is_told_until_one_is_pushed(stage: Stage, monkeypatch: pytest.MonkeyPatch):
@@ -109,7 +109,7 @@ def test_a_group_that_fails_is_told_until_one_is_pushed(stage: Stage, monkeypatc
         engine.setattr(stage.engine, "generate", refuse)
         stage.serve_first_version()
         wait_for(lambda: stage.replica.status().obstacles, "the failure")
-        (failing,) = parse_obstacles("rollout.0", stage.replica.status())
+        (failing,) = stage.replica.status().obstacles
         assert (failing.cause, failing.reason) == (Cause.GROUPS_FAIL, "the decoder prompt cannot be empty")
     wait_for(lambda: not stage.replica.status().obstacles, "a group that works")
 
@@ -178,12 +178,12 @@ def test_a_group_that_no_agent_opened_goes_back_and_counts_as_no_attempt(stage: 
 def test_busy_and_idle_seconds_add_up_to_the_time_that_passed(stage: Stage):
     stage.serve_first_version()
     stage.learner.reserve(0, WAIT_S)
-    first = stage.replica.status()
+    first = stage.replica.status().engine
     ThreadEvent().wait(0.3)
-    second = stage.replica.status()
-    passed_s = sum(second[name] - first[name] for name in ("busy_s", "idle_s"))
-    assert 0.25 < passed_s < WAIT_S
-    assert first["trajectories"] >= 4 * GROUP_SIZE
+    second = stage.replica.status().engine
+    assert first is not None and second is not None
+    assert 0.25 < second.wall_s - first.wall_s < WAIT_S
+    assert first.trajectories >= 4 * GROUP_SIZE
 
 
 def test_a_reward_that_raises_fails_its_group_and_nothing_of_it_is_trained(tmp_path: Path):

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.control.shared_memory import NUM_AT_PUBLISHER, NUM_AT_RECEIVER
 from asyncrl.errors import FencedError
-from asyncrl.obstacle import Cause, Obstacle, parse_obstacles
+from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.rpc import Client
 from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion
@@ -73,7 +73,7 @@ def counter(cluster: Cluster, name: str) -> int:
 
 
 def wait_for_state(cluster: Cluster, name: str, state: str) -> None:
-    wait_until(lambda: cluster.members()[name]["state"] == state, f"{name} to be {state}")
+    wait_until(lambda: cluster.members()[name].state == state, f"{name} to be {state}")
 
 
 def test_every_version_arrives_whole_and_groups_are_reused(cluster):
@@ -125,7 +125,7 @@ def test_a_receiver_that_has_no_room_is_an_obstacle_in_the_words_of_its_host_unt
 
 
 def obstacles(cluster: Cluster) -> list[Obstacle]:
-    return parse_obstacles("weight_sync.0", cluster.coordinator.status())
+    return list(cluster.coordinator.status().obstacles)
 
 
 def test_the_newest_version_wins_and_older_unsent_ones_are_skipped(tmp_path):
@@ -228,7 +228,7 @@ def test_a_pinned_replica_gets_nothing_until_it_is_unpinned(cluster):
     publish(handoff, 1)
     assert load(receiver).number == 1
     receiver.client.call("pin", deadline_s=WAIT_S)
-    wait_until(lambda: cluster.members()["receiver.0"]["pinned"], "the pin to be known")
+    wait_until(lambda: cluster.members()["receiver.0"].pinned, "the pin to be known")
     publish(handoff, 2)
     assert take(receiver, 1, wait_s=0.3) is None
     receiver.client.call("unpin", deadline_s=WAIT_S)
@@ -241,7 +241,7 @@ def test_the_pin_of_a_replica_that_died_does_not_hold_its_successor(cluster):
     publish(handoff, 1)
     assert load(receiver).number == 1
     receiver.client.call("pin", deadline_s=WAIT_S)
-    wait_until(lambda: cluster.members()["receiver.0"]["pinned"], "the pin to be known")
+    wait_until(lambda: cluster.members()["receiver.0"].pinned, "the pin to be known")
     publish(handoff, 2)
     assert load(receiver, serving=0).number in (1, 2), "an engine that was started anew serves nothing"
 
@@ -328,7 +328,7 @@ def test_a_commit_that_comes_after_the_pin_is_not_obeyed(cluster):
     wait_until(lambda: state_of(cluster.coordinator.pid) in "Tt", "the coordinator to stop before it commits")
     receiver.client.call("pin", deadline_s=WAIT_S)
     cluster.coordinator.signal(signal.SIGCONT)
-    wait_until(lambda: cluster.members()["receiver.0"]["pinned"], "the pin to be known")
+    wait_until(lambda: cluster.members()["receiver.0"].pinned, "the pin to be known")
     assert take(receiver, 1, wait_s=0.5) is None
     assert receiver.status().staged == 2 and receiver.status().committed == 0
     receiver.client.call("unpin", deadline_s=WAIT_S)
@@ -370,13 +370,13 @@ def test_a_receiver_lost_in_the_middle_of_a_transfer_costs_the_others_one_retry(
     publish(handoff, 3)  # the learner does not notice
     follow(good, 1, newest=3)
     wait_for_state(cluster, "receiver.0", "SUSPECT")
-    assert cluster.members()["receiver.0"]["fenced"] and not cluster.members()["receiver.1"]["fenced"]
+    assert cluster.members()["receiver.0"].fenced and not cluster.members()["receiver.1"].fenced
     assert cluster.coordinator.status().culprit.startswith("receiver.0:")
     if kind == "stop":
         lost.signal(signal.SIGCONT)
         follow(lost, 1, newest=3)
         wait_for_state(cluster, "receiver.0", "READY")
-        assert not cluster.members()["receiver.0"]["fenced"]
+        assert not cluster.members()["receiver.0"].fenced
 
 
 def test_a_receiver_that_is_killed_and_started_again_gets_the_current_version(cluster):
@@ -432,12 +432,12 @@ def test_a_coordinator_that_was_started_again_knows_whom_the_one_before_it_has_f
         assert load(receiver).number == 1
         receiver.signal(signal.SIGSTOP)
         publish(handoff, 2)
-        wait_until(lambda: cluster.members()["receiver.0"]["fenced"], "the fence")
+        wait_until(lambda: cluster.members()["receiver.0"].fenced, "the fence")
         cluster.coordinator.kill()
         cluster.start("weight_sync.0")
         receiver.signal(signal.SIGCONT)
         wait_until(lambda: receiver.status().staged == 2, "the thawed receiver to follow")
-        assert cluster.members()["receiver.0"]["fenced"] and receiver.status().fenced
+        assert cluster.members()["receiver.0"].fenced and receiver.status().fenced
         assert load(receiver, 1).number == 2
         wait_until(lambda: not receiver.status().fenced, "the end of the fence")
 

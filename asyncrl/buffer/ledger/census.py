@@ -1,10 +1,11 @@
-"""The two laws of accounting, recounted ticket by ticket (pure).
+"""The two laws of accounting, recounted ticket by ticket or added up from the indexes (pure).
 
     issued        = trained + dropped (by reason) + pending (by state)
     prompts drawn = trained + given up + open
 
-The left sides are counters; the right sides are counted from the tickets and from the counters of
-those that were folded away. `residue` is what does not add up, and is 0.
+The left sides are counters. `take_census` counts the right sides from the tickets and from the counters of
+those that were folded away; its time grows with the run. `add_up` takes them from the indexes of open tickets
+and from the counts that each event keeps. `residue` is what does not add up, and is 0.
 """
 
 from __future__ import annotations
@@ -62,4 +63,23 @@ def take_census(state: LedgerState) -> Census:
         prompts_drawn=state.num_drawn,
         given_up=num_given_up,
         open=sum(by_state[one] for one in OPEN_STATES),
+    )
+
+
+def add_up(state: LedgerState) -> Census:
+    """Return the census without a walk over the tickets, for the status, which is made twice a second."""
+    pending = {
+        State.ISSUED.value: len(state.issued_heap),
+        State.LEASED.value: sum(len(held) for held in state.leases.values()),
+        State.STORED.value: len(state.stored),
+        State.RESERVED.value: state.counts[State.RESERVED],
+    }
+    return Census(
+        issued=state.num_issued,
+        trained=state.folded_trained + sum(state.counts[one] for one in TRAINED_STATES),
+        dropped=dict(state.dropped_reasons),
+        pending=pending,
+        prompts_drawn=state.num_drawn,
+        given_up=state.num_given_up,
+        open=sum(pending.values()),
     )

@@ -179,7 +179,11 @@ def _read_ticket(row: list[Any]) -> Ticket:
 
 
 def _index(state: LedgerState) -> None:
-    """Build what follows from the tickets."""
+    """Build what follows from the tickets and from those folded away."""
+    state.dropped_reasons = state.folded_dropped + Counter(
+        ticket.reason.value for ticket in state.dropped if ticket.reason is not None
+    )
+    state.num_given_up = state.folded_given_up + sum(ticket.is_given_up for ticket in state.dropped)
     for ticket in state.tickets.values():
         state.counts[ticket.state] += 1
         if ticket.state is State.ISSUED:

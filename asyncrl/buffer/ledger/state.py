@@ -41,6 +41,8 @@ class LedgerState:
     """All that the ledger knows.
 
     Attributes:
+        counts, dropped_reasons, num_given_up: Kept with each event, and in no snapshot: they follow from the
+            tickets and from those folded away.
         sources: (prompts, weight) of each source of prompts, empty for a single one.
         tickets: Every ticket that is not yet folded into the `folded_*` counters.
         issued_heap: Ids of ISSUED tickets, oldest first. stored: Ids of STORED ones.
@@ -81,18 +83,15 @@ class LedgerState:
         self.by_step: dict[int, list[Ticket]] = {}
         self.parts: dict[int, list[tuple[int, ...]]] = {}
         self.replay_sizes: dict[int, int] = {}
-        self.steps_trained = 0
-        self.paced_open_tickets = 0
-        self.acked_steps = 0
+        self.steps_trained = self.paced_open_tickets = self.acked_steps = self.floor_step = 0
         self.last_reserved = -1
-        self.floor_step = 0
         self.refused_steps: set[int] = set()
         self.note: dict[str, float] = {}
         self.checkpoints: dict[int, Checkpoint] = {}
-        self.held_bytes = 0
-        self.held_tokens = 0
-        self.carry_bytes = 0
+        self.held_bytes = self.held_tokens = self.carry_bytes = 0
         self.dropped: deque[Ticket] = deque()
+        self.dropped_reasons: Counter[str] = Counter()
+        self.num_given_up = 0
         self.folded_trained = 0
         self.folded_given_up = 0
         self.folded_dropped: Counter[str] = Counter()
@@ -372,6 +371,8 @@ class LedgerState:
         ticket.reason, ticket.is_given_up = DropReason(event.reason), event.is_given_up
         self._move(ticket, State.DROPPED)
         self.dropped.append(ticket)
+        self.dropped_reasons[event.reason] += 1
+        self.num_given_up += event.is_given_up
         if len(self.dropped) > MAX_DROPPED_TICKETS:
             self._fold_dropped(self.dropped.popleft())
 

@@ -43,6 +43,7 @@ from asyncrl.log_records import log_to_stderr
 from asyncrl.service import ServiceContext
 from asyncrl.service_status import SupervisorStatus
 from asyncrl.states import RunState, ServiceState
+from asyncrl.threads import ThreadRuntime
 
 HEAD, SUPERVISOR = "head.0", "supervisor.0"
 EXIT_FAILED, EXIT_TERMINATED = 1, 143
@@ -94,7 +95,8 @@ def _run(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
     if config.launcher.is_cluster:
         tell_phase(run_dir, RunState.STARTING, "joining the Ray cluster and checking its nodes")
         earlier = [opening.Life(**life) for life in live.get("earlier", [])]
-        config = opening.enter(config, earlier, partial(EventLog(run_dir.events).add, "exit", "run"))
+        events = EventLog(run_dir.events, ThreadRuntime())
+        config = opening.enter(config, earlier, partial(events.add, "exit", "run"))
     host = config.launcher.host
     with (
         HeldPort() as rendezvous,
@@ -124,7 +126,7 @@ def _run(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
 def _keep_supervisor(run_dir: RunDir, context: ServiceContext) -> None:
     """The same context at every start: a new supervisor finds the run's services, and watchers find it."""
     spec = ServiceSpec("asyncrl.control.composition:build", context, str(run_dir.log(SUPERVISOR)))
-    events = EventLog(run_dir.events)
+    events = EventLog(run_dir.events, ThreadRuntime())
 
     def tell(why: str) -> None:
         events.add("restart", SUPERVISOR, why)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from asyncrl.durable import append_lines, reserve_room
+from asyncrl.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +50,10 @@ class EventLog:
             taken again once there is room.
     """
 
-    def __init__(self, path: Path, reserve_bytes: int = 0) -> None:
+    def __init__(self, path: Path, runtime: Runtime, reserve_bytes: int = 0) -> None:
+        self._runtime = runtime
         self._path = path
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._newest: deque[dict[str, Any]] = deque(load_events(path, KEPT), maxlen=KEPT)
         self._unwritten: list[str] = []
         self._reserve = path.with_suffix(".reserve")
@@ -66,7 +66,7 @@ class EventLog:
         """Record that `text` happened to `service` ("run" for the whole); `fields` are plain values."""
         assert kind in KINDS, f"there is no event of kind '{kind}'"
         event = {
-            "time": time.time(),
+            "time": self._runtime.wall_ns() / 1e9,
             "kind": kind,
             "service": service,
             "text": text[:MAX_TEXT_CHARACTERS],

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from asyncrl.control.record.row_files import RowWriter, is_evaluation
 from asyncrl.control.record.sinks.outbox import Outbox
 from asyncrl.metrics import unknown_names
 from asyncrl.metrics.row_log import Row
+from asyncrl.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,8 @@ class Recorder:
         write_error: Why the last row is not on the disk yet, empty if it is. See `write_rest`.
     """
 
-    def __init__(self, path: Path, sinks: Sequence[Outbox] = ()) -> None:
+    def __init__(self, path: Path, runtime: Runtime, sinks: Sequence[Outbox] = ()) -> None:
+        self._runtime = runtime
         self._writer = RowWriter(path)
         self._unwritten = ""
         self._sinks = sinks
@@ -43,7 +44,7 @@ class Recorder:
         """
         for sink in self._sinks:
             row = row | sink.metrics()
-        self._unwritten += json.dumps({"time": time.time(), **row}) + "\n"
+        self._unwritten += json.dumps({"time": self._runtime.wall_ns() / 1e9, **row}) + "\n"
         self._write()
         self._warn_unknown(row)
         for sink in self._sinks:
@@ -77,9 +78,9 @@ class Recorder:
         self.write_rest()
         for sink in self._sinks:
             sink.begin_close()
-        end = time.monotonic() + CLOSE_S
+        end = self._runtime.now() + CLOSE_S
         for sink in self._sinks:
-            sink.close(max(0.0, end - time.monotonic()))
+            sink.close(max(0.0, end - self._runtime.now()))
 
 
 def lost_rows(recorded: Iterable[Row], kept: Sequence[Row]) -> list[Row]:

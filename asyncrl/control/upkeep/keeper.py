@@ -7,9 +7,7 @@ on disk before any of it is done, so a supervisor that takes over finds every se
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -43,6 +41,7 @@ from asyncrl.control.upkeep.hands import COMMAND_DEADLINE_S, Hands
 from asyncrl.control.upkeep.oom import OomKills
 from asyncrl.control.upkeep.reading import at_home, events_of, in_order
 from asyncrl.errors import ConfigError, ServiceFailed
+from asyncrl.runtime import Runtime
 from asyncrl.service_status import ServiceStatus, Statuses
 from asyncrl.states import ServiceState
 
@@ -78,9 +77,6 @@ def rules_of(roster: Roster) -> FleetRules:
 class Upkeep:
     """The services of a run.
 
-    Args:
-        clock: Seconds that only rise.
-
     Attributes:
         write_error: Why `fleet.json` is not up to date, empty if it is: the disk is full.
         ending: The outcome of the run, once it is being ended. It stays on disk: a supervisor that is started
@@ -92,15 +88,15 @@ class Upkeep:
         roster: Roster,
         launcher: Launcher,
         events: EventLog,
-        clock: Callable[[], float] = time.monotonic,
+        runtime: Runtime,
     ) -> None:
         self._roster = roster
         self._launcher = launcher
         self._hands = Hands(roster, launcher, events)
         self._events = events
-        self._clock = clock
-        self._lock = threading.RLock()
-        self._machine = FleetMachine(rules_of(roster), clock())
+        self._runtime = runtime
+        self._lock = runtime.lock()
+        self._machine = FleetMachine(rules_of(roster), runtime.now())
         self._path = RunDir(roster.run_dir).fleet
         self._saved: dict[str, Any] = {}
         self.write_error = ""
@@ -238,8 +234,8 @@ class Upkeep:
         with self._lock:
             run_id = self._roster.run_id
             heard = self._launcher.statuses(self._machine.names, STATUS_DEADLINE_S)
-            self._oom_kills.look(self._clock())
-            self._refused.look(self._clock())
+            self._oom_kills.look(self._runtime.now())
+            self._refused.look(self._runtime.now())
             found = {name: self._explained(at_home(run_id, name, status)) for name, status in heard.items()}
             for name, status in found.items():
                 self._hands.note_processes(name, status)
@@ -255,7 +251,7 @@ class Upkeep:
 
     def _explained(self, status: ServiceStatus) -> ServiceStatus:
         """Add to why a service is gone what the kernel killed for want of memory, or did not start."""
-        now = self._clock()
+        now = self._runtime.now()
         why = "; ".join(filter(None, (self._oom_kills.recent(now), self._refused.recent(now))))
         if not why or status.state not in (ServiceState.FAILED, DEAD):
             return status
@@ -308,7 +304,7 @@ class Upkeep:
         done: list[Effect] = []
         events: list[Event] = [event]
         while events:
-            effects = self._machine.apply(events.pop(0), self._clock())
+            effects = self._machine.apply(events.pop(0), self._runtime.now())
             self._tell_of_losses()
             if effects:
                 self._save()
@@ -349,7 +345,7 @@ class Upkeep:
                 self._hands.tell_replica(unit.index, "promote")
 
     def _take_over(self, found: dict[str, Any]) -> None:
-        self._machine = restore(rules_of(self._roster), found["machine"], self._clock())
+        self._machine = restore(rules_of(self._roster), found["machine"], self._runtime.now())
         self._bound, self.ending = found["bound"], found["ending"]
         living, known = self._launcher.adopt(), set(self._machine.names)
         self._stages = self._machine.stages()

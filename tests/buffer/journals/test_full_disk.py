@@ -225,7 +225,7 @@ def test_a_service_on_a_full_disk_says_so_at_once_and_goes_on_when_there_is_room
                 lease_and_release(client)
             assert time.monotonic() < end, "a full disk is told within ten seconds"
         (found,) = service.status().obstacles
-        assert found["cause"] == "disk_full" and "is full (" in found["reason"]
+        assert found.cause == "disk_full" and "is full (" in found.reason
         ballast.unlink()
         while service.status().obstacles:
             assert time.monotonic() < end + 10.0

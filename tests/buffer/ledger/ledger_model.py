@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from asyncrl.buffer.ledger.census import take_census
+from asyncrl.buffer.ledger.census import add_up, take_census
 from asyncrl.buffer.ledger.events import Event, pack, unpack
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import LedgerState
@@ -154,6 +154,7 @@ def check_indexes(ledger: Ledger) -> None:
     assert (state.carry_bytes, state.held_bytes) == (carried, carried + groups)
     assert state.memory_bytes <= ledger.settings.memory_bytes
     assert take_census(state).residue == 0
+    assert add_up(state) == take_census(state)
 
 
 def drive_to_next_step(ledger: Ledger, token: int, now: float) -> int:

@@ -539,13 +539,6 @@ def test_dropped_tickets_are_folded_even_if_no_checkpoint_ever_comes() -> None:
     assert (census.dropped, census.residue) == ({"uniform": MAX_DROPPED_TICKETS + 50}, 0)
 
 
-def test_a_miscounted_ticket_shows_as_residue() -> None:
-    run = Run()
-    run.train()
-    del run.state.tickets[1]
-    assert run.residue == 2
-
-
 # Evaluations
 
 

@@ -16,7 +16,7 @@ from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import build, ledger_settings, max_group_bytes
 from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.ledger.events import Event, Opened
-from asyncrl.buffer.messages import EvaluationOrder, FinishedEvaluation
+from asyncrl.buffer.messages import EvaluationOrder
 from asyncrl.buffer.service import BufferService, Desk
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.config.tree import Config
@@ -25,6 +25,7 @@ from asyncrl.experience import encode_group
 from asyncrl.metrics.tallies import tally_values
 from asyncrl.rpc import Client, Request
 from asyncrl.service import ServiceContext
+from asyncrl.service_status import FinishedEvaluation
 from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
 

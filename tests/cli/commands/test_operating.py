@@ -13,8 +13,11 @@ from asyncrl.control.operations import COMMANDS, Operations
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.roster import Roster
+from asyncrl.control.snapshot import values_of
 from tests.cli.commands.calling import RUN_ID, asyncrl, head_of, live_run, make_config, make_folder
 from tests.control.scripted_crew import ScriptedCrew
+from tests.statuses import snapshot_of
+from tests.threads import RUNTIME
 
 
 @pytest.fixture
@@ -27,10 +30,13 @@ def run(tmp_path: Path, crew: ScriptedCrew) -> Iterator[RunDir]:
     """A run with the routes that the supervisor's composition makes."""
     config = make_config("one", tmp_path, rollout={"cpus": 0.0})
     operations = Operations(
-        Roster(config, tmp_path / "one", RUN_ID, tmp_path, ""), crew, EventLog(tmp_path / "events.jsonl")
+        Roster(config, tmp_path / "one", RUN_ID, tmp_path, ""),
+        crew,
+        EventLog(tmp_path / "events.jsonl", RUNTIME),
+        RUNTIME.lock(),
     )
     routes = {f"POST /{name}": partial(operations.perform, name) for name in COMMANDS}
-    told = {"ledger": {"checkpoints": [7]}}
+    told = values_of(snapshot_of(ledger={"checkpoints": [7]}))
     with live_run(tmp_path, "one", {**routes, "GET /status": lambda _: told}) as folder:
         yield folder
 
@@ -102,7 +108,7 @@ def test_what_makes_sense_and_the_run_cannot_do_is_a_failed_command(
 def test_more_replicas_than_there_is_room_for_is_a_failed_command(tmp_path: Path, crew: ScriptedCrew) -> None:
     config = make_config("one", tmp_path, rollout={"cpus": 10_000.0})
     roster = Roster(config, tmp_path / "one", RUN_ID, tmp_path, "")
-    operations = Operations(roster, crew, EventLog(tmp_path / "events.jsonl"))
+    operations = Operations(roster, crew, EventLog(tmp_path / "events.jsonl", RUNTIME), RUNTIME.lock())
     with live_run(tmp_path, "one", {"POST /scale": partial(operations.perform, "scale")}):
         done = asyncrl("scale", "rollout=2", "--dir", tmp_path)
     assert done.code == 1 and "this machine has" in done.err and crew.told == []

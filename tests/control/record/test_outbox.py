@@ -22,7 +22,8 @@ from asyncrl.control.record.sinks.outbox import REOPEN_S, Outbox
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.metrics import unknown_names
-from tests.statuses import told_by
+from tests.statuses import snapshot_of, told_by
+from tests.threads import RUNTIME
 
 WAIT_S = 10.0
 WHERE = ("open", "write", "close")
@@ -166,7 +167,9 @@ def test_the_record_is_whole_and_ends_in_time_whatever_its_sinks_do(tmp_path: Pa
     raising = [AwkwardSink(raises_in=where) for where in WHERE]
     last_of_its_name = AwkwardSink(hangs_in="write")  # whose count is told: it can take no third row
     hanging.append(last_of_its_name)
-    recorder = Recorder(tmp_path / "metrics.jsonl", [Outbox(sink, 2) for sink in (*raising, *hanging)])
+    recorder = Recorder(
+        tmp_path / "metrics.jsonl", RUNTIME, [Outbox(sink, 2) for sink in (*raising, *hanging)]
+    )
     for step in range(20):
         last = recorder.record(row(step))
     recorder.close()
@@ -186,15 +189,15 @@ def test_a_run_finishes_and_its_scrape_tells_of_the_sink_whatever_it_does(tmp_pa
     (tmp_path / "logs").mkdir()
     config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"}, learner={"steps": 3})
     roster = Roster(config, tmp_path, "abcd1234", tmp_path, "")
-    recorder = Recorder(tmp_path / "metrics.jsonl", [Outbox(sink)])
-    supervisor = Supervisor(roster, ThreadLauncher(REPLACE), recorder)
+    recorder = Recorder(tmp_path / "metrics.jsonl", RUNTIME, [Outbox(sink)])
+    supervisor = Supervisor(roster, ThreadLauncher(REPLACE), recorder, RUNTIME)
     supervisor.run(threading.Event())
     sink.goes_on.set()
     snapshot = told_by(supervisor)
     assert snapshot["state"] == "finished"
     assert len(training_rows(load_rows(tmp_path / "metrics.jsonl"))) == 3
     assert 'metrics_sink_waiting_sink{run="run",sink="awkward"}' in prometheus_text(
-        {**snapshot, "run": "run"}, snapshot["metrics"]
+        snapshot_of({**snapshot, "run": "run"}), snapshot["metrics"]
     )
 
 

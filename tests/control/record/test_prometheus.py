@@ -35,11 +35,12 @@ SNAPSHOT = {
     "services": {
         "rollout.0": {"state": "READY", "version": 8, "heartbeat_age_s": 0.1, "restarts": 1, "pid": 1},
         "rollout.1": {"state": "DEAD", "version": None, "heartbeat_age_s": 61.0, "restarts": 0},
-        "weight_sync.0": {"state": "running", "version": [8, 7]},
+        "weight_sync.0": {"state": "READY", "version": [8, 7]},
     },
     "ledger": {
         "issued": 12, "trained": 6, "dropped": {"stale": 1}, "pending": {"stored": 3, "leased": 2},
-        "prompts_drawn": 11, "given_up": 0, "open": 5, "residue": 0, "stored_groups": 3, "journal": {"kind": "file"},
+        "prompts_drawn": 11, "given_up": 0, "open": 5, "residue": 0, "stored_groups": 3,
+        "journal": {"kind": "file"},
     },
 }  # fmt: skip
 

@@ -19,6 +19,7 @@ from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks.opening import SERVICES, check_sinks, label_of, open_sinks
 from asyncrl.control.record.sinks.tensorboard import TensorBoardSink, is_drawn
 from asyncrl.errors import ConfigError
+from tests.threads import RUNTIME
 
 HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[3]
@@ -54,7 +55,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def record(folder: Path, config: Config, steps: list[int]) -> None:
     """One life of a run: it records a row per step and ends."""
     boxes = open_sinks(config, RunDir(folder))
-    recorder = Recorder(folder / "metrics.jsonl", boxes)
+    recorder = Recorder(folder / "metrics.jsonl", RUNTIME, boxes)
     for step in steps:
         recorder.record({"training/global_step": step, **VALUES})
     recorder.close()
@@ -168,7 +169,7 @@ def test_an_argument_that_mlflow_lacks_and_a_sink_that_stands_there_twice_are_re
 def test_a_missing_key_costs_the_rows_of_that_sink_and_nothing_else(tmp_path: Path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY")
     boxes = open_sinks(make_config("wandb", "trackio"), RunDir(tmp_path))
-    recorder = Recorder(tmp_path / "metrics.jsonl", boxes)
+    recorder = Recorder(tmp_path / "metrics.jsonl", RUNTIME, boxes)
     recorder.record({"training/global_step": 1, **VALUES})
     recorder.close()
     assert [box.metrics()[f"metrics/sink_dropped/{box.name}"] for box in boxes] == [1.0, 0.0]

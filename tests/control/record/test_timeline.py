@@ -32,6 +32,7 @@ from asyncrl.control.record.timeline.spans import Span, Timeline, Window, join, 
 from asyncrl.control.record.timeline.steps import choose_steps, findings_in, spans_of_steps
 from asyncrl.errors import ConfigError
 from asyncrl.experience import encode_group
+from asyncrl.threads import ThreadRuntime
 from tests.buffer.parts import GROUP_SIZE, make_group
 
 MICROS = 1e6
@@ -275,8 +276,9 @@ def test_restarts_and_the_other_events_of_a_run_are_in_its_trace(tmp_path: Path,
     make_run(tmp_path / "told")
     run_dir = RunDir(tmp_path / "told")
     inside = make_trace(run_dir.path, None)["otherData"]["start_unix_s"] + 1.0
-    monkeypatch.setattr("asyncrl.control.record.events.time.time", lambda: inside)
-    log = EventLog(run_dir.events)
+    at_that_time = ThreadRuntime()
+    monkeypatch.setattr(at_that_time, "wall_ns", lambda: int(inside * 1e9))
+    log = EventLog(run_dir.events, at_that_time)
     log.add("restart", "rollout.1", "it was killed", attempt=2)
     log.add("guard", "learner.0", "kl_spike")
     trace = make_trace(run_dir.path, None)

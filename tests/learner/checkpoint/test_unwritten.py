@@ -57,10 +57,10 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_one_of_a_later_step_is_
     ):
         run.go()
         assert len(run.rows()) == NUM_STEPS
-        assert run.learner.status().obstacles == []
+        assert run.learner.status().obstacles == ()
         assert not list((tmp_path / "checkpoints").glob(".step-*"))
-    assert told[0]["cause"] == "checkpoint_fails"
-    assert "step 3 could not be written: rank 0: [Errno 28] No space left on device" in told[0]["reason"]
+    assert told[0].cause == "checkpoint_fails"
+    assert "step 3 could not be written: rank 0: [Errno 28] No space left on device" in told[0].reason
     steps = [event.step for event in run.events() if isinstance(event, Checkpointed)]
     assert (steps[0], steps[-1]) == (4, NUM_STEPS)
 
@@ -102,7 +102,7 @@ def test_a_disk_that_takes_no_folder_is_told_as_a_checkpoint_that_cannot_be_writ
         (tmp_path / "checkpoints").rmdir()
         assert not one._begin_checkpoint()
     (told,) = one.failures.report()
-    assert "step 0 could not be written: [Errno 2] No such file" in told["reason"]
+    assert "step 0 could not be written: [Errno 2] No such file" in told.reason
 
 
 def wait_for(claim: Callable[[], bool]) -> None:

@@ -16,11 +16,11 @@ import torch
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.events import Reserved, Resumed, Trained
-from asyncrl.buffer.messages import BufferStatus
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.config.tree import Config
 from asyncrl.experience import Group
 from asyncrl.runtime import Runtime
+from asyncrl.service_status import BufferStatus
 from asyncrl.threads import ThreadEvent, ThreadRuntime
 from learner.backend import Models
 from learner.checkpoint import CheckpointStore

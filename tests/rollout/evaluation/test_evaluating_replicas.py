@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.client import ReplicaClient
-from asyncrl.buffer.messages import EvaluationOrder, FinishedEvaluation, LeaseReply
+from asyncrl.buffer.messages import EvaluationOrder, LeaseReply
 from asyncrl.metrics.tallies import Tally
+from asyncrl.service_status import FinishedEvaluation
 from rollout_service.engine.protocol import Interrupted
 from rollout_service.replica import CALL_ATTEMPTS
 from rollout_service.rewards.calling import FunctionReward

@@ -128,7 +128,7 @@ def test_who_has_missed_versions_gets_everything(cluster):
     learner.publish(1)
     assert first.load() == second.load() == 1
     second.receiver.client.call("pin", deadline_s=5.0)
-    wait_until(lambda: cluster.members()["receiver.1"]["state"] == "PINNED", "the pin")
+    wait_until(lambda: cluster.members()["receiver.1"].state == "PINNED", "the pin")
     for number in range(2, 7):
         learner.publish(number)
         assert first.load() == number

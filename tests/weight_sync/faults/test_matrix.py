@@ -75,7 +75,7 @@ def endure(stage: Stage, case: Case, stop_s: float) -> None:
         wait_until(lambda: is_missed(stage), "the others to miss the coordinator", bound_s(stage))
     for victim in [name for name in case.victims if name.startswith("receiver")]:
         member = stage.status("coordinator").members[victim]
-        assert member["fenced"] and member["state"] == "SUSPECT", member
+        assert member.fenced and member.state == "SUSPECT", member
     if case.kind == "stop":
         wait_seconds(max(0.0, struck_s + stop_s - time.monotonic()))
     stage.bring_back(*case.victims)
