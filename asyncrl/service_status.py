@@ -108,7 +108,7 @@ class FinishedEvaluation(Message, frozen=True):
     id: int
     step: int
     version: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, int | float]
 
 
 class BufferStatus(ServiceStatus, frozen=True, kw_only=True):

@@ -10,13 +10,23 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.tree import Config
-from asyncrl.errors import ConfigError
+from asyncrl.message import Message
 from asyncrl.metrics.row_log import RowLog
 from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import (
+    AnyCommand,
+    HandOverRows,
+    Pause,
+    PauseState,
+    Rows,
+    StepsDone,
+    Unpause,
+    WriteCheckpoint,
+    unknown_command,
+)
 from asyncrl.service_status import LearnerStatus
 from asyncrl.states import ServiceState
 from asyncrl.threads import ThreadRuntime
@@ -119,21 +129,21 @@ class LearnerService:
         problem = self._writer.problem
         return (Obstacle("", Cause.CHECKPOINT_FAILS, problem),) if problem else ()
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Do what the supervisor asks; of what it asks of the leader, the other ranks know nothing.
-
-        `rows {after}`: the metric rows from index `after` on; those before it are forgotten. `pause`: take
-        no batch after the step in progress, until `unpause`. `checkpoint`: write one after it.
-        """
-        if name == "rows":
-            return self._rows.hand_over(args["after"])._asdict()
-        if self._leader is None or name not in ("pause", "unpause", "checkpoint"):
-            raise ConfigError(f"the learner knows no command '{name}'")
-        if name == "checkpoint":
-            self._leader.ask_checkpoint(self._step)
-        else:
-            self._leader.is_paused = name == "pause"
-        return {"step": self._step, "paused": self._leader.is_paused}
+    def command(self, command: AnyCommand) -> Message:
+        """Do what the supervisor asks; of what it asks of the leader, the other ranks know nothing."""
+        if isinstance(command, HandOverRows):
+            handed = self._rows.hand_over(command.after)
+            return Rows(handed.first, tuple(handed.rows))
+        if self._leader is None:
+            raise unknown_command("the learner", command)
+        match command:
+            case WriteCheckpoint():
+                self._leader.ask_checkpoint(self._step)
+                return StepsDone(self._step)
+            case Pause() | Unpause():
+                self._leader.is_paused = isinstance(command, Pause)
+                return PauseState(self._leader.is_paused)
+        raise unknown_command("the learner", command)
 
     @cached_property
     def _efficiency(self) -> Efficiency:

@@ -21,14 +21,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncrl.buffer.messages import EvaluationOrder, LeaseGrant
 from asyncrl.errors import AsyncrlError, DataError, DeadlineExceeded, EngineError, ServiceFailed
 from asyncrl.experience import Group
 from asyncrl.faults import fault_point
+from asyncrl.message import Done, Message
 from asyncrl.obstacle import Cause, FailureStreak, Obstacle
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import AnyCommand, Drain, Promote, Standing, unknown_command
 from asyncrl.service_status import ReplicaStatus
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
@@ -111,17 +113,18 @@ class Replica:
             found += tuple(obstacles_of(self._parts, is_ready=self._state is State.READY))
         return found
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Obey `drain` (`grace_s`: how long groups in flight may still finish; default 0) or `promote`."""
-        if name == "promote":
-            self._is_standby = False
-            self._promote_asked.set()
-            return {"standby": False}
-        if name != "drain":
-            raise ServiceFailed(f"a replica knows no command '{name}'", hint="It knows 'drain' and 'promote'")
-        self._grace_s = float(args.get("grace_s", 0.0))
-        self._drain_asked.set()
-        return {"state": State.DRAINING.value}
+    def command(self, command: AnyCommand) -> Message:
+        """Drain, or take leases after standing by."""
+        match command:
+            case Promote():
+                self._is_standby = False
+                self._promote_asked.set()
+                return Done()
+            case Drain(grace_s):
+                self._grace_s = grace_s
+                self._drain_asked.set()
+                return Standing(ServiceState.DRAINING)
+        raise unknown_command("a replica", command, "It knows 'drain' and 'promote'")
 
     def run(self, stop: Event) -> None:
         """Work until `stop` is set or a drain is done. Raises on an engine that died, or on a bug."""

@@ -13,16 +13,17 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncrl.clock import Clock
 from asyncrl.errors import FencedError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
-from asyncrl.message import A, Answer, Operation
+from asyncrl.message import A, Answer, Message, Operation
 from asyncrl.rpc import Request, Server
 from asyncrl.rpc.operations import Operations, send_answer
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import AnyCommand, unknown_command
 from asyncrl.service_status import CoordinatorStatus, MemberStatus
 from asyncrl.states import ServiceState
 from asyncrl.versions import PolicyVersion
@@ -95,9 +96,9 @@ class CoordinatorService:
         """Return how it is, as it was described last."""
         return self._snapshot
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    def command(self, command: AnyCommand) -> Message:
         """Nothing can be asked of the coordinator but to stop."""
-        return {}
+        raise unknown_command("the coordinator", command)
 
     def handle(self, request: Request) -> None:
         """Take one request; see `liaison.py` for the other side. `end_turn` answers what it leads to."""

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
@@ -24,10 +23,11 @@ from asyncrl.clock import Clock
 from asyncrl.errors import SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys
-from asyncrl.message import Done
+from asyncrl.message import Done, Message
 from asyncrl.rpc import Request, Server
 from asyncrl.rpc.operations import Operations
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import AnyCommand, unknown_command
 from asyncrl.service_status import PublisherStatus
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
@@ -146,9 +146,9 @@ class PublisherService:
         """Return how it is, as of the last turn."""
         return msgspec.structs.replace(self._snapshot, longest_transfer_s=self._longest_s())
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    def command(self, command: AnyCommand) -> Message:
         """Nothing can be asked of the publisher but to stop."""
-        return {}
+        raise unknown_command("the publisher", command)
 
     def handle(self, request: Request) -> None:
         """Answer the learner; see `handoff.py` for the other side."""

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -27,10 +27,11 @@ from asyncrl.clock import Clock
 from asyncrl.errors import AsyncrlError, SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys
-from asyncrl.message import Answer, Operation
+from asyncrl.message import Answer, Message, Operation
 from asyncrl.rpc import Request, Server
 from asyncrl.rpc.operations import Operations, send_answer
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import AnyCommand, Drain, Standing, unknown_command
 from asyncrl.service_status import ReceiverStatus
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
@@ -147,11 +148,12 @@ class ReceiverService:
         """Return how it is, as of the last turn."""
         return msgspec.structs.replace(self._snapshot, longest_transfer_s=self._longest_s())
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """`drain`: take no more offers."""
-        if name == "drain":
-            self._server.call_soon(self._drain)
-        return {}
+    def command(self, command: AnyCommand) -> Message:
+        """Take no more offers, as one that drains."""
+        if not isinstance(command, Drain):
+            raise unknown_command("a receiver", command, "It knows 'drain'")
+        self._server.call_soon(self._drain)
+        return Standing(ServiceState.DRAINING)
 
     # --- the replica's calls ----------------------------------------------------------------------
 

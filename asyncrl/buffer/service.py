@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -35,13 +34,23 @@ from asyncrl.buffer.parking import Attempt, Owner, Parked, ParkingLot
 from asyncrl.buffer.replica_ops import ReplicaOps
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import Clock
-from asyncrl.errors import AsyncrlError, LedgerError
+from asyncrl.errors import AsyncrlError
 from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
-from asyncrl.message import Answer, Message, read_message
+from asyncrl.message import Answer, Done, Message, read_message
 from asyncrl.rpc import Limits, Request, Server
 from asyncrl.rpc.operations import Operations, send_answer
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import (
+    AnyCommand,
+    Bound,
+    Pause,
+    PauseState,
+    RetireReplica,
+    Tighten,
+    Unpause,
+    unknown_command,
+)
 from asyncrl.service_status import BufferStatus, FinishedEvaluation, PendingTickets
 from asyncrl.states import ServiceState
 
@@ -394,23 +403,18 @@ class BufferService:
             counters={**last.counters, **self._desk.count_wire()},  # a refused stranger makes no turn
         )
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Do what an operator asks.
-
-        `tighten {max_lag}`: admit under a bound up to the configured one, until the next start.
-        `pause`: grant no leases for training, until `unpause`; what is leased is still taken.
-        `retire {replica}`: its process has died, so what it held is issued again at once.
-        """
-        if name == "retire":
-            self._server.call_soon(partial(self._desk.retire, str(args["replica"])))
-            return {"replica": args["replica"]}
-        if name == "tighten":
-            self._store.ledger.tighten(int(args["max_lag"]))
-            self._server.call_soon(self._desk.note_command)
-            return {"max_lag": self._store.ledger.max_lag}
-        if name in ("pause", "unpause"):
-            self._desk.is_paused = name == "pause"
-            self._server.call_soon(self._desk.note_command)
-            return {"paused": self._desk.is_paused}
-        hint = "It knows 'tighten', 'retire', 'pause' and 'unpause'"
-        raise LedgerError(f"the buffer knows no command '{name}'", hint=hint)
+    def command(self, command: AnyCommand) -> Message:
+        """Do what an operator or the supervisor asks; what is leased in a pause is still taken."""
+        match command:
+            case RetireReplica(replica):
+                self._server.call_soon(partial(self._desk.retire, replica))
+                return Done()
+            case Tighten(max_lag):
+                self._store.ledger.tighten(max_lag)
+                self._server.call_soon(self._desk.note_command)
+                return Bound(self._store.ledger.max_lag)
+            case Pause() | Unpause():
+                self._desk.is_paused = isinstance(command, Pause)
+                self._server.call_soon(self._desk.note_command)
+                return PauseState(self._desk.is_paused)
+        raise unknown_command("the buffer", command, "It knows 'tighten', 'retire', 'pause' and 'unpause'")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import msgspec
 import psutil
 
+from asyncrl.control.api.routes import operation_routes
 from asyncrl.control.api.server import ControlApi
 from asyncrl.control.cluster.opening import make_launcher
-from asyncrl.control.operations import COMMANDS
 from asyncrl.control.page.routes import page_routes
 from asyncrl.control.record.recorder import Recorder
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
@@ -47,7 +45,7 @@ def build(context: ServiceContext) -> Supervisor:
             "GET /status": lambda _: values_of(supervisor.snapshot()),
             "GET /weights": lambda _: msgspec.to_builtins(supervisor.weights()),
             **page_routes(supervisor.snapshot, config, context.run_dir),
-            **{f"POST /{name}": partial(supervisor.command, name) for name in COMMANDS},
+            **operation_routes(supervisor.perform),
         },
     )
     supervisor.see_off = api.await_readers

@@ -17,6 +17,7 @@ from typing import Any
 
 from asyncrl.buffer.ledger.tickets import DropReason
 from asyncrl.config.tree import Config
+from asyncrl.control.api.operations import AnyRequest, Begun
 from asyncrl.control.diagnosis.bottleneck import diagnose
 from asyncrl.control.fleet.autoscaler import Autoscaler
 from asyncrl.control.fleet.units import STARTING_STATES
@@ -41,9 +42,12 @@ from asyncrl.control.upkeep.keeper import Upkeep
 from asyncrl.durable import reserve_room
 from asyncrl.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFailed, WouldRepeat
 from asyncrl.faults import fault_point
-from asyncrl.metrics.row_log import Row, read_rows
+from asyncrl.message import Message
+from asyncrl.metrics.metric import Row
+from asyncrl.metrics.row_log import read_rows
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import A, AnyCommand, Command, unknown_command
 from asyncrl.service_status import BUFFER, LEARNER, ServiceStatus, Statuses, SupervisorStatus
 from asyncrl.states import SERVICE_ENDS, RunState, ServiceState
 
@@ -182,9 +186,13 @@ class Supervisor:
         """Return what the coordinator, the publisher and the replicas said of weights in the last pulse."""
         return weights_answer(self._statuses)
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Carry out a command of the control API; see `operations.py`."""
-        return self._operations.perform(name, args)
+    def perform(self, asked: AnyRequest) -> Message:
+        """Carry out an operation of the control API; see `operations.py`."""
+        return self._operations.perform(asked)
+
+    def command(self, command: AnyCommand) -> Message:
+        """Nothing can be asked of it by its host: `perform` is for those who have the run's key."""
+        raise unknown_command("the supervisor", command)
 
     # --- the crew that operations ask -----------------------------------------------------
 
@@ -204,17 +212,17 @@ class Supervisor:
     def learner_life(self) -> int:
         return self._upkeep.num_restarts(LEARNER)
 
-    def scale(self, replicas: int) -> dict[str, Any]:
+    def scale(self, replicas: int) -> Begun:
         """Want so many replicas."""
         return self._upkeep.scale(replicas)
 
-    def drain(self, index: int) -> dict[str, Any]:
+    def drain(self, index: int) -> Begun:
         """Let a replica drain and leave."""
         return self._upkeep.drain(index)
 
-    def ask(self, service: str, command: str, args: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, service: str, command: Command[A]) -> A:
         """Pass a command on to a service."""
-        return self._upkeep.ask(service, command, args)
+        return self._upkeep.ask(service, command)
 
     def stop(self) -> None:
         """End the run in order, also if this supervisor dies before it has."""

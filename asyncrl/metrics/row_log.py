@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from asyncrl.durable import append_lines
+from asyncrl.metrics.metric import Row
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
 
 NAME, OLDER_NAME = "learner_rows.jsonl", "learner_rows.older.jsonl"
 ROTATE_BYTES = 32 << 20
 """Of a file: about 5,000 rows."""
 
-Row = dict[str, float]
-"""Metrics by their names, of one step or of one evaluation."""
 log = logging.getLogger(__name__)
 
 

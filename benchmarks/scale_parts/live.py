@@ -19,7 +19,8 @@ from asyncrl.control.launch import run
 from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.snapshot import ServiceView
 from asyncrl.errors import ServiceFailed
-from asyncrl.metrics.row_log import Row, read_rows
+from asyncrl.metrics.metric import Row
+from asyncrl.metrics.row_log import read_rows
 from benchmarks.pipeline_parts.cases import FOREVER, make_task
 from configs import shipped
 

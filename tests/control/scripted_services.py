@@ -9,10 +9,21 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from asyncrl.errors import ConfigError, ServiceFailed
+from asyncrl.errors import ServiceFailed
+from asyncrl.message import Message
 from asyncrl.metrics.row_log import RowLog
 from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.service import ServiceContext
+from asyncrl.service_command import (
+    AnyCommand,
+    Drain,
+    HandOverRows,
+    Rows,
+    Standing,
+    StepsDone,
+    WriteCheckpoint,
+    unknown_command,
+)
 from asyncrl.service_status import Found, RedisJournalStatus, ServiceStatus
 from asyncrl.states import ServiceState
 from tests.statuses import status_of
@@ -54,11 +65,11 @@ class Scripted:
         """Return a status of the service's kind."""
         return status_of(self.context.name, values, state=state)
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        if name == "drain":
+    def command(self, command: AnyCommand) -> Message:
+        if isinstance(command, Drain):
             self._drained.set()
-            return {}
-        raise ConfigError(f"no command {name}")
+            return Standing(ServiceState.DRAINING)
+        raise unknown_command("a scripted service", command)
 
 
 class ScriptedLearner(Scripted):
@@ -75,9 +86,9 @@ class ScriptedLearner(Scripted):
     def status(self) -> ServiceStatus:
         return self.tell(step=len(self.rows), last_evaluation=1)
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        assert name == "rows"
-        return {"first": args["after"], "rows": self.rows[args["after"] :]}
+    def command(self, command: AnyCommand) -> Message:
+        assert isinstance(command, HandOverRows)
+        return Rows(command.after, tuple(self.rows[command.after :]))
 
 
 class WarnedLearner(ScriptedLearner):
@@ -113,13 +124,13 @@ class PacedLearner(ScriptedLearner):
 class AskedLearner(PacedLearner):
     """Writes down which of its lives was asked for a checkpoint at which step, and writes none."""
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        if name != "checkpoint":
-            return super().command(name, args)
+    def command(self, command: AnyCommand) -> Message:
+        if not isinstance(command, WriteCheckpoint):
+            return super().command(command)
         step = self.status().step
         with (self.context.run_dir / "asked").open("a") as file:
             file.write(f"{self.life}:{step} ")
-        return {"step": step}
+        return StepsDone(step)
 
 
 class MuteLearner(PacedLearner):
@@ -129,9 +140,9 @@ class MuteLearner(PacedLearner):
         self.rows = LoggedRows(self.context.run_dir)
         super().run(stop)
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    def command(self, command: AnyCommand) -> Message:
         is_mute = str(self.life) in (self.context.run_dir / "mute").read_text()
-        return {"first": 0, "rows": []} if is_mute else super().command(name, args)
+        return Rows(0, ()) if is_mute else super().command(command)
 
 
 class LoggedRows(list[dict[str, Any]]):
@@ -189,8 +200,8 @@ class WaitingLearner(Scripted):
     def status(self) -> ServiceStatus:
         return self.tell(step=0, last_evaluation=0)
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        return {"first": 0, "rows": []}
+    def command(self, command: AnyCommand) -> Message:
+        return Rows(0, ())
 
 
 class SlowSaver(WaitingLearner):

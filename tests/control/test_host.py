@@ -16,7 +16,8 @@ CODE = """
 import os, signal, sys
 from pathlib import Path
 from asyncrl.config.tree import Config
-from asyncrl.control.launch.host import DUMP_STACKS, ServiceHost
+from asyncrl.control.launch.host import ServiceHost
+from asyncrl.service_command import DumpStacks, pack_command
 from asyncrl.service import ServiceContext
 config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"})
 context = ServiceContext(config, "a.0", Path(sys.argv[1]), "id")
@@ -26,7 +27,7 @@ while host.describe().state == "STARTING":
 if host.describe().state == "FAILED":
     print("kinds", list(host.describe().error_kinds), host.describe().error, host.stop(30.0))
 else:
-    host.command(DUMP_STACKS, {})
+    host.command(pack_command(DumpStacks()))
     print("half way", flush=True)
     os.kill(os.getpid(), signal.SIGUSR1)
     host.stop(5.0)

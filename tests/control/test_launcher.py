@@ -34,6 +34,7 @@ from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import ServiceFailed
 from asyncrl.service import ServiceContext
+from asyncrl.service_command import Bound, Drain, Promote, RetireReplica, Tighten
 from asyncrl.service_status import ServiceStatus
 from asyncrl.states import ServiceState
 from tests.other_user import NOBODY, acting_as
@@ -100,7 +101,7 @@ def await_state(launcher: Launcher, name: str, *states: str) -> ServiceStatus:
 def test_a_service_is_started_asked_told_and_stopped(launcher: Launcher, tmp_path: Path) -> None:
     launcher.start(make_spec(tmp_path, "a.0"))
     assert await_state(launcher, "a.0", "READY").failure == RUN_ID
-    assert launcher.command("a.0", "greet", {"n": 1}, 5.0) == {"heard": "greet", "n": 1}
+    assert launcher.command("a.0", Tighten(1), 5.0) == Bound(1)
     assert launcher.stop(["a.0"], 5.0) == {"a.0"}
     await_state(launcher, "a.0", "ENDED")
     launcher.kill("a.0")
@@ -109,7 +110,7 @@ def test_a_service_is_started_asked_told_and_stopped(launcher: Launcher, tmp_pat
 def test_a_service_that_fails_says_why(launcher: Launcher, tmp_path: Path) -> None:
     launcher.start(make_spec(tmp_path, "b.0"))
     await_state(launcher, "b.0", "READY")
-    launcher.command("b.0", "boom", {}, 5.0)
+    launcher.command("b.0", Promote(), 5.0)
     assert "boom as asked" in str(await_state(launcher, "b.0", "FAILED").error)
     launcher.kill("b.0")
 
@@ -118,8 +119,8 @@ def test_a_process_that_dies_is_gone_and_its_log_stays(ray_started: None, tmp_pa
     launcher = ray_launcher.RayLauncher("tests")
     launcher.start(make_spec(tmp_path, "c.0"))
     await_state(launcher, "c.0", "READY")
-    with pytest.raises(ServiceFailed, match=r"c\.0 failed 'die'"):
-        launcher.command("c.0", "die", {}, 10.0)
+    with pytest.raises(ServiceFailed, match=r"c\.0 failed 'retire'"):
+        launcher.command("c.0", RetireReplica("c.0"), 10.0)
     assert await_state(launcher, "c.0", "DEAD").error == ray_launcher.KILLED
     assert "c.0 runs" in (tmp_path / "c.0.log").read_text()
 
@@ -149,7 +150,7 @@ def test_a_service_that_is_still_built_refuses_a_command_in_one_plain_sentence(
     launcher.start(make_spec(tmp_path, "g.0", "build_waiting"))
     await_state(launcher, "g.0", "STARTING")
     with pytest.raises(ServiceFailed) as caught:
-        launcher.command("g.0", "drain", {}, 30.0)
+        launcher.command("g.0", Drain(), 30.0)
     assert str(caught.value) == "g.0 is still starting and cannot 'drain'"
     (tmp_path / "back").touch()
     await_state(launcher, "g.0", "READY")

@@ -20,6 +20,7 @@ from test_supervisor import make_config, wait_for
 from thread_launcher import ThreadLauncher
 
 from asyncrl import obstacle
+from asyncrl.control.api import operations as api
 from asyncrl.control.fleet.messages import Cause, Gone, Halted, Heard
 from asyncrl.control.launch.processes import (
     end_service,
@@ -42,6 +43,7 @@ from asyncrl.control.upkeep.reading import at_home, event_of, events_of
 from asyncrl.errors import ConfigError, DeadlineExceeded, ServiceFailed
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.service import SERVICE_VARIABLE
+from asyncrl.service_command import Bound, Tighten
 from asyncrl.threads import ThreadRuntime
 from tests.statuses import status_of, statuses_of, told_by
 from tests.threads import RUNTIME
@@ -313,17 +315,17 @@ def test_a_bound_is_told_until_the_buffer_takes_it_also_by_the_next_supervisor(t
     refusals = [DeadlineExceeded("not yet"), ServiceFailed("no")]
     command = first.launcher.command
 
-    def listen(name: str, word: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        if word != "tighten":
-            return command(name, word, args, deadline_s)
+    def listen(name: str, asked: Any, deadline_s: float) -> Any:
+        if not isinstance(asked, Tighten):
+            return command(name, asked, deadline_s)
         if taken and refusals:
             raise refusals.pop()
-        taken.append(args["max_lag"])
-        return {}
+        taken.append(asked.max_lag)
+        return Bound(asked.max_lag)
 
     first.launcher.command = listen  # type: ignore[method-assign]
     first.begin()
-    first.upkeep.ask("buffer.0", "tighten", {"max_lag": 1})
+    first.upkeep.ask("buffer.0", Tighten(1))
     first.pulse()
     first.launcher.gone.add("buffer.0")
     first.pulse()
@@ -472,7 +474,7 @@ def test_while_the_learner_writes_its_last_checkpoint_the_others_are_kept_up(tmp
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
     wait_for(lambda: supervisor.state == "running")
-    supervisor.command("stop", {})
+    supervisor.perform(api.Stop())
     wait_for(lambda: supervisor.state == "stopping")
     launcher.gone.add("buffer.0")
     wait_for(lambda: launcher.started.count("buffer.0") == 2)

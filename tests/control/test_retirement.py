@@ -42,7 +42,7 @@ def test_a_replica_that_dies_once_too_often_is_retired_and_shown_so_until_it_is_
     assert (event["service"], event["back_in_s"]) == ("rollout.1", 120.0)
     assert event["text"].startswith("receiver.1 gone: it was killed; it was restarted 5 times already")
     run.launcher.started.clear()
-    assert run.upkeep.scale(2)["started"] == ["rollout.1"]
+    assert run.upkeep.scale(2).started == ("rollout.1",)
     run.pulse()
     assert run.launcher.started == ["rollout.1", "receiver.1"]
     assert run.upkeep.describe("rollout.1").reason == "" and not run.upkeep.is_degraded

@@ -9,6 +9,7 @@ from test_repair import REPLACE, make_supervised, read_outcome, supervise_again
 from test_supervisor import wait_for
 from thread_launcher import ThreadLauncher
 
+from asyncrl.control.api import operations as api
 from tests.statuses import told_by
 
 
@@ -17,7 +18,7 @@ def test_a_learner_that_has_trained_nothing_is_not_waited_for(tmp_path: Path) ->
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
     wait_for(lambda: supervisor.state == "running")
-    supervisor.command("stop", {})
+    supervisor.perform(api.Stop())
     try:
         wait_for(lambda: supervisor.state == "stopped")
         assert "learner.0" in launcher.killed
@@ -34,7 +35,7 @@ def test_what_keeps_the_last_checkpoint_from_being_written_is_told(tmp_path: Pat
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
     wait_for(lambda: supervisor.state == "running")
-    supervisor.command("stop", {})
+    supervisor.perform(api.Stop())
     wait_for(lambda: supervisor.state == "stopping")
     (tmp_path / "journal-back").unlink()
     try:

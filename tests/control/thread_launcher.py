@@ -9,9 +9,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from asyncrl.control.launch.host import DUMP_STACKS
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
+from asyncrl.message import Done
+from asyncrl.service_command import (
+    A,
+    Command,
+    DumpStacks,
+    pack_answer,
+    pack_command,
+    read_answer,
+    read_command,
+)
 from asyncrl.service_status import ServiceStatus, Statuses, kind_of, pack_status, read_status
 from asyncrl.states import ServiceState
 from asyncrl.threads import ThreadEvent
@@ -53,18 +62,20 @@ class ThreadLauncher:
         """Return the object that a service is."""
         return self._hosts[name].service
 
-    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    def command(self, name: str, command: Command[A], deadline_s: float) -> A:
+        """Pass on what has been packed, and read by its type, as between two processes."""
         if name in self.gone or name not in self._hosts:
-            raise ServiceFailed(f"{name} failed '{command}': it was killed")
+            raise ServiceFailed(f"{name} failed '{command.word}': it was killed")
         if name in self.silent:
-            raise DeadlineExceeded(f"{name} did not answer '{command}'")
-        if command == DUMP_STACKS:  # a host's own
+            raise DeadlineExceeded(f"{name} did not answer '{command.word}'")
+        if isinstance(command, DumpStacks):  # a host's own
             self.dumped.append(name)
-            return {}
+            return read_answer(command, pack_answer(Done()))
         try:
-            return self._hosts[name].service.command(command, args)
+            answer = self._hosts[name].service.command(read_command(pack_command(command)))
+            return read_answer(command, pack_answer(answer))
         except AsyncrlError as error:
-            raise ServiceFailed(f"{name} failed '{command}': {error}") from error
+            raise ServiceFailed(f"{name} failed '{command.word}': {error}") from error
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
         return {name for name in names if name not in self._hosts or self._hosts[name].stop(deadline_s)}

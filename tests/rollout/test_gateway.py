@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from asyncrl.experience import Group, Trajectory
+from asyncrl.service_command import Drain
 from asyncrl.service_status import pack_status
 from asyncrl.versions import Span
 from rollout_service.gateway.app import MAX_BODY_BYTES
@@ -371,7 +372,7 @@ def test_the_agent_of_the_page_makes_a_group(served: Stage, tmp_path: Path):
 def test_a_draining_replica_tells_its_agents(served: Stage):
     """The last one: it ends the replica."""
     agents, alone = [served.open(), served.open()], served.open()
-    served.replica.command("drain", {"grace_s": 60.0})
+    served.replica.command(Drain(60.0))
     wait_for(lambda: served.replica.status().state == "DRAINING", "a drain")
     assert "draining" in served.post("/sessions", {"wait_s": 0}).text
     with pytest.raises(openai.APIStatusError, match="has ended: draining") as refused:

@@ -20,6 +20,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.errors import EngineError
 from asyncrl.experience import UNFINISHED, Group, Trajectory
 from asyncrl.service import ServiceContext
+from asyncrl.service_command import Drain
 from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion, Span
 from rollout_service import carry
@@ -155,7 +156,7 @@ def test_a_drained_replica_s_work_goes_on_elsewhere_with_its_tokens_versions_and
             wait_for(is_held, "so many begun answers that no further group fits")
             num_groups = replica.status().in_flight_groups
             assert num_groups > 4, "a group's finished samples make room for others"
-            replica.command("drain", {})
+            replica.command(Drain())
             wait_for(lambda: replica.status().state == "RETIRED", "RETIRED")
             assert replica.status().counters["carry/carried"] == num_groups
         assert yard.learner.status().reissues == {"carried": num_groups}

@@ -13,7 +13,10 @@ from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseReply
 from asyncrl.errors import ConnectionLost, EngineError, ServiceFailed
+from asyncrl.message import Done
 from asyncrl.obstacle import Cause
+from asyncrl.service_command import Drain, Promote, Standing
+from asyncrl.states import ServiceState
 from asyncrl.threads import ThreadEvent
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.scripted_engine import scripted_logprob
@@ -203,7 +206,7 @@ def test_a_draining_replica_releases_what_it_holds_and_retires(tmp_path: Path):
     with open_stage(tmp_path, DIGIT_SORT, tokens_per_s=0.5) as stage:
         stage.serve_first_version()
         wait_for(lambda: stage.replica.status().in_flight_groups == 4, "full slots")
-        assert stage.replica.command("drain", {}) == {"state": "DRAINING"}
+        assert stage.replica.command(Drain()) == Standing(ServiceState.DRAINING)
         wait_for(lambda: stage.state() == "RETIRED", "RETIRED")
         census = stage.census()
         assert census.reissues == {"released": 4}
@@ -261,6 +264,6 @@ def test_a_replica_that_stands_by_follows_the_weights_and_leases_nothing_until_i
         assert stage.replica.status().version == number
         assert stage.learner.reserve(0, 0.3) is None
         assert stage.census().issued == 0
-        assert stage.replica.command("promote", {}) == {"standby": False}
+        assert stage.replica.command(Promote()) == Done()
         assert stage.learner.reserve(0, WAIT_S) is not None
         assert stage.replica.status().standby is False

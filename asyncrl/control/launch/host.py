@@ -28,9 +28,11 @@ from asyncrl.control.cluster.settling import settle
 from asyncrl.control.launch.spec import NODE_VARIABLE
 from asyncrl.errors import AsyncrlError
 from asyncrl.log_records import log_to_stderr
+from asyncrl.message import Done
 from asyncrl.obstacle import Obstacle
 from asyncrl.private import keep_others_out
 from asyncrl.service import Service, ServiceContext
+from asyncrl.service_command import DumpStacks, pack_answer, read_command
 from asyncrl.service_status import ServiceStatus, pack_status
 from asyncrl.states import ServiceState
 
@@ -39,8 +41,6 @@ log = logging.getLogger(__name__)
 MAX_DESCRIPTORS = 65_536
 FAILED_STOP_S = 1.0
 """A service that has failed has ended, or hangs and will not."""
-DUMP_STACKS = "dump_stacks"
-"""The command that every service obeys; SIGUSR1 asks for the same where Python itself does not get on."""
 
 
 class ServiceHost:
@@ -87,14 +87,15 @@ class ServiceHost:
     def _beginning(self) -> ServiceStatus:
         return ServiceStatus(state=ServiceState.STARTING, obstacles=tuple(self._waits_for))
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Pass a command to the service, `dump_stacks` excepted; before it is built, refuse it."""
-        if name == DUMP_STACKS:
+    def command(self, data: bytes) -> bytes:
+        """Pass a packed command to the service, but `DumpStacks`; before it is built, refuse it."""
+        command = read_command(data)
+        if isinstance(command, DumpStacks):
             faulthandler.dump_traceback(file=2, all_threads=True)
-            return {}
+            return pack_answer(Done())
         if self._service is None:
-            raise AsyncrlError(f"{self._context.name} is still starting and cannot '{name}'")
-        return self._service.command(name, args)
+            raise AsyncrlError(f"{self._context.name} is still starting and cannot '{command.word}'")
+        return pack_answer(self._service.command(command))
 
     def stop(self, deadline_s: float) -> bool:
         """Ask the service to end; return whether it did within the deadline."""

@@ -24,6 +24,7 @@ from asyncrl.durable import replace_text
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed, WireError
 from asyncrl.private import make_secret
 from asyncrl.service import SERVICE_VARIABLE
+from asyncrl.service_command import A, Command, pack_command, read_answer
 from asyncrl.service_status import ServiceStatus, Statuses, kind_of, read_status
 from asyncrl.states import ServiceState
 
@@ -63,7 +64,7 @@ class Launcher(Protocol):
     def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
         """Return each service's status; DEAD for one without a process, SILENT for a late one."""
 
-    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    def command(self, name: str, command: Command[A], deadline_s: float) -> A:
         """Pass a command to a service. Raises ServiceFailed or DeadlineExceeded."""
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
@@ -172,26 +173,27 @@ class RayLauncher:
         except ray.exceptions.RayTaskError as error:
             return ServiceStatus(state=ServiceState.FAILED, error=f"its status failed: {error.cause}")
 
-    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    def command(self, name: str, command: Command[A], deadline_s: float) -> A:
         import ray
         import ray.exceptions
 
         actor = self._actors.get(name)  # one look: another thread may be killing it
         if actor is None:
-            raise ServiceFailed(f"{name} has no process and cannot '{command}'")
+            raise ServiceFailed(f"{name} has no process and cannot '{command.word}'")
         try:
-            reference = actor.command.remote(command, args)
-            result: dict[str, Any] = ray.get(reference, timeout=deadline_s)
-            return result
+            reference = actor.command.remote(pack_command(command))
+            return read_answer(command, ray.get(reference, timeout=deadline_s))
+        except WireError as error:
+            raise ServiceFailed(f"{name} failed '{command.word}': {error}") from error
         except ray.exceptions.GetTimeoutError as error:
-            raise DeadlineExceeded(f"{name} did not answer '{command}' in {deadline_s:g} s") from error
+            raise DeadlineExceeded(f"{name} did not answer '{command.word}' in {deadline_s:g} s") from error
         except ray.exceptions.RayTaskError as error:  # str() of it is a coloured traceback
             cause = error.cause
             if isinstance(cause, AsyncrlError):
                 raise ServiceFailed(cause.message, hint=cause.hint) from error
-            raise ServiceFailed(f"{name} failed '{command}': {type(cause).__name__}: {cause}") from error
+            raise ServiceFailed(f"{name} failed '{command.word}': {type(cause).__name__}: {cause}") from error
         except ray.exceptions.RayError as error:
-            raise ServiceFailed(f"{name} failed '{command}': {_first_line(error)}") from error
+            raise ServiceFailed(f"{name} failed '{command.word}': {_first_line(error)}") from error
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
         import ray

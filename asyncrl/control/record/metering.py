@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from asyncrl.buffer.ledger.tickets import DropReason
 from asyncrl.control.record.syncing import weights_metrics
-from asyncrl.metrics.row_log import Row
+from asyncrl.metrics.metric import Row
 from asyncrl.service_status import FinishedEvaluation, ReplicaStatus, Statuses
 
 WINDOW_S = 2.0

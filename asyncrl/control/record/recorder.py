@@ -13,7 +13,7 @@ from pathlib import Path
 from asyncrl.control.record.row_files import RowWriter, is_evaluation
 from asyncrl.control.record.sinks.outbox import Outbox
 from asyncrl.metrics import unknown_names
-from asyncrl.metrics.row_log import Row
+from asyncrl.metrics.metric import Row
 from asyncrl.runtime import Runtime
 
 log = logging.getLogger(__name__)

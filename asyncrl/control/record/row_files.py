@@ -17,7 +17,7 @@ from pathlib import Path
 
 from asyncrl.durable import append_lines
 from asyncrl.errors import DataError
-from asyncrl.metrics.row_log import Row
+from asyncrl.metrics.metric import Row
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from asyncrl import service_command
+from asyncrl.control.api.operations import Begun
 from asyncrl.control.fleet.machine import FleetMachine, FleetRules
 from asyncrl.control.fleet.messages import (
     Begin,
@@ -41,7 +43,9 @@ from asyncrl.control.upkeep.hands import COMMAND_DEADLINE_S, Hands
 from asyncrl.control.upkeep.oom import OomKills
 from asyncrl.control.upkeep.reading import at_home, events_of, in_order
 from asyncrl.errors import ConfigError, ServiceFailed
+from asyncrl.message import fields_of
 from asyncrl.runtime import Runtime
+from asyncrl.service_command import A, Command, Tighten
 from asyncrl.service_status import ServiceStatus, Statuses
 from asyncrl.states import ServiceState
 
@@ -101,7 +105,7 @@ class Upkeep:
         self._saved: dict[str, Any] = {}
         self.write_error = ""
         self._stages: dict[str, Stage] = {}
-        self._bound: dict[str, Any] = {}
+        self._max_lag: int | None = None
         self._is_bound_told = False
         self._oom_kills = OomKills()
         self._refused = RefusedProcesses()
@@ -183,7 +187,7 @@ class Upkeep:
             self._apply(Begin(replicas, standby))
             return False
 
-    def scale(self, replicas: int, why: str = "") -> dict[str, Any]:
+    def scale(self, replicas: int, why: str = "") -> Begun:
         """Want so many replicas; `why` is the autoscaler's reason. Returns what was begun."""
         with self._lock:
             self._refuse_if_ending()
@@ -192,28 +196,30 @@ class Upkeep:
             begun = self._describe_begun(self._apply(Wanted(replicas)))
         kind: Kind = "autoscale" if why else "scale"
         text = why or f"{replicas} replicas are wanted"
-        self._events.add(kind, "rollout", text, replicas=replicas, **begun)
-        log.info("%s: %s", text, begun)
-        return {"replicas": replicas, **begun}
+        told = fields_of(begun)
+        self._events.add(kind, "rollout", text, **told)
+        log.info("%s: %s", text, told)
+        return begun
 
-    def drain(self, index: int) -> dict[str, Any]:
+    def drain(self, index: int) -> Begun:
         """Let a replica drain and leave; another is started in its place."""
         with self._lock:
             self._refuse_if_ending()
             begun = self._describe_begun(self._apply(Leave(index)))
-        self._events.add("scale", f"rollout.{index}", f"rollout.{index} is to drain and leave", **begun)
-        return {"replicas": self.wanted, **begun}
+        told = {"started": begun.started, "draining": begun.draining}
+        self._events.add("scale", f"rollout.{index}", f"rollout.{index} is to drain and leave", **told)
+        return begun
 
-    def ask(self, service: str, command: str, args: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, service: str, command: Command[A]) -> A:
         """Pass a command on to a service. Raises ServiceFailed or DeadlineExceeded."""
         with self._lock:
             is_there = service in self._machine.names
         if not is_there:
-            raise ServiceFailed(f"{service} is not running and cannot '{command}'")
-        answer = self._launcher.command(service, command, args, COMMAND_DEADLINE_S)
-        if (service, command) == ("buffer.0", "tighten"):
+            raise ServiceFailed(f"{service} is not running and cannot '{command.word}'")
+        answer = self._launcher.command(service, command, COMMAND_DEADLINE_S)
+        if isinstance(command, Tighten):
             with self._lock:
-                self._bound, self._is_bound_told = dict(args), True
+                self._max_lag, self._is_bound_told = command.max_lag, True
                 self._save()
         return answer
 
@@ -342,11 +348,11 @@ class Upkeep:
         for unit in self._machine.replicas:
             told = statuses.told_replicas.get(f"rollout.{unit.index}")
             if told is not None and told.standby:
-                self._hands.tell_replica(unit.index, "promote")
+                self._hands.tell_replica(unit.index, service_command.Promote())
 
     def _take_over(self, found: dict[str, Any]) -> None:
         self._machine = restore(rules_of(self._roster), found["machine"], self._runtime.now())
-        self._bound, self.ending = found["bound"], found["ending"]
+        self._max_lag, self.ending = found["bound"].get("max_lag"), found["ending"]
         living, known = self._launcher.adopt(), set(self._machine.names)
         self._stages = self._machine.stages()
         log.info("taking over %d services of %d", len(living & known), len(known))
@@ -363,7 +369,7 @@ class Upkeep:
     def _save(self) -> None:
         state = {
             "run_id": self._roster.run_id,
-            "bound": self._bound,
+            "bound": {} if self._max_lag is None else {"max_lag": self._max_lag},
             "ending": self.ending,
             "machine": dump(self._machine),
         }
@@ -396,8 +402,8 @@ class Upkeep:
         """Tell a buffer the bound that was tightened, until it has taken it."""
         if not self._machine.units["buffer"].is_up:
             self._is_bound_told = False
-        elif self._bound and not self._is_bound_told:
-            self._is_bound_told = self._hands.tighten(self._bound)
+        elif self._max_lag is not None and not self._is_bound_told:
+            self._is_bound_told = self._hands.tighten(self._max_lag)
 
     def _all_names(self) -> list[str]:
         return [name for unit in self._machine.units.values() for name in unit.members]
@@ -445,12 +451,12 @@ class Upkeep:
         why += f"{back_in_s:.0f} s, or by 'asyncrl scale rollout={self._machine.wanted}'"
         return ServiceStatus(state=RETIRED, error=unit.last_reason, failure=why)
 
-    def _describe_begun(self, effects: list[Effect]) -> dict[str, list[str]]:
+    def _describe_begun(self, effects: list[Effect]) -> Begun:
         started = [one.name for one in effects if isinstance(one, Start) and one.name.startswith("rollout.")]
         promoted = [f"rollout.{one.index}" for one in effects if isinstance(one, Promote)]
         drained = [f"rollout.{one.index}" for one in effects if isinstance(one, Drain)]
         ended = [one.name for one in effects if isinstance(one, Kill) and one.name.startswith("rollout.")]
-        return {"started": [*promoted, *started], "draining": [*drained, *ended]}
+        return Begun(self._machine.wanted, (*promoted, *started), (*drained, *ended))
 
     def _num_startable(self) -> int:
         return MAX_REPLICAS - len(self._machine.leavers) - len(self._machine.standbys)

@@ -20,11 +20,12 @@ from asyncrl.buffer.messages import EvaluationOrder
 from asyncrl.buffer.service import BufferService, Desk
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.config.tree import Config
-from asyncrl.errors import AsyncrlError, DataError, FencedError, LedgerError, WireError
+from asyncrl.errors import AsyncrlError, ConfigError, DataError, FencedError, LedgerError, WireError
 from asyncrl.experience import encode_group
 from asyncrl.metrics.tallies import tally_values
 from asyncrl.rpc import Client, Request
 from asyncrl.service import ServiceContext
+from asyncrl.service_command import Drain
 from asyncrl.service_status import FinishedEvaluation
 from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
@@ -409,8 +410,8 @@ def test_build_makes_a_service_that_reports_itself(tmp_path: Path) -> None:
         "open",
     } <= {*status}
     assert service.status().state == "READY"
-    with pytest.raises(LedgerError, match="no command"):
-        service.command("drain", {})
+    with pytest.raises(ConfigError, match="no command"):
+        service.command(Drain())
     stop.set()
     thread.join(WAIT_S)
     client.close()

@@ -22,6 +22,7 @@ from asyncrl.control.roster import INTERFACE_VARIABLES
 from asyncrl.errors import ConfigError, ServiceFailed
 from asyncrl.private import make_private
 from asyncrl.service import ServiceContext
+from asyncrl.service_command import Drain
 from asyncrl.service_status import Statuses
 from tests.statuses import status_of, statuses_of
 
@@ -42,8 +43,8 @@ class MemoryLauncher:
     def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
         return statuses_of({name: {"node": self.running[name]} for name in names})
 
-    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        return {"told": name}
+    def command(self, name: str, command: Any, deadline_s: float) -> Any:
+        raise AssertionError("nobody is commanded")
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
         return {name for name in names if self.running.pop(name, None) is not None}
@@ -108,7 +109,7 @@ def test_a_replica_without_room_waits_and_is_started_when_a_node_joins(
     assert found["rollout.2"].state == WAITING
     assert "no node has room for rollout.2" in found["rollout.2"].error
     with pytest.raises(ServiceFailed, match=r"rollout\.2 waits for a node"):
-        launcher.command("rollout.2", "drain", {}, 1.0)
+        launcher.command("rollout.2", Drain(), 1.0)
     nodes.append(Node("c", "10.0.0.3", cpus=1.0))
     assert launcher.statuses(names, 1.0)["rollout.2"] == status_of("rollout.2", node="c")
 

@@ -54,7 +54,7 @@ class ScriptedLauncher:
             return Statuses(dict.fromkeys(names, told))
         return Statuses(dict.fromkeys(names, ServiceStatus(state=ServiceState(state), error=error)))
 
-    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    def command(self, name: str, command: Any, deadline_s: float) -> Any:
         raise AssertionError("nobody is commanded")
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:

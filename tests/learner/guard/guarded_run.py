@@ -20,6 +20,7 @@ from asyncrl.buffer.store import ExperienceStore
 from asyncrl.config.tree import Config
 from asyncrl.experience import Group
 from asyncrl.runtime import Runtime
+from asyncrl.service_command import HandOverRows
 from asyncrl.service_status import BufferStatus
 from asyncrl.threads import ThreadEvent, ThreadRuntime
 from learner.backend import Models
@@ -138,7 +139,7 @@ class Run:
             return client.status()
 
     def rows(self) -> list[dict[str, Any]]:
-        return self.learner.command("rows", {"after": 0})["rows"]
+        return [dict(row) for row in self.learner.command(HandOverRows(0)).rows]
 
     def events(self) -> list[Any]:
         """Read the journal, once the run is closed."""
