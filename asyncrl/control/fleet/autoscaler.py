@@ -16,9 +16,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from asyncrl.metrics.metric import Row
 
 GROW_AT = 0.2
 """The learner's idle share from which more replicas are wanted, if they would have work:"""
@@ -110,9 +111,7 @@ class Autoscaler:
         self._hold_s = self._pacing.hold_s
         self._has_shrunk = False
 
-    def decide(
-        self, now: float, wanted: int, ready: int, rows: Iterable[Mapping[str, Any]]
-    ) -> Decision | None:
+    def decide(self, now: float, wanted: int, ready: int, rows: Iterable[Row]) -> Decision | None:
         """Take in what has happened since the last look, and return what to do about it, mostly nothing.
 
         Args:
@@ -176,7 +175,7 @@ class Autoscaler:
         return Decision(target, f"{self._wanted} -> {target} replicas: {found.describe(self._max_lag)}")
 
 
-def _read(now: float, row: Mapping[str, Any]) -> _Step:
+def _read(now: float, row: Row) -> _Step:
     spare = float(row.get("perf/rollout_idle/standby", 0.0))  # spares idle on purpose
     idle = float(row.get("perf/rollout_idle_share", 0.0)) - spare
     return _Step(

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -217,7 +217,7 @@ def _write_failure(run_dir: RunDir, error: str, service: str) -> None:
     _write_outcome(run_dir, {"state": RunState.FAILED, "error": error, "service": service, "tail": tail})
 
 
-def _write_outcome(run_dir: RunDir, outcome: dict[str, Any]) -> None:
+def _write_outcome(run_dir: RunDir, outcome: Mapping[str, object]) -> None:
     if why := write_outcome(run_dir, outcome):  # what comes after it is done all the same
         print(f"'{outcome['error']}' could not be written down: {why}", file=sys.stderr, flush=True)
 

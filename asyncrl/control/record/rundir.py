@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,12 +148,12 @@ class RunDir:
         return [line for line in lines if STATE_DUMP not in line][-num_lines:]
 
 
-def write_json(path: Path, value: dict[str, Any], mode: int = 0o644, is_synced: bool = False) -> None:
+def write_json(path: Path, value: Mapping[str, object], mode: int = 0o644, is_synced: bool = False) -> None:
     """Write `value` so that a reader sees the old file or the new one, never a part; see `replace_text`."""
     replace_text(path, json.dumps(value, indent=2) + "\n", mode, is_synced)
 
 
-def write_outcome(folder: RunDir, outcome: dict[str, Any]) -> str:
+def write_outcome(folder: RunDir, outcome: Mapping[str, object]) -> str:
     """Write down how a run ended: in the room that was reserved for it, and also if its folder was removed.
 
     Returns:

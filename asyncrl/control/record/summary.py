@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +32,7 @@ NAMES = (
 """Of the metrics: what a summary and its picture read."""
 
 
-def write_summary(run_dir: RunDir, config: Config, statuses: Statuses, outcome: dict[str, Any]) -> None:
+def write_summary(run_dir: RunDir, config: Config, statuses: Statuses, outcome: Mapping[str, object]) -> None:
     """Write `summary.json` and `curves.png` from the rows on disk and the last statuses."""
     history = read_history(iterate_rows(run_dir.metrics), NAMES)
     began = (read_json(run_dir.live) or {}).get("began")
@@ -44,7 +43,7 @@ def write_summary(run_dir: RunDir, config: Config, statuses: Statuses, outcome: 
 
 def summarise(
     history: History, config: Config, statuses: Statuses, began: float | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the figures of a run; None where it gives none.
 
     `began` is the wall-clock time of this life's `up`. `first_step_s` runs from there, once everything is
