@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.cli import exits
 from asyncrl.cli.exits import say, show
@@ -24,6 +24,7 @@ from asyncrl.control.snapshot import HeadWord, Snapshot
 from asyncrl.states import RUN_ENDS, RunState
 
 if TYPE_CHECKING:
+    from asyncrl.control.record.outcome import Outcome
     from asyncrl.control.record.rundir import RunDir
 
 
@@ -47,7 +48,7 @@ class Watched(Protocol):
 
     def clear(self) -> None: ...
 
-    def result(self) -> dict[str, Any]: ...
+    def result(self) -> Outcome: ...
 
 
 class PhaseTimer:
@@ -136,7 +137,7 @@ def stop(run: Watched) -> None:
     """End the run in order, saying what takes how long and what failed; a second Ctrl-C ends it at once."""
     say("stopping the run; Ctrl-C again ends it at once")
     timer = PhaseTimer(SystemClock(), say)
-    outcome: dict[str, Any] = {}
+    outcome: Outcome | None = None
     try:
         run.stop(STOP_DEADLINE_S, timer.show)
         outcome = run.result()
@@ -149,9 +150,9 @@ def stop(run: Watched) -> None:
         say(next_start_of(run.folder))
 
 
-def tell_failure(folder: RunDir, outcome: dict[str, Any]) -> bool:
+def tell_failure(folder: RunDir, outcome: Outcome | None) -> bool:
     """Print to stderr what a run failed of, if it did, perhaps while it was being stopped; return whether."""
-    if outcome.get("state") != RunState.FAILED:
+    if outcome is None or outcome.state != RunState.FAILED:
         return False
     from asyncrl.control.record.ending import paragraph
 
@@ -166,7 +167,7 @@ def report(run: Watched) -> int:
     if tell_failure(run.folder, outcome):
         return exits.FAILED
     print_summary(run.folder)
-    say(f"the run is {outcome.get('state', 'over')}; see {run.folder.path}")
+    say(f"the run is {outcome.state}; see {run.folder.path}")
     return exits.OK
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+
+import msgspec
 
 from asyncrl.buffer.ledger.tickets import DropReason
 from asyncrl.config.tree import Config
@@ -29,10 +30,11 @@ from asyncrl.control.operations import Operations
 from asyncrl.control.phases import phase_of
 from asyncrl.control.record import metering
 from asyncrl.control.record.events import EventLog
+from asyncrl.control.record.outcome import Outcome, write_outcome
 from asyncrl.control.record.pace import Pace
 from asyncrl.control.record.recorder import Recorder, lost_rows
 from asyncrl.control.record.row_files import is_evaluation, iterate_rows, load_rows, newest_rows
-from asyncrl.control.record.rundir import RunDir, write_outcome
+from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.summary import write_summary
 from asyncrl.control.record.syncing import WeightsAnswer, weights_answer
 from asyncrl.control.roster import Roster
@@ -116,24 +118,33 @@ class Supervisor:
 
     def run(self, stop: Event) -> None:
         """Run to the end of training, to a stop, or to the first failure; then end every service."""
-        outcome: dict[str, Any] = {"state": RunState.FINISHED, "error": "", "service": "", "tail": []}
         try:
             self._begin()
             if self._upkeep.ending is None:
                 self._watch(stop)
-            outcome.update(self._upkeep.ending or {})
+            outcome = self._upkeep.ending or Outcome(state=RunState.FINISHED)
             if self._is_stop_asked.is_set() or stop.is_set():
-                outcome["state"] = RunState.STOPPED
+                outcome = msgspec.structs.replace(outcome, state=RunState.STOPPED)
         except ServiceFailed as failure:
-            service = failure.message.split(" ")[0]
-            outcome.update(state=RunState.FAILED, error=str(failure), service=service)
-            outcome["would_repeat"] = would_repeat(self._statuses.get(service), failure)
-            outcome["tail"] = self._run_dir.tail(service)
-            outcome["is_removed"] = isinstance(failure, FolderRemoved)
-            log.error("the run failed: %s", failure)
-            if not outcome["is_removed"]:
-                self._save_what_can_be()
+            outcome = self._fail(failure)
         self._end(outcome)
+
+    def _fail(self, failure: ServiceFailed) -> Outcome:
+        """Return the outcome of a run that failed, once what can be saved is."""
+        service = failure.message.split(" ")[0]
+        is_removed = isinstance(failure, FolderRemoved)
+        outcome = Outcome(
+            state=RunState.FAILED,
+            error=str(failure),
+            service=service,
+            tail=tuple(self._run_dir.tail(service)),
+            would_repeat=would_repeat(self._statuses.get(service), failure),
+            is_removed=is_removed,
+        )
+        log.error("the run failed: %s", failure)
+        if not is_removed:
+            self._save_what_can_be()
+        return outcome
 
     def status(self) -> SupervisorStatus:
         """Return what the head needs to know of the run."""
@@ -458,8 +469,8 @@ class Supervisor:
         if states == [ServiceState.READY, ServiceState.READY]:
             self._launcher.stop(self._upkeep.learners, LEARNER_STOP_S)
 
-    def _end(self, outcome: dict[str, Any]) -> None:
-        self._state, self._error = RunState.STOPPING, outcome["error"]
+    def _end(self, outcome: Outcome) -> None:
+        self._state, self._error = RunState.STOPPING, outcome.error
         unstopped, last = self._upkeep.stop(SERVICE_STOP_S, outcome, has_work=self._has_trained())
         ended = {name: status for name, status in last.items() if status.state == ServiceState.ENDED}
         self._statuses = self._statuses | ended
@@ -474,12 +485,12 @@ class Supervisor:
             log.error("the summary could not be written: %s", error)
         if why := write_outcome(self._run_dir, outcome):  # a terminal that watches has it from the snapshot
             log.error("the outcome could not be written: %s", why)
-        text = outcome["error"] or f"the run has {outcome['state']}"
-        self._events.add("finish", outcome["service"] or "run", text)
+        text = outcome.error or f"the run has {outcome.state}"
+        self._events.add("finish", outcome.service or "run", text)
         self._events.close()
-        self._outcome = outcome["state"]
+        self._outcome = outcome.state
         self.see_off()
-        self._state = outcome["state"]
+        self._state = outcome.state
 
 
 def _why_unsaved(status: ServiceStatus) -> str | None:

@@ -19,6 +19,7 @@ from asyncrl.cli.watch import (
 )
 from asyncrl.clock import ManualClock
 from asyncrl.config.load import load
+from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import HeadWord, Snapshot
 from asyncrl.errors import ConfigError
@@ -32,7 +33,7 @@ class ScriptedRun:
 
     snapshots: list
     folder: RunDir = field(default_factory=lambda: RunDir(Path("runs/x")))
-    outcome: dict = field(default_factory=lambda: {"state": "finished"})
+    outcome: Outcome = field(default_factory=lambda: Outcome(state=RunState.FINISHED))
     stops: list = field(default_factory=list)
     interrupts_stop: bool = False
     is_cleared: bool = False
@@ -138,7 +139,7 @@ def test_a_stopped_run_says_from_which_checkpoint_it_goes_on_and_none_where_ther
 
 
 def test_a_failed_run_ends_with_1_and_tells_service_error_log_tail_on_stderr(capsys):
-    outcome = {"state": "failed", "service": "rollout.1", "error": "no GPU", "tail": ["last words"]}
+    outcome = Outcome(state=RunState.FAILED, service="rollout.1", error="no GPU", tail=("last words",))
     assert follow(ScriptedRun([at(1)], outcome=outcome)) == exits.FAILED
     shown = capsys.readouterr()
     assert "the run failed in rollout.1: no GPU" in shown.err

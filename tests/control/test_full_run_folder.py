@@ -149,9 +149,9 @@ def test_events_that_could_not_be_written_are_written_with_the_next_one(tmp_path
 def test_a_head_that_died_without_a_word_on_a_full_disk_is_told_of_as_such(small_disk: Path) -> None:
     write_json(RunDir(small_disk).live, {})
     handle = RunHandle(RunDir(small_disk), pid=1, run_id="x", sockets=small_disk)
-    assert handle.result()["error"] == "the head process died"
+    assert handle.result().error == "the head process died"
     fill(small_disk / "ballast")
-    assert f"the disk of {small_disk} is full (" in handle.result()["error"]
+    assert f"the disk of {small_disk} is full (" in handle.result().error
 
 
 def test_how_a_run_ended_on_a_full_disk_is_recorded_in_room_that_was_reserved(small_disk: Path) -> None:
@@ -175,4 +175,4 @@ def test_what_nobody_could_write_down_is_told_by_the_terminal_that_heard_it(tmp_
     handle = RunHandle(
         RunDir(tmp_path), pid=1, run_id="x", sockets=tmp_path, last_error="learner.0 failed: nan"
     )
-    assert (handle.result()["service"], handle.result()["error"]) == ("learner.0", "learner.0 failed: nan")
+    assert (handle.result().service, handle.result().error) == ("learner.0", "learner.0 failed: nan")

@@ -32,6 +32,8 @@ from asyncrl.control.launch.processes import (
 from asyncrl.control.launch.spec import RUN_VARIABLE, ServiceSpec
 from asyncrl.control.lookout import Lookout
 from asyncrl.control.record.events import EventLog
+from asyncrl.control.record.outcome import Outcome
+from asyncrl.control.record.outcome import read_outcome as read_outcome_of
 from asyncrl.control.record.recorder import Recorder, training_rows
 from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
@@ -44,11 +46,14 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, ServiceFailed
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.service import SERVICE_VARIABLE
 from asyncrl.service_command import Bound, Tighten
+from asyncrl.states import RunState
 from asyncrl.threads import ThreadRuntime
 from tests.statuses import status_of, statuses_of, told_by
 from tests.threads import RUNTIME
 
 CORE = ["buffer.0", "weight_sync.0", "learner.0", "publisher.0"]
+
+STOPPED = Outcome(state=RunState.STOPPED)
 
 
 class Runtime(ThreadRuntime):
@@ -89,7 +94,7 @@ class Run:
 def run(tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path)
     yield run
-    run.upkeep.stop(5.0, {})
+    run.upkeep.stop(5.0, STOPPED)
 
 
 @pytest.mark.parametrize("victim", [*CORE, "receiver.1", "rollout.1"])
@@ -128,7 +133,7 @@ def test_ranks_that_fall_together_are_started_again_once(tmp_path: Path) -> None
     run.pulse()
     assert run.launcher.killed == run.launcher.started == ["learner.0", "learner.1"]
     assert run.upkeep.describe("learner.0").restarts == 1
-    run.upkeep.stop(5.0, {})
+    run.upkeep.stop(5.0, STOPPED)
 
 
 def test_what_cannot_be_cured_is_told_first_and_a_receiver_after_its_engine() -> None:
@@ -172,7 +177,7 @@ def test_an_end_does_not_wait_for_who_is_silent(run: Run) -> None:
         run.pulse(5.0)
     stop, asked = run.launcher.stop, []
     run.launcher.stop = lambda names, limit: asked.extend(names) or stop(names, limit)  # type: ignore[method-assign,func-returns-value]
-    unstopped, _ = run.upkeep.stop(5.0, {})
+    unstopped, _ = run.upkeep.stop(5.0, STOPPED)
     assert unstopped == {"publisher.0"}
     assert len(asked) == 7 and "publisher.0" not in asked
 
@@ -296,13 +301,13 @@ def test_a_bound_that_was_tightened_is_told_to_the_next_buffer(run: Run) -> None
     asked: list[tuple[str, str]] = []
     command = run.launcher.command
 
-    def listen(name: str, word: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        asked.append((name, word))
-        return {} if word == "tighten" else command(name, word, args, deadline_s)
+    def listen(name: str, told: Any, deadline_s: float) -> Any:
+        asked.append((name, told.word))
+        return Bound(told.max_lag) if isinstance(told, Tighten) else command(name, told, deadline_s)
 
     run.launcher.command = listen  # type: ignore[method-assign]
     run.begin()
-    run.upkeep.ask("buffer.0", "tighten", {"max_lag": 1})
+    run.upkeep.ask("buffer.0", Tighten(1))
     run.launcher.gone.add("buffer.0")
     run.pulse()
     run.pulse()
@@ -337,7 +342,7 @@ def test_a_bound_is_told_until_the_buffer_takes_it_also_by_the_next_supervisor(t
     for _ in range(3):
         second.pulse()
     assert taken == [1, 1], "and it is told no more"
-    second.upkeep.stop(5.0, {})
+    second.upkeep.stop(5.0, STOPPED)
 
 
 def test_a_status_is_given_while_a_pulse_or_the_end_takes_its_time(run: Run) -> None:
@@ -369,7 +374,7 @@ def test_a_status_is_given_while_a_pulse_or_the_end_takes_its_time(run: Run) -> 
     run.pulse()
     run.launcher.statuses = statuses  # type: ignore[method-assign]
     run.launcher.stop = beside(look_and_ask, stop)  # type: ignore[method-assign]
-    run.upkeep.stop(5.0, {"state": "stopped"})
+    run.upkeep.stop(5.0, STOPPED)
     assert given == [("READY", False)] * 4
 
 
@@ -391,7 +396,7 @@ def test_at_a_take_over_a_replica_is_started_again_once_when_all_of_it_is_dead(t
     assert first.launcher.started == ["rollout.1", "receiver.1"]
     second.pulse()
     assert second.upkeep.describe("rollout.1").restarts == 1
-    second.upkeep.stop(5.0, {})
+    second.upkeep.stop(5.0, STOPPED)
 
 
 def test_a_new_supervisor_takes_over_who_lives_and_repairs_the_rest(tmp_path: Path) -> None:
@@ -410,7 +415,7 @@ def test_a_new_supervisor_takes_over_who_lives_and_repairs_the_rest(tmp_path: Pa
     wait_for(lambda: "rollout.1" not in second.pulse())
     assert second.upkeep.replicas == [0, 2]
     assert "receiver.1" not in launcher.adopt()
-    second.upkeep.stop(5.0, {})
+    second.upkeep.stop(5.0, STOPPED)
 
 
 def test_what_an_older_start_left_is_not_taken_over(tmp_path: Path) -> None:
@@ -420,7 +425,7 @@ def test_what_an_older_start_left_is_not_taken_over(tmp_path: Path) -> None:
     assert "rollout.0" in run.launcher.started
     found = read_json(RunDir(tmp_path).fleet)
     assert found is not None and found["run_id"] == "abcd1234"
-    run.upkeep.stop(5.0, {})
+    run.upkeep.stop(5.0, STOPPED)
 
 
 def test_a_process_that_nobody_knows_of_is_ended_at_a_take_over(tmp_path: Path) -> None:
@@ -430,13 +435,13 @@ def test_a_process_that_nobody_knows_of_is_ended_at_a_take_over(tmp_path: Path) 
     second = Run(tmp_path, first.launcher)
     second.upkeep.begin(2, 0)
     assert first.launcher.killed == ["rollout.7"]
-    second.upkeep.stop(5.0, {})
+    second.upkeep.stop(5.0, STOPPED)
 
 
 def test_a_new_supervisor_of_a_run_that_was_being_ended_only_ends_it(tmp_path: Path) -> None:
     first = Run(tmp_path)
     first.begin()
-    first.upkeep.ending = {"state": "failed", "error": "buffer.0 broke", "service": "buffer.0", "tail": []}
+    first.upkeep.ending = Outcome(state=RunState.FAILED, error="buffer.0 broke", service="buffer.0")
     first.pulse(0.0)
     first.launcher.gone.add("buffer.0")
     again = Supervisor(first.roster, first.launcher, Recorder(tmp_path / "metrics.jsonl", RUNTIME), RUNTIME)
@@ -448,7 +453,7 @@ def test_a_new_supervisor_of_a_run_that_was_being_ended_only_ends_it(tmp_path: P
     thread.join(30.0)
     assert is_over and first.launcher.started == []
     assert first.launcher.adopt() == set()
-    assert read_json(RunDir(tmp_path).outcome) == first.upkeep.ending
+    assert read_outcome_of(RunDir(tmp_path)) == first.upkeep.ending
 
 
 def make_supervised(folder: Path, learner: str, **learns: Any) -> tuple[Supervisor, ThreadLauncher]:
@@ -537,7 +542,7 @@ def test_a_learner_that_dies_when_its_work_is_done_is_done(tmp_path: Path) -> No
     again._begin()
     again._observe()
     assert again._is_learner_done()
-    again._end(dict.fromkeys(("state", "error", "service"), ""))
+    again._end(STOPPED)
 
 
 def test_a_rank_that_never_ends_is_not_waited_for_for_ever(

@@ -8,8 +8,12 @@ from test_repair import Run
 
 from asyncrl.control.diagnosis.obstacles import gather
 from asyncrl.control.fleet.messages import Heard
+from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.upkeep.reading import event_of
+from asyncrl.states import RunState
 from tests.statuses import status_of
+
+STOPPED = Outcome(state=RunState.STOPPED)
 
 
 def test_a_replica_that_dies_once_too_often_is_retired_and_shown_so_until_it_is_scaled_back(
@@ -46,7 +50,7 @@ def test_a_replica_that_dies_once_too_often_is_retired_and_shown_so_until_it_is_
     run.pulse()
     assert run.launcher.started == ["rollout.1", "receiver.1"]
     assert run.upkeep.describe("rollout.1").reason == "" and not run.upkeep.is_degraded
-    run.upkeep.stop(5.0, {})
+    run.upkeep.stop(5.0, STOPPED)
 
 
 def test_what_an_engine_has_done_is_its_answers_and_what_others_have_done_their_step() -> None:
@@ -70,4 +74,4 @@ def test_a_back_off_goes_on_under_the_next_supervisor_where_it_was(tmp_path: Pat
     second.pulse()
     back_in_s = second.upkeep.describe("rollout.1").back_in_s
     assert back_in_s is not None and 50.0 < back_in_s < 75.0
-    second.upkeep.stop(5.0, {})
+    second.upkeep.stop(5.0, STOPPED)

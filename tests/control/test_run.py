@@ -270,7 +270,7 @@ def test_a_run_is_live_from_the_moment_its_head_is_started_and_can_be_ended_in_o
     assert found is not None and found.pid == started.pid
     assert found.await_end(60.0, lambda snapshot: None)
     started.clear()
-    assert started.result()["state"] == "stopped"
+    assert started.result().state == "stopped"
 
 
 def test_nothing_of_how_the_last_life_ended_or_what_it_owed_is_left_to_the_next(

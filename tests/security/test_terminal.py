@@ -32,9 +32,11 @@ from asyncrl.control.diagnosis.bottleneck import Diagnosis
 from asyncrl.control.page.answers import rollouts_of
 from asyncrl.control.page.view import view_of
 from asyncrl.control.record.ending import paragraph
+from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.printable import printable
+from asyncrl.states import RunState
 from tests.control.page.page_runs import make_group, make_snapshot
 from tests.statuses import snapshot_of
 
@@ -153,7 +155,7 @@ def lines_of_up(snapshot: Snapshot) -> str:
 
 
 def failure(snapshot: Snapshot, folder: Path = Path("nowhere")) -> str:
-    outcome = {"state": "failed", "error": EVIL, "service": "rollout.0", "tail": [EVIL, "x"]}
+    outcome = Outcome(state=RunState.FAILED, error=EVIL, service="rollout.0", tail=(EVIL, "x"))
     return paragraph(RunDir(folder), outcome)
 
 

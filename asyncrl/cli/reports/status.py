@@ -20,6 +20,7 @@ from asyncrl.clock import Clock, SystemClock
 from asyncrl.control.api.access import page_url
 from asyncrl.control.api.client import NotRunning, RunClient, connect, find_folders, find_live_folder
 from asyncrl.control.launch.handle import attach
+from asyncrl.control.record.outcome import read_outcome
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.snapshot import LastWord, Snapshot, values_of
 from asyncrl.errors import DeadlineExceeded
@@ -132,13 +133,13 @@ def _last_word(folder: RunDir) -> Snapshot:
     found = _poll(folder)
     if found is not None:
         return found
-    outcome, summary = read_json(folder.outcome) or {}, read_json(folder.summary) or {}
+    outcome, summary = read_outcome(folder), read_json(folder.summary) or {}
     return LastWord(
         run=folder.path.name,
-        state=RunState(outcome.get("state", RunState.ENDED)),
+        state=outcome.state if outcome is not None else RunState.ENDED,
         step=summary.get("steps", 0),
         accuracy=summary.get("accuracy_end"),
-        error=outcome.get("error") or None,
+        error=(outcome.error if outcome is not None else "") or None,
         is_over=True,
     )
 

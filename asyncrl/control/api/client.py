@@ -13,7 +13,8 @@ from pathlib import Path
 from asyncrl.control.api import operations as api
 from asyncrl.control.launch.processes import is_alive
 from asyncrl.control.record.ending import end_of
-from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.control.record.live import read_live
+from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.syncing import WeightsAnswer
 from asyncrl.control.snapshot import Snapshot, read_snapshot
 from asyncrl.errors import AsyncrlError, ConfigError, ConnectionLost, DeadlineExceeded, RemoteError
@@ -132,10 +133,10 @@ def _refusal_of(error: urllib.error.HTTPError) -> AsyncrlError:
 
 def connect(folder: RunDir) -> RunClient | None:
     """Return a client for the live run in `folder`, or None while it has no API or is dead."""
-    live = read_json(folder.live)
-    if live is None or not live.get("url") or not is_alive(live["pid"], live["run_id"]):
+    live = read_live(folder.live)
+    if live is None or not live.url or not is_alive(live.pid, live.run_id):
         return None
-    return RunClient(folder, live["url"], live["key"], live["pid"])
+    return RunClient(folder, live.url, live.key, live.pid)
 
 
 def find_run(runs_dir: str, name: str | None) -> RunClient:
@@ -164,8 +165,8 @@ def find_live_folder(runs_dir: str, name: str | None) -> RunDir:
         NotRunning: There is none.
     """
     for folder in _named(runs_dir, name) if name else find_folders(runs_dir):
-        live = read_json(folder / "run.json")
-        if live is not None and is_alive(live["pid"], live["run_id"]):
+        live = read_live(folder / "run.json")
+        if live is not None and is_alive(live.pid, live.run_id):
             return RunDir(folder)
     known = _named(runs_dir, name) if name else find_folders(runs_dir)[:1]
     for folder in known:

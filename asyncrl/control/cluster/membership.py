@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from asyncrl.config.tree import Config
 from asyncrl.control.cluster.comparison import Inventory, find_differences
@@ -24,6 +24,7 @@ from asyncrl.control.launch.processes import (
     remove_segments,
 )
 from asyncrl.control.launch.ray_launcher import set_up_ray
+from asyncrl.control.record.live import Life
 from asyncrl.errors import ConfigError
 
 T = TypeVar("T")
@@ -35,14 +36,6 @@ CHECK_DEADLINE_S = 120.0
 """A node's first task starts a worker, which imports torch's metadata and xxhash: about 3 s when idle."""
 SWEEP_DEADLINE_S = 30.0
 CLEAN_DEADLINE_S = 15.0
-
-
-class Life(NamedTuple):
-    """One start of a run: its id, the folder that its sockets were in, and the pid of its head if known."""
-
-    run_id: str
-    sockets: str
-    pid: int = 0
 
 
 def join(address: str, namespace: str) -> None:

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
 from asyncrl.control.api.client import connect
 from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
+from asyncrl.control.record.live import read_live
+from asyncrl.control.record.outcome import Outcome, read_outcome
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.snapshot import HeadWord, Snapshot
 from asyncrl.durable import is_read_only
@@ -110,15 +111,11 @@ class RunHandle:
         end_leftovers(self.run_id)
         remove_leftovers(self.run_id, self.sockets)
 
-    def result(self) -> dict[str, Any]:
-        """Return the outcome: `state` is finished, stopped or failed; with `error`, `service`, `tail`.
+    def result(self) -> Outcome:
+        """Return how the run ended, with the command that starts it once more."""
+        return replace(read_outcome(self.folder) or self._guess_outcome(), command=self.command)
 
-        With `is_removed` the folder is gone; `command` starts the run once more.
-        """
-        outcome = read_json(self.folder.outcome) or self._guess_outcome()
-        return {**outcome, "command": self.command}
-
-    def _guess_outcome(self) -> dict[str, Any]:
+    def _guess_outcome(self) -> Outcome:
         """Return how a run ended that has left no word of it."""
         is_removed = not self.folder.live.exists()
         service = self.last_error.split(" ")[0] or "head.0"
@@ -129,13 +126,13 @@ class RunHandle:
             if is_removed
             else f"the head process died{how}"
         )
-        return {
-            "state": RunState.FAILED,
-            "error": f"{self.last_error or died}{'' if is_removed else _trouble_of_disk(self.folder.path)}",
-            "service": service,
-            "tail": self.folder.tail(service),
-            "is_removed": is_removed,
-        }
+        return Outcome(
+            state=RunState.FAILED,
+            error=f"{self.last_error or died}{'' if is_removed else _trouble_of_disk(self.folder.path)}",
+            service=service,
+            tail=tuple(self.folder.tail(service)),
+            is_removed=is_removed,
+        )
 
     def _word(self) -> HeadWord:
         word = read_json(self.folder.phase) or {}
@@ -160,8 +157,7 @@ def _trouble_of_disk(path: Path) -> str:
 
 def attach(folder: RunDir) -> RunHandle | None:
     """Return a handle of the live run in `folder`, None if there is none."""
-    live = read_json(folder.live)
-    if live is None or not is_alive(live["pid"], live["run_id"]):
+    live = read_live(folder.live)
+    if live is None or not is_alive(live.pid, live.run_id):
         return None
-    command = str(live.get("command", ""))
-    return RunHandle(folder, live["pid"], live["run_id"], Path(live["sockets"]), command=command)
+    return RunHandle(folder, live.pid, live.run_id, Path(live.sockets), command=live.command)

@@ -9,8 +9,10 @@ import numpy as np
 
 from asyncrl.config.tree import Config
 from asyncrl.control.record.history import STEP, Column, History, read_history
+from asyncrl.control.record.live import read_live
+from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.row_files import iterate_rows
-from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.service_status import Statuses
 
@@ -32,11 +34,12 @@ NAMES = (
 """Of the metrics: what a summary and its picture read."""
 
 
-def write_summary(run_dir: RunDir, config: Config, statuses: Statuses, outcome: Mapping[str, object]) -> None:
+def write_summary(run_dir: RunDir, config: Config, statuses: Statuses, outcome: Outcome) -> None:
     """Write `summary.json` and `curves.png` from the rows on disk and the last statuses."""
     history = read_history(iterate_rows(run_dir.metrics), NAMES)
-    began = (read_json(run_dir.live) or {}).get("began")
-    write_json(run_dir.summary, summarise(history, config, statuses, began) | {"state": outcome["state"]})
+    live = read_live(run_dir.live)
+    began = live.began if live is not None else None
+    write_json(run_dir.summary, summarise(history, config, statuses, began) | {"state": outcome.state})
     if len(history):
         draw_curves(history, run_dir.curves, config.staleness.max_lag, config.run.name)
 

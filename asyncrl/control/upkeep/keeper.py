@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import msgspec
 
@@ -31,11 +30,12 @@ from asyncrl.control.fleet.messages import (
     Tick,
     Wanted,
 )
-from asyncrl.control.fleet.saved import dump, restore
+from asyncrl.control.fleet.saved import SavedMachine, SavedUnit, dump, restore
 from asyncrl.control.fleet.units import LEARNER, Stage, Unit, key_of
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.process_limit import RefusedProcesses
 from asyncrl.control.record.events import EventLog, Kind
+from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
 from asyncrl.control.snapshot import ServiceFacts
@@ -61,6 +61,21 @@ ENDED_AT_ONCE = ("rollout", "receiver", "learner", "publisher", "weight_sync")
 """Services that have nothing to hand over before the first step of this life of the run."""
 UNKNOWN = ServiceFacts()
 """Of a service that no pulse has found yet."""
+
+
+class SavedBound(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The bound on lag that the buffer was told, None for the configured one."""
+
+    max_lag: int | None = None
+
+
+class SavedFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """What a supervisor that takes over has to know: `fleet.json`."""
+
+    run_id: str
+    bound: SavedBound
+    ending: Outcome | None
+    machine: SavedMachine
 
 
 def rules_of(roster: Roster) -> FleetRules:
@@ -102,7 +117,7 @@ class Upkeep:
         self._lock = runtime.lock()
         self._machine = FleetMachine(rules_of(roster), runtime.now())
         self._path = RunDir(roster.run_dir).fleet
-        self._saved: dict[str, Any] = {}
+        self._saved: SavedFleet | None = None
         self.write_error = ""
         self._stages: dict[str, Stage] = {}
         self._max_lag: int | None = None
@@ -112,7 +127,7 @@ class Upkeep:
         self._facts: dict[str, ServiceFacts] = {}
         self._failures: dict[str, str] = {}  # why a service failed last, until its unit is up again
         self._is_degraded = False
-        self.ending: dict[str, Any] | None = None
+        self.ending: Outcome | None = None
 
     # --- reading --------------------------------------------------------------------------
 
@@ -180,7 +195,7 @@ class Upkeep:
         with self._lock:
             found = read_json(self._path)
             if found is not None and found.get("run_id") == self._roster.run_id:
-                self._take_over(found)
+                self._take_over(msgspec.convert(found, SavedFleet))
                 return True
             log.info("starting %d replicas and %d that stand by", replicas, standby)
             self._events.add("start", "run", f"the run starts with {replicas} replicas", replicas=replicas)
@@ -264,7 +279,7 @@ class Upkeep:
         return msgspec.structs.replace(status, error=f"{status.error or 'it is gone'}; {why}")
 
     def stop(
-        self, deadline_s: float, outcome: dict[str, Any], *, has_work: bool = True
+        self, deadline_s: float, outcome: Outcome, *, has_work: bool = True
     ) -> tuple[set[str], Statuses]:
         """End every service, those that depend on others first; at once those that have nothing to hand over.
 
@@ -350,9 +365,9 @@ class Upkeep:
             if told is not None and told.standby:
                 self._hands.tell_replica(unit.index, service_command.Promote())
 
-    def _take_over(self, found: dict[str, Any]) -> None:
-        self._machine = restore(rules_of(self._roster), found["machine"], self._runtime.now())
-        self._max_lag, self.ending = found["bound"].get("max_lag"), found["ending"]
+    def _take_over(self, found: SavedFleet) -> None:
+        self._machine = restore(rules_of(self._roster), found.machine, self._runtime.now())
+        self._max_lag, self.ending = found.bound.max_lag, found.ending
         living, known = self._launcher.adopt(), set(self._machine.names)
         self._stages = self._machine.stages()
         log.info("taking over %d services of %d", len(living & known), len(known))
@@ -367,16 +382,16 @@ class Upkeep:
         )
 
     def _save(self) -> None:
-        state = {
-            "run_id": self._roster.run_id,
-            "bound": {} if self._max_lag is None else {"max_lag": self._max_lag},
-            "ending": self.ending,
-            "machine": dump(self._machine),
-        }
+        state = SavedFleet(
+            run_id=self._roster.run_id,
+            bound=SavedBound(self._max_lag),
+            ending=self.ending,
+            machine=dump(self._machine),
+        )
         settled = _without_ages(state)
         if settled != self._saved:
             try:
-                write_json(self._path, state)
+                write_json(self._path, msgspec.to_builtins(state))
                 self._saved, self.write_error = settled, ""
             except OSError as error:  # a full disk: it is tried again in every pulse
                 self.write_error = f"{error}"
@@ -462,13 +477,18 @@ class Upkeep:
         return MAX_REPLICAS - len(self._machine.leavers) - len(self._machine.standbys)
 
 
-def _without_ages(state: dict[str, Any]) -> dict[str, Any]:
+def _without_ages(state: SavedFleet) -> SavedFleet:
     """Return what of the saved state is worth writing it anew: not that time has passed."""
-    return {**state, "machine": {**state["machine"], "units": [*map(_settled, state["machine"]["units"])]}}
+    units = tuple(map(_settled, state.machine.units))
+    return msgspec.structs.replace(state, machine=msgspec.structs.replace(state.machine, units=units))
 
 
-def _settled(unit: dict[str, Any]) -> dict[str, Any]:
-    ages = {key: value is not None for key, value in unit.items() if key.endswith("_s")}
-    if unit["due_in_s"] is not None:  # the next supervisor is not to wait for it all over again
-        ages["due_in_s"] = unit["due_in_s"] // SAVED_EVERY_S
-    return {**unit, **ages, "restarts": len(unit["restart_ages_s"])}
+def _settled(unit: SavedUnit) -> SavedUnit:
+    """Return a unit whose times only tell whether there are any, and of its next start roughly when."""
+    due_in_s = None if unit.due_in_s is None else unit.due_in_s // SAVED_EVERY_S  # not waited for all anew
+    return msgspec.structs.replace(
+        unit,
+        restart_ages_s=(0.0,) * len(unit.restart_ages_s),
+        leaving_for_s=None if unit.leaving_for_s is None else 0.0,
+        due_in_s=due_in_s,
+    )

@@ -169,7 +169,7 @@ def test_a_run_whose_head_died_without_a_word_is_failed(folder: RunDir, start_he
     folder.logs.mkdir()
     folder.log("head.0").write_text("last words\n")
     result = found(folder).result()
-    assert (result["state"], result["service"], result["tail"]) == ("failed", "head.0", ["last words"])
+    assert (result.state, result.service, result.tail) == ("failed", "head.0", ("last words",))
 
 
 def test_how_a_head_was_killed_that_the_terminal_had_started_is_told(
@@ -180,4 +180,4 @@ def test_how_a_head_was_killed_that_the_terminal_had_started_is_told(
     handle.head = head
     head.kill()
     head.wait(5)
-    assert handle.result()["error"] == "the head process died of SIGKILL"
+    assert handle.result().error == "the head process died of SIGKILL"

@@ -7,7 +7,7 @@ so the next supervisor finds every service. It looks at processes directly, as R
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncrl.control.fleet.machine import FleetMachine, FleetRules
 from asyncrl.control.fleet.messages import (
@@ -27,7 +27,7 @@ from asyncrl.control.fleet.messages import (
     Tick,
     Wanted,
 )
-from asyncrl.control.fleet.saved import dump, restore
+from asyncrl.control.fleet.saved import SavedMachine, dump, restore
 from asyncrl.sim.faults.kernel.process import Process
 from asyncrl.sim.faults.services.replica import ReplicaProcess
 from asyncrl.sim.world import World
@@ -71,7 +71,7 @@ class Supervisor:
     def __init__(self, crew: Crew, replicas: int) -> None:
         self._crew, self._replicas = crew, replicas
         self._machine: FleetMachine | None = None
-        self._saved: dict[str, Any] | None = None
+        self._saved: SavedMachine | None = None
         self._life = 0
         self.given_up: GiveUp | None = None
 
