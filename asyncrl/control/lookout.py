@@ -6,13 +6,14 @@ import logging
 
 from asyncrl.control.diagnosis import obstacles
 from asyncrl.control.diagnosis.watch import ObstacleWatch
+from asyncrl.control.fleet.units import STARTING_STATES
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.upkeep.reading import FINAL_ERRORS
 from asyncrl.errors import ServiceFailed, WouldRepeat
 from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.runtime import Runtime
 from asyncrl.service_status import ServiceStatus, Statuses
-from asyncrl.states import ServiceState
+from asyncrl.states import SERVICE_ENDS, ServiceState
 
 log = logging.getLogger(__name__)
 
@@ -87,3 +88,18 @@ def would_repeat(status: ServiceStatus | None, failure: ServiceFailed) -> bool:
     """
     kinds = set(status.error_kinds if status is not None else ()) & FINAL_ERRORS
     return bool(kinds - {"UnstableTraining"}) or isinstance(failure, WouldRepeat)
+
+
+def why_unsaved(status: ServiceStatus, deadline_s: float) -> str | None:
+    """Return why a learner that was to stop has left no checkpoint, None if it has or had none to write.
+
+    Args:
+        deadline_s: That it had.
+    """
+    state = status.state
+    if state == ServiceState.ENDED or state in STARTING_STATES:
+        return None
+    if state in SERVICE_ENDS:
+        word = "died" if state == ServiceState.DEAD else "failed"
+        return f"{word}: {status.error or 'without a message'}"
+    return f"did not end within {deadline_s:g} s"

@@ -17,14 +17,13 @@ from functools import partial
 import msgspec
 
 from asyncrl.buffer.ledger.tickets import DropReason
-from asyncrl.config.tree import Config
 from asyncrl.control.api.operations import AnyRequest, Begun
 from asyncrl.control.diagnosis.bottleneck import diagnose
-from asyncrl.control.fleet.autoscaler import Autoscaler
+from asyncrl.control.fleet.autoscaler import autoscaler_of
 from asyncrl.control.fleet.units import STARTING_STATES
 from asyncrl.control.fleet.watchdog import Watchdog
 from asyncrl.control.launch.ray_launcher import Launcher
-from asyncrl.control.lookout import Lookout, would_repeat
+from asyncrl.control.lookout import Lookout, why_unsaved, would_repeat
 from asyncrl.control.notices import Notices
 from asyncrl.control.operations import Operations
 from asyncrl.control.phases import phase_of
@@ -90,7 +89,7 @@ class Supervisor:
         self._watchdog = Watchdog(roster.config.learner.groups_per_step)
         self._lookout = Lookout(self._events, runtime)
         self._stall = ""
-        self._autoscaler = _autoscaler_of(roster.config)
+        self._autoscaler = autoscaler_of(roster.config)
         self._meter = metering.Meter()
         self._pace = Pace()
         self._is_stop_asked = runtime.event()
@@ -286,7 +285,8 @@ class Supervisor:
         last = self._launcher.statuses(ranks, LAST_STATUS_DEADLINE_S)
         self._statuses = self._statuses | last  # anew: the API may be reading the other one
         self._collect_rows()
-        if (why := _why_unsaved(last.get(LEARNER, ServiceStatus(state=ServiceState.ENDED)))) is not None:
+        leader = last.get(LEARNER, ServiceStatus(state=ServiceState.ENDED))
+        if (why := why_unsaved(leader, LEARNER_STOP_S)) is not None:
             lost = "it wrote no checkpoint as the run was stopped, which goes on from the newest one"
             known = self._lookout.blocking
             held_up = f" ({known.sentence})" if known is not None and known.sentence not in why else ""
@@ -491,22 +491,3 @@ class Supervisor:
         self._outcome = outcome.state
         self.see_off()
         self._state = outcome.state
-
-
-def _why_unsaved(status: ServiceStatus) -> str | None:
-    """Return why a learner that was to stop has left no checkpoint, None if it has or had none to write."""
-    state = status.state
-    if state == ServiceState.ENDED or state in STARTING_STATES:
-        return None
-    if state in SERVICE_ENDS:
-        word = "died" if state == ServiceState.DEAD else "failed"
-        return f"{word}: {status.error or 'without a message'}"
-    return f"did not end within {LEARNER_STOP_S:g} s"
-
-
-def _autoscaler_of(config: Config) -> Autoscaler | None:
-    """Return the autoscaler of a run that is given a range of replicas."""
-    replicas = config.rollout.replicas
-    if replicas.min == replicas.max:
-        return None
-    return Autoscaler(replicas.min, replicas.max, config.staleness.max_lag)

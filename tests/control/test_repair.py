@@ -21,7 +21,7 @@ from thread_launcher import ThreadLauncher
 
 from asyncrl import obstacle
 from asyncrl.control.api import operations as api
-from asyncrl.control.fleet.messages import Cause, Gone, Halted, Heard
+from asyncrl.control.fleet.messages import Halted, Heard
 from asyncrl.control.launch.processes import (
     end_service,
     is_alive,
@@ -134,19 +134,6 @@ def test_ranks_that_fall_together_are_started_again_once(tmp_path: Path) -> None
     assert run.launcher.killed == run.launcher.started == ["learner.0", "learner.1"]
     assert run.upkeep.describe("learner.0").restarts == 1
     run.upkeep.stop(5.0, STOPPED)
-
-
-def test_what_cannot_be_cured_is_told_first_and_a_receiver_after_its_engine() -> None:
-    gone = {"state": "DEAD", "error": "it was killed"}
-    statuses = {
-        "publisher.0": {"state": "READY"},
-        "receiver.1": gone,
-        "rollout.1": {"state": "FAILED", "error": "ServiceFailed: no receiver"},
-        "buffer.0": gone,
-        "learner.0": {"state": "FAILED", "error": "UnstableTraining: nan"},
-    }
-    order = [getattr(event, "name", "") for event in events_of("x", statuses_of(statuses))]
-    assert order == ["learner.0", "buffer.0", "rollout.1", "receiver.1", "publisher.0"]
 
 
 def test_in_between_two_lives_a_service_is_shown_as_dead_with_its_reason(run: Run) -> None:
@@ -275,14 +262,6 @@ def test_what_a_dead_replica_has_left_is_gone_before_it_is_started_again(run: Ru
         core.kill()
         reaper.join(5.0)
         shutil.rmtree(folder)
-
-
-def test_an_error_of_the_configuration_is_never_tried_again() -> None:
-    kinds = ["ConfigError", "ServiceFailed"]
-    failed = status_of("rollout.0", state="FAILED", error="ServiceFailed: x", error_kinds=kinds)
-    assert event_of("rollout.0", failed) == Gone("rollout.0", "failed: ServiceFailed: x", Cause.FINAL)
-    failed = replace(failed, error_kinds=("ServiceFailed",))
-    assert event_of("rollout.0", failed) == Gone("rollout.0", "failed: ServiceFailed: x", Cause.ERROR)
 
 
 def test_too_many_deaths_end_the_run_with_a_reason_that_names_the_service(run: Run) -> None:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from asyncrl.config.tree import Config
 from asyncrl.metrics.metric import Row
 
 GROW_AT = 0.2
@@ -203,3 +204,11 @@ def _idle(steps: Sequence[_Step]) -> float:
     waits = sorted(step.wait_s for step in steps)
     total_s = sum(step.step_s for step in steps) - waits[-1]
     return sum(waits[:-1]) / total_s if total_s > 0 else 0.0
+
+
+def autoscaler_of(config: Config) -> Autoscaler | None:
+    """Return the autoscaler of a run that is given a range of replicas."""
+    replicas = config.rollout.replicas
+    if replicas.min == replicas.max:
+        return None
+    return Autoscaler(replicas.min, replicas.max, config.staleness.max_lag)
