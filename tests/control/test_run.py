@@ -257,7 +257,7 @@ def test_a_file_that_died_with_the_machine_is_as_if_it_was_never_written(tmp_pat
     folder = RunDir(tmp_path / "again")
     folder.path.mkdir()
     folder.live.write_text(text)
-    assert attach(folder) is None and run._earlier_lives(folder) == []
+    assert attach(folder) is None and run._earlier_lives(folder) == ()
     with pytest.raises(NotRunning):
         find_live_folder(str(tmp_path), None)
 
