@@ -100,7 +100,7 @@ def await_state(launcher: Launcher, name: str, *states: str) -> ServiceStatus:
 
 def test_a_service_is_started_asked_told_and_stopped(launcher: Launcher, tmp_path: Path) -> None:
     launcher.start(make_spec(tmp_path, "a.0"))
-    assert await_state(launcher, "a.0", "READY").failure == RUN_ID
+    assert await_state(launcher, "a.0", "READY").failure == "a.0"
     assert launcher.command("a.0", Tighten(1), 5.0) == Bound(1)
     assert launcher.stop(["a.0"], 5.0) == {"a.0"}
     await_state(launcher, "a.0", "ENDED")

@@ -30,8 +30,8 @@ class TrivialService:
                 raise ValueError("boom as asked")
 
     def status(self) -> ServiceStatus:
-        """Tell the mark of its run where any service may tell something."""
-        return ServiceStatus(state=ServiceState.READY, failure=os.environ.get("ASYNCRL_RUN_ID", ""))
+        """Tell its name where any service may tell something."""
+        return ServiceStatus(state=ServiceState.READY, failure=self._name)
 
     def command(self, command: AnyCommand) -> Message:
         """Fail for `Promote`, die for `RetireReplica`; give any other bound back."""

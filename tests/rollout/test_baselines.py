@@ -145,4 +145,4 @@ def test_an_evaluation_is_not_shaped(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_no_metric_of_shaping_is_there_without_it():
-    assert not [name for name in Meter().update(0.0, {}) if name.startswith("rollout/")]
+    assert not [name for name in Meter().update(0.0, Statuses()) if name.startswith("rollout/")]

@@ -171,7 +171,7 @@ def test_a_group_that_no_agent_opened_goes_back_and_counts_as_no_attempt(stage: 
     runner, count = stage.replica._parts.runner, stage.replica.status
     run, runner.run = runner.run, wait_for_agents  # type: ignore[method-assign]
     stage.serve_first_version()
-    wait_for(lambda: count()["counters"].get("groups_unopened", 0) > 20, "many groups without agents")
+    wait_for(lambda: count().counters.get("groups_unopened", 0) > 20, "many groups without agents")
     runner.run = run  # type: ignore[method-assign]
     assert stage.learner.reserve(0, WAIT_S) is not None
     assert set(stage.census().reissues) == {"released"}

@@ -117,9 +117,9 @@ def test_where_none_was_ever_scored_fewer_answers_are_enough():
 def test_failures_are_told_until_an_answer_is_scored_and_a_reason_once():
     reward = total_of(score_or_refuse)
     ask(reward, "good", "bad", "bad")
-    assert [one["count"] for one in reward.obstacles()] == [2]
+    assert [one.count for one in reward.obstacles()] == [2]
     ask(reward, "good")
-    assert reward.obstacles() == []
+    assert reward.obstacles() == ()
     rate = ErrorRate(0.2)
     for row in range(FIRST_ANSWERS):
         rate.add_failed(RewardError(f"took longer than 30 s (row {row})"))
@@ -146,7 +146,7 @@ def test_a_trial_tells_at_once_of_a_part_that_fails_on_a_ground_truth_and_counts
         assert told.reason.startswith("tried on a ground truth: the reward 'bad' raised KeyError: 'answer'")
         assert reward.status().errors == {} and reward.status().parts["good"] == (0, 0.0)
         reward.note_scored(Score(1.0))
-        assert reward.obstacles() == []
+        assert reward.obstacles() == ()
         await reward.close()
 
     asyncio.run(work())
