@@ -116,8 +116,7 @@ class BufferStatus(ServiceStatus, frozen=True, kw_only=True):
 
     Attributes:
         issued, trained, dropped, pending, prompts_drawn, given_up, open, residue: See `Census`.
-        stored_groups, stored_tokens: Complete groups that wait to be trained.
-        memory_bytes: Of payloads. promised_bytes: And of what was leased.
+        stored_groups: Complete groups that wait to be trained. memory_bytes: Of payloads.
         leases: Groups that each replica holds.
         reissues: Tickets that were issued again, by cause.
         checkpoints: Steps. evaluations: The newest; `evaluations_pending` more are ordered.
@@ -135,9 +134,7 @@ class BufferStatus(ServiceStatus, frozen=True, kw_only=True):
     open: int
     residue: int
     stored_groups: int
-    stored_tokens: int
     memory_bytes: int
-    promised_bytes: int
     steps_trained: int
     num_prompts: int
     lineage: int
@@ -200,11 +197,10 @@ class ShapingStatus(Message, frozen=True):
 
 
 class GatewayStatus(Message, frozen=True):
-    """Where agents reach a gateway, its sessions, and how often a sampling parameter was replaced."""
+    """Where agents reach a gateway, open sessions, counts, and how often a parameter was replaced."""
 
     url: str
     sessions: int = 0
-    sessions_waiting: int = 0
     sessions_counted: Mapping[str, int] = {}
     overridden: Mapping[str, int] = {}
 
@@ -234,7 +230,7 @@ class ReplicaStatus(ServiceStatus, frozen=True, kw_only=True):
 # --- the learner ------------------------------------------------------------------------------------
 
 
-class Found(Message, frozen=True):
+class GuardFinding(Message, frozen=True):
     """What the guard found at a step, the `number`-th thing of this life of the learner."""
 
     number: int
@@ -259,7 +255,7 @@ class LearnerStatus(ServiceStatus, frozen=True, kw_only=True):
     paused: bool
     torn: tuple[str, ...]
     checkpointed_step: int
-    findings: tuple[Found, ...]
+    findings: tuple[GuardFinding, ...]
 
     @property
     def has_trained(self) -> bool:
@@ -344,7 +340,7 @@ class ReceiverStatus(ServiceStatus, frozen=True, kw_only=True):
     Attributes:
         version, staged, committed: Numbers of the version that the engine serves, of the newest verified
             copy, and of the one that it may load; 0 for none.
-        receiving, transfers: Rounds that it takes part in, and transfers that run.
+        transfers: That run.
     """
 
     address: str
@@ -353,7 +349,6 @@ class ReceiverStatus(ServiceStatus, frozen=True, kw_only=True):
     committed: int = 0
     pinned: bool = False
     fenced: bool = False
-    receiving: int = 0
     transfers: int = 0
     longest_transfer_s: float = 0.0
     counters: Mapping[str, int] = {}
@@ -449,7 +444,7 @@ KINDS: Mapping[str, type[ServiceStatus]] = {
 }
 
 
-class _Letter(Message, frozen=True, array_like=True):
+class _Envelope(Message, frozen=True, array_like=True):
     """`is_told`: the service itself has spoken, so that the status is of its kind."""
 
     is_told: bool
@@ -460,13 +455,13 @@ def pack_status(status: ServiceStatus) -> bytes:
     """Return a status as bytes, see `read_status`."""
     is_told = type(status) is not ServiceStatus
     try:
-        return _pack_letter(is_told, status)
+        return _pack_envelope(is_told, status)
     except UnicodeEncodeError:  # a file name, or what a library has said, may hold half of a character
-        return _pack_letter(is_told, _whole(msgspec.to_builtins(status)))
+        return _pack_envelope(is_told, _whole(msgspec.to_builtins(status)))
 
 
-def _pack_letter(is_told: bool, status: object) -> bytes:
-    return msgspec.msgpack.encode(_Letter(is_told, msgspec.Raw(msgspec.msgpack.encode(status))))
+def _pack_envelope(is_told: bool, status: object) -> bytes:
+    return msgspec.msgpack.encode(_Envelope(is_told, msgspec.Raw(msgspec.msgpack.encode(status))))
 
 
 def _whole(value: object) -> object:
@@ -485,8 +480,8 @@ def read_status(kind: str, data: bytes) -> ServiceStatus:
         WireError: The bytes are none: of another kind, damaged, or of another version of asyncrl.
     """
     try:
-        letter = msgspec.msgpack.decode(data, type=_Letter)
-        form = KINDS.get(kind, ServiceStatus) if letter.is_told else ServiceStatus
-        return msgspec.msgpack.decode(letter.status, type=form)
+        envelope = msgspec.msgpack.decode(data, type=_Envelope)
+        form = KINDS.get(kind, ServiceStatus) if envelope.is_told else ServiceStatus
+        return msgspec.msgpack.decode(envelope.status, type=form)
     except (msgspec.MsgspecError, TypeError, RecursionError) as error:
         raise WireError(f"what it sent is no status of a {kind}: {error}") from None

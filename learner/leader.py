@@ -20,7 +20,7 @@ from asyncrl.errors import CheckpointError, ConfigError, DeadlineExceeded, Ledge
 from asyncrl.faults import fault_point
 from asyncrl.obstacle import Cause, FailureStreak
 from asyncrl.runtime import Event, Runtime
-from asyncrl.service_status import Found
+from asyncrl.service_status import GuardFinding
 from asyncrl.threads import ThreadRuntime
 from learner.checkpoint import CheckpointStore, Commit
 from learner.checkpoint.store import Cut
@@ -159,7 +159,7 @@ class Leader:
         return min(commit.step for commit in self._commits) if is_full else 0
 
     @property
-    def findings(self) -> tuple[Found, ...]:
+    def findings(self) -> tuple[GuardFinding, ...]:
         """What the guard has found; see `Watch.findings`. May be asked from other threads."""
         return self._watch.findings
 

@@ -443,7 +443,6 @@ class ReceiverService:
             committed=self._shelf.committed_number,
             pinned=self._pin.is_held,
             fenced=self._liaison.is_fenced,
-            receiving=len(self._incoming),
             transfers=len(self._transfer_starts),
             longest_transfer_s=self._longest_s(),
             counters=self.counters + self._liaison.counters + self._server.tell_counters(),

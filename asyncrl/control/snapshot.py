@@ -19,7 +19,10 @@ from asyncrl.obstacle import Obstacle
 from asyncrl.service_status import (
     AnyJournalStatus,
     BufferStatus,
+    CoordinatorStatus,
     PendingTickets,
+    PublisherStatus,
+    ReceiverStatus,
     ReplicaStatus,
     ServiceStatus,
 )
@@ -194,14 +197,19 @@ def _without_empty_stage(service: object) -> object:
     return {name: value for name, value in service.items() if name != "stage"}
 
 
+VERSIONED = (ReplicaStatus, ReceiverStatus, CoordinatorStatus, PublisherStatus)
+SERVERS = (BufferStatus, ReceiverStatus, CoordinatorStatus, PublisherStatus)
+"""Services that say where they listen."""
+
+
 def view_service(status: ServiceStatus, facts: ServiceFacts) -> ServiceView:
     """Return a service as a snapshot tells of it."""
     replica = status if isinstance(status, ReplicaStatus) else None
     return ServiceView(
         state=status.state,
-        version=getattr(status, "version", None),
+        version=status.version if isinstance(status, VERSIONED) else None,
         pid=status.pid,
-        address=getattr(status, "address", None),
+        address=status.address if isinstance(status, SERVERS) else None,
         gateway=replica.gateway.url if replica and replica.gateway else None,
         node=status.node,
         trajectories=replica.engine.trajectories if replica and replica.engine else None,

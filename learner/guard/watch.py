@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 
 from asyncrl.config.tree import GuardSection
-from asyncrl.service_status import Found
+from asyncrl.service_status import GuardFinding
 from learner.guard.explanations import describe, explain, summarise
 from learner.guard.guard import Action, Guard, Limits, UnstableTraining, Verdict
 from learner.orders import Adjust
@@ -32,12 +32,12 @@ class Watch:
         self._guard = Guard(section, dtype)
         self._verdict = Verdict(Action.NONE)
         self._logged: dict[str, int] = {}
-        self._told: deque[Found] = deque(maxlen=KEPT_FINDINGS)
+        self._told: deque[GuardFinding] = deque(maxlen=KEPT_FINDINGS)
         self._num_told = 0
         self.rolled_back_to = NEVER
 
     @property
-    def findings(self) -> tuple[Found, ...]:
+    def findings(self) -> tuple[GuardFinding, ...]:
         """The newest findings that were logged."""
         return tuple(self._told)
 
@@ -155,7 +155,7 @@ class Watch:
             self._logged[finding.kind] = step
             self._num_told += 1
             text = f"step {step}: {summarise(finding)}"
-            self._told.append(Found(self._num_told, step, finding.kind, text))
+            self._told.append(GuardFinding(self._num_told, step, finding.kind, text))
         if num_refused:
             log.warning("guard, step %d: %d updates were not applied", step, num_refused)
         if self._verdict.action not in (Action.NONE, Action.WARN):

@@ -327,11 +327,10 @@ class Desk:
         return math.ceil(len(self._waiting) / self.rules.group_size)
 
     def status(self, url: str) -> GatewayStatus:
-        """Return how many sessions are open or wait, the counters, and how often a parameter was replaced."""
+        """Return how many sessions are open, counts, and how often a parameter was replaced."""
         return GatewayStatus(
             url=url,
             sessions=len(self._sessions),
-            sessions_waiting=len(self._waiting),
             sessions_counted=dict(self.counters),
             overridden=dict(self.overridden),
         )

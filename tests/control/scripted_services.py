@@ -24,7 +24,7 @@ from asyncrl.service_command import (
     WriteCheckpoint,
     unknown_command,
 )
-from asyncrl.service_status import Found, RedisJournalStatus, ServiceStatus
+from asyncrl.service_status import GuardFinding, RedisJournalStatus, ServiceStatus
 from asyncrl.states import ServiceState
 from tests.statuses import status_of
 
@@ -96,7 +96,7 @@ class WarnedLearner(ScriptedLearner):
 
     def status(self) -> ServiceStatus:
         texts = [f"step {step}: large_steps: actor/step_kl is 0.3" for step in range(min(2, len(self.rows)))]
-        findings = [Found(step + 1, step, "large_steps", text) for step, text in enumerate(texts)]
+        findings = [GuardFinding(step + 1, step, "large_steps", text) for step, text in enumerate(texts)]
         return replace(super().status(), findings=tuple(findings))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from test_repair import Run
 
+from asyncrl import service_command
 from asyncrl.control.plan import machine
 from asyncrl.control.process_limit import RECENT_S, RefusedProcesses, find_limit
 from asyncrl.control.record.events import load_events
@@ -103,7 +104,7 @@ def test_a_pulse_in_which_no_thread_can_be_started_asks_for_rows_in_the_next(
 ) -> None:
     class Rows:
         def command(self, *_: object) -> dict[str, object]:
-            return {"first": 0, "rows": []}
+            return service_command.Rows(0, ())
 
     def refuse(_: object) -> None:
         raise RuntimeError("can't start new thread")

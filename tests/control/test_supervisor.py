@@ -14,7 +14,7 @@ from scripted_services import REPLACE, ROW
 from thread_launcher import ThreadLauncher
 
 from asyncrl.config.tree import Config
-from asyncrl.control.api import operations as api
+from asyncrl.control.api import operations
 from asyncrl.control.api.routes import operation_routes
 from asyncrl.control.api.server import ControlApi, Text
 from asyncrl.control.fleet.autoscaler import Autoscaler, Decision, Pacing
@@ -147,7 +147,7 @@ class EagerAutoscaler(Autoscaler):
 def test_the_autoscaler_is_refused_what_an_operator_would_be_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.control.supervisor.Autoscaler", EagerAutoscaler)
+    monkeypatch.setattr("asyncrl.control.fleet.autoscaler.Autoscaler", EagerAutoscaler)
     monkeypatch.setattr(EagerAutoscaler, "num_decisions", 0)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     (tmp_path / "logs").mkdir()
@@ -216,7 +216,7 @@ def test_an_open_page_sees_how_the_run_ended_before_the_head_ends_it(tmp_path: P
     request = urllib.request.Request(f"{api.url}/events", headers={"Authorization": "Bearer key"})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as stream:
         assert b"retry" in stream.readline()
-        supervisor.perform(api.Stop())
+        supervisor.perform(operations.Stop())
         told = stream.read().decode()
         was_read.set()
     thread.join(10.0)
@@ -230,7 +230,7 @@ def test_a_stop_ends_every_service_and_says_stopped(tmp_path: Path) -> None:
     supervisor, launcher = make_supervisor(tmp_path, steps=10**6)
     thread, _ = start(supervisor)
     wait_for(lambda: told_by(supervisor)["state"] == "running")
-    supervisor.perform(api.Stop())
+    supervisor.perform(operations.Stop())
     thread.join(10.0)
     assert not thread.is_alive()
     outcome = read_json(RunDir(tmp_path).outcome)
@@ -261,7 +261,7 @@ def test_a_leavers_process_is_ended_only_after_it_has_drained(tmp_path: Path) ->
     supervisor, launcher = make_supervisor(tmp_path, steps=10**6, replace=replace)
     thread, stop = start(supervisor)
     wait_for(lambda: told_by(supervisor)["state"] == "running")
-    supervisor.perform(api.Scale(1))
+    supervisor.perform(operations.Scale(1))
     time.sleep(3 * PULSE_S)
     assert launcher.killed == []
     (tmp_path / "may-leave").touch()
@@ -276,7 +276,7 @@ def test_a_checkpoint_that_a_learner_died_over_is_asked_of_the_next_one(tmp_path
     supervisor, launcher = make_supervisor(tmp_path, steps=6, replace={**REPLACE, **learner})
     thread, stop = start(supervisor)
     wait_for(lambda: told_by(supervisor)["step"] == 5)
-    supervisor.perform(api.WriteCheckpoint())
+    supervisor.perform(operations.WriteCheckpoint())
     launcher.gone.add("learner.0")
     wait_for(lambda: "1:" in (tmp_path / "asked").read_text())
     stop.set()
@@ -293,7 +293,7 @@ def test_more_replicas_than_the_machine_has_room_for_are_refused(
     wait_for(lambda: told_by(supervisor)["state"] == "running")
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     with pytest.raises(Refused, match=r"ask for 3\.5 CPUs, this machine has 2"):
-        supervisor.perform(api.Scale(10))
+        supervisor.perform(operations.Scale(10))
     assert told_by(supervisor)["state"] == "running"
     stop.set()
     thread.join(10.0)
@@ -367,7 +367,7 @@ def test_a_leaver_that_hangs_in_its_drain_is_ended_and_the_run_goes_on(tmp_path:
     )
     thread, stop = start(supervisor)
     wait_for(lambda: told_by(supervisor)["state"] == "running")
-    supervisor.perform(api.Scale(1))
+    supervisor.perform(operations.Scale(1))
     wait_for(lambda: "rollout.1" in launcher.killed)
     assert told_by(supervisor)["state"] == "running"
     stop.set()

@@ -77,7 +77,11 @@ def summarise(
         "max_lag": config.staleness.max_lag,
         "masked_share": masked_tokens / max(1, masked_tokens + trained_tokens),
         "ledger_residue": buffer.residue if buffer is not None else None,
-        "ledger": {key: getattr(buffer, key, None) for key in ("issued", "trained", "dropped")},
+        "ledger": {
+            "issued": buffer.issued if buffer is not None else None,
+            "trained": buffer.trained if buffer is not None else None,
+            "dropped": buffer.dropped if buffer is not None else None,
+        },
         "learner_tokens_per_s": _ratio(_sum(later["perf/total_num_tokens"]), train_s),
         "learner_idle_share": _ratio(_sum(later["timing_s/wait"]), train_s),
         "rollout_tokens_per_s": _ratio(

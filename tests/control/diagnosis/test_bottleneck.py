@@ -21,6 +21,8 @@ UP = {
     "rollout.1": {"state": "READY", "step": 6, "in_flight_groups": 4, "in_flight_requests": 8},
 }
 
+CORE = ("buffer.0", "learner.0")
+
 
 def up(**changes: dict[str, Any]) -> Statuses:
     """The services, all well, but for `changes` (`rollout_0={...}`)."""
@@ -126,7 +128,11 @@ def test_idle_shares_and_what_is_in_flight_name_the_bottleneck(
             "rollout",
             "rollout.0 DEAD, rollout.1 STARTING",
         ),
-        ({name: UP[name] for name in ("buffer.0", "learner.0")}, "rollout", "no rollout replicas"),
+        (
+            statuses_of({name: UP[name] for name in ("buffer.0", "learner.0")}),
+            "rollout",
+            "no rollout replicas",
+        ),
     ],
 )
 def test_what_stops_everything_is_told_before_any_share(statuses: Statuses, who: str, said: str) -> None:
