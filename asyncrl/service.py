@@ -1,4 +1,4 @@
-"""What the control plane knows of a service: how it is built, watched, told and stopped."""
+"""Interface between the control plane and a service: construction, status, notification, stop."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a checkpoint costs training: the stall, the write beside it, the load.
+"""Cost of a checkpoint to training: the stall, the write beside it, the load.
 
     asyncrl bench checkpoints [--layers 8] [--hidden 512] [--quick] [--json FILE] [--check]
 
-The target: training stands still for at most half of what a checkpoint takes in all. One process, a
+The target: training stands still for at most half of a checkpoint's total time. One process, a
 randomly initialised model, AdamW state in float32, the best of three of each.
 """
 

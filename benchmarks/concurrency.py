@@ -1,15 +1,15 @@
-"""When a replica should take another group: fixed rules against a controller that adapts.
+"""Admission of groups by a replica, simulated: fixed rules against a controller that adapts.
 
     python -m benchmarks.concurrency --check
 
 A model of vLLM's scheduler, not vLLM (that is `benchmarks.concurrency_vllm`): requests in order of arrival,
-a batch limit, a KV cache of blocks, and where a block is wanted and none is free the youngest running request
-loses its own and is computed anew. Three rules: a fixed number of groups in flight; `full batch`, which a
-replica has: whenever the unfinished requests leave room for a group beside a batch and a quarter; and a
-controller that sees what an engine tells (requests waiting, use of the KV cache, preemptions) and holds one
-group more or fewer. A controller would have to give 95 % of the tokens/s of the best fixed number on every
-mix of lengths, with the same constants; this one does not, and a replica has none. Targets of `full batch`:
-`TARGETS`, by KV cache.
+a batch limit, a KV cache of blocks. Where a block is wanted and none is free, the youngest running request
+loses its own and is computed anew. Three rules: a fixed number of groups in flight; `full batch`, the rule of
+a replica: a further group whenever the unfinished requests leave room for a group beside a batch and a
+quarter; and a controller that sees the engine's figures (requests waiting, use of the KV cache, preemptions)
+and holds one group more or fewer. A controller would have to give 95 % of the tokens/s of the best fixed
+number on every mix of lengths, with the same constants; this one does not, and a replica has none. Targets of
+`full batch`: `TARGETS`, by KV cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When a replica should take another group, measured on vLLM: fixed numbers, its own rule, a controller.
+"""Admission of groups by a replica, measured on vLLM: fixed numbers, its own rule, a controller.
 
     python -m benchmarks.concurrency_vllm --check
 

@@ -1,7 +1,7 @@
-"""How a benchmark's own figures, whatever their shape, become rows.
+"""Rows from a benchmark's own figures, whatever their shape.
 
 Numbers are values and lists of numbers are samples; texts, and the numbers whose names are in
-`CASE_NAMES`, say what was measured. A list of mappings is a row each; other mappings are followed, their
+`CASE_NAMES`, name the measured case. A list of mappings is a row each; other mappings are followed, their
 keys joined by `/`. Nothing else is guessed: a benchmark that knows its rows better makes them itself.
 """
 

@@ -1,12 +1,12 @@
-"""What honest replicas still get through while others attack the buffer's socket.
+"""Throughput of honest replicas while others attack the buffer's socket.
 
 `python -m benchmarks.hostile --check` runs the buffer, one honest replica with its learner, and an
 attacker, each in a process. Windows come in blocks of four, calm, attacked, attacked, calm or the other
 way round, so that a machine that gets slower or faster harms both alike; a block's ratio is that of its
 two sums, and the figure is the median of the blocks, with the interval that holds it in nine of ten runs.
 A full run takes five minutes. A stranger attacks at `RATES`; a holder of a service's key asks, over one
-connection, as fast as it is read, and others may be slower by `MAX_SLOWDOWN`. Attackers are nice:
-one elsewhere would take no share of this processor, only of the buffer's attention.
+connection, as fast as its requests are read, and others may be slower by `MAX_SLOWDOWN`. Attackers are nice:
+an attacker elsewhere would take no share of this processor, only of the buffer's attention.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What benchmarks measure with: randomly initialised models and made-up trajectories."""
+"""Inputs of benchmarks: randomly initialised models and made-up trajectories."""
 
 from __future__ import annotations
 

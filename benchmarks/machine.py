@@ -1,7 +1,7 @@
-"""What a benchmark ran on: the machine's hardware, and the packages' versions.
+"""Description of a benchmark's machine: its hardware, and the packages' versions.
 
-Reads files of Linux and package metadata; imports none of the packages, and never fails: what cannot be
-found out is left out.
+Reads files of Linux and package metadata; imports none of the packages, and never fails: a fact that cannot
+be found is left out.
 """
 
 from __future__ import annotations

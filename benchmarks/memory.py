@@ -1,4 +1,4 @@
-"""What log-probs of a large vocabulary cost in memory: fused and in tiles against full logits.
+"""Memory of log-probs over a large vocabulary: fused and in tiles against full logits.
 
 Forward and backward at a vocabulary of 151,936 entries, each measurement in a process of its own: the
 peak of its resident memory above what it held when the call began. The plain way needs about 25 GB for

@@ -1,4 +1,4 @@
-"""What asynchrony buys: the same work synchronously and at `max_lag` 1, 2, 4, 8, on the same two cores.
+"""Gain of asynchrony: the same work synchronously and at `max_lag` 1, 2, 4, 8, on the same two cores.
 
     asyncrl bench pipeline [--engine scripted|real] [--sigmas 0,1] [--ways colocated,0,4] [--quick] [--check]
 
@@ -6,10 +6,9 @@ Generation has a core of its own and training another one (buffer and publisher 
 baselines are synchronous: `max_lag` 0, each side on its core and idle in turn, and `colocated`, both sides on
 both cores in turn. All cases of an engine and skew train the same number of rows of the same distribution of
 lengths: fixed, or log-normal with the same mean. Speed-ups compare tokens per second, so that a window of
-steps with shorter answers gains nothing; the one that is judged counts trained tokens only, not masked ones.
-
-Scripted: engine and model sleep at stated rates. What lacks to the closed form is the price of the bound,
-which is played through (`pipeline_parts/bounded.py`), and the system's own loss, which is judged.
+steps with shorter answers gains nothing; the judged speed-up counts trained tokens only, not masked ones.
+Scripted: engine and model sleep at stated rates. The gap to the closed form has two parts: the price of the
+bound, simulated in `pipeline_parts/bounded.py`, and the system's own loss, which is judged.
 Real: vLLM and Megatron-core; g, t and s are those of the very run that is judged, under its contention.
 
 A case that failed leaves the others: it is named, and the exit code is 1. A full run takes about 25 minutes;

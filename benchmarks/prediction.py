@@ -1,9 +1,10 @@
-"""How right the planner is: live runs on this machine against what the simulator said of them.
+"""Accuracy of the planner: live runs on this machine against the simulator's predictions.
 
-Rates are taken in one window of a run (`max_lag` 4, one replica) and predict what that run was never
-measured at: other bounds, two replicas, and, in a second run, groups of another size and answers of another
-skew. The learner is Megatron-core and weight sync real throughout; engines are scripted (they sleep), and,
-without `--quick`, vLLM with one replica. Every window is of the live system, nothing in it is simulated.
+Rates are taken in one window of a run (`max_lag` 4, one replica). From them the planner predicts settings
+that were not measured in that run: other bounds, two replicas, and, in a second run, groups of another size
+and answers of another skew. The learner is Megatron-core and weight sync real throughout; engines are
+scripted (they sleep), and, without `--quick`, vLLM with one replica. Every window is of the live system,
+nothing in it is simulated.
 
 Besides, without `--quick`, the planner's own speed: an hour of 1,024 replicas, in processor time.
 """

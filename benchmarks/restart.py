@@ -1,4 +1,4 @@
-"""How soon the buffer serves again after `kill -9`, with 10,000 groups in its journal.
+"""Restart time of the buffer after `kill -9`, with 10,000 groups in its journal.
 
     asyncrl bench restart [--quick] [--json FILE] [--check]
 

@@ -1,11 +1,11 @@
-"""What a replica adds to vLLM: its whole path against a bare AsyncLLM, on the same prompts, in turns.
+"""Overhead of a replica over vLLM: its whole path against a bare AsyncLLM, on the same prompts, in turns.
 
 Ours is a replica as a run has it: leases from a buffer in another process, groups, rewards, pushes into a
 file journal, over encrypted sockets, with weights that came by weight sync. Bare is an AsyncLLM with requests
 in and outputs out. Both keep the same number of requests in flight, with the same lengths, seeds and
 log-probs. Only one of them runs at a time: the other's engine core is stopped where it is, so that no turn
-begins empty. Replicas whose episodes have four short turns, and whose gateway serves agents of another
-process, are measured beside it.
+begins empty. Replicas whose episodes have four short turns, and replicas whose gateway serves agents of
+another process, are measured beside it.
 """
 
 from __future__ import annotations

@@ -1,25 +1,21 @@
-"""How far it scales: one, two and three live replicas, and what a trajectory costs the control plane.
+"""Scaling of a run: one, two and three live replicas, and the control plane's cost per trajectory.
 
     asyncrl bench scale [--only live,virtual,sockets,sync,saturation] [--quick] [--check] [--json FILE]
 
 live: one run of `asyncrl up` goes from 1 to 2 to 3 replicas through `scale`, with scripted engines (200
 tokens a second per request, so that two cores are no limit) and with vLLM (where on two cores a second
 engine adds little).
-
 virtual: 8 to 4,096 replicas at the token rate of a GPU (2,500/s each, groups of 16 answers of 4,096 tokens, a
 step of one group per replica) against the real desk, store and ledger, in virtual time: processor time per
-trajectory of every request, and how many calls of functions that is, which no cache changes. Once the learner
-is the slower side, so that replicas wait for leases, once the faster. No fleet may cost more than 1.2 times
-what the smallest costs.
-
+trajectory of every request, and the number of function calls, which no cache changes. The learner is once
+the slower side, so that replicas wait for leases, once the faster. No fleet may cost more than 1.2 times the
+cost of the smallest.
 sockets: 8, 64 and 512 replicas with connections of their own, played by two processes, against the buffer's
 process: its processor time per trajectory at one and the same rate, over at least 20 steps of the learner.
-
-sync: what the coordinator of weight sync computes per member and version, when receivers do at once what they
-are told. A replica trains one group per version, so a sixteenth of it belongs to a trajectory: it is judged
-together with what the buffer computes.
-
-saturation: the buffer's process with as much as it takes; one core of it is full at `per_cpu_s`.
+sync: computation of weight sync's coordinator per member and version, with receivers that obey at once. A
+replica trains one group per version, so a sixteenth of the computation belongs to a trajectory: it is judged
+together with the buffer's computation.
+saturation: the buffer's process at its highest load; one core of it is full at `per_cpu_s`.
 
 All of it takes about 9 minutes, `--quick` (scripted, 1 to 2 replicas; smaller fleets) under a minute.
 """

@@ -1,8 +1,8 @@
-"""What each staleness policy costs: the real ledger in a queueing model, beside published rules.
+"""Cost of each staleness policy: the real ledger in a queueing model, beside published rules.
 
 Log-normal lengths (sigma 0.5, 1.2, 1.8) x `max_lag` (1, 2, 4, 8) x slots for 1.5 and 3 batches in flight x
 our `mask`, `drop`, `wait` and the rules of AReaL, prime-rl and verl V1's `wait`, over the same lengths.
-`--quick` takes sigma 1.2 and `max_lag` 4 and 8. What each word means: `asyncrl.sim.studies.tally`.
+`--quick` takes sigma 1.2 and `max_lag` 4 and 8. Definitions of the words: `asyncrl.sim.studies.tally`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lag does to learning, and what each correction saves: a grid of exact lags and methods.
+"""Effect of lag on learning, and of each correction: a grid of exact lags and methods.
 
 Lags {0, 1, 4, 16, 64} x {none, naive PPO, decoupled, token TIS, CISPO, GSPO} x 3 seeds on the demo's
 task (sort three to five digits), in one process, with the project's objective, batches and Megatron

@@ -1,4 +1,4 @@
-"""What a weight sync costs, beside what its bytes cost anyway.
+"""Cost of a weight sync, beside the cost of sending its bytes alone.
 
 Real services on loopback: a coordinator, a publisher, 1, 2 and 4 receivers, a learner's process that
 publishes; then receivers that join late. In turns with each sync, in the same run: bare gloo broadcasts

@@ -1,4 +1,4 @@
-"""What differences between versions cost and save, and how much of the weights really changes in a step.
+"""Cost and saving of differences between versions, and the share of the weights that changes in a step.
 
     python -m benchmarks.weight_sync_delta [--quick] [--json FILE] [--check] [--through-up]
 

@@ -1,8 +1,8 @@
-"""How long a learner stands still to publish, against a plain copy of the same bytes in the same run.
+"""Stall of a learner that publishes, against a plain copy of the same bytes in the same run.
 
     python -m benchmarks.weight_sync_publish [--quick] [--json FILE] [--check]
 
-`tensors`: a learner whose tensors are ready. `tp 1`, `tp 2`, ...: learners of so many ranks, of which each
+`tensors`: a learner whose tensors are ready. `tp 1`, `tp 2`, ...: learners of so many ranks, each of which
 writes its own parts of the tensors into the segment. `tp 2, gathered`: as with ranks on several hosts:
 shares are gathered over gloo, and rank 0 writes. The plain copy, by rank 0 alone, goes into shared memory
 of the same kind, whose pages are touched, as the publish does; both take turns.

@@ -32,7 +32,7 @@ ValueLossFn = Callable[[torch.Tensor, PackedBatch], tuple[torch.Tensor, Mapping[
 
 @dataclass(frozen=True)
 class Placement:
-    """Where this rank stands. `rendezvous` is "host:port"; one rank alone needs none."""
+    """Place of this rank. `rendezvous` is "host:port"; one rank alone needs none."""
 
     rank: int = 0
     world_size: int = 1
@@ -41,19 +41,19 @@ class Placement:
 
 
 class ModelBackend(Protocol):
-    """What every model of a learner rank offers, whatever it puts out."""
+    """Interface of every model of a learner rank, whatever it outputs."""
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the batch this rank trains."""
+        """Index of the share of the batch that this rank trains."""
 
     @property
     def dp_size(self) -> int:
-        """Into how many shares the batch is cut."""
+        """Number of shares into which the batch is cut."""
 
     @property
     def num_copies(self) -> int:
-        """How many ranks train one share together: what each counts of it is counted so many times."""
+        """Number of ranks that train one share together: each count of that share is multiplied by it."""
 
     @property
     def num_updates(self) -> int:

@@ -41,7 +41,7 @@ Kept = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class _Plan:
-    """How one call is cut. `num_real` of this rank's V entries, from `first_entry` on, are no padding."""
+    """Partition of one call. `num_real` of this rank's V entries, from `first_entry` on, are no padding."""
 
     scale: float
     group: dist.ProcessGroup | None

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Where a step's groups come from."""
+    """Source of a step's groups."""
 
     def fetch(self, token: int, tickets: Sequence[int]) -> list[Group]:
         """Return the groups of `tickets`, under the leader's fencing token."""

@@ -160,7 +160,7 @@ class Leader:
 
     @property
     def findings(self) -> tuple[GuardFinding, ...]:
-        """What the guard has found; see `Watch.findings`. May be asked from other threads."""
+        """Findings of the guard; see `Watch.findings`. May be asked from other threads."""
         return self._watch.findings
 
     def judge(self, step: int, metrics: Mapping[str, float], num_refused: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What the leader tells every rank to do, one order at a time (pure).
+"""Orders of the leader to every rank, one at a time (pure).
 
 The learner has one controller for its data flow: rank 0 decides, all ranks perform. An order is a
 few plain values; trajectories never travel with it, each rank fetches its own by ticket id.

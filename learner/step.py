@@ -39,7 +39,7 @@ from learner.report import (
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one rank's step gave.
+    """Result of one rank's step.
 
     Attributes:
         metrics: Of this rank's share, and `weight` to average them with.
@@ -59,7 +59,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank trains of a batch, or of a part of it.
+    """Share of a batch, or of a part of it, that one rank trains.
 
     Attributes:
         shards: Tickets of every data-parallel rank.

@@ -34,7 +34,7 @@ KL_IS_OFF = "the KL controller is fixed and its coefficient 0 from here on: noth
 
 @dataclass(frozen=True)
 class Trained:
-    """What a step gave, the same on every rank.
+    """Result of a step, the same on every rank.
 
     Attributes:
         metrics: Of the whole step, without times.

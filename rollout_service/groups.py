@@ -30,7 +30,7 @@ from rollout_service.lengths import Lengths
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """How a group is sampled.
+    """Sampling of a group.
 
     Attributes:
         lengths: Forces response lengths.

@@ -1,6 +1,6 @@
-"""What a replica is built of, and how much of each it may hold.
+"""Parts of a replica, and the limits of each.
 
-Owns no behaviour. Invariant: what a replica needs of others stands here as one struct.
+Owns no behaviour. Invariant: everything that a replica needs of others stands here as one struct.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WeightLink(Protocol):
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """How much a replica holds at once, and how it keeps it.
+    """Limits of a replica, and the handling of its leases.
 
     Attributes:
         max_groups: Groups in flight with all of their samples; samples that have ended make room.
@@ -57,7 +57,7 @@ class ReplicaSettings:
 
 @dataclass(frozen=True)
 class ReplicaParts:
-    """What a replica is built of; made in `run`, because loading takes time."""
+    """Parts of a replica; made in `run`, because loading takes time."""
 
     engine: MeteredEngine
     buffer: ReplicaClient

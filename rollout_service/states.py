@@ -1,4 +1,4 @@
-"""Where a replica stands, and what its engine waits for while it has no request (pure)."""
+"""States of a replica, and the causes for which its engine has no request (pure)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ START = "start"
 
 
 class State(StrEnum):
-    """Where a replica stands."""
+    """State of a replica."""
 
     STARTING = "STARTING"
     SYNCING = "SYNCING"

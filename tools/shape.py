@@ -1,12 +1,14 @@
-"""Prints the shape of the code and fails on what has outgrown it (standard library only).
+"""Shape check of the code: prints its figures and fails on each exceeded limit (standard library only).
 
 `python tools/shape.py FOLDER...` counts lines of functions and files, files per folder, and how
-deep control flow is nested inside a function. Files under a folder `tests` may be longer.
+deep control flow is nested inside a function. Files under a folder `tests` may be longer. A module
+docstring must not begin with a question word.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,8 +20,10 @@ MAX_FILE_LINES = 500
 MAX_TEST_FILE_LINES = 600
 MAX_NESTING = 3
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc"}
+QUESTION_WORDS = {"what", "who", "how", "when", "where", "why", "which", "whether"}
+"""First words of a module docstring that asks a question where it should say what the module is."""
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.TryStar, ast.Match)
-"""What nests. `with` does not: it scopes, it does not branch."""
+"""Statements that nest. `with` does not: it scopes, it does not branch."""
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
@@ -35,11 +39,12 @@ class Function:
 
 @dataclass(frozen=True)
 class File:
-    """One file and its functions."""
+    """One file, its functions and the first word of its docstring."""
 
     path: Path
     num_lines: int
     functions: tuple[Function, ...]
+    first_word: str = ""
 
     @property
     def is_test(self) -> bool:
@@ -49,12 +54,14 @@ class File:
 def measure_file(path: Path) -> File:
     """Return the shape of the Python file `path`."""
     text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
     functions = tuple(
         Function(f"{path}:{node.lineno}", node.name, node.end_lineno - node.lineno + 1, nesting_of(node.body))
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
     )
-    return File(path, len(text.splitlines()), functions)
+    docstring = re.match(r"\w+", ast.get_docstring(tree) or "")
+    return File(path, len(text.splitlines()), functions, docstring.group() if docstring else "")
 
 
 def nesting_of(body: Sequence[ast.AST]) -> int:
@@ -80,6 +87,8 @@ def violations(file: File) -> Iterator[str]:
         yield f"{file.path}: {file.num_lines} lines, at most {limit}"
     if file.path.stem in FORBIDDEN_NAMES:
         yield f"{file.path}: '{file.path.stem}' says nothing; name the noun that the module owns"
+    if file.first_word.lower() in QUESTION_WORDS:
+        yield f"{file.path}: its docstring begins with '{file.first_word}': begin with what the module is"
     for function in file.functions:
         name = f"{function.where}: {function.name}"
         if function.num_lines > MAX_FUNCTION_LINES:

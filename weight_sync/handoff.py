@@ -49,7 +49,7 @@ START_DEADLINE_S = 120.0
 
 @dataclass(frozen=True)
 class PublishTimes:
-    """Where the seconds of a publish went; the learner stood still for their sum.
+    """Seconds of a publish, by part; the learner stood still for their sum.
 
     Attributes:
         gather_s: Asking for the tensors, and waiting for the other ranks: collectives, and reordering.
@@ -71,7 +71,7 @@ class PublishTimes:
 
 
 class Exporter(Protocol):
-    """What has weights to publish on several ranks. Both methods are collective."""
+    """Owner of weights to publish on several ranks. Both methods are collective."""
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each full tensor, on every rank."""

@@ -50,7 +50,7 @@ class Reset(wire.Instruction, frozen=True):
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a peer says of itself: fields of a `Hello`, and the manifest of what it has."""
+    """Introduction of a peer: fields of a `Hello`, and the manifest of its version."""
 
     args: Mapping[str, Any]
     frames: Sequence[bytes] = ()
@@ -133,7 +133,7 @@ class Liaison:
 
     @property
     def look_at(self) -> float:
-        """When `lost_for_s` is to be asked next: when the coordinator is overdue, and from then on often."""
+        """Next time to ask `lost_for_s`: when the coordinator is overdue, and from then on often."""
         return max(self._look_at, self._heard_at + OVERDUE_POLLS * self._poll_s)
 
     def stop(self) -> None:

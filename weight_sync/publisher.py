@@ -53,7 +53,7 @@ PREPARE_EVERY_S = 0.05
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where receivers meet the publisher, and by which backends."""
+    """Endpoint of the publisher for receivers, and its backends."""
 
     store_host: str
     store_port: int
@@ -62,7 +62,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class _Cargo:
-    """What a transfer sends, and the version that its differences are to, if it may send any."""
+    """Content of a transfer, and the version that its differences are to, if it may send any."""
 
     slot: Slot
     base: Slot | None = None

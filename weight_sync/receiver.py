@@ -56,7 +56,7 @@ OnBucket = Callable[[int, int, torch.Tensor], None]
 """Called with version number, bucket index and the received bytes, before they are verified."""
 PINS = (wire.PIN.name, wire.UNPIN.name)
 REPLICA_OPS = (wire.NEXT_STAGED.name, wire.LOADED.name, wire.DRAIN.name, *PINS)
-"""What a replica asks its receiver; all else is asked by services."""
+"""Operations that a replica may call on its receiver; services call all others."""
 
 
 def ignore_bucket(number: int, index: int, bucket: torch.Tensor) -> None:

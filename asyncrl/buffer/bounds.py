@@ -17,7 +17,7 @@ UNTOLD = 1 << 31
 
 @dataclass(frozen=True)
 class GroupBounds:
-    """What a group may be at most.
+    """Largest sizes of a group.
 
     Attributes:
         prompt_tokens: Of the prompt.

@@ -1,10 +1,10 @@
-"""What replicas and learners call: the buffer's operations with types.
+"""Typed clients of the buffer for replicas and learners.
 
 Every method raises DeadlineExceeded when the buffer does not answer in time, and the buffer's own
 error otherwise. A long poll (`lease`, `reserve`) returns empty-handed after `wait_s`; ask again. A
 call whose answer was lost may be repeated: pushes, `reserve`, `trained` and `checkpointed` count once.
-The learner's client repeats what was lost with its connection, so a buffer that is started again within
-the deadline is a pause and no failure; a replica's caller does that itself.
+`LearnerClient` repeats the calls that were lost with its connection, so a buffer that is started again
+within the deadline is a pause and no failure; the caller of `ReplicaClient` repeats its calls itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MARGIN_S = 5.0
-"""What a long poll's answer may take beyond its wait."""
+"""Time that a long poll's answer may take beyond its wait."""
 REPEAT_PAUSE_S = 0.05
 FETCHED_AT_ONCE = 4
 """Groups per answer: the next ones travel while these are decoded."""

@@ -31,9 +31,9 @@ _MAX_SPANS = 256
 """Versions that one trajectory can see in the worst case that memory is reserved for."""
 CHECK_DEADLINE_S = 1.0
 CONNECT_PATIENCE_S = 5.0
-"""How long the opening waits for a Redis that has just been started, before it says so."""
+"""Time that the opening waits for a Redis that has just been started, before it says so."""
 REDIS_PATIENCE_S = 0.5
-"""How long a turn waits for one; the next turns see whether it answers."""
+"""Time that a turn waits for Redis; the next turns see whether it answers."""
 KEY_FILE = Path("buffer", "redis_key")
 """In a run's folder: its key in Redis, and on a second line the path at which it was last opened."""
 

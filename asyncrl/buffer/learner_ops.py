@@ -1,4 +1,4 @@
-"""What the buffer does for the learner: checks the fencing token, then asks the ledger."""
+"""Operations of the buffer for the learner: each checks the fencing token, then asks the ledger."""
 
 from __future__ import annotations
 

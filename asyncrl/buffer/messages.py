@@ -325,7 +325,7 @@ class Fetch(OfLearner, frozen=True):
 
 
 class Fetched(Message, frozen=True):
-    """How many of the frames each group has, and the tickets whose payloads are lost."""
+    """Number of the frames that belong to each group, and the tickets whose payloads are lost."""
 
     frames_per_group: tuple[int, ...]
     lost: tuple[int, ...] = ()

@@ -79,7 +79,7 @@ class ParkingLot:
 
     @property
     def next_deadline(self) -> float:
-        """When the next wait may be over; infinite while nobody waits."""
+        """Time at which the next wait may be over; infinite while nobody waits."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def remove(self, parked: Parked) -> None:

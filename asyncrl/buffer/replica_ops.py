@@ -1,4 +1,4 @@
-"""What the buffer does for rollout replicas, by asking the ledger."""
+"""Operations of the buffer for rollout replicas, performed by the ledger."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class ReplicaOps:
 
     @property
     def next_silence(self) -> float:
-        """When `expire_silent` may have something to do; infinite while nobody evaluates."""
+        """Time from which `expire_silent` may have work; infinite while nobody evaluates."""
         seen = next(iter(self._last_seen.values()), math.inf)
         return seen + self._ledger.settings.lease_s
 

@@ -60,7 +60,7 @@ STATUS_EVERY_S = 0.5
 MAX_PARKED = 16_384
 """Of a fleet of thousands each may wait, and once more under a newer version."""
 QUIET_OPS = frozenset(one.name for one in (LEASE, FETCH, FETCH_CARRY, STATUS))
-"""What changes nothing that others wait for, but by events: a lease that is refused wakes nobody."""
+"""Operations that never complete a pending request by themselves; their events do."""
 MAX_EVALUATIONS_TOLD = 64
 """The newest: a status must fit into a header, also after thousands of evaluations."""
 MAX_METRICS_TOLD = 4096
@@ -75,7 +75,7 @@ MAX_OUTBOX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What a request gets once the turn is durable: an answer or an error.
+    """Reply to a request once the turn is durable: an answer or an error.
 
     Attributes:
         given_up: From when on nobody waits for it.

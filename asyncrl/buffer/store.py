@@ -20,8 +20,8 @@ from asyncrl.faults import fault_point
 from asyncrl.wire import Frame
 
 SHOWN_DROPPED_BYTES, MAX_SHOWN_DROPPED = 16 << 20, 64
-"""How much of the newest dropped groups the journal keeps, so that one can look at what was dropped: none
-that would keep an old file of it from being deleted."""
+"""Most bytes and number of the newest dropped groups that the journal keeps for inspection: none that would
+keep an old file of it from being deleted."""
 
 
 class ExperienceStore:

@@ -1,6 +1,6 @@
-"""How a watched run is shown: lines where stdout is no terminal, else a panel that is painted in place.
+"""Views of a watched run: lines where stdout is no terminal, else a panel that is painted in place.
 
-Invariant: a line that is complete is never taken back; of the panel only the lines that have changed are
+Invariant: a complete line is never taken back; of the panel only the lines that have changed are
 written, at most once per `PAINT_S`.
 """
 

@@ -1,10 +1,10 @@
-"""What a model's `config.json` says: its size, and whether the Megatron learner can train it (pure).
+"""Model size from a `config.json`, and the features that the Megatron learner cannot train (pure).
 
-One rule for the check before anything starts and for the backend itself. Must never read a file.
+One rule for the check before the start and for the backend itself. Must never read a file.
 FLOPs: a matrix product over t tokens with P weights takes 2 P t forward. Attention is counted causally:
 4 x heads x head size per (query, key) pair and layer. The embedding look-up and norms are not counted.
-Invariant: what is not known is refused, because a model that is slightly wrong trains without any sign
-of it.
+Invariant: an unknown architecture or feature is refused, because a model that is slightly wrong trains
+without any sign of it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which sizes of a model have to divide by the parallel sizes of the learner (pure).
+"""Divisibility of a model's sizes by the parallel sizes of the learner (pure).
 
-One rule for the check before anything starts and for the backend itself. Must never read a file.
+One rule for the check before the start and for the backend itself. Must never read a file.
 """
 
 from __future__ import annotations

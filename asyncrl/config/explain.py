@@ -1,4 +1,4 @@
-"""What pydantic found, in the words of the person who wrote the file (pure)."""
+"""Errors of pydantic, in the words of the configuration file's author (pure)."""
 
 from __future__ import annotations
 

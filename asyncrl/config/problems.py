@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration: one problem, and the error that carries all of them."""
+"""Problems of a configuration: one problem, and the error that carries all of them."""
 
 from __future__ import annotations
 

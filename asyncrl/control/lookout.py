@@ -36,7 +36,7 @@ class Lookout:
 
     @property
     def blocking(self) -> Obstacle | None:
-        """What blocks the run in a service's own words; None if nothing does."""
+        """The obstacle that blocks the run, in a service's own words; None if nothing does."""
         known = (one for one in self.present if one.blocks and one.cause is not Cause.STALL)
         return next(known, None)
 

@@ -1,9 +1,9 @@
-"""What an operator may ask of a live run: scale, drain, pause, unpause, checkpoint, tighten, stop.
+"""Operator commands on a live run: scale, drain, pause, unpause, checkpoint, tighten, stop.
 
-Owns the checks of what is asked, and which service is told what. Never starts or ends a process: `Crew` does.
-Invariant: a refused command has changed nothing. A pause is marked in the run's folder before anyone is told,
-so a service that dies meanwhile, or the supervisor, is paused when it is started again. A checkpoint that
-was asked for is asked for again until it is there.
+Owns the checks of each command and the services that are told of it. Never starts or ends a process: `Crew`
+does. Invariant: a refused command has changed nothing. A pause is marked in the run's folder before any
+service is told, so a service that dies meanwhile, or the supervisor, is paused when it is started again. A
+requested checkpoint is requested again until it exists.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Crew(Protocol):
 
     @property
     def learner_life(self) -> int:
-        """How often the learner was started again: another life knows nothing of what this one was asked."""
+        """Number of the learner's restarts: a new incarnation knows no command that an old one got."""
 
     def scale(self, replicas: int) -> api.Begun:
         """Want so many replicas from now on."""
@@ -253,7 +253,7 @@ class Operations:
 
 @contextlib.contextmanager
 def _as_refusal() -> Iterator[None]:
-    """What was asked makes sense by here: whatever is against it is the run's state and its machine."""
+    """Turn a ConfigError into Refused: checked commands fail by the run's state or machine only."""
     try:
         yield
     except ConfigError as error:

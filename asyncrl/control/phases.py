@@ -1,4 +1,4 @@
-"""What a run is busy with before its first step and after its last, in words (pure).
+"""Phase of a run before its first step and after its last, in words (pure).
 
 A phase is for people who wait; nothing decides by it. It is empty while the run trains.
 """

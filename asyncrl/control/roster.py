@@ -1,4 +1,4 @@
-"""Which services a run consists of, and how each is started (pure)."""
+"""Services of a run, and the launch specification of each (pure)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ ANSWER_DEADLINE_S = 60.0
 
 @dataclass
 class _Question:
-    """What was asked of which life of the learner, and what it answered."""
+    """Question to one incarnation of the learner, and its answer."""
 
     life: int
     after: int

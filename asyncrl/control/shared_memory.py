@@ -1,9 +1,9 @@
-"""How much of `/dev/shm` the versions on their way take on one host.
+"""Demand for `/dev/shm` of the staged versions on one host.
 
 Owns the rule: weight sync keeps 3 versions at the publisher (the current one, one in transfer, one being
 written) and 2 at each receiver (one that the engine loads, one that arrives); with `encoding: delta` one
 more at each, as the base of differences. Never reserves anything: the services do, as versions come.
-Invariant: what is counted is the most that is in use at once, with the receivers that are on this host.
+Invariant: the count is the most that is in use at once, with the receivers that are on this host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """What weight sync needs.
+    """Demand of weight sync.
 
     Attributes:
         num_weights: Of the model.

@@ -1,4 +1,4 @@
-"""What a configuration says of its data: checked before anything starts, and resolved to paths here.
+"""Data sources of a configuration: checked before the start, and resolved to paths here.
 
 Owns the look at files of functions, which are parsed and never run. Rows are read by the rollout service's
 code.

@@ -1,4 +1,4 @@
-"""What is said of one metric, and the forms in which metrics come together."""
+"""Declaration of one metric, and builders of families of metrics."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How long a request lay before it was read, told without comparing clocks (pure).
+"""Queueing delay of a request before it was read, without a comparison of clocks (pure).
 
-Each request says when its caller sent it, by the caller's own clock. The smallest difference between
-that and our clock is the clocks' offset and the quickest way; what a request took beyond it, it lay
-somewhere. Invariant: `measure_s` never says more than the true time, so that who is said to have given
-up has given up. A connection's first request is taken for the quickest one.
+Each request carries its time of sending by the caller's own clock. The smallest difference between that
+and the server's clock is the clocks' offset plus the quickest transit; any time beyond it is queueing delay.
+Invariant: `measure_s` never returns more than the true delay, so a caller that is reported as timed out has
+timed out. The first request of a connection is taken for the quickest one.
 """
 
 from __future__ import annotations

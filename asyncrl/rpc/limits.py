@@ -1,4 +1,4 @@
-"""What one request may be, in bytes and parts."""
+"""Limits of one request, in bytes and parts."""
 
 from __future__ import annotations
 

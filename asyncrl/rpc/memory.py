@@ -1,4 +1,4 @@
-"""How far this process's memory has grown, for a server that must stay within a bound.
+"""Memory growth of this process, for a server that must stay within a bound.
 
 libzmq keeps the parts of a message until its last one is there, without a limit on their number:
 300 MiB of parts that never ended took 301 MiB (docs/security.md). Closing the connections frees them.

@@ -1,7 +1,7 @@
-"""What a simulation of a configuration leaves out, in words (pure).
+"""Caveats of a simulation: the parts of a configuration that it leaves out, in words (pure).
 
-Owns the list that docs/planner.md tells. Invariant: what a configuration has and the simulator has not is
-named by its key; nothing is left out without a word.
+Owns the list in docs/planner.md. Invariant: a setting that the simulator does not model is named by its key;
+nothing is left out without a word.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a simulated run says, in the words and units of the metrics (pure)."""
+"""Outcome of a simulated run, in the words and units of the metrics (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the parts are: what the simulation is fed with (pure).
+"""Speeds of the parts: the input of the simulation (pure).
 
 Owns no measurement: `asyncrl bench calibrate` takes rates, `hardware` assumes them. Units in names.
 """

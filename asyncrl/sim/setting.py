@@ -1,8 +1,8 @@
-"""What is simulated: a run's configuration, cut down to what decides its speed and its lags.
+"""Setting of a simulation: the keys of a run's configuration that decide its speed and its lags.
 
-Owns how a configuration is read for that. `Pace` says how often the actors speak when nothing happens:
-`REAL` as the services do, for simulations with faults; `COARSE` as seldom as a fleet of thousands allows to
-compute. Neither changes what the state machines decide while nothing fails.
+Owns the reading of a configuration for a simulation. `Pace` is the interval of the actors' idle messages:
+`REAL` is that of the services, for simulations with faults; `COARSE` is as long as the computing time of a
+fleet of thousands demands. Neither changes the decisions of the state machines while nothing fails.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What else could be chosen: other bounds, other fleets, another split; and which one to take, in words.
+"""Sweep over alternative bounds, fleets and splits, and a recommendation in words.
 
 Every choice is simulated with the same rates, until its speed is known to `GOOD_NOISE` or has cost enough;
-what differs by less than the noise is called equal. A split moves GPUs between learner and replicas: the
-learner's seconds per token are taken to fall as its share of them grows.
+choices that differ by less than the noise are called equal. A split moves GPUs between learner and replicas:
+the learner's seconds per token are taken to fall as its share of them grows.
 """
 
 from __future__ import annotations

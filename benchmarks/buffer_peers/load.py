@@ -1,4 +1,4 @@
-"""What every way has to carry, and what it has to report (numpy and the standard library only).
+"""Load of every compared way, and the report of each (numpy and the standard library only).
 
 Owns the trajectories of a turn, the pace of producers, and the windows in which deliveries count.
 All times are CLOCK_MONOTONIC seconds, which the processes of one machine share.

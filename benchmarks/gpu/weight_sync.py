@@ -1,4 +1,4 @@
-"""What one GPU can show of a weight sync: each stretch of a weight's way, by itself.
+"""Parts of a weight sync that one GPU can show, each measured by itself.
 
 Run: `python -m benchmarks.gpu.weight_sync --json FILE`. Export from the device tensor by tensor, as a
 learner does it, against packed on the device and copied into pinned memory in buckets; the digest alone

@@ -1,1 +1,1 @@
-"""What `benchmarks.pipeline` is made of: the closed form, runs as plain processes, parts that sleep."""
+"""Parts of `benchmarks.pipeline`: the closed form, runs as plain processes, parts that sleep."""

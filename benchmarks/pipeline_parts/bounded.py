@@ -1,10 +1,10 @@
-"""What the bound itself costs: a system in which nothing but decoding and training takes time.
+"""Cost of the bound itself: a system in which nothing but decoding and training takes time.
 
 The closed form knows no bound. With one, a batch that waits for its longest answers keeps the slots of the
 others empty: at most `(max_lag + 1) * groups_per_step` groups are open, those in training and those of which
-one answer is still running among them. `bounded_share` plays that rule through, with the slots of an engine,
-weights that are everywhere at once and messages that take no time: whoever admits as soon as the rule lets it
-and trains what is complete gets that far. What a real system lacks to it is its own loss.
+one answer is still running among them. `bounded_share` simulates that rule, with the slots of an engine,
+weights that are everywhere at once and messages that take no time. It is the share of a system that admits as
+soon as the rule permits and trains each complete batch. The gap of a real system to it is the system's loss.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run did between two of its steps: from the learner's rows and the replicas' own accounts.
+"""Window of a run, between two of its steps: from the learner's rows and the replicas' own accounts.
 
 Owns the figures of one case, their names and units. Invariant: all of them are of the same steps.
 """

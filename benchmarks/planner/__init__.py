@@ -1,1 +1,1 @@
-"""What the planner is fed with and judged by: live runs, watched in windows in which nothing changes."""
+"""Planner benchmark: live runs, watched in windows of constant settings, that feed and judge the planner."""

@@ -1,4 +1,4 @@
-"""How fast vLLM decodes, by how many requests run, and what a prompt token costs; nothing else runs then."""
+"""Decode curve of vLLM, by running requests, and the cost of a prompt token; nothing else runs then."""
 
 from __future__ import annotations
 

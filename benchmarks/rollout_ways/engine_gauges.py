@@ -1,4 +1,4 @@
-"""What a bare AsyncLLM tells of its queue, its KV cache and its preemptions."""
+"""Gauges of a bare AsyncLLM: its queue, its KV cache and its preemptions."""
 
 from __future__ import annotations
 

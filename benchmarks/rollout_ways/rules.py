@@ -1,4 +1,4 @@
-"""When a replica takes another group: fixed numbers, its own rule, and a controller."""
+"""Admission rules of a replica: fixed numbers, its own rule, and a controller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every way generates: one model, its prompts, and how they are sampled (no engine here).
+"""Setting of every way: one model, its prompts, and their sampling (no engine here).
 
 Owns the folder of a benchmark: a Qwen3 of 26 M random float32 weights, a tokenizer that knows each of its
 tokens, and prompts with numbers in them, so that a reward has something to look for.

@@ -1,1 +1,1 @@
-"""What `benchmarks.scale` is made of: fleets in virtual time, fleets over sockets, a live run."""
+"""Parts of `benchmarks.scale`: fleets in virtual time, fleets over sockets, a live run."""

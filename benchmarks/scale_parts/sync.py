@@ -1,8 +1,7 @@
-"""What the coordinator of weight sync computes per version, for a fleet of any size.
+"""Computation of weight sync's coordinator per version, for a fleet of any size.
 
-Owns a publisher and receivers that do at once what they are ordered, so that the coordinator finds the
-reports of many together, at most a turn of its server; the protocol is the real one, and its processor time
-alone counts.
+Owns a publisher and receivers that obey each order at once, so that the coordinator finds the reports of many
+together, at most a turn of its server; the protocol is the real one, and its processor time alone counts.
 """
 
 from __future__ import annotations

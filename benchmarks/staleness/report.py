@@ -1,4 +1,4 @@
-"""What the staleness study found: figures per cell over seeds, the table, the picture, the targets."""
+"""Report of the staleness study: figures per cell over seeds, the table, the picture, the targets."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the weight-sync benchmark runs: our services, bare gloo groups, a real engine, vLLM's own client."""
+"""Parts of the weight-sync benchmark: our services, bare gloo groups, a real engine, vLLM's own client."""

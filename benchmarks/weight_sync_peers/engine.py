@@ -1,4 +1,4 @@
-"""What a sync costs a replica that generates: its pause, and its speed while a transfer goes on.
+"""Cost of a sync to a replica that generates: its pause, and its speed while a transfer goes on.
 
 Owns one real vLLM engine in a process of its own, beside our services. The pause is the whole swap, with
 requests in flight. It is compared with two local loads of the same weights without requests: the same

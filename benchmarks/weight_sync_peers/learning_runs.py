@@ -1,7 +1,7 @@
-"""How many elements of the weights change in a step of real runs: vLLM, rewards, learner and all.
+"""Share of weight elements that changes in a step of real runs: vLLM, rewards, learner and all.
 
 Owns the runs: `asyncrl up` as the shipped `quickstart`, with another dtype, rate or model, a checkpoint after
-every step. What a run publishes is its checkpoint in the run's dtype, so checkpoints are compared.
+every step. A run publishes its checkpoint in the run's dtype, so checkpoints are compared.
 """
 
 from __future__ import annotations

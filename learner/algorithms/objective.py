@@ -58,7 +58,7 @@ class KlTerm:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised. Make it with `make_objective`."""
+    """Objective that training minimises. Make it with `make_objective`."""
 
     section: AlgorithmSection
     advantage: AdvantageFn

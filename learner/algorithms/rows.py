@@ -22,7 +22,7 @@ LOG_RATIO_BOUND = 20.0
 
 @dataclass(frozen=True)
 class Rows:
-    """Which row each packed position belongs to."""
+    """Row of each packed position."""
 
     row_N: torch.Tensor
     num_rows: int

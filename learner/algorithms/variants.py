@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 VALUES, GREEDY, PROX, SUM_PI_SQUARED = "values", "greedy", "prox", "sum_pi_squared"
-"""What an estimator may read besides rewards and groups: a critic's values, the reward of a greedy answer per
+"""Inputs of an estimator besides rewards and groups: a critic's values, the reward of a greedy answer per
 group, and two results of the pass over the batch at the start of a step."""
 
 

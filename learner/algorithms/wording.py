@@ -1,6 +1,6 @@
-"""What an algorithm section means, in words, and which sections mean nothing.
+"""Validation of an algorithm section, and its description in words.
 
-Owns the rules on combinations: what counts twice or does nothing is a ConfigError, never a silent
+Owns the rules on combinations: a value that counts twice or does nothing is a ConfigError, never a silent
 choice.
 """
 
@@ -20,7 +20,7 @@ _LEVELS = {"token": "per token", "sequence": "per sequence", "geometric": "per s
 _DEFAULTS = AlgorithmSection()
 
 Problem = tuple[str, str]
-"""What is wrong, and what to do."""
+"""The problem, and its remedy."""
 
 
 def find_problems(section: AlgorithmSection) -> Iterator[str]:

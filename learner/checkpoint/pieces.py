@@ -1,4 +1,4 @@
-"""Where a piece of state belongs in the whole model: the geometry of the checkpoint format (pure).
+"""Geometry of the checkpoint format: the place of a piece of state in the whole model (pure).
 
 The format knows no layout of ranks. Every parameter has its Hugging Face name and shape and is seen as
 a matrix [first dimension, product of the others]; a vector is a column. A rank holds a flat range of

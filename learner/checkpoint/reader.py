@@ -42,7 +42,7 @@ class _PieceRecord(msgspec.Struct, frozen=True):
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What one rank wrote beside its tensors, see `Snapshot.write`."""
+    """Record that one rank wrote beside its tensors, see `Snapshot.write`."""
 
     layout: dict[str, object]
     extra: dict[str, object]
@@ -54,7 +54,7 @@ class _Slices(Protocol):
 
 
 class _TensorFile(Protocol):
-    """What is used of an open file of `safetensors`."""
+    """Used part of an open file of `safetensors`."""
 
     def keys(self) -> Iterable[str]: ...
 

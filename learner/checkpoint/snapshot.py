@@ -20,7 +20,7 @@ from asyncrl.durable import sync_path
 from learner.checkpoint.pieces import Piece, record_file
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")
-"""What a piece holds, each in float32: the parameter as the optimizer keeps it, and AdamW's two moments."""
+"""Tensors of a piece, each in float32: the parameter as the optimizer keeps it, and AdamW's two moments."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Cut:
-    """What belongs to the cut besides the ranks' state; the ledger's position is (token, step).
+    """State of the cut besides that of the ranks; the ledger's position is (token, step).
 
     Attributes:
         version: Policy version last published, 0 for none.
@@ -65,7 +65,7 @@ class Cut:
 
 
 class _Body(msgspec.Struct, frozen=True):
-    """What is read of a manifest."""
+    """Fields that are read from a manifest."""
 
     written_by: str
     format: int

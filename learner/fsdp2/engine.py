@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass
 class Progress:
-    """What changes from update to update, besides weights and optimizer. `lr` is the schedule's peak."""
+    """State that changes per update, besides weights and optimizer. `lr` is the schedule's peak."""
 
     lr: float
     num_updates: int = 0

@@ -28,7 +28,7 @@ from learner.fsdp2.groups import RankGroup
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a module is cut and run.
+    """Sharding and execution of a module.
 
     Attributes:
         dtype: Of the computation; parameters, gradients and the optimizer stay in float32.

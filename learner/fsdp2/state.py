@@ -1,4 +1,4 @@
-"""What this rank's shards and their AdamW hold, as pieces of the whole model.
+"""Training state of this rank, its shards and their AdamW, as pieces of the whole model.
 
 A shard is some rows of one parameter under its Hugging Face name, which is one piece of the checkpoint
 format. Invariants: every element of the model is written by exactly one rank; at the same layout

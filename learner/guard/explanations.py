@@ -1,7 +1,7 @@
-"""What a finding means, in words (pure).
+"""Explanations of findings, in words (pure).
 
-For each kind: what happened, its likely causes in order, what to change, and why the reward may still
-look fine. Invariant: every kind that a signal names has its text.
+For each kind: the event, its likely causes in order, the change to make, and the reason why the reward may
+still look fine. Invariant: every kind that a signal names has its text.
 """
 
 from __future__ import annotations

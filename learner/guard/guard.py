@@ -48,7 +48,7 @@ class UnstableTraining(AsyncrlError, ArithmeticError):
 
 
 class Action(enum.Enum):
-    """What is done about a step."""
+    """Action of the guard on a step."""
 
     NONE = "none"
     WARN = "warn"
@@ -61,7 +61,7 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the guard says about one step. `reason` is why an action was not the configured one."""
+    """Verdict of the guard on one step. `reason` is why an action was not the configured one."""
 
     action: Action
     findings: tuple[Finding, ...] = ()

@@ -25,10 +25,10 @@ from learner.guard.signals import Finding
 log = logging.getLogger(__name__)
 
 Part = Literal["actor", "critic"]
-"""What the metrics of the model's updates begin with."""
+"""Prefix of the metrics of the model's updates."""
 
 HOST_MESSAGES = ("not enough memory", "out of memory", "can't allocate memory")
-"""What a plain RuntimeError says where the host's memory ends."""
+"""Texts of a plain RuntimeError where the host's memory is exhausted."""
 
 
 class Gate:

@@ -1,4 +1,4 @@
-"""What the guard asks of a backend and of an objective (pure).
+"""Protocols that the guard needs of a backend and of an objective (pure).
 
 Each is optional: without it the guard warns where it would have acted.
 """

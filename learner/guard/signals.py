@@ -1,4 +1,4 @@
-"""What the guard watches, and when a value is beyond its limit or far from the run's usual ones (pure).
+"""Signals that the guard watches, each with its limit and its distance from the run's usual values (pure).
 
 Owns the detectors. Must never act. A value beyond its limit is a finding; it is severe if it is also
 `z_score` robust deviations (median and MAD of the last steps) from the usual, `FAR` times beyond, or lasting,
@@ -21,7 +21,7 @@ FAR = 10.0
 ABSOLUTE = ("kl_spike", "clip_fraction", "value_clip_fraction", "low_ess")
 """Kinds whose limit means the same in every run: no run has a scale of its own."""
 LASTING_STEPS = 5
-"""What is `ABSOLUTE` and beyond its limit in most of so many steps is severe."""
+"""Window in steps: an `ABSOLUTE` kind that is beyond its limit in most of them is severe."""
 WINDOW_STEPS = 50
 MAD_TO_DEVIATION = 1.4826
 """Standard deviation over MAD of a normal distribution."""
@@ -35,7 +35,7 @@ FINITE_PREFIXES = ("actor/", "critic/", "rollout_corr/")
 MAY_BE_NAN = ("critic/score", "critic/rewards")
 """verl's names that are not a number where a batch has no row to average."""
 SPEED_PREFIXES = ("perf/", "timing_s/", "timing_per_token_ms/")
-"""What no change of the training mends."""
+"""Prefixes of metrics that no change of the training improves."""
 GAP, GAP_TOKENS = "weights/engine_gap_mean", "weights/engine_gap_tokens"
 GAP_STEPS = 5
 """The first gaps, whose median later ones are compared with: one step alone may be far from it."""
@@ -68,7 +68,7 @@ KINDS = {
     ("perf/throughput", "min_share"): "low_throughput",
     (GAP, "max"): "weights_differ",
 }
-"""What is known of a metric beyond its limit, by metric and form of the limit."""
+"""Kind of a metric beyond its limit, by metric and form of the limit."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Finding:
-    """What was seen at one step.
+    """Finding of one step.
 
     Attributes:
         limit: The limit that it is beyond, NaN where there is none.

@@ -88,7 +88,7 @@ def cuda_type_names(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
 
 
 class _TorchOnCpu(types.ModuleType):
-    """What modules of `megatron.core` see as `torch`."""
+    """Stand-in that modules of `megatron.core` see as `torch`."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -105,7 +105,7 @@ class _TorchOnCpu(types.ModuleType):
 
 
 class _CudaOfCpu(types.ModuleType):
-    """What modules of `megatron.core` see as `torch.cuda`."""
+    """Stand-in that modules of `megatron.core` see as `torch.cuda`."""
 
     def __init__(self) -> None:
         super().__init__("torch.cuda")

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Progress:
-    """What a checkpoint keeps of the schedule."""
+    """Schedule state that a checkpoint keeps."""
 
     lr: float
     num_updates: int

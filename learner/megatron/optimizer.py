@@ -136,7 +136,7 @@ class _Bucket(Protocol):
 
 
 class _BucketGroup(Protocol):
-    """What is used of Megatron's gradients that are reduced together."""
+    """Used part of Megatron's gradients that are reduced together."""
 
     intra_distributed_optimizer_instance_size: int
     buckets: Sequence[_Bucket]

@@ -1,8 +1,8 @@
-"""Where the rows of this rank's parameters are in the Hugging Face tensors.
+"""Place of this rank's parameter rows in the Hugging Face tensors.
 
 Owns the geometry of one rank: the layers of its pipeline stage, its tensor-parallel share, the parts
-of fused weights. What all tensor-parallel ranks have alike belongs to the first, a tied embedding to the
-first stage, and ranks with the same parameters divide the bytes. Makes no collective and no copy.
+of fused weights. Tensors that all tensor-parallel ranks have alike belong to the first, a tied embedding to
+the first stage, and ranks with the same parameters divide the bytes. Makes no collective and no copy.
 Invariant: the parts of all ranks cover each element of each Hugging Face tensor exactly once.
 """
 

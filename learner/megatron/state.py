@@ -1,4 +1,4 @@
-"""What this rank's distributed optimizer holds, as pieces of the whole model.
+"""State of this rank's distributed optimizer, as pieces of the whole model.
 
 Megatron's distributed optimizer cuts the tensor-parallel parameters of a rank's layers into flat
 ranges, one per data-parallel rank. Owns the way from there to Hugging Face names, rows and columns and
@@ -26,7 +26,7 @@ from learner.megatron import convert, rows
 
 @dataclass(frozen=True)
 class Shard:
-    """What this rank's optimizer holds of one parameter: elements [start, end) of the local matrix.
+    """Optimizer state of one parameter on this rank: elements [start, end) of the local matrix.
 
     Attributes:
         values: The flat tensor of each kind, as the optimizer uses it.

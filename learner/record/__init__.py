@@ -1,1 +1,1 @@
-"""What a run trained on, kept (`run.record`), and trained again (`asyncrl replay`)."""
+"""Record of a run's training (`run.record`), and its replay (`asyncrl replay`)."""

@@ -1,4 +1,4 @@
-"""What a replayed step has in common with the recorded one (pure).
+"""Comparison of a replayed step with the recorded one (pure).
 
 Owns the comparison and its words. Two metrics are equal if they are the same number, or both not one; there
 is no tolerance: a replay is exact, or something has changed.

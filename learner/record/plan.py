@@ -1,7 +1,7 @@
-"""What a replay does: which recorded steps, from which checkpoint, under which settings.
+"""Plan of a replay: its recorded steps, their first checkpoint, their settings.
 
 Owns the choice of where to begin. Must train nothing and write nothing. Invariant: every step of a plan is in
-the record, and what it begins with is whole.
+the record, and the checkpoint that it begins with is whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be trained again.
+    """Steps to train again, with their start and settings.
 
     Attributes:
         folder: The run's.

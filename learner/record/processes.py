@@ -36,14 +36,14 @@ POLL_S = 0.05
 END_S = 10.0
 TAIL_CHARS = 2000
 SILENCE_S = 1800.0
-"""How long no rank may say anything: a collective would have given up before."""
+"""Longest silence of all ranks: a collective would have given up before."""
 ERROR = "error"
 DIFFERENCES = "differences"
 """Keys that a line of an error and a line of a step have."""
 
 
 class _Order(TypedDict):
-    """What a rank is told: the fields of a `Plan`, those of `--set`, and of a `Placement`."""
+    """Order to a rank: the fields of a `Plan`, those of `--set`, and of a `Placement`."""
 
     plan: dict[str, object]
     overrides: list[str]

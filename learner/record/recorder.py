@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 MAX_PENDING = 2
 LAST_STEP = 10**8
 Job = tuple[str, Callable[[], int]]
-"""What is lost if it fails, "" for nothing; and what does it, which returns the bytes that it wrote."""
+"""Loss if the job fails, "" for none; and its function, which returns the bytes that it wrote."""
 UNREPEATABLE = (
     "perf/cpu_memory_used_gb",
     "perf/process_memory_gb",

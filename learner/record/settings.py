@@ -1,9 +1,9 @@
-"""What the training of a recorded step depends on besides its batch: some of the run's configuration.
+"""Settings of a recorded step: the part of the run's configuration that its training depends on.
 
-Owns the list of it, and the way back to a whole configuration. A resume may change every one of these values,
-and `resolved.yaml` holds the last ones only: so each step says under which it was trained. Must never keep a
-secret: the sections here have none. Invariant: a step is trained again under its own values, but for those
-that `--set` names.
+Owns the list of these settings, and the way back to a whole configuration. A resume may change every one of
+these values, and `resolved.yaml` holds the last ones only: so each step records the values under which it was
+trained. The batch is no part of them. Must never keep a secret: the sections here have none. Invariant: a
+step is trained again under its own values, but for those that `--set` names.
 """
 
 from __future__ import annotations

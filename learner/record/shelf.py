@@ -38,7 +38,7 @@ _NAME = re.compile(r"step-(\d{8})\.(\d+\.batch|weights)")
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What one rank trained at one step, and what came of it.
+    """Training of one rank at one step, and its results.
 
     Attributes:
         order: As the leader gave it; of a step that was streamed, of the whole batch with its parts.
@@ -274,7 +274,7 @@ _HINT = "Nothing can be trained again from it: bring the file back, or begin at 
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """What stands before the groups of a batch."""
+    """Header before the groups of a batch."""
 
     order: Train
     adjustment: Adjust

@@ -30,12 +30,12 @@ GENERATORS = "generators"
 CONTROLLERS = "controllers"
 DAMAGED = "checkpoint"
 NAMES = (OPTIMIZER, CRITIC, GENERATORS, CONTROLLERS, DAMAGED)
-"""What may differ, in the order in which it is told; the last where the checkpoint cannot be read."""
+"""Parts that may differ, in the order of the report; the last where the checkpoint cannot be read."""
 
 
 @dataclass(frozen=True)
 class _Found:
-    """How many values differ, and the first of them on both sides."""
+    """Number of values that differ, and the first of them on both sides."""
 
     name: str
     count: int

@@ -1,4 +1,4 @@
-"""What a learner step says of itself: metrics under verl's names, times, the profiler's window."""
+"""Report of a learner step: metrics under verl's names, times, the profiler's window."""
 
 from learner.report.consistency import check_update, describe_engine_gap
 from learner.report.description import (

@@ -1,10 +1,10 @@
-"""What a rank's share of a batch looks like: lengths, rewards, spans, targets.
+"""Description of a rank's share of a batch: lengths, rewards, spans, targets.
 
-Owns the values of this rank alone, and beside them what `reduction.reduce_over_ranks` needs to make
-those of the whole batch: `weight/<over>` (how much this share weighs in a mean) and
-`moment/<over>/<name>` (means from which a variance or correlation is made). Neither reaches the metrics
-row. The definitions are those of `algorithms.diagnostics`, which the oracle checks. Invariant: every rank
-gives the same names, whatever its share holds; a mean of nothing is NaN, a maximum of nothing -inf.
+Owns the values of this rank alone, and beside them the values from which `reduction.reduce_over_ranks` makes
+those of the whole batch: `weight/<over>` (weight of this share in a mean) and `moment/<over>/<name>` (means
+from which a variance or correlation is made). Neither reaches the metrics row. The definitions are those of
+`algorithms.diagnostics`, which the oracle checks. Invariant: every rank gives the same names, whatever its
+share holds; a mean of nothing is NaN, a maximum of nothing -inf.
 
 Shapes: N packed positions, R rows (trajectories).
 """

@@ -1,6 +1,6 @@
-"""What rank 0 stood still for, and how a step's time is made up.
+"""Waits of rank 0 by cause, and the composition of a step's time.
 
-Invariant: what was waited for, by cause, what was worked on, by stage, and the rest add up to the step.
+Invariant: the waits, by cause, the work, by stage, and the rest add up to the step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which prompts of a source stay: user's functions, equal prompts, lengths.
+"""Filters of a source's prompts: user's functions, equal prompts, lengths.
 
-Invariant: whether a prompt stays follows from the source's rows, the tokenizer and the filters alone, so
-every replica keeps the same ones.
+Invariant: the decision on a prompt depends on the source's rows, the tokenizer and the filters alone, so
+every replica keeps the same prompts.
 """
 
 from __future__ import annotations

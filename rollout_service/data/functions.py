@@ -13,7 +13,7 @@ from rollout_service.user_file import import_file
 Row = Mapping[str, object]
 RowFunction = Callable[[Row], object]
 Key = str | int | numbers.Real
-"""What a curriculum sorts by."""
+"""Sort key of a curriculum."""
 
 
 def load_function(name: str) -> RowFunction:

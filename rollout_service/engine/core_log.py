@@ -19,7 +19,7 @@ _LAST_LINE = re.compile(rf"{_WRITER}{_LOGGER} ([A-Za-z_][\w.]*(?:Error|Exception
 
 
 class CoreLog:
-    """What the engine core has written since this object was made.
+    """Output of the engine core since this object was made.
 
     Args:
         descriptor: Of the log, open for whatever; no regular file tells nothing.

@@ -1,8 +1,8 @@
-"""What the adapter needs of vLLM, looked for one by one (vLLM's versions differ in more than numbers).
+"""Features of vLLM that the adapter needs, looked for one by one.
 
-Owns the list and the search. Must never compare version strings: builds carry patches, and a name that
-is there can be used. Invariant: whatever is missing is named at the start of an engine, all of it at
-once, and not by the first swap that falls over it.
+Owns the list and the search. vLLM's versions differ in more than numbers. Must never compare version strings:
+builds carry patches, and a name that is there can be used. Invariant: every missing feature is named at the
+start of an engine, all of them at once, and not by the first swap that fails for lack of it.
 """
 
 from __future__ import annotations

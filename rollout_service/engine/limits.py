@@ -1,6 +1,6 @@
-"""What the engine cannot run on a device, known before it is started.
+"""Limits of the engine on a device, known before the engine is started.
 
-Imports no vLLM: `plan` reads this. A test compares it with what vLLM says of itself.
+Imports no vLLM: `plan` reads this. A test compares the limits with those that vLLM states.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ WORKER_EXTENSION = "rollout_service.engine.weight_transfer.LoadReporter"
 REPORT = "report_staged_load"
 REFUSED = "report_refused_modules"
 OTHER_WORKER = "another worker of this engine"
-"""How a worker begins that stopped because of another one."""
+"""Prefix of the report of a worker that stopped because of another one."""
 WATCHER = "asyncrl-parent-watcher"
 
 

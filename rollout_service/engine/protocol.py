@@ -1,4 +1,4 @@
-"""What a replica needs of an inference engine, and the values that pass between them.
+"""Protocol of an inference engine as a replica uses it, and the values that pass between them.
 
 Invariant: an engine serves one policy version at a time; `serving` moves only after a swap that
 loaded all of the new weights, and a completion's spans come from the engine that sampled it.
@@ -44,7 +44,7 @@ class Interrupted(EngineError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one response is sampled. No top-p, top-k or penalty: log-probs stay those of the policy.
+    """Sampling of one response. No top-p, top-k or penalty: log-probs stay those of the policy.
 
     Attributes:
         temperature: 0 takes the most probable token.

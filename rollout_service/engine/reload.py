@@ -61,7 +61,7 @@ class Holder:
 
 Call = tuple[tuple[object, ...], dict[str, object]]
 Calls = dict[Holder, list[Call]]
-"""What each holder's weight loader was called with."""
+"""Arguments of each holder's weight loader, call by call."""
 
 
 def find_shared(model: HasModules) -> list[list[Holder]]:

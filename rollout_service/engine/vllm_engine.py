@@ -53,7 +53,7 @@ SHUTDOWN_S = 1.0
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """What the adapter has to know.
+    """Settings of the adapter.
 
     Attributes:
         model: A folder with a Hugging Face checkpoint in safetensors.

@@ -1,6 +1,6 @@
-"""What is used of vLLM's objects; vLLM itself is not type-checked.
+"""Protocols of the vLLM objects that the adapter uses; vLLM itself is not type-checked.
 
-Owns no behaviour: `engine.features` says what a vLLM must have.
+Owns no behaviour: `engine.features` lists the features that a vLLM must have.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class CompletionOutput(Protocol):
 
 
 class RequestOutput(Protocol):
-    """What has come of a request."""
+    """Output of a request so far."""
 
     outputs: Sequence[CompletionOutput]
     finished: bool
 
 
 class Renderer(Protocol):
-    """What makes prompts of requests."""
+    """Renderer of requests to prompts."""
 
     tokenizer: PreTrainedTokenizerBase
 
 
 class AskedSampling(Protocol):
-    """What a client's SamplingParams say of how an answer ends and is shown."""
+    """Part of a client's SamplingParams about the end and the form of an answer."""
 
     output_kind: object
     stop: Iterable[str] | None

@@ -61,7 +61,7 @@ TORCH_DTYPES = {
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """What a checkpoint says about one tensor; `dtype` is torch's name."""
+    """Shape and dtype of one tensor in a checkpoint; `dtype` is torch's name."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -91,7 +91,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[StagedInitInfo, StagedUpda
     init_info_cls = StagedInitInfo
     update_info_cls = StagedUpdateInfo
     outcome = ""
-    """What went wrong in the last load of this worker; empty if nothing did."""
+    """Error of the last load of this worker; empty if there was none."""
     _newest: Manifest | None = None
 
     @cached_property

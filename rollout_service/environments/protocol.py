@@ -1,7 +1,7 @@
-"""What a user writes to have episodes of several turns, and what may go wrong with it.
+"""Protocol of a user's environment for episodes of several turns, and its failures.
 
-An `Environment` is one episode's: it is made for a prompt, hears what the model says, answers, and is
-thrown away. It deals in text; tokens, masks, log-probs and versions are the runner's.
+An `Environment` belongs to one episode: it is made for a prompt, gets the model's text, answers, and is
+thrown away. It deals in text; tokens, masks, log-probs and versions belong to the runner.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, str]
 """A chat message: `role` and `content`."""
 Observation = str | Sequence[Message]
-"""What the model reads next. In a chat, plain text is one message of the user."""
+"""Next input of the model. In a chat, plain text is one message of the user."""
 
 
 class EnvironmentFailed(RewardError):
@@ -28,7 +28,7 @@ class EnvironmentFailed(RewardError):
 
 @dataclass(frozen=True)
 class Step:
-    """What an environment answers to one turn of the model.
+    """Answer of an environment to one turn of the model.
 
     Attributes:
         observation: What the model reads before its next turn; not used once `is_done`.

@@ -29,7 +29,7 @@ BUILT_IN: Mapping[str, Callable[..., EnvironmentFactory]] = {
 }
 
 PACKAGE = "rollout_service.environments"
-"""Where a user's file has `Environment` from."""
+"""Package from which a user's file imports `Environment`."""
 
 
 @dataclass(frozen=True)

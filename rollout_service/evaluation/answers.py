@@ -1,7 +1,7 @@
-"""What an answer says in short, so that equal opinions are found equal (maj@k).
+"""Final answer of a response in canonical form, so that equal answers compare equal (maj@k).
 
-A reward with a rule for the final answer lends it; under any other one the whole text counts, without white
-space around it.
+A reward with a rule for the final answer provides it; under any other reward the whole text counts, without
+white space around it.
 """
 
 from __future__ import annotations

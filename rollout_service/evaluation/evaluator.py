@@ -28,7 +28,7 @@ NO_TICKET = 0
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """How the held-out prompts are answered; seeds follow from the run, the prompt and the sample.
+    """Sampling of the held-out prompts; seeds follow from the run, the prompt and the sample.
 
     At most `max_at_once` answers are under way: what environments share must not queue for long.
     """

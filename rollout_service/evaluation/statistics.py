@@ -1,12 +1,12 @@
-"""What answers to held-out prompts come to, as tallies that add up over parts (pure).
+"""Statistics of answers to held-out prompts, as tallies that add up over parts (pure).
 
-Per prompt with k answers: the share that is right (mean@k); the chance that one of n drawn without
+Per prompt with k answers: the share of right answers (mean@k); the chance that one of n drawn without
 replacement is right, for n = 2, 4, ... and k (pass@n, the unbiased estimator of Chen et al., arXiv
-2107.03374); and whether the most frequent answer is right (maj@k, Wang et al., arXiv 2203.11171). Names are
+2107.03374); and the correctness of the most frequent answer (maj@k, Wang et al., arXiv 2203.11171). Names are
 verl's: `val-core/<source>/<variable>/<metric>`; the source `held_out` is all of them together. Rewards
 and lengths are means over prompts, of the answers that did not fail.
 
-Invariant: no two sources have one name, and none that of all together.
+Invariant: no two sources have one name, and none has the name of all together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a replica and a standalone evaluation share: the data of a configuration, and its evaluator."""
+"""Parts that a replica and a standalone evaluation share: a configuration's data and its evaluator."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ NEEDED = (
 )
 LOOPBACK = "127.0.0.1"
 MODEL = "policy"
-"""What clients read as the model's name; they may ask for it by any."""
+"""Name of the model that clients read; they may ask for it by any."""
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 2.0
 WATCH_S = 0.5
@@ -69,7 +69,7 @@ IDLE_S = 5.0
 
 
 class Llm(Protocol):
-    """What the gateway needs of `VllmEngine`."""
+    """Interface of `VllmEngine` that the gateway needs."""
 
     @property
     def client(self) -> ServingClient: ...
@@ -81,7 +81,7 @@ class Llm(Protocol):
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """Where the gateway listens, and how long a group of sessions may take."""
+    """Address of the gateway, and the deadline of a group of sessions."""
 
     host: str
     port: int

@@ -1,9 +1,9 @@
-"""Whether a call goes on from the one before it (pure).
+"""Relation of a call to the one before it in its session: first, repeated, or next turn (pure).
 
-A chat client sends the whole conversation again, as text. Owns the comparison of what it sends with what
-it sent and got: the recorded tokens stand for the text only where the text is the recorded one.
-Invariant: a call whose earlier part differs in anything from what was said is never taken for the next
-turn.
+A chat client sends the whole conversation again, as text. Owns the comparison of that text with the recorded
+conversation: the recorded tokens stand for the text only where the text is the recorded one.
+Invariant: a call whose earlier part differs from the recorded conversation in anything is never taken for
+the next turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HISTORY_CHANGED = "history_changed"
 
 
 class Step(Enum):
-    """How a call follows: the session's first, the last one again, or the next turn."""
+    """Relation of a call to the session: its first, the last one again, or the next turn."""
 
     FIRST = "first"
     AGAIN = "again"
@@ -29,7 +29,7 @@ class Step(Enum):
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call sends to the model, in comparable form.
+    """Input of a call to the model, in comparable form.
 
     Attributes:
         kind: A chat's messages, a text, or token ids.

@@ -1,8 +1,8 @@
-"""Who may use the gateway: the bearer key of the run's agents, and a key for each session.
+"""Keys of the gateway: the bearer key of the run's agents, and a key for each session.
 
 Owns the comparison of secrets, in constant time, and the making of session keys. A key is never printed
 and stands in no configuration: the gateway's comes from the environment. Invariant: without a key
-nobody but this machine can reach the gateway.
+only this machine can reach the gateway.
 """
 
 from __future__ import annotations

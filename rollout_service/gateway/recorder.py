@@ -31,7 +31,7 @@ from rollout_service.gateway.transcript import Turn
 
 
 class RenderedPrompt(TypedDict):
-    """What vLLM makes of a request: the text that a template gave, and its ids."""
+    """Prompt that vLLM makes of a request: the text that a template gave, and its ids."""
 
     prompt: str
     prompt_token_ids: list[int]
@@ -48,7 +48,7 @@ class Meter(Protocol):
 
 @dataclass
 class _Answer:
-    """What has come of an answer so far."""
+    """Tokens of an answer so far."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

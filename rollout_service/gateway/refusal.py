@@ -1,7 +1,7 @@
-"""What the gateway answers when it does not do what it was asked.
+"""Refusals of the gateway: the error that carries an HTTP status.
 
-Owns the error that carries an HTTP status, and the error of a group whose agents did not bring it to an
-end. Messages go to strangers: they name what was asked for and never what this process holds.
+Owns this error, and the error of a group whose agents did not bring it to an end. Messages go to strangers:
+they name the request and never the contents of this process.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ OTHERWISE = "answers are sampled with the run's temperature alone, or their log-
 
 @dataclass(frozen=True)
 class Rules:
-    """How the run samples.
+    """Sampling rules of the run.
 
     Attributes:
         max_tokens: Most tokens of a trajectory after its prompt, all turns and observations together.

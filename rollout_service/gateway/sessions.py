@@ -38,7 +38,7 @@ MAX_WAITING = 1024
 MAX_REMEMBERED = 4096
 """Ended sessions whose keys still answer with the reason."""
 UNOPENED_S = 10.0
-"""How long a group waits for its first session: who asked for it may have gone, or asks again at once."""
+"""Time that a group waits for its first session: its client may have gone, or asks again at once."""
 DRAINING = "draining: this replica is about to stop"
 LOST = "its group is no longer this replica's"
 
@@ -67,7 +67,7 @@ class Call:
 
 
 class Session:
-    """What one key opens. `deadline` is on the event loop's clock."""
+    """Session that one key opens. `deadline` is on the event loop's clock."""
 
     def __init__(self, key: str, group: OpenGroup, sample: int) -> None:
         self.key = key
@@ -248,7 +248,7 @@ class Desk:
 
     @property
     def idle_s(self) -> float:
-        """How long no agent has had a session or waited for one."""
+        """Time since an agent last had a session or waited for one."""
         is_idle = not (self._sessions or self._waiting)
         return time.monotonic() - self._idle_since if is_idle else 0.0
 
@@ -323,7 +323,7 @@ class Desk:
 
     @property
     def num_groups_wanted(self) -> int:
-        """How many groups the agents that wait could begin."""
+        """Number of groups that the waiting agents could begin."""
         return math.ceil(len(self._waiting) / self.rules.group_size)
 
     def status(self, url: str) -> GatewayStatus:

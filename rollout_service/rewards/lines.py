@@ -43,12 +43,12 @@ KINDS: Mapping[str, type | tuple[type, ...]] = {
     "finish_reason": str,
     "num_tokens": int,
 }
-"""What a line may hold; anything else in it is kept and not read."""
+"""Fields of a line; anything else in it is kept and not read."""
 DEFAULTS = {"prompt": "", "data_source": "", "extra_info": {}, "finish_reason": "stop", "num_tokens": 0}
 
 
 class Line(TypedDict):
-    """What a reward reads of a line, and `DEFAULTS` where it says nothing."""
+    """Fields of a line that a reward reads, with `DEFAULTS` where the line has none."""
 
     response: str
     ground_truth: object

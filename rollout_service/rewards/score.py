@@ -1,7 +1,7 @@
-"""What a reward judges, what it answers, and what its parts must do.
+"""Types of a reward: the task and the answer that it judges, its score, the protocol of its parts.
 
-Invariant: a `Score` holds finite numbers only; whatever cannot be one is a `RewardError`, and never
-reaches a trajectory.
+Invariant: a `Score` holds finite numbers only; any other value is a `RewardError`, and never reaches a
+trajectory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from asyncrl.errors import AsyncrlError
 
 Fault = Literal["raised", "timeout", "not_finite", "not_a_number", "died", "unreachable", "refused"]
-"""What went wrong: the function raised, took too long, or returned NaN or no number at all; its process
+"""The fault: the function raised, took too long, or returned NaN or no number at all; its process
 died; the server could not be reached, or would not score the answer."""
 
 
@@ -36,7 +36,7 @@ class RewardsFailed(RewardError):
 
 
 class Task(Protocol):
-    """What a reward may know of a prompt (`rollout_service.data.prompts.Prompt` is one)."""
+    """Facts about a prompt that a reward may use (`rollout_service.data.prompts.Prompt` has them)."""
 
     @property
     def row(self) -> int: ...
@@ -56,7 +56,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reward function judges."""
+    """Input of a reward function."""
 
     prompt: Task
     response: str
@@ -66,7 +66,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score:
-    """What an answer is worth.
+    """Score of an answer.
 
     Attributes:
         value: The reward.

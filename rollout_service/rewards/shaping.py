@@ -1,4 +1,4 @@
-"""What length does to a reward (pure); arXiv 2503.14476 (DAPO)."""
+"""Length penalty of a reward (pure); arXiv 2503.14476 (DAPO)."""
 
 from __future__ import annotations
 

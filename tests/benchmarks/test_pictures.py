@@ -1,4 +1,4 @@
-"""What of a file of rows is drawn, and what tells its lines apart."""
+"""Pictures of a file of rows: the choice of cases and values, and the names of lines."""
 
 from __future__ import annotations
 

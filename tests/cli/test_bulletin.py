@@ -1,4 +1,4 @@
-"""What keeps a run from its next step is on the terminal once, as it happens."""
+"""Obstacles and events on the terminal: each is told once, as it happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a watched run is shown: throttled lines where stdout is no terminal, a panel painted in place."""
+"""Views of a watched run: throttled lines where stdout is no terminal, a panel painted in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config.json tells of a model's tensors, against the models of the library."""
+"""Tensors of a model according to its config.json, against the models of the library."""
 
 from __future__ import annotations
 

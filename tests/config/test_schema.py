@@ -1,4 +1,4 @@
-"""What is said of each key: complete, true of the tree, and current where it is checked in."""
+"""Notes on each key: complete, true of the tree, and current in the checked-in files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many replicas: decided calmly, within the bounds, and right for the pipeline."""
+"""Autoscaler's number of replicas: decided calmly, within the bounds, and right for the pipeline."""
 
 from __future__ import annotations
 

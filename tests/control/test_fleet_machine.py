@@ -1,4 +1,4 @@
-"""What the fleet machine decides, and the rules that hold however its services fail."""
+"""Decisions of the fleet machine, and the rules that hold however its services fail."""
 
 from __future__ import annotations
 

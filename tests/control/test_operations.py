@@ -1,4 +1,4 @@
-"""What may be asked of a live run, and what it does: with a scripted crew, a real buffer, a real leader."""
+"""Operator commands on a live run and their effects: with a scripted crew, a real buffer, a real leader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is busy with, in words."""
+"""Phases of a run, in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked before anything starts: every problem at once, each with its key and what to do."""
+"""Checks before the start of a run: every problem at once, each with its key and a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run takes against what there is: refused with the arithmetic, before anything starts."""
+"""Demand of a run against the capacity: refused with the arithmetic, before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the record of a run says about its data and its guard."""
+"""Record of a run: its data and its guard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the services of a run listen, and which keys each one gets."""
+"""Addresses of a run's services, and the keys that each one gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused, and what is cleaned, before a run starts. Nothing is started in these tests."""
+"""Refusals and clean-up before a run starts. Nothing is started in these tests."""
 
 from __future__ import annotations
 

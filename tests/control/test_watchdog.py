@@ -1,4 +1,4 @@
-"""Who waits for whom, and when a run is said to stand still."""
+"""Wait chain of a run, and the detection of a stall."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What joins a group besides its samples: a greedy answer's reward, and the shaping of long answers."""
+"""Additions to a group's rewards: the reward of a greedy answer, and the shaping of long answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's engine core died of is in the error, and not only above it in a log."""
+"""Cause of death of vLLM's engine core: it stands in the error, and not only above it in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a user's function from its text agrees with what Python says of it, or nothing is."""
+"""Facts read from the text of a user's function: they agree with Python's own view, or there are none."""
 
 from __future__ import annotations
 

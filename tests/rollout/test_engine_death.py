@@ -1,4 +1,4 @@
-"""What a control call does when vLLM's engine core dies under it. A scripted client stands for vLLM's."""
+"""Control calls whose vLLM engine core dies under them. A scripted client stands for vLLM's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the adapter needs of vLLM is looked for in the vLLM that is installed, name by name."""
+"""Features that the adapter needs of vLLM, looked for in the installed vLLM, name by name."""
 
 from __future__ import annotations
 

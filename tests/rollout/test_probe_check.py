@@ -1,4 +1,4 @@
-"""When an engine compares its weights with the learner's; what it measures is the real vLLM's elsewhere."""
+"""Schedule of an engine's comparisons of its weights with the learner's; others test their figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes from outside steers no terminal and forges no log record, on any surface.
+"""Untrusted text on every surface: it steers no terminal and forges no log record.
 
 The texts are those of agents' errors, reward parts, names of metrics, of services and of runs.
 """

@@ -1,4 +1,4 @@
-"""Which installed modules set-up compiles: those that asyncrl reaches by imports, and no others."""
+"""Modules that set-up compiles: the installed ones that asyncrl reaches by imports, and no others."""
 
 import importlib.util
 import os

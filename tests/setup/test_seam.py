@@ -1,4 +1,4 @@
-"""Which modules reach past the runtime (`asyncrl.runtime`) for time, threads, ids or sockets: a list."""
+"""List of the modules that reach past the runtime (`asyncrl.runtime`) for time, threads, ids or sockets."""
 
 from __future__ import annotations
 

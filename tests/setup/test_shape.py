@@ -62,6 +62,18 @@ def test_a_module_name_that_says_nothing_is_refused(tmp_path):
     assert "'utils' says nothing" in complaints(tmp_path, "utils.py", "")[0]
 
 
+@pytest.mark.parametrize("word", ["What", "Who", "How", "When", "Where", "Why", "Which", "Whether"])
+def test_a_module_docstring_that_begins_with_a_question_word_is_refused(tmp_path, word):
+    complaint = f"a.py: its docstring begins with '{word}': begin with what the module is"
+    assert complaints(tmp_path, "a.py", f'"""{word} a module owns."""\n') == [complaint]
+    assert complaints(tmp_path, "a.py", f'"""\n{word}, in short.\n"""\n') == [complaint]
+
+
+def test_a_question_word_may_stand_elsewhere(tmp_path):
+    assert complaints(tmp_path, "a.py", '"""Whole files. What they hold is text."""\n') == []
+    assert complaints(tmp_path, "a.py", '"""Owner."""\ndef f():\n    """What it does."""\n') == []
+
+
 def test_the_figures_are_printed_and_the_exit_code_tells(tmp_path, capsys):
     (tmp_path / "a.py").write_text("def f():\n    return 1\n")
     assert shape.main([str(tmp_path)]) == 0

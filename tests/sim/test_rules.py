@@ -1,4 +1,4 @@
-"""What each rule keeps and what it costs: ours over the real ledger, and the models of published ones."""
+"""Guarantee and cost of each staleness rule: ours over the real ledger, and models of published ones."""
 
 from __future__ import annotations
 

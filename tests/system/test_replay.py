@@ -1,4 +1,4 @@
-"""What a whole run recorded, its learner of two ranks and its vLLM replicas, trained again without them."""
+"""Replay of a whole recorded run (two learner ranks, vLLM replicas), trained again without the replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a holder of the run's keys may make the services of weight sync take: no more than the model does."""
+"""Bounds on the resources that a holder of the run's keys can make weight sync take: those of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a holder of the run's keys may say of itself to the coordinator, and what that leaves behind."""
+"""Claims of a holder of the run's keys about itself to the coordinator, and their traces there."""
 
 from __future__ import annotations
 

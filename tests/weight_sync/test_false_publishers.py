@@ -1,4 +1,4 @@
-"""Who holds a generator's key speaks to weight sync in no service's name: no weights of his are taken."""
+"""False publishers: a generator's key speaks for no service in weight sync, and its weights are refused."""
 
 from __future__ import annotations
 

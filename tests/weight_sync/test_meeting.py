@@ -1,4 +1,4 @@
-"""Where groups of torch.distributed meet, and on which interface that can be reached."""
+"""Rendezvous of torch.distributed groups, and the interface on which it can be reached."""
 
 from __future__ import annotations
 

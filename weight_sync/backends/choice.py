@@ -1,4 +1,4 @@
-"""Which backend a membership uses (pure)."""
+"""Choice of a membership's backend (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every transport promises.
+"""Contract of every transport.
 
 A transport belongs to one membership: a numbered, ordered set of members with the publisher as rank
 0. It is used by one thread at a time, except `abort`, which any thread may call. After any error it is

@@ -1,7 +1,7 @@
-"""Where the members of a torch.distributed group meet, listening on one interface only.
+"""Rendezvous of a torch.distributed group, on a store that listens on one interface only.
 
-Left to itself, a `TCPStore` listens on every interface, whatever host it is given (seen with torch
-2.13: `::`). It asks nobody who they are, so it must not be reachable from where strangers are.
+By default, a `TCPStore` listens on every interface, whatever host it is given (seen with torch 2.13: `::`).
+It authenticates no client, so it must not be reachable from where strangers are.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ NONBLOCKING_TIMEOUT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 
 
 class Communicator(Protocol):
-    """What the transport needs of NCCL. `broadcast` blocks until done or aborted."""
+    """Interface of NCCL that the transport needs. `broadcast` blocks until done or aborted."""
 
     def broadcast(self, bucket: torch.Tensor) -> None: ...
 

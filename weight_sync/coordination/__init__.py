@@ -1,1 +1,1 @@
-"""What surrounds the coordinator's decisions: its mail, its journal, its picture for others."""
+"""Coordinator's surroundings: its order queue, its journal, its status snapshot."""

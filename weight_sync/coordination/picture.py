@@ -1,4 +1,4 @@
-"""What the coordinator tells others of its state (pure)."""
+"""Status snapshot of the coordinator (pure)."""
 
 from __future__ import annotations
 

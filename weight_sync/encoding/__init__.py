@@ -1,1 +1,1 @@
-"""What a bucket becomes on the wire: its bytes, or how it differs from a version that the receivers hold."""
+"""Encodings of a bucket for the wire: its bytes, or its difference from a version that the receivers hold."""

@@ -1,4 +1,4 @@
-"""Which form a bucket is sent in: the shorter of its bytes and the difference (pure).
+"""Choice of a bucket's encoding: the shorter of its bytes and the difference (pure).
 
 Invariant: a difference is chosen only if it takes fewer bytes than the bucket itself.
 """

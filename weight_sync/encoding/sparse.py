@@ -1,8 +1,8 @@
-"""How one run of bytes differs from another of the same length: exact, and small where little differs (pure).
+"""Sparse difference of two byte runs of one length: exact, and small where little differs (pure).
 
 Owns the format. Bytes are seen as elements of `width` bytes (1, 2, 4 or 8; a float is never looked at as a
-number, so -0.0, NaN and every bit come out as they went in). What differs is said by its positions, in one
-of two codes, and the new elements as they are, in order:
+number, so -0.0, NaN and every bit come out as they went in). A difference is the positions of the changed
+elements, in one of two codes, and the new elements as they are, in order:
 
     GAPS     one byte per changed element: how many unchanged ones stand before it, since the last changed
              one. A byte of 255 adds 255 and the next byte goes on. Then the new elements.
@@ -10,7 +10,7 @@ of two codes, and the new elements as they are, in order:
 
 With a share c of elements changed at random, GAPS takes about c·(1 + width) bytes per element and BITMAP
 1/8 + c·width: the codes cross at c = 1/8.
-Invariant: `decode(old, encode(old, new)) == new`, byte for byte; what is no encoding is refused and never
+Invariant: `decode(old, encode(old, new)) == new`, byte for byte; an invalid encoding is refused and never
 read or written beyond its bounds.
 """
 
@@ -41,7 +41,7 @@ Positions = npt.NDArray[np.int64]
 
 
 class Code(IntEnum):
-    """How positions are written."""
+    """Code of positions."""
 
     GAPS = 1
     BITMAP = 2

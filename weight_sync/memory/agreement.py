@@ -23,7 +23,7 @@ from statistics import fmean
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What two computations of one dtype may differ by, in nats per token.
+    """Largest difference between two computations of one dtype, in nats per token.
 
     Attributes:
         first: Largest mean difference before there is one to compare with: other models differ by whole nats.

@@ -1,8 +1,8 @@
-"""What outlives a publisher that is killed: its fencing token and where the current version lies.
+"""State file of a publisher, which outlives a kill: the fencing token and the current version's segment.
 
-Owns one small file beside the segments, replaced whole. Without it the next publisher would take an old
-learner's word, and replicas would wait for a version that lies in shared memory already.
-Invariant: what is read was written by `write` of the same run; anything else counts as nothing.
+Owns one small file beside the segments, replaced whole. Without it the next publisher would accept an old
+learner's calls, and replicas would wait for a version that lies in shared memory already.
+Invariant: accepted content was written by `write` of the same run; anything else counts as no state.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor lies, without contents."""
+    """Layout of the tensors, without contents."""
 
     tensors: tuple[TensorEntry, ...]
     bucket_bytes: int
@@ -138,7 +138,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class VersionBounds:
-    """What one version may take at most.
+    """Largest size of one version.
 
     Attributes:
         total_bytes: Of its weights.

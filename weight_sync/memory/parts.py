@@ -68,7 +68,7 @@ def split_parts(parts: Sequence[Part], index: int, count: int) -> list[Part]:
 
 @dataclass(frozen=True)
 class _Spot:
-    """Where a part belongs: rows `start + i * stride_bytes`, each `width_bytes` long."""
+    """Place of a part: rows `start + i * stride_bytes`, each `width_bytes` long."""
 
     entry: TensorEntry
     part: Part
@@ -157,7 +157,7 @@ class _Digester:
         self.digests: dict[int, bytes] = {}
 
     def advance(self, end: int) -> None:
-        """What lies before `end` in the bucket of `end`, if that is whole, has been written."""
+        """Move the front to `end`: digest the bytes behind it, all written, of whole buckets."""
         while self._at < end:
             index = self._at // self._size
             bucket_end = min((index + 1) * self._size, self._total)

@@ -30,7 +30,7 @@ DIGEST_BYTES = 16
 MARK_BYTES = 16
 """Of the random mark by which ranks know that they have mapped one and the same memory."""
 WRITTEN, GONE, FAILED = range(3)
-"""How a rank's part of a version ended; the worst of all ranks counts."""
+"""Outcomes of a rank's part of a version; the worst of all ranks counts."""
 
 
 class Meeting(Protocol):
@@ -57,7 +57,7 @@ class Meeting(Protocol):
 
 @dataclass(frozen=True)
 class Written:
-    """What rank 0 commits: the buckets, and its own seconds, those of waiting for the others too."""
+    """Commit of rank 0: the buckets, and its own seconds, those of waiting for the others too."""
 
     buckets: tuple[Bucket, ...]
     times: WriteTimes
@@ -66,7 +66,7 @@ class Written:
 
 @dataclass
 class _Plan:
-    """What the ranks have agreed on; `shared` buckets are digested by this rank after the meeting."""
+    """Agreement of the ranks; `shared` buckets are digested by this rank after the meeting."""
 
     layout: Layout
     parts: tuple[Part, ...]

@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Place(Protocol):
-    """Where bytes go."""
+    """Destination of bytes."""
 
     def put(self, offset: int, piece: Bytes) -> None: ...
 

@@ -1,7 +1,7 @@
-"""What all parts of the coordination share (pure): members, publisher, orders, blame.
+"""Coordination state shared by all parts of the protocol: members, publisher, orders, blame (pure).
 
-Owns the numbers of rounds and memberships, and who is blamed. Decides nothing by itself.
-Invariant: an id is given once, and those of a coordinator with a newer token are larger.
+Owns the numbers of rounds and memberships, and the blame of members. Decides nothing by itself.
+Invariant: an id is given once, and the ids of a coordinator with a newer token are larger.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What becomes of those that failed in a round: who is to blame, who is tried alone, who just again (pure).
+"""Failure attribution: exclude, isolate for one round, or retry (pure).
 
-Invariant: a member that answered in time is blamed only for what it reported of itself, for being late
-when others were not, or for failing without others while the publisher is alive.
+Invariant: a member that answered in time is blamed only for an error that it reported of itself, for being
+late when others were not, or for failing without others while the publisher is alive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weight_sync.protocol.rounds import (
 BLAMELESS = (PUBLISHER_LOST, SUPERSEDED, LEFT)
 """Causes of a broken round for which no member is suspected."""
 UNEXPLAINED = ("", TRANSPORT, ABORTED)
-"""What a member reports that suffers from what another one, or the publisher, has done."""
+"""Causes reported by a member that suffers from the fault of another member or the publisher."""
 
 
 class Judgement:

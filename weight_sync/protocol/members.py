@@ -45,7 +45,7 @@ MAX_LONE_ROUNDS = 32
 
 @dataclass(frozen=True)
 class Card:
-    """What a receiver says of itself in its hello; 0 stands for no version.
+    """Self-description of a receiver in its hello; 0 stands for no version.
 
     Attributes:
         born: Start of its process, in milliseconds of the wall clock; an older one is refused while a

@@ -15,7 +15,7 @@ MAX_REMEMBERED = 256
 
 
 class Hearing(StrEnum):
-    """What a token says about who speaks."""
+    """Verdict on a coordinator's fencing token, against the highest one seen."""
 
     SAME = "SAME"
     NEWER = "NEWER"
@@ -23,7 +23,7 @@ class Hearing(StrEnum):
 
 
 class Allegiance:
-    """Which coordinator a peer obeys: that with the highest fencing token that it has seen."""
+    """The coordinator that a peer obeys: that with the highest fencing token that it has seen."""
 
     def __init__(self) -> None:
         self.token = 0
@@ -71,7 +71,7 @@ class Pin:
 
 
 class Stage(StrEnum):
-    """Where a round stands with one peer. OFFERED has room for it, MOVING moves bytes."""
+    """Progress of a round with one peer. OFFERED has room for it, MOVING moves bytes."""
 
     OFFERED = "OFFERED"
     MOVING = "MOVING"

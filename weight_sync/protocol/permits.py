@@ -17,7 +17,7 @@ from weight_sync.protocol.records import LoadFailureRecord
 
 MAX_LOAD_FAILURES = 3
 LOAD = "load"
-"""Why a round failed whose bytes all arrived: an engine did not load its version."""
+"""Cause of a failed round whose bytes all arrived: an engine did not load its version."""
 
 
 class Permits:

@@ -81,7 +81,7 @@ class Coordination:
 
     @property
     def fences(self) -> dict[str, int]:
-        """Who is fenced, and the version number until which; also who has not come back to be told so."""
+        """Fenced members, with the version number until which; also those not back yet to be told so."""
         own = {m.name: m.fenced_until for m in self.members.values() if m.fenced_until is not None}
         return {**self._inherited_fences, **own}
 
@@ -411,7 +411,7 @@ class Coordination:
             self._floor.blame(member, SILENT)
 
     def _note_return(self, last_seen: float, now: float) -> None:
-        """Who had fallen silent speaks: a round may begin."""
+        """Note the return of a silent peer: a round may begin."""
         if self._floor.is_silent(last_seen, now):
             self._note_change(now)
 

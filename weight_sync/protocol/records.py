@@ -1,4 +1,4 @@
-"""What a coordinator remembers of the past, for its log and its journal (pure)."""
+"""Records of the coordinator's past, for its log and its journal (pure)."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Phase(StrEnum):
 
 
 class Part(StrEnum):
-    """What a member has done in the round; the last four are final. LEFT went of its own accord."""
+    """Progress of a member in the round; the last four are final. LEFT went of its own accord."""
 
     OFFERED = "OFFERED"
     ACCEPTED = "ACCEPTED"
@@ -58,7 +58,7 @@ FINAL_PARTS = (Part.VERIFIED, Part.FAILED, Part.LEFT_OUT, Part.LEFT)
 
 
 class Sender(StrEnum):
-    """What the publisher has done in the round."""
+    """Progress of the publisher in the round."""
 
     PENDING = "PENDING"
     SENT = "SENT"
@@ -93,7 +93,7 @@ class Timing:
 
     @property
     def poll_s(self) -> float:
-        """How long a member may be silent while it waits for orders."""
+        """Time that a member may be silent while it waits for orders."""
         return self.silence_s / 3
 
 
@@ -166,7 +166,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Order:
-    """What a member or the publisher is told to do."""
+    """Order to a member or the publisher."""
 
     to: str
     what: Instruction

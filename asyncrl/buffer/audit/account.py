@@ -1,4 +1,4 @@
-"""What a journal tells about a run and about one ticket, in numbers and sentences (pure).
+"""Account of a run, and of one ticket, from the journal: numbers and sentences (pure).
 
 Owns the wording of `asyncrl inspect`. Times are seconds since the epoch, None where a journal has none.
 """

@@ -44,7 +44,7 @@ class Account(TypedDict):
 
 @dataclass(frozen=True)
 class Finding:
-    """What does not add up: the law, and what was found."""
+    """A discrepancy: the violated law, and the numbers found."""
 
     law: str
     message: str

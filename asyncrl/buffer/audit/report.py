@@ -29,7 +29,7 @@ from asyncrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class RunPast:
-    """What a run's journal holds.
+    """Contents of a run's journal.
 
     Attributes:
         snapshot: Of the ledger before the first of the turns; None if they begin with the run.
@@ -144,7 +144,7 @@ def inspect_ticket(run: str, runs_dir: str, number: int) -> list[Moment]:
 
 
 class Verdict(TypedDict):
-    """What a recount found wrong, as {law, message}, empty for a sound run; and what was checked."""
+    """Result of a recount: its findings as {law, message}, empty for a sound run; and its extent."""
 
     findings: list[dict[str, str]]
     events: int

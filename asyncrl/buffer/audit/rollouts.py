@@ -1,7 +1,8 @@
-"""Which answers a step was made of, which groups were dropped, and why, from a run's journal (pure).
+"""Rollouts in a run's journal: the answers of each step, the dropped groups, the reason for each drop (pure).
 
-Owns what is said about each token: its version's lag, and why it was kept out of the loss. A lag counts
-plain steps of the current lineage; of a dropped group it is the lag at the step that was in the making.
+Owns the facts per token: the lag of its version, and the reason for its exclusion from the loss. A lag counts
+plain steps of the current lineage; the lag of a dropped group is the lag at the step in the making at that
+time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from asyncrl.experience import CUT_REASONS, Group, Trajectory
 from asyncrl.versions import Span
 
 TRAINED, OBSERVED, CUT, OVER_AGE = "", "observation", "cut", "over age"
-"""Why a token is not trained; empty if it is."""
+"""Reason for which a token is not trained; empty if it is."""
 
 WHY_DROPPED: Mapping[str, str] = {
     "stale": "over age: its tokens were older than max_lag allows",
@@ -33,7 +34,7 @@ WHY_DROPPED: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one group.
+    """Final state of one group.
 
     Attributes:
         step: That trained or reserved it; for a dropped one the step that was in the making, -1 if it was
@@ -52,7 +53,7 @@ class Fate:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What finds its payload."""
+        """Key of its payload."""
         return self.ticket, self.attempt
 
 

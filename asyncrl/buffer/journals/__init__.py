@@ -1,1 +1,1 @@
-"""Where the ledger's events and the groups' payloads are remembered."""
+"""Journals: durable storage of the ledger's events and the groups' payloads."""

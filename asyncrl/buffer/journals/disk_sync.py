@@ -49,7 +49,7 @@ class DiskSync:
 
     @property
     def next_sync(self) -> float:
-        """When `sync_if_due` has something to do; infinite while nothing is new, or a sync is on its way."""
+        """Time from which `sync_if_due` has work; infinite while nothing is new, or a sync is on its way."""
         return math.inf if self._is_busy or self._unsynced_since is None else self._next
 
     def note_commit(self) -> None:

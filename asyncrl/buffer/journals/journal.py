@@ -1,9 +1,9 @@
-"""What the buffer remembers across its own death: the seam, and the journal that remembers nothing.
+"""Journal protocol: the buffer's durable state; and `MemoryJournal`, which keeps nothing.
 
 Owns the order of durability: a payload is appended before the event that names it is committed, and
-events are committed before anyone is answered. Events are committed in turns, one per turn of the
-server loop, each all or none. What is durable is a snapshot of the ledger and the events after it.
-Invariant: an acknowledged push survives `kill -9`; `fsync` says what a power cut costs.
+events are committed before any request is answered. Events are committed in turns, one per turn of the
+server loop, each all or none. The durable state is a snapshot of the ledger and the events after it.
+Invariant: an acknowledged push survives `kill -9`; `fsync` decides the loss at a power cut.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EVENTS_PER_SNAPSHOT = 50_000
 
 
 class Need(enum.Enum):
-    """What a journal wants from its owner.
+    """Request of a journal to its owner.
 
     NOTHING; a SNAPSHOT, because many events came since the last; or ALL: what it held is gone, so it
     wants the payloads that are still in memory and a snapshot of all that the ledger knows.
@@ -51,7 +51,7 @@ class Recovery:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn of the buffer committed.
+    """Commit of one turn of the buffer.
 
     Attributes:
         number: From 1, without a gap.
@@ -102,10 +102,10 @@ class Journal(Protocol):
         """Remember the ledger as it stands after the last commit, which returned True."""
 
     def survey(self) -> bool:
-        """When ALL is needed: find out which payloads are still there; False while it is away."""
+        """Find out which payloads are still there, when ALL is needed; False while the journal is away."""
 
     def begin_anew(self, values: Mapping[str, object]) -> bool:
-        """When ALL is needed: replace the past by this ledger and the payloads appended since `survey`."""
+        """Replace the past by this ledger and the payloads appended since `survey`, when ALL is needed."""
 
     def wake_at(self) -> float:
         """Return when `tick`, or the `commit` that returned False, has something to do; infinite if never."""

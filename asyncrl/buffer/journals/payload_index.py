@@ -1,7 +1,7 @@
-"""Which payloads Redis holds, by name: `<ticket>:<attempt>:<rank of the buffer that wrote it>`.
+"""Index of the payloads in Redis, by name: `<ticket>:<attempt>:<rank of the buffer that wrote it>`.
 
 Owns the one name that counts for each attempt at a ticket. A buffer never writes a name of another
-buffer, so that one that was fenced off cannot change a payload that its successor has acknowledged.
+buffer, so a fenced buffer cannot change a payload that its successor has acknowledged.
 """
 
 from __future__ import annotations

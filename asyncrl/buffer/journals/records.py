@@ -25,7 +25,7 @@ HEADER_BYTES = _FIELDS.size + _DIGEST.size
 
 @dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """What stands before a body."""
+    """Header before a body."""
 
     ticket: int
     attempt: int

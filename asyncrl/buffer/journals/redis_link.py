@@ -26,9 +26,9 @@ from asyncrl.errors import ConfigError
 Argument = bytes | str
 OnReply = Callable[[object], None]
 LinkDown = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
-"""What a broken connection raises; also a server that is loading, or refuses the password."""
+"""Errors of a broken connection, and of a server that is loading, or refuses the password."""
 Refusal = redis.exceptions.ResponseError
-"""What Redis answers to a command that it does not carry out; comes as a value."""
+"""Answer of Redis to a command that it does not carry out; comes as a value."""
 OWN = "own"
 """Marks the URL of a server on this machine that this user has started."""
 _HOST_MISMATCH = (62, 64)

@@ -28,7 +28,7 @@ LOOKS, LOOK_AGAIN_S = 10, 0.05
 
 @dataclass(frozen=True)
 class Past:
-    """What was committed.
+    """Committed state of a journal in Redis.
 
     Attributes:
         last_turn: The newest turn that a snapshot or the stream covers.

@@ -44,7 +44,7 @@ _RIGHTS = "~asyncrl:* &* +@all -@dangerous -@admin +info"
 
 @dataclass(frozen=True)
 class _Running:
-    """Who works in the folder. `began` tells a process from a later one of the same pid."""
+    """Process that works in the folder. `began` tells it from a later one of the same pid."""
 
     pid: int
     began: float

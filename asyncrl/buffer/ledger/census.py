@@ -19,7 +19,7 @@ from asyncrl.buffer.ledger.tickets import OPEN_STATES, TRAINED_STATES, State
 
 @dataclass(frozen=True)
 class Census:
-    """What became of every ticket and every prompt.
+    """Count of all tickets and all prompts, by their state.
 
     Attributes:
         pending: Open tickets by state. dropped: Dropped tickets by reason.

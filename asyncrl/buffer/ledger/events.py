@@ -1,4 +1,4 @@
-"""What happened to the ledger: the only words in which its state changes (pure).
+"""Events of the ledger: the only way in which its state changes (pure).
 
 An event is a small tuple. `pack` and `unpack` turn it into plain values for the journal and back.
 """
@@ -98,7 +98,7 @@ class Carried(NamedTuple):
 
 
 class CarryDropped(NamedTuple):
-    """What was carried is over age, or its payload is lost: the ticket is generated from its start."""
+    """A partial rollout is over age, or its payload is lost: the ticket is generated from its start."""
 
     ticket: int
     reason: str

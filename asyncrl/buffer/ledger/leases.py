@@ -1,7 +1,7 @@
-"""What replicas may ask of the ledger: leases, renewals, pushes, carries (pure).
+"""Ledger commands of replicas: leases, renewals, pushes, partial rollouts (pure).
 
-Owns admission and the judgement of what comes back. `Ledger` adds what the learner may ask, and
-states the rules.
+Owns admission and the check of pushed groups. `Ledger` adds the commands of the learner, and states
+the rules.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ class ReplicaCommands:
 
     @property
     def next_expiry(self) -> float:
-        """When `expire` may have something to do; infinite without leases."""
+        """Time from which `expire` may have work; infinite without leases."""
         deadlines = self.state.deadlines
         return deadlines[0][0] if deadlines else math.inf
 

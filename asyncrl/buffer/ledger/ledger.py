@@ -279,7 +279,7 @@ class Ledger(ReplicaCommands):
 
     @property
     def patience_ends(self) -> float:
-        """When a complete batch waits no longer for groups in flight; infinite if none waits."""
+        """Time at which a complete batch stops waiting for groups in flight; infinite if none waits."""
         is_waiting = self.settings.policy == "wait" and self._complete_step == self.state.steps_trained
         return self._complete_since + self.settings.max_wait_s if is_waiting else math.inf
 

@@ -1,9 +1,9 @@
-"""Which step a version number counts as (pure).
+"""Step that each version number counts as, across the lineages of a run (pure).
 
 A resume begins a new lineage. Its first steps are an ordered replay: the same groups in the same
 order make the same weights, so the abandoned steps count as if they had never been abandoned. The
-replay may break, when a payload is lost or another group is dropped: there the lineages fork, and a
-token that the old branch sampled beyond the fork is as old as the way back to the fork and forth.
+replay may break, when a payload is lost or another group is dropped: there the lineages fork. The lag of a
+token that the old branch sampled beyond the fork is the steps back to the fork plus the steps since it.
 """
 
 from __future__ import annotations

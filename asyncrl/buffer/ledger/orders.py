@@ -54,7 +54,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """Which prompt is drawn at which place: every pass goes through all prompts of a source once.
+    """Order in which prompts are drawn: every pass goes through all prompts of a source once.
 
     Rows count over all sources, one source after the other. Of each `BLOCK` places a source gets its
     share by weight, at least one, and these are spread by the seed; it goes through its passes at its own

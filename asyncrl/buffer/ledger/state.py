@@ -31,7 +31,7 @@ from asyncrl.buffer.ledger.tickets import (
 from asyncrl.metrics.tallies import Tally
 
 MAX_DEADLINES_PER_LEASE = 8
-"""How far entries of ended leases may pile up: listing them anew touches every lease."""
+"""Limit on piled-up entries of ended leases: listing them anew touches every lease."""
 
 MAX_DROPPED_TICKETS = 4096
 """Dropped tickets kept one by one; older ones live on in the counters only."""

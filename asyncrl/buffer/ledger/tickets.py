@@ -14,11 +14,11 @@ GIVEN_UP_LOST_LEASES = 8
 
 
 POLICIES = ("mask", "drop", "wait")
-"""What may happen to a group with a token over the bound (`staleness.policy`)."""
+"""Treatments of a group with a token over the bound (`staleness.policy`)."""
 
 
 class State(enum.StrEnum):
-    """Where a ticket stands. ISSUED to RESERVED are open; TRAINED, ACKED and DROPPED are settled."""
+    """State of a ticket. ISSUED to RESERVED are open; TRAINED, ACKED and DROPPED are settled."""
 
     ISSUED = "issued"
     LEASED = "leased"
@@ -35,7 +35,7 @@ PAYLOAD_STATES = (State.STORED, State.RESERVED, State.TRAINED, State.ACKED)
 
 
 class DropReason(enum.Enum):
-    """Why a ticket never changes the weights.
+    """Reason for which a ticket never changes the weights.
 
     STALE: over age. UNIFORM: all its rewards are equal, so it has no advantage (DAPO's dynamic
     sampling, arXiv:2503.14476). MASKED: all its answers were cut, and such are not trained. POISON: it
@@ -52,7 +52,7 @@ class DropReason(enum.Enum):
 
 
 class Reissue(enum.Enum):
-    """Why a ticket went back to ISSUED."""
+    """Reason for which a ticket went back to ISSUED."""
 
     EXPIRED = "expired"
     RETIRED = "retired"
@@ -64,7 +64,7 @@ class Reissue(enum.Enum):
 
 
 class CarryLoss(enum.Enum):
-    """Why carried work is not gone on with."""
+    """Reason for which a partial rollout is not continued."""
 
     STALE = "stale"
     LOST = "lost"
@@ -244,7 +244,7 @@ def finish_evaluation(
 
 @dataclass(frozen=True)
 class LedgerSettings:
-    """What the ledger's rules are made of.
+    """Settings of the ledger's rules.
 
     Attributes:
         max_group_bytes: Bytes of the largest group that a replica may push.

@@ -1,6 +1,6 @@
-"""What is open to other users of this machine, or to whoever reaches its ports: folders, Ray, sockets.
+"""Check of exposure: folders, Ray and sockets that other users of the machine or network peers can reach.
 
-Looks at the runs of one folder and at this user's processes. Must never change a mode or end anything.
+Reads the runs of one folder and this user's processes. Must never change a mode or end a process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an examination finds (pure)."""
+"""Findings of an examination (pure)."""
 
 from __future__ import annotations
 

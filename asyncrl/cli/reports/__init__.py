@@ -1,1 +1,1 @@
-"""What commands print: text for people, JSON for programs."""
+"""Output of commands: text for people, JSON for programs."""

@@ -1,6 +1,6 @@
-"""What `asyncrl inspect rollouts` shows, before it is a terminal's or a page's (pure).
+"""Content of `asyncrl inspect rollouts`, before a terminal or a page renders it (pure).
 
-Owns the wording of an answer's head, of what became of a group, and the plain values of `--json`.
+Owns the wording of an answer's headline and of the fate of its group, and the plain values of `--json`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What may change between two starts of one run (pure).
+"""Keys that must not change between two starts of one run (pure).
 
-Owns the one list of it: `up` refuses by it, `plan` and docs/configuration.md show it. What is not named here
-may change, and is in force from the next start on.
+Owns the one list of them: `up` refuses by it, `plan` and docs/configuration.md show it. A key outside the
+list may change; its new value holds from the next start on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a learner that begins before its batch is whole cannot compute (pure).
+"""Settings that a learner cannot use when it begins before its batch is complete (pure).
 
 Owns the reasons. With `learner.stream` a token is trained before the last group of its batch is there, and
 the weights and denominators of the whole batch come after it: nothing may depend on the rest of the batch
-but one division of the loss at the end. What is not named here gives the gradients of the whole batch.
+but one division of the loss at the end. Every other setting gives the gradients of the whole batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every key of the configuration means: as JSON Schema, and as a page."""
+"""Meaning of every key of the configuration: as JSON Schema, and as a page."""
 
 from asyncrl.config.schema.draft import json_schema
 from asyncrl.config.schema.leaves import Leaf, walk

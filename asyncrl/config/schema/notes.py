@@ -1,7 +1,7 @@
-"""What is written behind each key in the source of its section: unit, meaning, examples.
+"""Notes on keys, read from the attribute docstrings of a section's source: unit, meaning, examples.
 
-Owns the form of these texts: `[unit] Meaning. For example: a, b`, where the examples are YAML. They are read
-from the source when somebody asks, so that no process pays for them as it starts.
+Owns the form of these texts: `[unit] Meaning. For example: a, b`, where the examples are YAML. Notes are read
+from the source on demand, so that no process pays for them at its start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How services reach each other: weights on their way, addresses and keys."""
+"""Configuration sections of connections between services: weight sync, addresses and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds training: the run's name, checkpoints, metrics."""
+"""Configuration sections around training: the run's name, checkpoints, metrics."""
 
 from __future__ import annotations
 

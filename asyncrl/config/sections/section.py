@@ -1,4 +1,4 @@
-"""What every section of the tree is made of: its base, and the kinds of values with limits."""
+"""Base class of every section of the tree, and the kinds of values with limits."""
 
 from __future__ import annotations
 

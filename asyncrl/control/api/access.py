@@ -1,8 +1,8 @@
-"""Who may ask the control API what.
+"""Access control of the control API.
 
 Owns the run's two secrets of HTTP: the key, which may do all, and the page's token, which may only read.
-The token is made from the key by a one-way function: it is stored nowhere, and whoever can read the run's
-`run.json` (mode 0600) can name the page. Neither may get into a log, a redirect or a referrer.
+The token is made from the key by a one-way function: it is stored nowhere, and a user who can read the run's
+`run.json` (mode 0600) can name the page. Neither secret may get into a log, a redirect or a referrer.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ COMMAND_DEADLINE_S = 60.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """A run listens on this machine: whatever proxy the environment names, it would only be handed the key."""
 START_FILES = ("run.json", "resolved.yaml")
-"""What each start of a run writes."""
+"""Files that each start of a run writes."""
 
 
 class NotRunning(AsyncrlError, LookupError):

@@ -36,7 +36,7 @@ FAREWELL_S = 2.5
 MAX_CONNECTIONS = 64
 """Each has a thread; for a further one the oldest is hung up on that has shown no secret, or it itself."""
 YIELD_S = 1.0
-"""How long the thread of who is hung up on has to leave its place."""
+"""Time that the thread of a dropped connection has to leave its place."""
 MAX_STREAMS = 16
 """Of them, streams: however many pages are open, the CLI gets through."""
 SENT_WITH_EVERYTHING = {

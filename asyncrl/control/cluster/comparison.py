@@ -1,4 +1,4 @@
-"""Which node lacks what (pure): inventories of the nodes against that of home."""
+"""Comparison of the nodes' inventories with that of the home node: the list of missing things (pure)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Inventory:
-    """What a node has.
+    """Packages and files of a node.
 
     Attributes:
         versions: Of each package; empty where it is missing.

@@ -1,4 +1,4 @@
-"""What one node has of all that a run needs: packages, models, data. Runs on that node.
+"""Inventory of one node: the packages, models and data that a run needs. Runs on that node.
 
 Owns the taking of the inventory; `comparison` judges it. Never reads a large file whole: a model is known
 by the names and sizes of its files and the text of the small ones, data by its size and its two ends.

@@ -1,4 +1,4 @@
-"""Where a run's services can live: this machine's own Ray, or a cluster that is there already."""
+"""Bootstrap of the Ray that hosts a run's services: this machine's own, or an existing cluster."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Which node gets a service (pure).
+"""Placement of services on nodes (pure).
 
-Owns the rule: what a run has once lives at home, the node where `asyncrl up` was called. A replica, its
-engine and its receiver, lives on one node with room for it: that with the fewest replicas, home last. A
-receiver that starts again goes where its engine is. Invariant: no node gets more of the run than it has.
+Owns the rule: a service of which a run has one runs at home, the node where `asyncrl up` was called. A
+replica, its engine and its receiver, runs on one node with room for it: the node with the fewest replicas,
+home last. A receiver that starts again goes to the node of its engine. Invariant: no node gets more of the
+run than it has room for.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a service was promised, and where."""
+    """Resources that a service was promised, and their node."""
 
     node: str
     cpus: float

@@ -1,4 +1,4 @@
-"""What a service's process does first on its node: private folders, and the right interface."""
+"""Node setup of a service's process before the service starts: private folders, and the right interface."""
 
 from __future__ import annotations
 

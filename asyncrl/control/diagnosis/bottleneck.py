@@ -1,8 +1,8 @@
-"""Who sets the pace of a run, and why the learner waits (pure).
+"""Bottleneck of a run: the service that sets its pace, and the reason why the learner waits (pure).
 
-Judges by the newest row of metrics and the services' last statuses. What stops everything comes first: an
-obstacle that a service reports, a service that is not there, a pause. Only then are idle shares compared.
-Invariant: never more than a guess from what was observed, and every guess says what it was made from.
+Judges by the newest row of metrics and the services' last statuses. Causes of a full stop come first: an
+obstacle that a service reports, a missing service, a pause. Only then are idle shares compared.
+Invariant: never more than a guess from observations, and every guess names the observations behind it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HOLDS = {
     "checkpoint": ("checkpoint", "the learner waits for the checkpoint before to be written"),
     "publisher": ("publisher.0", "the learner waits for the publisher"),
 }
-"""What the learner waits for besides batches: who that is, and why."""
+"""Causes of the learner's waits besides batches: the service at fault, and the reason."""
 NO_STAGES = ("timing_s/step", "timing_s/other", "timing_s/wait")
 STAGES = {
     "update_actor": "forward, backward and optimizer",
@@ -40,7 +40,7 @@ STAGES = {
 
 
 class Diagnosis(Message, frozen=True):
-    """Who is the bottleneck (`""`: nobody), why, and whom the learner waits for (`""`: it does not)."""
+    """The bottleneck (`""`: none), the reason, and the learner's wait (`""`: it does not wait)."""
 
     who: str = ""
     why: str = ""

@@ -21,7 +21,7 @@ MAX_REASONS = 8
 
 @dataclass(frozen=True)
 class News:
-    """What is to be told of an obstacle; `is_over` with the seconds that it held."""
+    """Report on an obstacle; `is_over` with the seconds that it held."""
 
     obstacle: Obstacle
     is_over: bool = False

@@ -1,1 +1,1 @@
-"""Which services a run should have, which it has, and what to do about the difference."""
+"""Fleet of a run: its wanted services, its present services, and the actions that remove the difference."""

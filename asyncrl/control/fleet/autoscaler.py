@@ -1,14 +1,15 @@
-"""How many rollout replicas a run should have, from whom waits and how old the data is (pure).
+"""Autoscaler: the number of rollout replicas, from the waits and the age of the data (pure).
 
 Owns the rule and its patience. It starts and ends nothing: a decision is a number with its reason.
 
     needed = replicas x (their busy share) / (1 - the learner's idle share)
 
-replicas keep the learner busy all the time. It grows to that while the learner idles and the replicas do
-not; it gives one back while the learner never waits and the others could do its work. A lag near the bound
-makes it give back sooner: surplus groups lie in the buffer and age.
+replicas keep the learner busy all the time. The autoscaler grows to that number while the learner idles and
+the replicas do not; it removes one replica while the learner never waits and the others could do its work.
+A lag near the bound makes it remove one sooner: surplus groups lie in the buffer and age.
 Invariant: a decision is made from steps of the fleet as it stands, all of it READY, and never from fewer
-than `Pacing.min_steps` of them; each that takes back the one before makes the next shrinking wait longer.
+than `Pacing.min_steps` of them; each decision that reverses the one before makes the next shrinking wait
+longer.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from asyncrl.config.tree import Config
 from asyncrl.metrics.metric import Row
 
 GROW_AT = 0.2
-"""The learner's idle share from which more replicas are wanted, if they would have work:"""
+"""The learner's idle share from which it wants more replicas, if the present ones are `BUSY`."""
 BUSY = 0.7
-"""the least share of time that the present ones work."""
+"""Least share of time that the present replicas must work for a further one to have work."""
 SHRINK_AT = 0.05
-"""The learner's idle share up to which fewer may do."""
+"""The learner's idle share up to which a replica may be removed."""
 FULL, FULL_IF_OLD = 0.85, 0.95
-"""How busy the others may become by a replica's leaving; the second while the data is old:"""
+"""Largest busy share of the remaining replicas after a removal; the second while the data is `OLD`."""
 OLD = 0.8
-"""mean lag as a share of the bound."""
+"""Mean lag, as a share of the bound, from which the data counts as old."""
 MOST_GROWTH = 2.0
 NUM_PARTS = 3
 """Of a window: a bad stretch that is shorter than two of them changes nothing."""
@@ -39,12 +40,12 @@ NUM_PARTS = 3
 
 @dataclass(frozen=True)
 class Pacing:
-    """How patient it is, in seconds.
+    """Waits of the autoscaler, in seconds.
 
     Attributes:
-        settle_s: After the fleet has become what was wanted: steps of this time still tell of the one before.
-        window_s: Whose steps are judged, and
-        min_steps: how many at least.
+        settle_s: After the fleet has reached its wanted size: steps of this time still reflect the old size.
+        window_s: Time whose steps are judged.
+        min_steps: Least number of judged steps.
         hold_s: Between a change and the next shrinking; doubled, up to `max_hold_s`, by every growth that
             takes a shrinking back.
     """
@@ -66,7 +67,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Step:
-    """What one step says: seconds of it, of them waited, the replicas' idle share, the mean lag."""
+    """Figures of one step: seconds of it, of them waited, the replicas' idle share, the mean lag."""
 
     time: float
     step_s: float

@@ -1,9 +1,9 @@
-"""How often a unit may be started again, and how soon (pure).
+"""Restart budget of a unit: number and delay of its restarts (pure).
 
 A restart counts until the unit has worked since: it came up, and the progress that it is judged by rose
-while it was up. One that came up and had no work, as in a paused run, is forgotten after `WINDOW_S`.
-Invariant: a unit that does no work in between is granted `max_restarts` in a row, however slowly it fails;
-one that works between its deaths is granted each of them.
+while it was up. The restart of a unit that came up and had no work, as in a paused run, is forgotten after
+`WINDOW_S`. Invariant: a unit that does no work in between is granted `max_restarts` in a row, however slowly
+it fails; a unit that works between its deaths is granted each restart.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Budget:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """When restarts were granted that still count, oldest first."""
+        """Times of the granted restarts that still count, oldest first."""
         return tuple(self._times)
 
     @property

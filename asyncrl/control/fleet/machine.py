@@ -65,7 +65,7 @@ MAX_SPENT = 2
 
 @dataclass(frozen=True)
 class FleetRules:
-    """How patient the machine is.
+    """Limits of the machine: restarts and deadlines.
 
     Attributes:
         num_ranks: Of the learner.

@@ -1,4 +1,4 @@
-"""What the fleet machine is told, and what it asks for (pure)."""
+"""Messages of the fleet machine: its events and its actions (pure)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asyncrl.states import ServiceState
 
 
 class Cause(Enum):
-    """Why a service is gone.
+    """Cause of a service's end.
 
     DEATH: its process ended or does not answer, which says nothing of the next one. ERROR: of its own; if it
     recurs before the service ever worked, that is how it is. FINAL: an error that trying again cannot cure.

@@ -1,7 +1,7 @@
-"""What a supervisor that takes over must know of the fleet, as plain values (pure).
+"""Saved state of the fleet for the next supervisor, as plain values (pure).
 
-Times are saved as ages: the clock of the next process may be another. What later
-releases have added has a default, so that the state of a run that an older one began is read.
+Times are saved as ages: the clock of the next process may be another. Fields that later releases have added
+have defaults, so that the saved state of an older release can be read.
 """
 
 from __future__ import annotations

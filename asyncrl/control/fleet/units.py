@@ -15,12 +15,12 @@ from asyncrl.states import ServiceState
 
 SYNCING, ENDED, WAITING = ServiceState.SYNCING, ServiceState.ENDED, ServiceState.WAITING
 STARTING_STATES = frozenset({ServiceState.STARTING, SYNCING, WAITING})
-"""What a service reports that cannot work yet; it may not last."""
+"""States of a service that cannot work yet; none of them may last."""
 LEARNER, REPLICA = "learner", "replica"
 
 
 class Stage(StrEnum):
-    """Where a unit stands.
+    """Stage of a unit.
 
     DEAD: it waits for its next start. RETIRED: the same, for minutes, as its restarts are spent.
     A replica that was scaled away or has drained is not listed any more.

@@ -1,9 +1,9 @@
-"""Who waits for whom, from what the services say of themselves (pure).
+"""Wait chain of a run, from the statuses of its services (pure).
 
     learner -> buffer -> replica -> weight sync -> publisher -> learner
 
-Follows the edges from the learner to the one that does not move. A guess from what was observed, and worded
-so; nothing is decided by it.
+Follows the edges from the learner to the service that does not move. The result is a guess from observations
+and is worded as one; nothing is decided by it.
 """
 
 from __future__ import annotations

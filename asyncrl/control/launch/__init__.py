@@ -1,1 +1,1 @@
-"""How a run's processes begin and end: the head, Ray, the host of a service, leftovers."""
+"""Start and end of a run's processes: the head, Ray, the host of a service, leftovers."""

@@ -31,7 +31,7 @@ from asyncrl.states import ServiceState
 log = logging.getLogger(__name__)
 
 NAME_DEADLINE_S = 10.0
-"""How long Ray may take to let go of the name of a dead actor."""
+"""Time that Ray may take to release the name of a dead actor."""
 HUNG_UP = "Worker unexpectedly exits with a connection error"
 """Ray's words for a process that is gone without having said why."""
 KILLED = "its process was killed (SIGKILL), or crashed without a word"

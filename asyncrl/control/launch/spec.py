@@ -1,4 +1,4 @@
-"""How one service is started: what the launcher needs to know of it (pure)."""
+"""Launch specification of one service (pure)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NODE_VARIABLE = "ASYNCRL_NODE"
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """How one service is started.
+    """Launch specification of one service.
 
     Attributes:
         factory: `module:function` of its composition root.

@@ -1,6 +1,6 @@
-"""What the page shows of a group of rollouts: tokens as text, cut to a length (pure).
+"""Rollouts on the page: the tokens of a group as text, cut to a length (pure).
 
-What a model wrote is passed on with its control characters written out; the page never makes markup of it.
+A model's text is passed on with its control characters written out; the page never makes markup of it.
 """
 
 from __future__ import annotations

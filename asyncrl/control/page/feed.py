@@ -1,4 +1,4 @@
-"""What open pages are told, once for all of them.
+"""Feed of server-sent events, computed once for all open pages.
 
 A stream
   consumes: the supervisor's snapshot, new rows, the newest payloads
@@ -42,7 +42,7 @@ Status = Callable[[], Snapshot]
 
 
 class Payloads(Protocol):
-    """Where the newest groups are."""
+    """Source of the newest groups."""
 
     def newest(self) -> Sequence[Group]: ...
 

@@ -1,4 +1,4 @@
-"""What the control API answers to readers: the page's three files, its stream, `/metrics` and `/health`."""
+"""Read-only routes of the control API: the page's three files, its stream, `/metrics` and `/health`."""
 
 from __future__ import annotations
 

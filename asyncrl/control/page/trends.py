@@ -1,7 +1,7 @@
-"""What changes with time: rates from counters, and curves of bounded size from rows (pure).
+"""Trends over time: rates from counters, and curves of bounded size from rows (pure).
 
 Invariant: however long a run is, its curves have at most `MAX_POINTS` points; a step that is recorded
-again after a resume replaces what was there from that step on.
+again after a resume replaces the points from that step on.
 """
 
 from __future__ import annotations

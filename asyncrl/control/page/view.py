@@ -1,8 +1,8 @@
-"""What the page shows of a run's snapshot, as plain values and finished texts (pure).
+"""View model of the page: a run's snapshot as plain values and finished texts (pure).
 
 Owns every word and figure of the page but those of models and services, which it passes on as data, with
-what is not printable written out. The
-page's script only puts texts where they belong. A figure that the snapshot lacks is a dash.
+unprintable characters written out. The page's script only puts texts in their places. A figure that the
+snapshot lacks is a dash.
 """
 
 from __future__ import annotations

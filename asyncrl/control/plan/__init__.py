@@ -1,4 +1,4 @@
-"""What a run will take, and whether it can: checked and counted before anything starts."""
+"""Plan of a run: its needs, checked and counted before the start."""
 
 from asyncrl.control.plan.estimate import (
     Plan,

@@ -1,6 +1,6 @@
-"""How much memory this machine has: host, shared memory, GPUs.
+"""Memory of this machine: host, shared memory, GPUs.
 
-Owns where that is read. Must never reserve any. What cannot be told is None, and nothing is held against it.
+Owns the places where it is read. Must never reserve any. An unknown size is None, and limits nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from asyncrl.control.shared_memory import SHM_DIR
 
 MEMORY_FILE = Path("/proc/meminfo")
 LIMIT_FILES = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""What a container may take, in the two versions of control groups."""
+"""Memory limits of a container, in the two versions of control groups."""
 ASK_GPUS = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 ASK_DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What there is, in bytes; None where that is not known.
+    """Memory of the machine, in bytes; None where a size is not known.
 
     Attributes:
         host: Main memory, or what a container may take of it.

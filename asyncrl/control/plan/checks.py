@@ -160,6 +160,6 @@ PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     names.check_rewards,
     names.check_environment,
 )
-"""What holds on any machine."""
+"""Checks that are the same on any machine."""
 SIZE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (*PORTABLE_CHECKS, check_memory)
 """Each yields a line per problem, which begins with the key that it is about."""

@@ -19,7 +19,7 @@ class Derived:
 
 @dataclass(frozen=True)
 class InFlight:
-    """What is generated or stored and not trained yet, at most.
+    """Most work that is generated or stored and not trained yet.
 
     Attributes:
         groups: Open tickets.

@@ -1,6 +1,6 @@
-"""How a configuration differs from that of a run, and which keys may change when the run is resumed.
+"""Differences between a configuration and that of a run, with the keys that may change at a resume.
 
-Owns no rule: what a run's journal and checkpoints depend on, `config.rules.resume` knows.
+Owns no rule: `config.rules.resume` knows the keys that a run's journal and checkpoints depend on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a run will take, once all checks of its configuration have passed.
+"""Resource plan of a run, made after all checks of its configuration have passed.
 
-Everything that is wrong is found at once. Nothing is started or written here.
+All errors are found at once. Nothing is started or written here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which backend carries weights, and why."""
+    """The backend that carries weights, and the reason for it."""
 
     backend: str
     why: str
@@ -72,7 +72,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take.
+    """Resources of a run.
 
     Attributes:
         placement: Its services, those that are started first before the others.

@@ -1,4 +1,4 @@
-"""What a run takes of host memory, shared memory and GPUs, part by part with its rule (pure).
+"""Demand of a run for host memory, shared memory and GPU memory, part by part with its rule (pure).
 
 Owns the arithmetic; the numbers of weights are handed in. Activations depend on the rows that meet in a
 microbatch: `sizes` estimates them. Invariant: a part whose size is not known is left out, never guessed.
@@ -104,7 +104,7 @@ def _learner_parts(config: Config, num_weights: int | None, critic_weights: int 
 
 @dataclass(frozen=True)
 class _Model:
-    """What a rank holds of one model, per weight of its share."""
+    """Memory of one model on a rank, per weight of its share."""
 
     what: str
     num_weights: int

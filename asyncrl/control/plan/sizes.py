@@ -1,7 +1,7 @@
-"""Whether what a run takes fits: memory against what there is, the model against how it is cut (pure).
+"""Fit of a run: its memory demand against the capacity, the model against its parallel sizes (pure).
 
 Owns the arithmetic of a refusal, all of which stands in its message. Invariant: a run is refused only for
-what it takes for certain; activations, whose size depends on the rows that meet, are estimated and shown.
+certain demand; activations, whose size depends on the rows that meet, are estimated and shown.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: its folder, metric rows, rates and summary."""
+"""Files of a run on disk: its folder, metric rows, rates and summary."""

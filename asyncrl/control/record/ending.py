@@ -1,6 +1,6 @@
-"""How a run failed, in one paragraph: what, where, what was saved, how to go on; and its log's last lines.
+"""Failure report of a run: one paragraph (error, place, saved state, next command) and the log's last lines.
 
-Reads the run's folder only, so that a run which nobody watched is told of as well.
+Reads the run's folder only, so that a run without a watching terminal is reported as well.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What happened to a run, one line of JSON each, in runs/<name>/events.jsonl.
+"""Event log of a run, one line of JSON each, in runs/<name>/events.jsonl.
 
-Owns the form of an event. It is a record for people and pages: nothing decides by it. Several processes
-may write at once, so a line is one write. Invariant: an event that cannot be written is counted and
-logged, harms nobody, and is written with the next one that can be.
+Owns the form of an event. The log is a record for people and pages: nothing decides by it. Several processes
+may write at once, so a line is one write. Invariant: an event that cannot be written is counted and logged,
+raises no error, and is written with the next event that can be.
 """
 
 from __future__ import annotations

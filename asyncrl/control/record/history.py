@@ -20,7 +20,7 @@ Column = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class History:
-    """What is kept of the rows of a run.
+    """Kept values of the rows of a run.
 
     Attributes:
         columns: By metric name, `[number of steps]` float64, in the order of the steps.

@@ -1,4 +1,4 @@
-"""How long a run still takes, from the times of its steps (pure).
+"""Remaining time of a run, from the times of its steps (pure).
 
 The newest half of the steps, or the newest hundred if these are more, set the pace: one slow step, an
 evaluation or a checkpoint among them moves the estimate by its share of that time only. Time in which the run

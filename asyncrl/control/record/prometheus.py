@@ -61,7 +61,7 @@ def prometheus_name(name: str) -> str:
 
 
 class _Collector:
-    """What `generate_latest` asks of a registry; made for one answer."""
+    """A registry as `generate_latest` needs it; made for one answer."""
 
     def __init__(self, snapshot: Snapshot, row: Mapping[str, object]) -> None:
         self._snapshot = snapshot

@@ -36,17 +36,17 @@ class RunDir:
 
     @property
     def live(self) -> Path:
-        """What a client needs to reach the live run: pid, address, key. Mode 0600."""
+        """Connection of a client to the live run: pid, address, key. Mode 0600."""
         return self.path / "run.json"
 
     @property
     def keys(self) -> Path:
-        """What a generator of another maker needs to connect to the live run's buffer. Mode 0600."""
+        """Connection of an external generator to the live run's buffer. Mode 0600."""
         return self.path / "keys.json"
 
     @property
     def service_keys(self) -> Path:
-        """What a learner of another maker needs; they open every operation of the run. Mode 0600."""
+        """Keys for an external learner; they open every operation of the run. Mode 0600."""
         return self.path / "service_keys.json"
 
     @property
@@ -56,7 +56,7 @@ class RunDir:
 
     @property
     def phase(self) -> Path:
-        """What the head is doing while no supervisor can be asked."""
+        """Activity of the head while no supervisor can be asked."""
         return self.path / "phase.json"
 
     @property
@@ -83,7 +83,7 @@ class RunDir:
 
     @property
     def events(self) -> Path:
-        """What happened to the run, a line each: see `asyncrl.control.record.events`."""
+        """Events of the run, a line each: see `asyncrl.control.record.events`."""
         return self.path / "events.jsonl"
 
     @property
@@ -93,7 +93,7 @@ class RunDir:
 
     @property
     def identity(self) -> tuple[int, int] | None:
-        """What tells the folder from another of its name; None if there is none."""
+        """Identity of the folder, which another of its name does not share; None if there is none."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
@@ -102,7 +102,7 @@ class RunDir:
 
     @property
     def fleet(self) -> Path:
-        """What a new supervisor of the same start needs to go on: which services there are, and why."""
+        """State for a new supervisor of the same start: the services, and the reasons for each."""
         return self.path / "fleet.json"
 
     @property

@@ -1,4 +1,4 @@
-"""What a run came to: summary.json, the table on the terminal and the picture of its curves."""
+"""Summary of a run: summary.json, the table on the terminal and the picture of its curves."""
 
 from __future__ import annotations
 

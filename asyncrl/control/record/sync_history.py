@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError, UnknownRun
 JOURNAL_FILE = "weight_sync.jsonl"
 MAX_ROUNDS, MAX_FAILURES = 10, 20
 REFUSED = "REFUSED"
-"""What became of a round's version at a member whose engine did not load it."""
+"""Outcome of a round's version at a member whose engine did not load it."""
 
 
 def read_lines(folder: Path) -> Iterator[dict[str, Any]]:

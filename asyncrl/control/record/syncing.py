@@ -1,4 +1,4 @@
-"""What the services' statuses say of weight sync: metrics, and the answer to `inspect weights` (pure)."""
+"""Weight-sync figures from the services' statuses: metrics, and the answer to `inspect weights` (pure)."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Upkeep:
 
     @property
     def given_up(self) -> GiveUp | None:
-        """Why the run must end, if it must."""
+        """Reason for which the run must end, if it must."""
         return self._machine.given_up
 
     @property

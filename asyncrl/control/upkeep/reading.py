@@ -1,6 +1,6 @@
-"""What a service's status means for the fleet, and in which order it is to be told.
+"""Translation of service statuses into events of the fleet, and the order of these events.
 
-A service whose own process answers while one that it started is stopped does not work either.
+A service counts as halted also when its own process answers but a process that it started is stopped.
 """
 
 from __future__ import annotations

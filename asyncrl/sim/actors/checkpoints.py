@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and when the one before is written (pure).
+"""Checkpoint schedule of a simulated learner: due times and the end of each write (pure).
 
 Owns no time: it is an argument. As in production one checkpoint is written at a time, beside training; only
 the copy to the host, and the wait for the one before, hold the learner up.

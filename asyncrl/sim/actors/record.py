@@ -1,4 +1,4 @@
-"""What a simulated learner step was: its time, and its tokens by lag (pure)."""
+"""Record of a simulated learner step: its time, and its tokens by lag (pure)."""
 
 from __future__ import annotations
 

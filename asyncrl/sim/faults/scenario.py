@@ -1,4 +1,4 @@
-"""What a seed stands for: the shape of a run, and what befalls it when.
+"""Scenario of a seed: the shape of a run, its faults and their times.
 
 Everything is drawn before the run begins, so a scenario can be printed, and a failing one cut down by hand.
 Every fault ends: from `calm_at` on nothing disturbs the run.

@@ -1,4 +1,4 @@
-"""When a run is over: every evaluation has ended, and nobody is held back from the newest version.
+"""End of a run: every evaluation has ended, and nobody is held back from the newest version.
 
 Owns no state. Looks at processes directly, believes the journal about evaluations, and says what is missing.
 """

@@ -1,7 +1,7 @@
-"""What is counted of a simulated run (pure).
+"""Tally of a simulated run (pure).
 
 The steps of a window, after the warm-up, give idle time, lag and violations. The groups admitted in
-that window, the cohort, give the share and the length bias: each is followed to its end, so that no
+that window, the cohort, give the share and the length bias: each group is followed to its end, so that no
 long group is missed because the count ended before it did.
 """
 

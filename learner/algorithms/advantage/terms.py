@@ -1,4 +1,4 @@
-"""What an advantage estimator reads and returns (pure).
+"""Input and output of an advantage estimator (pure).
 
 Shapes: N packed positions, R rows.
 """

@@ -1,6 +1,6 @@
-"""How far the behaviour policy is from the one being trained (pure), under verl's names.
+"""Divergence of the behaviour policy from the one being trained (pure), under verl's names.
 
-All take one whole batch; over data-parallel ranks means are averaged by token count, and names with
+All functions take one whole batch; over data-parallel ranks means are averaged by token count, and names with
 `max` or `min` reduced that way.
 
 Shapes: N packed positions.

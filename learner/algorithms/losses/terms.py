@@ -1,4 +1,4 @@
-"""What a policy loss reads and returns (pure).
+"""Input and output of a policy loss (pure).
 
 Shapes: N packed positions, R rows.
 """
@@ -50,7 +50,7 @@ class LossConstants:
 
 @dataclass(frozen=True)
 class LossInput:
-    """What a loss reads.
+    """Input of a loss.
 
     Attributes:
         logprobs_N: Under the weights being trained; carries the gradient.

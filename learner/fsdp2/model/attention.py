@@ -31,7 +31,7 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     )
 )
-"""What models hand down that a causal attention in evaluation mode need not heed."""
+"""Arguments of models that a causal attention in evaluation mode can ignore."""
 
 
 def register() -> None:

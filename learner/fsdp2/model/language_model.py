@@ -34,7 +34,7 @@ PROBE_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Ways:
-    """How rows go through a model.
+    """Form in which rows go through a model.
 
     Attributes:
         is_packed: Packed tokens [1, N]; else padded rows [R, L].

@@ -1,10 +1,10 @@
-"""Where the rows of a packed microbatch lie in padded rectangles, and the way there and back.
+"""Layout of a packed microbatch's rows in padded rectangles, and the way there and back.
 
 Owns the index tensors; they are made once per microbatch and shared by all layers. Invariant: a row's
 tokens lie in one line of one rectangle, from its left edge, so that under a causal mask rows never see
-one another and nothing that counts sees padding.
+one another and no token sees padding.
 
-Shapes: N packed positions, M padded positions over all rectangles, D whatever else.
+Shapes: N packed positions, M padded positions over all rectangles, D any further dimensions.
 """
 
 from __future__ import annotations

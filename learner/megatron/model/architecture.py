@@ -1,7 +1,7 @@
-"""What a Hugging Face `config.json` says about a model, and what Megatron-core has to be told of it.
+"""Architecture of a model from its Hugging Face `config.json`, and the Megatron-core configuration for it.
 
-Owns the list of supported architectures. It must never guess: what it does not know it refuses
-with a ConfigError, because a model that is slightly wrong trains without any sign of it.
+Owns the list of supported architectures. It must never guess: an unknown architecture is refused with a
+ConfigError, because a model that is slightly wrong trains without any sign of it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Architecture(ModelSize):
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How the model is cut: sizes of the process groups, and what is computed twice to save memory."""
+    """Partition of the model: sizes of the process groups, and the parts recomputed to save memory."""
 
     tp: int = 1
     pp: int = 1

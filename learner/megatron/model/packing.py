@@ -1,11 +1,11 @@
-"""Where the rows of a packed microbatch lie on a rank, and how attention regroups them.
+"""Layout of a packed microbatch's rows on a rank, and their regrouping for attention.
 
 Owns the index tensors that turn packed positions into padded buckets and back, and under context
-parallelism which tokens of each row a rank holds. They are made once per microbatch and shared by all
-layers. Rows never attend to one another: the invariant of this module.
+parallelism the share of each row's tokens that a rank holds. They are made once per microbatch and shared by
+all layers. Rows never attend to one another: the invariant of this module.
 
 A row of L tokens is cut into 2·cp pieces; rank r holds pieces r and 2·cp-1-r, so that every rank has
-the same share of the causal triangle. What a rank lacks to the common length is a row of its own.
+the same share of the causal triangle. The padding of a rank to the common length is a row of its own.
 
 Shapes: N positions of this rank, T positions of all context-parallel ranks, R rows, M padded positions
 over all buckets, Q padded queries and K padded keys of a bucket's rows.
@@ -37,7 +37,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Share:
-    """Which tokens this rank holds.
+    """Tokens that this rank holds.
 
     Attributes:
         num_tokens: Of the microbatch, without padding.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TextGame(Protocol):
-    """What is used of a `gymnasium.Env`."""
+    """Used part of a `gymnasium.Env`."""
 
     def reset(self, *, seed: int) -> tuple[object, object]:
         """Return the first observation, and information."""

@@ -32,7 +32,7 @@ class Model(Protocol):
 
 
 class RolloutScore(Protocol):
-    """What a rubric returned before 0.1.8."""
+    """Score that a rubric returned before 0.1.8."""
 
     reward: SupportsFloat
     metrics: Mapping[str, object]
@@ -49,7 +49,7 @@ class Row(TypedDict, total=False):
 
 
 class State(Row, total=False):
-    """What is read and written of the library's state of an episode."""
+    """Used fields of the library's state of an episode."""
 
     completion: list[dict[str, str]]
     responses: list[object]
@@ -69,7 +69,7 @@ class Rubric(Protocol):
 
 
 class LibraryEnvironment(Protocol):
-    """What is used of a `MultiTurnEnv`; its methods are called as their signatures say."""
+    """Used part of a `MultiTurnEnv`; its methods are called as their signatures say."""
 
     @property
     def rubric(self) -> Rubric: ...

@@ -1,7 +1,7 @@
-"""How a model writes that it wants a tool, and how it reads the result.
+"""Formats of a model's tool calls and of the results that it reads.
 
-`JsonCalls`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, what Qwen's and Hermes' chat
-templates teach; results come back as messages of the role `tool`. `PatternCalls`: a regular expression
+`JsonCalls`: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the form that Qwen's and Hermes'
+chat templates teach; results come back as messages of the role `tool`. `PatternCalls`: a regular expression
 whose one group is the argument of the one tool, for models without a chat template.
 """
 

@@ -1,4 +1,4 @@
-"""What a tool is. A tool answers every call with text; what a model cannot know about is never raised."""
+"""Protocol of a tool. A tool answers every call with text; the only error that it raises is `ToolRefused`."""
 
 from __future__ import annotations
 

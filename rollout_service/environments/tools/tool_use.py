@@ -54,7 +54,7 @@ class ToolUse:
 
     @property
     def roles(self) -> Sequence[str]:
-        """Who speaks in observations."""
+        """Roles of the messages in observations."""
         return self._format.roles
 
     @property

@@ -1,6 +1,6 @@
-"""How a replica and a process beside it speak: a length, then msgpack.
+"""Frames between a replica and a child process beside it: a length, then msgpack.
 
-Owns both the form of a message and the child's end of the pipes. Invariant: what the child prints goes
+Owns both the form of a message and the child's end of the pipes. Invariant: the child's printed output goes
 to the replica's log and never among the messages; the child ends when its parent is gone.
 """
 

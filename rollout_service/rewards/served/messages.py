@@ -31,7 +31,7 @@ class PlainAnswer(TypedDict):
 
 
 class ModelItem(TypedDict):
-    """What a reward model reads of an answer."""
+    """Input of a reward model for one answer."""
 
     prompt: Plain
     response: str
@@ -39,7 +39,7 @@ class ModelItem(TypedDict):
 
 
 class FunctionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which function the process of a pool calls, see `BoundFunction`."""
+    """Function that the process of a pool calls, see `BoundFunction`."""
 
     name: str
     function: str
@@ -48,7 +48,7 @@ class FunctionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which model scores, and where.
+    """Model that scores, and its device.
 
     Attributes:
         path: Folder of a sequence classifier and its tokenizer.

@@ -34,7 +34,7 @@ class _TryAgain(Exception):
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """Where the server is.
+    """Connection to the server.
 
     Attributes:
         url: `http://` or `https://`, asked by POST.

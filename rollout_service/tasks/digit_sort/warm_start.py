@@ -26,7 +26,7 @@ MAX_ANSWER_TOKENS = MAX_DIGITS + 1
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What the warm start made: the model and its accuracy at temperature 1."""
+    """Result of the warm start: the model and its accuracy at temperature 1."""
 
     model: Qwen3ForCausalLM
     accuracy: float

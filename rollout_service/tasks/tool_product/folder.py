@@ -1,4 +1,4 @@
-"""What stands in the task's folder: model, tokenizer, `train.parquet`, `eval.parquet` and `task.json`."""
+"""Contents of the task's folder: model, tokenizer, `train.parquet`, `eval.parquet` and `task.json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What arrives at the buffer's own socket: nothing of it runs, crashes the service or stays in memory."""
+"""Hostile input at the buffer's own socket: none of it runs, crashes the service or stays in memory."""
 
 from __future__ import annotations
 

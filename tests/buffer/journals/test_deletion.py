@@ -1,4 +1,4 @@
-"""When files of payloads that nobody needs leave the disk: never before what made them needless is on it."""
+"""Deletion of unneeded payload files: never before the event that freed them is on the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the buffer remembers after its process was killed or its files were harmed."""
+"""State of the buffer after its process was killed or its files were harmed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every journal promises: the same tests for files and for Redis, and for none what holds there."""
+"""Contract of every journal: the same tests for files and for Redis, and the applicable ones for none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Redis says of why it does not take the journal, and of its settings, is told in its own words."""
+"""Obstacles of the Redis journal, refused writes and changed settings, told in Redis' own words."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a slow disk costs when Redis dies: its append-only file waits, at most two seconds, for a sync.
+"""Loss at a crash of Redis on a slow disk: its append-only file waits, at most two seconds, for a sync.
 
-With `appendfsync everysec` Redis answers first; while a sync is on its way it keeps what comes in its own
-memory, for at most two seconds. A killed Redis loses that. A buffer that lives writes it again.
+With `appendfsync everysec` Redis answers first; while a sync is on its way it keeps new writes in its own
+memory, for at most two seconds. A killed Redis loses those writes. A buffer that lives writes them again.
 """
 
 from __future__ import annotations

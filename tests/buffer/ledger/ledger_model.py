@@ -1,8 +1,8 @@
-"""What must be true of a ledger, kept by other means than its own.
+"""Reference model of a ledger: its invariants, checked by other means than its own.
 
-The model knows weights by their history: which groups each step trained. Two versions with one
+The model knows weights by their history: the groups that each step trained. Two versions with one
 history have the same weights; where histories part, their lineages fork. From that it computes lag,
-and what a learner may train, without the ledger's book of versions.
+and the groups that a learner may train, without the ledger's book of versions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What becomes of a group with a token over the bound: `mask`, `drop`, `wait`; and of carried work."""
+"""Policies `mask`, `drop` and `wait` for a group with a token over the bound; and partial rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica pushes, against the bounds that the run's configuration implies."""
+"""Bounds on a replica's pushes, as the run's configuration implies them."""
 
 from __future__ import annotations
 

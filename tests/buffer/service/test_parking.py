@@ -1,4 +1,4 @@
-"""Who waits in the buffer, for how long, and who is asked first."""
+"""Pending requests of the buffer: their order, their deadlines and their end."""
 
 from __future__ import annotations
 

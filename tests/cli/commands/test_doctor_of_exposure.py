@@ -1,4 +1,4 @@
-"""What `asyncrl doctor` finds open to other users."""
+"""Findings of `asyncrl doctor` about exposure to other users."""
 
 from __future__ import annotations
 

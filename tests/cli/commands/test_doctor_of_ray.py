@@ -1,4 +1,4 @@
-"""What `asyncrl doctor` finds about Ray, its ports, and what dead runs have left."""
+"""Findings of `asyncrl doctor` about Ray, its ports, and the leftovers of dead runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a node must have of a run: taken on the node, judged against home."""
+"""Inventory of a node: taken on the node, judged against home."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which node of a cluster gets a service."""
+"""Placement of services on the nodes of a cluster."""
 
 from __future__ import annotations
 

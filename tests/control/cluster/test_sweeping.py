@@ -1,4 +1,4 @@
-"""What lives of a run that were cut short have left on a node is ended by their ids, and nothing else is."""
+"""Sweep of a node: leftovers of a run's earlier incarnations are ended by their ids, and nothing else is."""
 
 from __future__ import annotations
 

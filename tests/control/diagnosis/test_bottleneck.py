@@ -1,4 +1,4 @@
-"""Who the bottleneck is said to be, from rows of metrics and statuses."""
+"""Bottleneck of a run, named from rows of metrics and statuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps a run from its next step: who says so, what blocks, when it is told, when the run must end."""
+"""Obstacles of a run: their source, their blocking, the time of their report, the end of a run by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes are a run's, as the kernel tells it."""
+"""Processes of a run, as the kernel lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page reads out of a run's folder."""
+"""Reading of a run's folder by the page."""
 
 from __future__ import annotations
 

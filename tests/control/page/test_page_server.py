@@ -1,4 +1,4 @@
-"""Who gets at the page and its stream, over real HTTP."""
+"""Access to the page and its stream, over real HTTP."""
 
 from __future__ import annotations
 

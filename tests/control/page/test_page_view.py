@@ -1,4 +1,4 @@
-"""What the page shows of a snapshot."""
+"""View of a snapshot on the page."""
 
 from __future__ import annotations
 

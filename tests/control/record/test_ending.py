@@ -1,4 +1,4 @@
-"""How a run failed, in one paragraph."""
+"""Failure report of a run, in one paragraph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes, what a health check hears, and the dashboard that is drawn of it."""
+"""Prometheus metrics, health checks, and the dashboard that is drawn of the metrics."""
 
 from __future__ import annotations
 

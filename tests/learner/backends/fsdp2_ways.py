@@ -1,4 +1,4 @@
-"""What the ranks of fsdp2 do: train in several ways, resume, reshard, train an empty share."""
+"""Programs of fsdp2 ranks: train in several ways, resume, reshard, train an empty share."""
 
 from __future__ import annotations
 

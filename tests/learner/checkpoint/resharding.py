@@ -1,4 +1,4 @@
-"""What the ranks of a layout do with the state that another has left: load it, save it, go on."""
+"""Programs of ranks that take over another layout's state: load it, save it, go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the guard's tests run a learner against."""
+"""Cluster of weight-sync services, against which the guard's tests run a learner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several learner ranks do when one of them alone sees a spike, a NaN, or the end of its memory."""
+"""Programs of several learner ranks of which one alone sees a spike, a NaN, or the end of its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every backend must do, checked the same way: Hugging Face's numbers, and a resume bit by bit."""
+"""Contract of every backend, checked the same way: Hugging Face's numbers, and a resume bit by bit."""
 
 from __future__ import annotations
 

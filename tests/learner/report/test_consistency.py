@@ -1,4 +1,4 @@
-"""What a step says of the engine's weights and of its own updates, on real backends."""
+"""Consistency metrics of a step: the engine's weights and the step's own updates, on real backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What learner ranks do in tests of streaming: the same step whole and in parts, the last of one group."""
+"""Programs of learner ranks in tests of streaming: one step whole and in parts, the last of one group."""
 
 from __future__ import annotations
 

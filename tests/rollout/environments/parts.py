@@ -1,4 +1,4 @@
-"""What the tests of environments share: prompts, a scripted engine that speaks given texts, episodes."""
+"""Parts of the tests of environments: prompts, a scripted engine that speaks given texts, episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What environments and models must not break: whatever they say, at most their group fails."""
+"""Faults of environments and models: whatever they say, at most their group fails."""
 
 from __future__ import annotations
 

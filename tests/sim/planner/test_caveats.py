@@ -1,4 +1,4 @@
-"""What a simulation leaves out is said: each by its key, and nothing that it holds."""
+"""Caveats of a simulation: each omission is named by its key, and no simulated setting is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs by chance only is called equal, and a step time is known before it is compared."""
+"""Noise of the planner: chance differences are called equal, and a step time is known before a comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner recommends, and what it says that this costs."""
+"""Recommendations of the planner, and their stated cost."""
 
 from __future__ import annotations
 

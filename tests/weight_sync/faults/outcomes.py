@@ -1,4 +1,4 @@
-"""What must hold after any fault."""
+"""Conditions that must hold after any fault."""
 
 from __future__ import annotations
 

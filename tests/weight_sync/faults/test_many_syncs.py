@@ -1,4 +1,4 @@
-"""What each process holds stays the same over hundreds of syncs, and over many faults."""
+"""Resources of each process: constant over hundreds of syncs, and over many faults."""
 
 from __future__ import annotations
 

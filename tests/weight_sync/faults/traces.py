@@ -1,4 +1,4 @@
-"""What processes hold, read from /proc: states, descriptors, threads, memory, segments."""
+"""Resources of processes, read from /proc: states, descriptors, threads, memory, segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When two computations of the same log-probs no longer come from the same weights."""
+"""Detection of two computations of the same log-probs that no longer come from the same weights."""
 
 import math
 

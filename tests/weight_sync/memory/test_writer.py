@@ -1,4 +1,4 @@
-"""What the writer puts into a segment and says of it, whichever way the segment is written."""
+"""Contents of a segment and the writer's description of them, for every way in which it is written."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ ID_TAG = "asyncrl_id"
 MAX_PARAMS = 100
 """A server takes no more of them in one call; of metrics it takes 1000."""
 MAX_PARAM_CHARACTERS = 500
-"""What every version of a server takes."""
+"""Length that every version of a server takes."""
 
 
 class MlflowSink:

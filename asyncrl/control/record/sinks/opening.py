@@ -29,7 +29,7 @@ SERVICES: Mapping[str, Callable[[RunLabel, Mapping[str, object]], Sink]] = {
 """Sinks by the name of their package."""
 ID_FILE = "sinks.json"
 ID_CHARACTERS = 21
-"""What SwanLab asks of an id."""
+"""Length of an id that SwanLab requires."""
 
 
 def check_sinks(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a sink of metrics is, and what it is told of the run."""
+"""Protocol of a metrics sink, and the description of the run that it gets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_PROJECT = "asyncrl"
 
 @dataclass(frozen=True)
 class RunLabel:
-    """How a service knows the run.
+    """Description of the run for a metrics service.
 
     Attributes:
         name: Of the run.

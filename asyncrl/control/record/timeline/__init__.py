@@ -1,1 +1,1 @@
-"""What every service did when, from a run's record: for a viewer of traces."""
+"""Timeline of every service, from a run's record, for a viewer of traces."""

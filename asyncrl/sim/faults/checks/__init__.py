@@ -1,1 +1,1 @@
-"""What must hold in every simulated run, judged by who believes nobody."""
+"""Judges of what must hold in every simulated run."""

@@ -1,4 +1,4 @@
-"""What weights really are: a tree by content, which knows no version numbers (pure).
+"""Ancestry of weights: a tree by content, which knows no version numbers (pure).
 
 Two sets of weights are the same node if the same tokens were trained in the same order from the same weights,
 by whichever learner and however often. A token is sampled by a node, and its id says by which. The lag of a
