@@ -1,4 +1,4 @@
-"""What a service's status means for the fleet."""
+"""Meaning of a service's status for the fleet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the page reads out of a run's snapshot (pure)."""
+"""Readings of a run's snapshot for the page (pure)."""
 
 from __future__ import annotations
 
