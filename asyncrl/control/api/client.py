@@ -86,7 +86,9 @@ class RunClient:
     def _ask(self, operation: Operation[Q, A], asked: Q) -> A:
         deadline_s = CALL_DEADLINE_S if isinstance(asked, api.Stop) else COMMAND_DEADLINE_S
         answer = self._call("POST", f"/{operation.name}", fields_of(asked), deadline_s)
-        return read_message(answer, operation.answer, operation.name)
+        known = operation.answer.__struct_fields__  # a run of another version may say more
+        told = {name: value for name, value in answer.items() if name in known}
+        return read_message(told, operation.answer, operation.name)
 
     def _call(
         self,

@@ -35,8 +35,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def as_values(self) -> dict[str, object]:
         """Return what stands in JSON."""
         found: dict[str, object] = msgspec.to_builtins(self)
-        del found["command"]
-        return found
+        unsaid = ("command",) if self.state is RunState.FAILED else ("command", "would_repeat", "is_removed")
+        return {name: value for name, value in found.items() if name not in unsaid}
 
 
 def read_outcome(folder: RunDir) -> Outcome | None:
