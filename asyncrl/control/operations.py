@@ -13,7 +13,9 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+import msgspec
 
 from asyncrl.control import plan
 from asyncrl.control.api import operations as api
@@ -32,6 +34,14 @@ log = logging.getLogger(__name__)
 
 LEAVING = (RunState.STOPPING, *RUN_ENDS)
 PAUSED_SERVICES = (BUFFER, LEARNER)
+
+
+class Promise(msgspec.Struct, frozen=True):
+    """A checkpoint of `step` or later, which life `life` of the learner was asked for in this start of the run."""
+
+    run_id: str
+    step: int
+    life: int
 
 
 class Crew(Protocol):
@@ -192,17 +202,18 @@ class Operations:
 
     def _take_down(self, step: int, life: int) -> None:
         """Promise a checkpoint, unless one of a later step is promised already: that one is for both."""
-        owed = {"run_id": self.roster.run_id, "step": step, "life": life}
+        owed = Promise(self.roster.run_id, step, life)
         with self.promise_lock:
             before = self._read_promise()
-            if before is None or before["step"] <= step:
-                write_json(self._promise, owed)
+            if before is None or before.step <= step:
+                write_json(self._promise, msgspec.structs.asdict(owed))
 
-    def _read_promise(self) -> dict[str, Any] | None:
-        owed = read_json(self._promise)
-        return owed if owed is not None and owed["run_id"] == self.roster.run_id else None
+    def _read_promise(self) -> Promise | None:
+        found = read_json(self._promise)
+        owed = None if found is None else msgspec.convert(found, Promise)
+        return owed if owed is not None and owed.run_id == self.roster.run_id else None
 
-    def _drop_promise(self, kept: dict[str, Any]) -> None:
+    def _drop_promise(self, kept: Promise) -> None:
         """Forget what is kept, not what was promised since."""
         with self.promise_lock:
             if self._read_promise() == kept:
@@ -223,21 +234,21 @@ class Operations:
         if owed is None or self.crew.state in LEAVING:
             return
         known = statuses.buffer.checkpoints if statuses.buffer is not None else ()
-        if max(known, default=-1) >= owed["step"]:
+        if max(known, default=-1) >= owed.step:
             self._drop_promise(owed)
             return
         learner = statuses.learner
         is_up = learner is not None and learner.state == ServiceState.READY
-        is_back = is_up and learner is not None and learner.step >= owed["step"]
-        if owed["life"] == self.crew.learner_life or not is_back:
+        is_back = is_up and learner is not None and learner.step >= owed.step
+        if owed.life == self.crew.learner_life or not is_back:
             return
         try:
-            self._ask_for_checkpoint(owed["step"])
+            self._ask_for_checkpoint(owed.step)
         except DeadlineExceeded as error:
             log.warning("the learner is late to say whether it writes the checkpoint: %s", error)
         except (ServiceFailed, RemoteError) as error:  # the next pulse asks again
             log.warning(
-                "the requested checkpoint of step %d or later is not written yet: %s", owed["step"], error
+                "the requested checkpoint of step %d or later is not written yet: %s", owed.step, error
             )
 
     def _tighten(self, max_lag: int) -> api.Tightened:
