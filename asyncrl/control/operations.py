@@ -37,7 +37,7 @@ PAUSED_SERVICES = (BUFFER, LEARNER)
 
 
 class Promise(msgspec.Struct, frozen=True):
-    """A checkpoint of `step` or later, which life `life` of the learner was asked for in this start of the run."""
+    """A checkpoint of `step` or later, which that `life` of the learner was asked for in this start."""
 
     run_id: str
     step: int
