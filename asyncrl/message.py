@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
 from asyncrl.errors import WireError
 from asyncrl.wire import Frame
-
-if TYPE_CHECKING:
-    from asyncrl.rpc.request import Reply
 
 MAX_NAME_CHARACTERS = 200
 MAX_WAIT_S = 600.0
@@ -46,6 +43,14 @@ class AskStatus(Message, frozen=True):
 M = TypeVar("M", bound=Message)
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a call returned, before it is read as an operation's answer."""
+
+    args: dict[str, Any]
+    frames: list[Frame]
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from asyncrl.clock import Clock
 from asyncrl.keys import ClientKeys, Role, ServerKeys
+from asyncrl.limits import Limits
 from asyncrl.wire import Frame
-
-if TYPE_CHECKING:
-    from asyncrl.rpc.limits import Limits
 
 T = TypeVar("T")
 

@@ -24,6 +24,8 @@ from pathlib import Path
 from asyncrl.control.record.row_files import lines_of, older_files
 from asyncrl.errors import DataError
 from benchmarks.options import writable
+from benchmarks.plots import draw_ratios
+from benchmarks.ratios import Ratio
 from benchmarks.rows import MIN_SAMPLES, Row, RowFile, noise_of_median
 
 RUN = "run"
@@ -69,44 +71,6 @@ class Measured:
     command: str = ""
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """One value of both sides.
-
-    Attributes:
-        noise: How far the difference of two equal medians may be from 0, in the value's unit; None if that is
-            not known.
-        unknown: Why it is not.
-    """
-
-    row: Row
-    value: str
-    one: float
-    other: float
-    noise: float | None
-    unknown: str = ""
-
-    @property
-    def ratio(self) -> float | None:
-        """B over A; 1 where both are 0, None where only A is."""
-        if self.one == self.other:
-            return 1.0
-        return self.other / self.one if self.one else None
-
-    @property
-    def noise_share(self) -> float | None:
-        """The noise of the ratio: `noise` over A, None if one of them is not there."""
-        return None if self.noise is None or not self.one else self.noise / abs(self.one)
-
-    @property
-    def verdict(self) -> str:
-        if self.one == self.other:
-            return "equal"
-        if self.noise is None:
-            return self.unknown
-        return "noise is larger" if abs(self.other - self.one) <= self.noise else "differs"
-
-
 def main(arguments: Sequence[str]) -> int:
     """Compare as the command line says; return 1 if no row is in both."""
     parser = argparse.ArgumentParser(prog="asyncrl bench compare", description=__doc__)
@@ -123,8 +87,6 @@ def main(arguments: Sequence[str]) -> int:
         print(WITHIN_ONE_RUN, file=sys.stderr)
     print(_as_json(ratios) if given.json else table(ratios))
     if given.plot is not None and ratios:
-        from benchmarks.plots import draw_ratios
-
         draw_ratios(ratios, given.plot)
     if not ratios:
         print("no case is in both files", file=sys.stderr)

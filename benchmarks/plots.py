@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.ratios import Ratio
 from benchmarks.rows import Row, unwritable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from benchmarks.comparison import Ratio
 
 MAX_PANELS, MAX_LINES, MAX_RATIOS = 12, 8, 60
 MAX_SHOWN = 10.0

@@ -152,6 +152,7 @@ def time_fleet() -> dict[str, float]:
     found = simulation.outcome()
     return {
         "processor_s": taken_s,
+        "replicas_per_cohort": float(setting.cohort),
         "num_events": float(found.num_events),
         "num_steps": float(len(simulation.watch.records)),
         "sampled_tokens": found.sampled_per_s * 3600.0,
@@ -230,7 +231,8 @@ def table(results: dict[str, Any]) -> str:
     if "fleet" in results:
         fleet = results["fleet"]
         cost = f"{fleet['processor_s']:.1f} s of one core, {fleet['num_events']:.0f} events"
-        lines.append(f"an hour of 1,024 replicas: {cost}")
+        cohorts = f"in cohorts of {fleet['replicas_per_cohort']:.0f} that share a member of weight sync"
+        lines.append(f"an hour of 1,024 replicas, {cohorts}: {cost}")
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from asyncrl.buffer.client import LearnerClient, Reservation
+from asyncrl.buffer.rules import learner as rules
 from asyncrl.config.tree import Config
 from asyncrl.errors import CheckpointError, ConfigError, DeadlineExceeded, LedgerError
 from asyncrl.faults import fault_point
@@ -32,8 +33,6 @@ from weight_sync.handoff import Handoff
 
 log = logging.getLogger(__name__)
 
-RESERVE_WAIT_S = 0.5
-UNPUBLISHED_WAIT_S = 0.01
 LAST_PUBLISH_S = 30.0
 WRITE_AGAIN_S = 10.0
 """From a checkpoint that could not be written to the next try: it costs a copy of the state."""
@@ -89,6 +88,7 @@ class Leader:
         self._away_since = 0.0
         self._taken: list[int] = []
         self._published_step = -1
+        self._num_looks = 0
         self._evaluated_step = -1
         self._checkpointed_step = -1
         self.failures = FailureStreak(Cause.CHECKPOINT_FAILS)
@@ -177,7 +177,7 @@ class Leader:
         step = commit.step if commit else 0
         kept = self._store.cut(step).controllers.get("guard", {}) if commit else {}
         self._watch.restore(kept, opened.note)
-        if opened.steps_trained or commit:
+        if rules.must_resume(opened.steps_trained, has_checkpoint=commit is not None):
             self._resume(step, refused)
             log.info("resumed at step %d; %d steps had been trained", step, opened.steps_trained)
         refused += self._find_unknown(step)
@@ -232,6 +232,7 @@ class Leader:
         with self.waits.on(PUBLISHER):
             has_room = self.handoff.has_room()
         if not has_room:
+            self._num_looks += 1
             return
         fault_point("learner.publishing", self.step)
         with self.waits.on(BUFFER):
@@ -240,17 +241,14 @@ class Leader:
         taken = self.handoff.published
         if taken is None or taken.number != self._number:
             return  # the publisher has died meanwhile; the next try gets another number
-        self._published_step = self.step
+        self._published_step, self._num_looks = self.step, 0
         fault_point("learner.published", self.step)
         self._evaluate_if_due()
 
     def _evaluate_if_due(self) -> None:
         """Order the evaluation of the published weights if one fell due since the last publish."""
-        every = self._config.eval.every_steps
-        if not every:
-            return
-        is_due = self.step // every > self._evaluated_step // every
-        if is_due or self.step == self._config.learner.steps:
+        every, last_step = self._config.eval.every_steps, self._config.learner.steps
+        if rules.is_evaluation_due(self.step, self._evaluated_step, every, last_step):
             with self.waits.on(BUFFER):
                 self.last_evaluation = self._client.request_evaluation(self.step)
             self._note_scores()  # by the next order a long list may no longer tell of this one's forerunner
@@ -261,7 +259,7 @@ class Leader:
         end = self._runtime.now() + LAST_PUBLISH_S
         while self._published_step != self.step and self._runtime.now() < end:
             yield from self._publish()
-            self._runtime.sleep(UNPUBLISHED_WAIT_S)
+            self._runtime.sleep(rules.publish_pause_s(max(1, self._num_looks)))
         if self._published_step != self.step:
             log.warning("the weights of step %d found no free buffer in %g s", self.step, LAST_PUBLISH_S)
 
@@ -273,7 +271,7 @@ class Leader:
             return Wait()
         is_published = self._published_step == self.step
         with self.waits.on(BATCH):
-            found = self._reserve(RESERVE_WAIT_S if is_published else UNPUBLISHED_WAIT_S)
+            found = self._reserve(rules.reserve_wait_s(0 if is_published else max(1, self._num_looks)))
         if found is None:
             if is_published:
                 self._publish_again_if_lost()
@@ -329,7 +327,8 @@ class Leader:
         self._book_trained(step)
         if self._watch.take_change():
             yield self._watch.adjustment()
-        yield from self._checkpoint_if(self.step % self._config.checkpoint.every_steps == 0)
+        is_due = rules.is_checkpoint_due(self.step, self._config.checkpoint.every_steps)
+        yield from self._checkpoint_if(is_due)
 
     def _roll_back(self, step: int, num_groups: int) -> Iterator[Order]:
         """Go back the way a resume does. The batch at hand was not booked: it is reserved again."""

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from asyncrl.allocation import keep_freed_memory
 from asyncrl.buffer.client import ReplicaClient
+from asyncrl.buffer.rules.replica import count_max_groups
 from asyncrl.config.conflicts import WITH_GREEDY
+from asyncrl.config.lengths import parse_lengths
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError
 from asyncrl.service import ServiceContext
@@ -24,7 +26,6 @@ from rollout_service.environments.runner import build_runner
 from rollout_service.evaluation.wiring import build_evaluator, load_data
 from rollout_service.gateway.gateway import build_gateway, check_gateway
 from rollout_service.groups import GroupRunner, GroupSettings
-from rollout_service.lengths import parse_lengths
 from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica import Replica
 from rollout_service.rewards.registry import load_reward
@@ -115,9 +116,8 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
 
 def _replica_settings(config: Config) -> ReplicaSettings:
     rollout = config.rollout
-    full = max(1, rollout.max_sequences // _group_settings(config).num_samples)
     return ReplicaSettings(
-        max_groups=full + max(1, full // 4),  # a few wait inside the engine, so that its batch stays full
+        max_groups=count_max_groups(rollout.max_sequences, _group_settings(config).num_samples),
         lease_s=config.buffer.lease_s,
         start_deadline_s=config.launcher.start_deadline_s,
         resumes_partial=rollout.resume_partial,

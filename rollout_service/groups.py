@@ -18,6 +18,8 @@ import numpy as np
 
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseGrant
+from asyncrl.buffer.rules.replica import count_free_groups
+from asyncrl.config.lengths import Lengths
 from asyncrl.errors import AsyncrlError, EngineError
 from asyncrl.experience import CUT_REASONS, UNFINISHED, Group, Trajectory, check_reward
 from asyncrl.faults import fault_point
@@ -25,7 +27,6 @@ from rollout_service import carry
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.engine.protocol import Interrupted, Sampling
 from rollout_service.episode import EpisodeRunner, Unfinished
-from rollout_service.lengths import Lengths
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,10 @@ class GroupRunner:
         self.on_end: Callable[[], None] = lambda: None
 
     def num_free(self, max_groups: int, num_held: int) -> int:
-        """Return how many groups fit beside `num_held` ones, if `max_groups` fit with all of their samples.
-
-        What counts is unfinished samples: a straggler holds its own place in the engine's batch, and not
-        those of its group. With log-normal lengths that is 1.7 times the tokens (docs/benchmarks.md).
-        """
+        """Return how many groups fit beside `num_held` ones, if `max_groups` fit with all their samples."""
         per_group = self._settings.num_samples
         num_unfinished = num_held * per_group - self._num_ended.total()
-        return max(0, max_groups * per_group - num_unfinished) // per_group
+        return count_free_groups(max_groups, per_group, num_unfinished)
 
     async def run(self, grant: LeaseGrant, carried: Group | None = None) -> Group:
         """Return the grant's group; `is_complete` says whether it may be pushed, or only be carried.

@@ -8,7 +8,7 @@ lease loop   consumes: grants, evaluation orders    waits for: READY, a free slo
 group task   consumes: one grant     waits for: the engine, the reward    produces: one push or one fail
 sync loop    consumes: staged versions    waits for: the receiver, wait_s, a running evaluation
              produces: swaps and their reports
-renew loop   waits for: a third of the lease time    produces: renewed leases, cancelled groups
+renew loop   waits for: the renewal interval    produces: renewed leases, cancelled groups
 
 Invariant: what is pushed was generated whole under a lease; a group that fails in any way is
 reported with a reason and never pushed. A drain gives back what is unfinished: its leases, or with
@@ -21,9 +21,12 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from asyncrl.buffer.messages import EvaluationOrder, LeaseGrant
+from asyncrl.buffer.rules import replica as rules
+from asyncrl.buffer.rules.replica import DrainStage, LeaseCall, Leasing, Tries
 from asyncrl.errors import AsyncrlError, DataError, DeadlineExceeded, EngineError, ServiceFailed
 from asyncrl.experience import Group
 from asyncrl.faults import fault_point
@@ -49,11 +52,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LEASE_WAIT_S, STAGED_WAIT_S = 2.0, 1.0  # the receiver's answer tells that the replica is fenced
-ERROR_PAUSE_S = 0.5
-CALL_ATTEMPTS = 6
-FAREWELL_DEADLINE_S = 2.0
-CARRY_DEADLINE_S = 5.0
+STAGED_WAIT_S = 1.0  # the receiver's answer tells that the replica is fenced
 
 
 class Replica:
@@ -79,15 +78,14 @@ class Replica:
         self._parts: ReplicaParts | None = None
         self._state = State.STARTING
         self._groups: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self._leases: set[asyncio.Task[None]] = set()
+        self._leases: set[asyncio.Task[bool]] = set()
         self._tasks = asyncio.TaskGroup()
         self._counters: Counter[str] = Counter()
         self._load_failures = FailureStreak(Cause.WEIGHTS_REFUSED)
         self._group_failures = FailureStreak(Cause.GROUPS_FAIL)
         self._changed = asyncio.Event()
         self._weights_lock = asyncio.Lock()
-        self._num_asking = 0
-        self._may_miss_grants = False
+        self._leasing = Leasing()
         self._is_standby = is_standby
         self._drain_asked, self._promote_asked = runtime.event(), runtime.event()
         self._grace_s = 0.0
@@ -201,48 +199,45 @@ class Replica:
                 self._changed.set()
 
     async def _lease_loop(self, parts: ReplicaParts) -> None:
-        call: asyncio.Task[None] | None = None
-        asked_version = asked_want = 0
         while True:
             self._changed.clear()
-            version, want = parts.engine.serving.number, self._num_wanted(parts)
-            is_ready = self._state is State.READY and not (parts.weights.is_fenced or self._is_standby)
-            may_ask = is_ready and (want > 0 or parts.gateway is not None)
-            is_news = version != asked_version or want > 0 == asked_want
-            if may_ask and (call is None or call.done() or is_news):
-                # A call parked under an older version stays out: its grants are good, only fewer.
-                call = self._tasks.create_task(self._lease(parts, version, want))
-                asked_version, asked_want = version, want
-                self._leases.add(call)
-                call.add_done_callback(self._end_lease)
+            is_fenced = parts.weights.is_fenced
+            if rules.may_lease(self._state, is_fenced=is_fenced, is_standby=self._is_standby):
+                self._lease_if_due(parts)
             await self._changed.wait()
 
-    async def _lease(self, parts: ReplicaParts, version: int, want: int) -> None:
-        held = list(self._groups) if self._may_miss_grants and not self._num_asking else None
-        self._num_asking += 1
+    def _lease_if_due(self, parts: ReplicaParts) -> None:
+        version, want = parts.engine.serving.number, self._num_wanted(parts)
+        has_gateway = parts.gateway is not None
+        call = self._leasing.next_call(version, want, self._groups, asks_when_full=has_gateway)
+        if call is not None:
+            task = self._tasks.create_task(self._lease(parts, call))
+            self._leases.add(task)
+            task.add_done_callback(partial(self._end_lease, call))
+
+    async def _lease(self, parts: ReplicaParts, call: LeaseCall) -> bool:
+        """Make the call, and do what its answer says; return whether there was one."""
         try:
-            reply = await parts.buffer.lease(version, want, LEASE_WAIT_S, held)
+            reply = await parts.buffer.lease(call.version, call.want, call.wait_s, call.held)
         except AsyncrlError as error:
-            self._may_miss_grants = True  # the next call says what came, so that the rest goes back
             await self._note("lease_errors", error)
-            return
-        finally:
-            self._num_asking -= 1
-        if held is not None:
-            self._may_miss_grants = False
+            return False
         for grant in reply.grants:
             self._begin_group(parts, grant)
         if reply.evaluate is not None:
-            await self._evaluate(parts, reply.evaluate, version)
+            await self._evaluate(parts, reply.evaluate, call.version)
+        return True
 
-    def _end_lease(self, call: asyncio.Task[None]) -> None:
-        self._leases.discard(call)
+    def _end_lease(self, call: LeaseCall, task: asyncio.Task[bool]) -> None:
+        self._leases.discard(task)
+        has_ended = not (task.cancelled() or task.exception())
+        self._leasing.end(call, is_answered=has_ended and task.result())
         self._changed.set()
 
     def _num_wanted(self, parts: ReplicaParts) -> int:
         """Return how many groups to ask for: with a gateway, none that no agent waits for."""
         max_groups, runner = self._settings.max_groups, parts.runner
-        num_free = max(0, max_groups - len(self._groups))
+        num_free = rules.count_free_groups(max_groups, 1, len(self._groups))
         if isinstance(runner, GroupRunner):
             num_free = runner.num_free(max_groups, len(self._groups))
         return num_free if parts.gateway is None else min(num_free, parts.gateway.desk.num_groups_wanted)
@@ -349,7 +344,7 @@ class Replica:
                 await parts.weights.pin()
                 number = parts.engine.serving.number
                 more: EvaluationOrder | None = order
-                if number != asked_number:  # swapped in between: the order holds for the other version
+                if not rules.is_order_good(asked_number, number):  # swapped in between
                     parts.buffer.forget_evaluation()
                     more = (await parts.buffer.lease(number, 0, 0.0)).evaluate
                 while more is not None:
@@ -376,18 +371,20 @@ class Replica:
         return more
 
     async def _repeat(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call that may be repeated until it is answered, at most `CALL_ATTEMPTS` times."""
-        for _ in range(CALL_ATTEMPTS - 1):
+        """Make a call that may be repeated until it is answered, or its tries are spent."""
+        tries = Tries()
+        while True:
             try:
                 return await call()
             except DeadlineExceeded as error:
+                if not tries.may_repeat():
+                    raise
                 await self._note("calls_repeated", error)
-        return await call()
 
     async def _renew_loop(self, parts: ReplicaParts) -> None:
         while True:
-            await asyncio.sleep(self._settings.lease_s / 3)
-            try:  # with no groups too: it is the heartbeat of an evaluation
+            await asyncio.sleep(rules.renewal_interval_s(self._settings.lease_s))
+            try:
                 lost = await parts.buffer.renew(list(self._groups))
             except AsyncrlError as error:
                 await self._note("renew_errors", error)
@@ -436,25 +433,28 @@ class Replica:
     async def _finish_groups(self, parts: ReplicaParts) -> None:
         """Let groups in flight finish within the grace of the drain, hand back the rest, or cancel it."""
         tasks = list(self._groups.values())
-        if tasks and self._grace_s:
-            await asyncio.wait(tasks, timeout=self._grace_s)
-        unfinished = [task for task in tasks if not task.done()]
-        if unfinished and self._settings.resumes_partial:
-            try:
-                await asyncio.wait_for(parts.engine.interrupt(), CARRY_DEADLINE_S)
-                await asyncio.wait(unfinished, timeout=CARRY_DEADLINE_S)
-            except (AsyncrlError, TimeoutError) as error:
-                self._counters["interrupt_errors"] += 1
-                log.warning("%s could not interrupt its requests: %s", self._name, error)
+        for stage, most_s in rules.plan_drain(self._grace_s, resumes_partial=self._settings.resumes_partial):
+            unfinished = [task for task in tasks if not task.done()]
+            if unfinished and (stage is DrainStage.FINISH or await self._interrupt(parts, most_s)):
+                await asyncio.wait(unfinished, timeout=most_s)
         for task in tasks:
             task.cancel()
+
+    async def _interrupt(self, parts: ReplicaParts, most_s: float) -> bool:
+        try:
+            await asyncio.wait_for(parts.engine.interrupt(), most_s)
+        except (AsyncrlError, TimeoutError) as error:
+            self._counters["interrupt_errors"] += 1
+            log.warning("%s could not interrupt its requests: %s", self._name, error)
+            return False
+        return True
 
     async def _say_farewell(self, parts: ReplicaParts) -> None:
         try:
             if self._groups:
-                await asyncio.wait_for(parts.buffer.release(list(self._groups)), FAREWELL_DEADLINE_S)
-            await asyncio.wait_for(parts.buffer.retire(), FAREWELL_DEADLINE_S)
-            await asyncio.wait_for(parts.weights.drain(), FAREWELL_DEADLINE_S)
+                await asyncio.wait_for(parts.buffer.release(list(self._groups)), rules.FAREWELL_DEADLINE_S)
+            await asyncio.wait_for(parts.buffer.retire(), rules.FAREWELL_DEADLINE_S)
+            await asyncio.wait_for(parts.weights.drain(), rules.FAREWELL_DEADLINE_S)
         except (AsyncrlError, TimeoutError) as error:  # the buffer is gone as well; leases expire
             log.info("%s left without farewell: %s", self._name, error)
         self._groups.clear()
@@ -472,7 +472,7 @@ class Replica:
         """Count and log an error that a retry may cure, and wait a little."""
         self._counters[counter] += 1
         log.warning("%s: %s", counter, error)
-        await asyncio.sleep(ERROR_PAUSE_S)
+        await asyncio.sleep(rules.RETRY_PAUSE_S)
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

@@ -25,6 +25,7 @@ from asyncrl.buffer.messages import (
     ReservedTicket,
 )
 from asyncrl.buffer.payloads import Prefetched, read_fetched, split_frames
+from asyncrl.buffer.rules.replica import HeldOrder
 from asyncrl.errors import ConnectionLost, DeadlineExceeded, WireError
 from asyncrl.experience import Group, decode_group, encode_group
 from asyncrl.keys import ClientKeys
@@ -88,7 +89,7 @@ class ReplicaClient:
         self.replica = replica
         self._rpc = AsyncClient(runtime or ThreadRuntime(), address, keys)
         self._deadline_s = deadline_s
-        self._evaluating: int | None = None
+        self._order = HeldOrder()
 
     async def describe_data(
         self, num_prompts: int, digest: str, sources: Sequence[tuple[int, float]] = ()
@@ -117,12 +118,10 @@ class ReplicaClient:
                 may have been lost with its answer, and go back. Not while another `lease` is out.
         """
         held = None if held is None else tuple(held)
-        asked = wire.Lease(self.replica, version, want, wait_s, self._evaluating, held)
+        asked = wire.Lease(self.replica, version, want, wait_s, self._order.number, held)
         reply = (await self._ask(wire.LEASE, asked, deadline_s=wait_s + MARGIN_S)).message
-        if reply.evaluate is None or reply.evaluate.id == self._evaluating:
-            return LeaseReply(reply.grants)
-        self._evaluating = reply.evaluate.id
-        return reply
+        is_new = reply.evaluate is not None and self._order.take(reply.evaluate.id)
+        return reply if is_new else LeaseReply(reply.grants)
 
     async def renew(self, held: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """Extend the leases of (ticket, attempt) pairs; return those that are lost: stop working on them.
@@ -175,13 +174,12 @@ class ReplicaClient:
         """Report the result of a part at weights of `version`; return another part to answer, if any."""
         report = wire.Evaluated(self.replica, order.id, version, metrics, order.part)
         more = (await self._ask(wire.EVALUATED, report)).message.more
-        if more is None and self._evaluating == order.id:
-            self._evaluating = None
+        self._order.end(order.id, has_more=more is not None)
         return more
 
     def forget_evaluation(self) -> None:
         """Give up the evaluation order that is held; a later `lease` may get it again."""
-        self._evaluating = None
+        self._order.forget()
 
     async def status(self) -> BufferStatus:
         """Return the buffer's census, counters and evaluations."""

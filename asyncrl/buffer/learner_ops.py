@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from asyncrl.buffer import messages as wire
+from asyncrl.buffer.parking import Desk
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import LedgerError, WireError
 from asyncrl.message import MAX_NAME_CHARACTERS, Answer, Done
 from asyncrl.rpc import Request
 from asyncrl.rpc.operations import Operations
 from asyncrl.wire import Frame
-
-if TYPE_CHECKING:
-    from asyncrl.buffer.service import Desk
 
 
 class LearnerOps:

@@ -13,20 +13,54 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
+from asyncrl.buffer.messages import FETCH, FETCH_CARRY, LEASE, STATUS
+from asyncrl.clock import Clock
 from asyncrl.message import Message
 from asyncrl.rpc import Request
 
+R = TypeVar("R")
+"""A request, as whoever parks it knows it."""
+M = TypeVar("M")
+"""An answer."""
 Attempt = Callable[[], Message | None]
 """Returns the answer, or None to wait on; raises to refuse."""
 Owner = tuple[str, str]
 """(role, name)."""
+QUIET_OPS = frozenset(one.name for one in (LEASE, FETCH, FETCH_CARRY, STATUS))
+"""Operations that never complete a pending request by themselves; their events do."""
 MIN_KEPT = 64
 """Of those that have left, and hold memory until they are forgotten; beyond it as many as wait."""
 
 
+class Desk(Protocol):
+    """The turn-by-turn handling of requests, as operations see it.
+
+    Attributes:
+        is_paused: Whether an operator lets no group begin.
+    """
+
+    clock: Clock
+    is_paused: bool
+
+    def park_until(
+        self,
+        request: Request,
+        attempt: Attempt,
+        last: Callable[[], Message],
+        wait_s: float,
+        owner: Owner,
+        lane: Hashable = None,
+    ) -> None:
+        """Answer now if possible, else when the ledger allows it, else after `wait_s`."""
+
+    def end_waits(self, owner: Owner) -> None:
+        """Answer all that an owner left parked."""
+
+
 @dataclass(eq=False)
-class Parked:
+class Parked(Generic[R, M]):
     """A request that waits.
 
     Attributes:
@@ -36,9 +70,9 @@ class Parked:
         lane: Of those that are alike.
     """
 
-    request: Request
-    attempt: Attempt
-    last: Callable[[], Message]
+    request: R
+    attempt: Callable[[], M | None]
+    last: Callable[[], M]
     deadline: float
     given_up: float
     owner: Owner
@@ -46,7 +80,7 @@ class Parked:
     has_left: bool = field(default=False, init=False)
 
 
-class ParkingLot:
+class ParkingLot(Generic[R, M]):
     """All that wait.
 
     >>> # lot.add(parked)
@@ -54,16 +88,16 @@ class ParkingLot:
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[Hashable, deque[tuple[int, Parked]]] = {}
-        self._deadlines: list[tuple[float, int, Parked]] = []
-        self._of_owner: dict[Owner, list[Parked]] = {}
+        self._lanes: dict[Hashable, deque[tuple[int, Parked[R, M]]]] = {}
+        self._deadlines: list[tuple[float, int, Parked[R, M]]] = []
+        self._of_owner: dict[Owner, list[Parked[R, M]]] = {}
         self._numbers = itertools.count()
         self._num_waiting = 0
 
     def __len__(self) -> int:
         return self._num_waiting
 
-    def add(self, parked: Parked) -> None:
+    def add(self, parked: Parked[R, M]) -> None:
         """Let a request wait from now on."""
         if len(self._deadlines) > MIN_KEPT + 2 * self._num_waiting:
             self._forget_left()
@@ -73,7 +107,7 @@ class ParkingLot:
         self._of_owner.setdefault(parked.owner, []).append(parked)
         self._num_waiting += 1
 
-    def of(self, owner: Owner) -> list[Parked]:
+    def of(self, owner: Owner) -> list[Parked[R, M]]:
         """Return what an owner has waiting, oldest first."""
         return list(self._of_owner.get(owner, ()))
 
@@ -82,7 +116,7 @@ class ParkingLot:
         """Time at which the next wait may be over; infinite while nobody waits."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
-    def remove(self, parked: Parked) -> None:
+    def remove(self, parked: Parked[R, M]) -> None:
         """End a wait. Its places in lane and deadlines are cleared when they come up."""
         assert not parked.has_left, "a request leaves once"
         parked.has_left = True
@@ -92,7 +126,7 @@ class ParkingLot:
         if not others:
             del self._of_owner[parked.owner]
 
-    def take_expired(self, now: float) -> Iterator[Parked]:
+    def take_expired(self, now: float) -> Iterator[Parked[R, M]]:
         """Yield, and let go, those whose deadline has come."""
         while self._deadlines and self._deadlines[0][0] <= now:
             parked = heapq.heappop(self._deadlines)[2]
@@ -100,7 +134,27 @@ class ParkingLot:
                 self.remove(parked)
                 yield parked
 
-    def offer(self, answers: Callable[[Parked], bool], *, are_alike: bool) -> None:
+    def end_turn(
+        self,
+        now: float,
+        answers: Callable[[Parked[R, M]], bool],
+        end: Callable[[Parked[R, M]], None],
+        *,
+        has_changed: bool,
+        are_alike: Callable[[], bool],
+    ) -> None:
+        """Let those whose time is over try once more and `end`, and all the others if something has changed.
+
+        Args:
+            answers, are_alike: As of `offer`.
+        """
+        for parked in self.take_expired(now):
+            if not answers(parked):
+                end(parked)
+        if has_changed and self._num_waiting:
+            self.offer(answers, are_alike=are_alike())
+
+    def offer(self, answers: Callable[[Parked[R, M]], bool], *, are_alike: bool) -> None:
         """Let everyone try, oldest first; who is answered leaves.
 
         Args:
@@ -110,7 +164,7 @@ class ParkingLot:
         # No two have the same number, so lanes are never compared.
         heads = [(line[0][0], lane) for lane in list(self._lanes) if (line := self._clear(lane))]
         heapq.heapify(heads)
-        kept: dict[Hashable, list[tuple[int, Parked]]] = {}
+        kept: dict[Hashable, list[tuple[int, Parked[R, M]]]] = {}
         while heads:
             _, lane = heapq.heappop(heads)
             entry = self._lanes[lane].popleft()
@@ -133,7 +187,7 @@ class ParkingLot:
             self._lanes[lane] = deque(entry for entry in line if not entry[1].has_left)
             self._clear(lane)
 
-    def _clear(self, lane: Hashable) -> deque[tuple[int, Parked]]:
+    def _clear(self, lane: Hashable) -> deque[tuple[int, Parked[R, M]]]:
         """Drop from the front of a lane those that have left, and an empty lane; return the lane."""
         line = self._lanes.get(lane, deque())
         while line and line[0][1].has_left:

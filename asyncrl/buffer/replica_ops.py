@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from asyncrl.buffer import messages as wire
 from asyncrl.buffer.ledger.tickets import Part
+from asyncrl.buffer.parking import Desk
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.errors import WireError
 from asyncrl.message import Answer, Done
 from asyncrl.rpc import Request
 from asyncrl.rpc.operations import Operations
-
-if TYPE_CHECKING:
-    from asyncrl.buffer.service import Desk
 
 
 class ReplicaOps:

@@ -23,14 +23,12 @@ from asyncrl.buffer.learner_ops import LearnerOps
 from asyncrl.buffer.ledger.census import add_up
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.messages import (
-    FETCH,
-    FETCH_CARRY,
     LEASE,
     STATUS,
     Lease,
     LeaseReply,
 )
-from asyncrl.buffer.parking import Attempt, Owner, Parked, ParkingLot
+from asyncrl.buffer.parking import QUIET_OPS, Attempt, Owner, Parked, ParkingLot
 from asyncrl.buffer.replica_ops import ReplicaOps
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import Clock
@@ -59,8 +57,6 @@ log = logging.getLogger(__name__)
 STATUS_EVERY_S = 0.5
 MAX_PARKED = 16_384
 """Of a fleet of thousands each may wait, and once more under a newer version."""
-QUIET_OPS = frozenset(one.name for one in (LEASE, FETCH, FETCH_CARRY, STATUS))
-"""Operations that never complete a pending request by themselves; their events do."""
 MAX_EVALUATIONS_TOLD = 64
 """The newest: a status must fit into a header, also after thousands of evaluations."""
 MAX_METRICS_TOLD = 4096
@@ -71,6 +67,8 @@ SLOW_SHARE = 0.1
 """Of a lease: a turn that takes longer leaves no time to renew it."""
 MAX_OUTBOX_BYTES = 64 << 20
 """Payloads that one turn answers with, about: they may be copies, read from the journal."""
+
+Waiting = Parked[Request, Message]
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class Desk:
         self._retiring: list[str] = []
         self.counters: Counter[str] = Counter()
         self.wire_counters: Counter[str] = Counter()
-        self._parked = ParkingLot()
+        self._parked: ParkingLot[Request, Message] = ParkingLot()
         self._outbox: list[Outgoing] = []
         self._outbox_bytes = 0
         self._has_changed = False
@@ -206,7 +204,7 @@ class Desk:
     def _given_up(self, request: Request) -> float:
         return self.clock.now() + request.patience_s
 
-    def _replace_older(self, newcomer: Parked) -> None:
+    def _replace_older(self, newcomer: Waiting) -> None:
         """Answer what a restarted owner left parked: a grant must not go to a client that is gone."""
         for parked in self._parked.of(newcomer.owner):
             if parked.request.client != newcomer.request.client:
@@ -217,7 +215,7 @@ class Desk:
         for parked in self._parked.of(owner):
             self._end_wait(parked)
 
-    def _end_wait(self, parked: Parked) -> None:
+    def _end_wait(self, parked: Waiting) -> None:
         self._parked.remove(parked)
         self.answer(parked.request, Answer(parked.last()))
 
@@ -258,17 +256,21 @@ class Desk:
 
     def _try_parked(self, now: float) -> None:
         has_changed, self._has_changed = self._has_changed or self.store.ledger.has_news, False
-        for parked in self._parked.take_expired(now):
-            if not self._try(parked, now):
-                self._outbox.append(Outgoing(parked.request, parked.given_up, Answer(parked.last())))
-        if has_changed and self._parked:
-            are_alike = not self.store.ledger.evaluations.have_free_part
-            self._parked.offer(lambda parked: self._try(parked, now), are_alike=are_alike)
+        self._parked.end_turn(
+            now,
+            lambda parked: self._try(parked, now),
+            self._give_up,
+            has_changed=has_changed,
+            are_alike=lambda: not self.store.ledger.evaluations.have_free_part,
+        )
 
-    def _try(self, parked: Parked, now: float) -> bool:
+    def _give_up(self, parked: Waiting) -> None:
+        self._outbox.append(Outgoing(parked.request, parked.given_up, Answer(parked.last())))
+
+    def _try(self, parked: Waiting, now: float) -> bool:
         """Answer a parked request if that is possible now; return whether it was."""
         if now >= parked.given_up:  # the wait ended while the journal was away
-            self._outbox.append(Outgoing(parked.request, parked.given_up, Answer(parked.last())))
+            self._give_up(parked)
             return True
         try:
             found = parked.attempt()

@@ -15,7 +15,9 @@ from asyncrl.config.secrets import find_secrets
 from learner.algorithms.variants import GREEDY, VALUES, needing
 
 if TYPE_CHECKING:
-    from asyncrl.config.tree import BufferSection, Config, LearnerSection
+    from asyncrl.config.sections.experience import BufferSection
+    from asyncrl.config.sections.learner import LearnerSection
+    from asyncrl.config.sections.root import Root
 
 WITH_VALUES = needing(VALUES)
 """Advantages that need a critic."""
@@ -45,7 +47,7 @@ def _journal_conflicts(buffer: BufferSection) -> list[Conflict]:
     return []
 
 
-def find_conflicts(config: Config) -> list[Conflict]:
+def find_conflicts(config: Root) -> list[Conflict]:
     """Return every pair of values that is right by itself and wrong together."""
     learner, conflicts = config.learner, []
     if learner.groups_per_step % learner.minibatches:
@@ -97,7 +99,7 @@ def find_conflicts(config: Config) -> list[Conflict]:
     ]
 
 
-def _find_gpu_conflicts(config: Config) -> Iterator[Conflict]:
+def _find_gpu_conflicts(config: Root) -> Iterator[Conflict]:
     """Yield what is set and needs GPUs on both sides, where one side has none."""
     if config.rollout.gpus and config.learner.gpus:
         return
@@ -111,18 +113,18 @@ def _find_gpu_conflicts(config: Config) -> Iterator[Conflict]:
             yield Conflict((key, "rollout.gpus", "learner.gpus"), what, hint)
 
 
-def _find_critic_conflicts(config: Config) -> list[Conflict]:
+def _find_critic_conflicts(config: Root) -> list[Conflict]:
     is_default = config.critic == type(config.critic)()
     return [unused_critic(config)] if not is_default and has_no_critic(config) else []
 
 
-def has_no_critic(config: Config) -> bool:
+def has_no_critic(config: Root) -> bool:
     """Tell whether the advantage is known to need no values."""
     advantage = config.algorithm.advantage
     return advantage not in WITH_VALUES and ":" not in advantage
 
 
-def unused_critic(config: Config) -> Conflict:
+def unused_critic(config: Root) -> Conflict:
     """Return the conflict of a section `critic` where there is no critic."""
     return Conflict(
         ("critic", "algorithm.advantage"),
@@ -131,7 +133,7 @@ def unused_critic(config: Config) -> Conflict:
     )
 
 
-def _find_environment_conflicts(config: Config) -> Iterator[Conflict]:
+def _find_environment_conflicts(config: Root) -> Iterator[Conflict]:
     """Yield what makes episodes without asking the environment."""
     rollout = config.rollout
     if rollout.environment is None:
@@ -145,7 +147,7 @@ def _find_environment_conflicts(config: Config) -> Iterator[Conflict]:
             yield Conflict((key, "rollout.environment"), what, "Leave one of them out")
 
 
-def _find_evaluation_conflicts(config: Config) -> Iterator[Conflict]:
+def _find_evaluation_conflicts(config: Root) -> Iterator[Conflict]:
     if config.eval.samples > 1 and not config.eval.temperature:
         what = f"eval.samples: {config.eval.samples} with eval.temperature: 0 repeats the same answer"
         yield Conflict(("eval.samples", "eval.temperature"), what, "Raise eval.temperature, or leave it out")
@@ -155,7 +157,7 @@ def _find_evaluation_conflicts(config: Config) -> Iterator[Conflict]:
             yield Conflict((f"data.eval.{number}.weight", "data.eval"), what, "Leave it out")
 
 
-def _find_reward_conflicts(config: Config) -> list[Conflict]:
+def _find_reward_conflicts(config: Root) -> list[Conflict]:
     overlong, max_tokens = config.reward.overlong, config.rollout.max_tokens
     if overlong is None or overlong.buffer_tokens <= max_tokens:
         return []
@@ -165,7 +167,7 @@ def _find_reward_conflicts(config: Config) -> list[Conflict]:
     return [Conflict((key, "rollout.max_tokens"), what, hint)]
 
 
-def _find_gateway_conflicts(config: Config) -> Iterator[Conflict]:
+def _find_gateway_conflicts(config: Root) -> Iterator[Conflict]:
     """Yield what agents that generate through the gateway cannot give."""
     rollout, advantage = config.rollout, config.algorithm.advantage
     if rollout.gateway is None:
@@ -189,7 +191,7 @@ def _find_gateway_conflicts(config: Config) -> Iterator[Conflict]:
             yield Conflict((key, "rollout.gateway"), what, hint)
 
 
-def _find_checkpoint_conflicts(config: Config) -> list[Conflict]:
+def _find_checkpoint_conflicts(config: Root) -> list[Conflict]:
     checkpoint, every_steps = config.checkpoint, config.eval.every_steps
     is_by_accuracy = checkpoint.keep_best > 0 and checkpoint.best_metric == "accuracy"
     if not is_by_accuracy or (every_steps and checkpoint.every_steps % every_steps == 0):

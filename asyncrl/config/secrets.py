@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlsplit
 
 if TYPE_CHECKING:
-    from asyncrl.config.tree import Config
+    from asyncrl.config.sections.root import Root
 
 HIDDEN = "***"
 _NAME = (
@@ -34,7 +34,7 @@ Finding = tuple[tuple[str], str, str]
 """Of a conflict: its keys, what is wrong, what to do."""
 
 
-def find_secrets(config: Config) -> Iterator[Finding]:
+def find_secrets(config: Root) -> Iterator[Finding]:
     """Yield what to say of each value that holds a secret."""
     yield from _search((), config.model_dump(mode="json"))
 

@@ -1,18 +1,17 @@
 """The configuration tree: every knob of a run, at most three levels deep; some are null or a small map.
 
-Owns the list of sections and what spans several of them; `sections/` holds each by itself. A field stands
+Owns what spans several sections; `sections/` holds each by itself, and their list. A field stands
 there because something reads it. Values are checked as they enter.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from asyncrl.config.conflicts import CONFLICT, find_conflicts
-from asyncrl.config.rules.format import FORMAT
 from asyncrl.config.sections.algorithm import AdaptiveKlSection, AlgorithmSection, KlSection
 from asyncrl.config.sections.data import DataSection, SourceSection
 from asyncrl.config.sections.experience import BufferSection, StalenessSection
@@ -28,8 +27,8 @@ from asyncrl.config.sections.rollout import (
     RolloutSection,
     as_environment,
 )
+from asyncrl.config.sections.root import Root
 from asyncrl.config.sections.run import CheckpointSection, MetricsSection, RunSection, SinkSection
-from asyncrl.config.sections.section import Section
 
 __all__ = [
     "AdaptiveKlSection",
@@ -63,27 +62,8 @@ __all__ = [
 ]
 
 
-class Config(Section):
+class Config(Root):
     """A run, whole. `format` numbers the form of the file; without it a file is in the newest."""
-
-    format: Literal[3] = FORMAT
-    """Number of the file's format; an older one is migrated, a newer one refused."""
-    run: RunSection = RunSection()
-    model: ModelSection
-    data: DataSection
-    reward: RewardSection
-    rollout: RolloutSection = RolloutSection()
-    staleness: StalenessSection = StalenessSection()
-    buffer: BufferSection = BufferSection()
-    algorithm: AlgorithmSection = AlgorithmSection()
-    critic: CriticSection = CriticSection()
-    learner: LearnerSection = LearnerSection()
-    weight_sync: WeightSyncSection = WeightSyncSection()
-    eval: EvalSection = EvalSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    guard: GuardSection = GuardSection()
-    metrics: MetricsSection = MetricsSection()
-    launcher: LauncherSection = LauncherSection()
 
     @model_validator(mode="after")
     def check_sections_fit(self) -> Self:

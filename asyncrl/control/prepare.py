@@ -29,6 +29,11 @@ MODEL_FILE = "config.json"
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 
 
+def builtin_root(config: Config) -> Path:
+    """Return the folder that a run's built-in models and data are put into."""
+    return Path(config.run.dir).absolute() / "builtin"
+
+
 def is_builtin(path: str) -> bool:
     """Tell whether `path` names something that is made here."""
     return path.startswith(BUILTIN)
@@ -72,7 +77,7 @@ def prepare(config: Config, say: Callable[[str], None]) -> Config:
     Raises:
         ConfigError: An unknown builtin, or a hub id that cannot be fetched.
     """
-    root = Path(config.run.dir).absolute() / "builtin"
+    root = builtin_root(config)
     model, critic = _resolve_model("model.path", config.model.path, root, say), config.critic.path
     if critic is not None:
         critic = _resolve_model("critic.path", critic, root, say)

@@ -5,9 +5,10 @@ Every wait has a deadline. With keys (`asyncrl.keys`) a connection is encrypted,
 an allowed key get one.
 """
 
+from asyncrl.limits import Limits
+from asyncrl.message import Reply
 from asyncrl.rpc.client import AsyncClient, Client, PendingCall
-from asyncrl.rpc.limits import Limits
-from asyncrl.rpc.request import Handler, Reply, Request
+from asyncrl.rpc.request import Handler, Request
 from asyncrl.rpc.server import Server
 
 __all__ = ["AsyncClient", "Client", "Handler", "Limits", "PendingCall", "Reply", "Request", "Server"]

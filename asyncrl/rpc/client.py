@@ -18,8 +18,8 @@ from typing import Any
 from asyncrl import wire
 from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, WireError
 from asyncrl.keys import ClientKeys
-from asyncrl.message import A, Answer, Operation, Q, fields_of
-from asyncrl.rpc.request import Reply, pack_request, read_reply
+from asyncrl.message import A, Answer, Operation, Q, Reply, fields_of
+from asyncrl.rpc.request import pack_request, read_reply
 from asyncrl.runtime import Runtime
 
 log = logging.getLogger(__name__)

@@ -10,19 +10,12 @@ from typing import Any, Protocol
 from asyncrl import wire
 from asyncrl.errors import BY_NAME, AsyncrlError, RemoteError, WireError, WrongVersion
 from asyncrl.keys import Role
+from asyncrl.message import Reply
 from asyncrl.runtime import Arrival
 
 MAX_OP_CHARACTERS = 64
 MAX_ERROR_CHARACTERS = 4000
 """Of a message or a hint: what a request holds must not come back at full length."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a call returned."""
-
-    args: dict[str, Any]
-    frames: list[wire.Frame]
 
 
 @dataclass

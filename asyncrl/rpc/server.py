@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection
 
 from asyncrl.errors import AsyncrlError, NotAllowed, RemoteError, WireError, WrongVersion
 from asyncrl.keys import Role, ServerKeys
+from asyncrl.limits import Limits
 from asyncrl.rpc.delays import Delays
-from asyncrl.rpc.limits import Limits
 from asyncrl.rpc.memory import MemoryGuard
 from asyncrl.rpc.request import Handler, Request, read_request, refuse_version
 from asyncrl.runtime import Arrival, Event, Runtime

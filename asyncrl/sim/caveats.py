@@ -45,6 +45,8 @@ def _find_in_rollout(config: Config, setting: Setting, rates: Rates) -> Iterator
     if rollout.replicas.is_elastic:
         bounds = f"{{min: {rollout.replicas.min}, max: {rollout.replicas.max}}}"
         yield f"rollout.replicas {bounds}: what the autoscaler decides; the fleet stays at {setting.replicas}"
+    if setting.cohort > 1:
+        yield f"rollout.replicas {setting.replicas}: a receiver for each; {setting.cohort} of them share one"
     if config.algorithm.drop_constant_groups and not setting.uniform_share:
         yield "algorithm.drop_constant_groups: groups dropped for equal rewards; their share counts as 0"
     if rollout.response_tokens and config.eval.every_steps:

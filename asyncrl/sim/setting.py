@@ -7,7 +7,6 @@ fleet of thousands demands. Neither changes the decisions of the state machines 
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,8 +14,17 @@ from pathlib import Path
 from asyncrl.buffer.composition import ledger_settings
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.ledger.tickets import LedgerSettings
+from asyncrl.buffer.rules.learner import RESERVE_WAIT_S
+from asyncrl.buffer.rules.replica import LEASE_WAIT_S, count_max_groups
 from asyncrl.config.conflicts import WITH_GREEDY
+from asyncrl.config.lengths import Lengths, parse_lengths
 from asyncrl.config.tree import Config
+from asyncrl.control.fleet.machine import FleetRules
+from asyncrl.control.fleet.rules import make_rules
+from asyncrl.control.prepare import BUILTIN, builtin_root, is_builtin
+from asyncrl.control.roster import MAX_REPLICAS
+from asyncrl.errors import ConfigError
+from weight_sync.protocol.rounds import Timing
 
 ASSUMED_SIGMA = 1.0
 ASSUMED_FILL = 0.25
@@ -24,22 +32,16 @@ ASSUMED_FILL = 0.25
 MAX_MEMBERS = 32
 """Beyond so many, replicas share members of the weight-sync protocol, whose work grows with the square."""
 NEVER = float("inf")
+USUAL = Timing.of(60.0)
 UNLIMITED = 1 << 30
 """Requests at once: a scripted engine has no queue."""
 
 
 @dataclass(frozen=True)
-class LengthsModel:
-    """Log-normal response lengths, cut at `max_tokens`; `is_assumed`: nobody has said so."""
+class LengthsModel(Lengths):
+    """Lengths of a run; `is_assumed`: nobody has said so."""
 
-    sigma: float
-    median_tokens: float
     is_assumed: bool = False
-
-    def draw_tokens(self, dice: random.Random, max_tokens: int) -> int:
-        """Return a length; `dice` freshly seeded with a sample's seed gives that of the live run."""
-        drawn = self.median_tokens * math.exp(self.sigma * dice.gauss(0.0, 1.0))
-        return min(max(1, round(drawn)), max_tokens)
 
 
 @dataclass(frozen=True)
@@ -47,25 +49,27 @@ class Pace:
     """Intervals in seconds, as the services have them. Infinite deadlines set no timers.
 
     Attributes:
-        lease_wait_s: How long a lease call lies at the buffer. call_deadline_s: Of a call besides its wait.
+        lease_wait_s, reserve_wait_s: How long a call lies at the buffer. call_deadline_s: Of a call beyond.
         heartbeat_s: Of members and publisher. silence_s, dead_s: Of `weight_sync.protocol.rounds.Timing`.
         tick_s: Of coordinator, buffer. watch_s: Of the supervisor's looks.
         fleet_silence_s: After which the supervisor takes a service for dead; infinite: it hears only news.
     """
 
-    lease_wait_s: float = 1.0
+    lease_wait_s: float = LEASE_WAIT_S
+    reserve_wait_s: float = RESERVE_WAIT_S
     call_deadline_s: float = 10.0
-    heartbeat_s: float = 1.0
-    silence_s: float = 3.0
-    dead_s: float = 30.0
+    heartbeat_s: float = USUAL.poll_s
+    silence_s: float = USUAL.silence_s
+    dead_s: float = USUAL.dead_s
     tick_s: float = 0.25
     watch_s: float = 0.5
-    fleet_silence_s: float = 20.0
+    fleet_silence_s: float = FleetRules().silence_s
 
 
 REAL = Pace()
 COARSE = Pace(
-    lease_wait_s=NEVER,
+    lease_wait_s=600.0,
+    reserve_wait_s=NEVER,
     call_deadline_s=NEVER,
     heartbeat_s=60.0,
     silence_s=180.0,
@@ -81,7 +85,7 @@ class Setting:
     """What the actors know of the run.
 
     Attributes:
-        ledger: The rules of the real ledger.
+        ledger, fleet: The rules of the real ledger, and of the real fleet machine.
         num_samples: Requests of a group; `trained_samples` of them are trained.
         max_groups: That a replica works on, counted in unfinished samples.
         parallelism: Replicas that swap at once.
@@ -113,7 +117,7 @@ class Setting:
     checkpoints_kept: int
     cohort: int = 1
     standby: int = 0
-    max_restarts: int = 5
+    fleet: FleetRules = field(default_factory=FleetRules)
     uniform_share: float = 0.0
     keeps_journal: bool = False
     tightened_to: int | None = None
@@ -151,14 +155,13 @@ class Setting:
         replicas = rollout.replicas.start
         trained, num_samples = rollout.group_size, rollout.group_size
         num_samples += config.algorithm.advantage in WITH_GREEDY
-        full = max(1, rollout.max_sequences // num_samples)
         return Setting(
             ledger=ledger_settings(config),
             run_seed=config.run.seed,
             replicas=replicas,
             num_samples=num_samples,
             trained_samples=trained,
-            max_groups=full + max(1, full // 4),
+            max_groups=count_max_groups(rollout.max_sequences, num_samples),
             max_sequences=rollout.max_sequences if rollout.engine == "vllm" else UNLIMITED,
             max_tokens=rollout.max_tokens,
             prompt_tokens=prompt_tokens or config.data.max_prompt_tokens / 2,
@@ -170,7 +173,7 @@ class Setting:
             checkpoint_every=config.checkpoint.every_steps,
             checkpoints_kept=config.checkpoint.keep,
             standby=rollout.standby,
-            max_restarts=config.launcher.max_restarts,
+            fleet=make_rules(config, num_ranks=1, max_replicas=MAX_REPLICAS),
             streams=config.learner.stream,
             least_part=config.learner.dp,
             max_stall_s=config.checkpoint.max_stall_s,
@@ -190,7 +193,7 @@ class Setting:
         lengths = []
         for sample in range(self.num_samples):
             dice.seed(sample_seed(self.run_seed, ticket, sample))
-            lengths.append(self.lengths.draw_tokens(dice, self.max_tokens))
+            lengths.append(self.lengths.draw(dice, self.max_tokens))
         return lengths
 
 
@@ -199,10 +202,11 @@ def count_held_out(config: Config) -> int:
     from pyarrow import ArrowInvalid
     from pyarrow.parquet import read_metadata
 
-    root, counts = Path(config.run.dir) / "builtin", []
+    counts = []
     for source in config.data.eval or ():
-        name = source.path.removeprefix("builtin:")
-        path = Path(source.path) if name == source.path else root / name / "eval.parquet"
+        path = Path(source.path)
+        if is_builtin(source.path):
+            path = builtin_root(config) / source.path.removeprefix(BUILTIN) / "eval.parquet"
         try:
             counts.append(min(config.eval.prompts, read_metadata(path).num_rows))
         except (OSError, ArrowInvalid):  # it is not here yet, or of another kind
@@ -213,10 +217,10 @@ def count_held_out(config: Config) -> int:
 def forced_lengths(config: Config) -> LengthsModel | None:
     """Return what `rollout.response_tokens` forces, None if it forces nothing that can be read."""
     try:
-        kind, sigma, median_tokens = (config.rollout.response_tokens or "").split(":")
-        return LengthsModel(float(sigma), float(median_tokens)) if kind == "lognormal" else None
-    except ValueError:
+        forced = parse_lengths(config.rollout.response_tokens)
+    except ConfigError:
         return None
+    return None if forced is None else LengthsModel(forced.sigma, forced.median_tokens)
 
 
 def assumed_lengths(config: Config) -> LengthsModel:

@@ -14,7 +14,7 @@ import zmq
 
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.keys import Role, ServerKeys
-from asyncrl.rpc.limits import Limits
+from asyncrl.limits import Limits
 from asyncrl.runtime import Arrival
 from asyncrl.sockets.frames import receive_part, send_parts
 from asyncrl.sockets.gate import Gate, role_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from asyncrl.keys import ClientKeys, ServerKeys
-from asyncrl.rpc.limits import Limits
+from asyncrl.limits import Limits
 from asyncrl.runtime import Line, Listener
 from asyncrl.sockets.line import ZmqLine
 from asyncrl.sockets.listener import ZmqListener

@@ -15,7 +15,7 @@ import zmq
 from asyncrl import wire
 from asyncrl.errors import ConfigError
 from asyncrl.keys import ClientKeys, ServerKeys
-from asyncrl.rpc.limits import Limits
+from asyncrl.limits import Limits
 
 HANDSHAKE_MS = 10_000
 """A connection that has not finished its handshake by then is closed and its descriptor is free."""

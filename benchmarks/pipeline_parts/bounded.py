@@ -16,7 +16,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-from rollout_service.lengths import Lengths
+from asyncrl.config.lengths import Lengths
 
 NUM_STEPS, NUM_SETTLING = 1000, 20
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config.lengths import Lengths
 from asyncrl.config.load import load_config
 from asyncrl.config.tree import Config
 from asyncrl.errors import ServiceFailed
@@ -23,7 +24,6 @@ from benchmarks.pipeline_parts.crew import LAUNCHER, Crew, seats_of
 from benchmarks.pipeline_parts.sleepers import Pace
 from benchmarks.pipeline_parts.window import Sample, Window, read_window
 from configs import shipped
-from rollout_service.lengths import Lengths
 
 COLOCATED = "colocated"
 SLEEPERS = {

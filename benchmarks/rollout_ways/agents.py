@@ -11,10 +11,10 @@ from multiprocessing.connection import Connection
 
 import httpx
 
+from asyncrl.config.lengths import parse_lengths
 from asyncrl.errors import ServiceFailed
 from benchmarks.rollout_ways import setting
 from benchmarks.weight_sync_peers.peers import obey
-from rollout_service.lengths import parse_lengths
 
 TIMEOUT_S = 600.0
 NOT_NOW = 503

@@ -28,6 +28,8 @@ from asyncrl import wire
 from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.tickets import LedgerSettings
+from asyncrl.buffer.rules.learner import RESERVE_WAIT_S, is_checkpoint_due
+from asyncrl.buffer.rules.replica import LeaseCall, Leasing, count_free_groups, renewal_interval_s
 from asyncrl.buffer.service import Desk
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import ManualClock
@@ -46,7 +48,7 @@ IN_FLIGHT = 2
 """Groups of one replica: with those that are stored and reserved fewer than `max_lag` admits."""
 SIGMA = 0.5
 """Of how long a group takes."""
-LEASE_S, LEASE_WAIT_S, RESERVE_WAIT_S, TICK_S = 60.0, 1.0, 0.5, 0.05
+LEASE_S, TICK_S = 60.0, 0.05
 CALL_S = 30.0
 SWAP_SPREAD_S = 2.0
 """Replicas take up a version within so long."""
@@ -77,7 +79,7 @@ class Replica:
     client: bytes
     version: int = 0
     held: set[tuple[int, int]] = field(default_factory=set)
-    num_asking: int = 0
+    leasing: Leasing = field(default_factory=Leasing)
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Fleet:
         self._call("open", self._opened, holder="scale")
         for replica in self._replicas:
             self._after(self._dice.random() * SWAP_SPREAD_S, partial(self._swap_to_newest, replica))
-            self._after(self._dice.random() * LEASE_S / 3, partial(self._renew, replica))
+            self._after(self._dice.random() * renewal_interval_s(LEASE_S), partial(self._renew, replica))
         self._after(TICK_S, self._tick)
 
     def _make_store(self) -> ExperienceStore:
@@ -253,36 +255,33 @@ class Fleet:
     def _swap_to_newest(self, replica: Replica) -> None:
         self._swap(replica, self._version)
 
-    def _lease_if_silent(self, replica: Replica) -> None:
-        if not replica.num_asking:
-            self._lease(replica)
-
     def _lease(self, replica: Replica) -> None:
-        want = IN_FLIGHT - len(replica.held)
-        if want <= 0 or not replica.version:
+        if not replica.version:
             return
-        replica.num_asking += 1
+        want = count_free_groups(IN_FLIGHT, 1, len(replica.held))
+        call = replica.leasing.next_call(replica.version, want, replica.held)
+        if call is None:
+            return
         self._call(
             "lease",
-            partial(self._granted, replica),
+            partial(self._granted, replica, call),
             client=replica.client,
             replica=replica.name,
-            version=replica.version,
-            want=want,
+            version=call.version,
+            want=call.want,
             evaluating=None,
-            wait_s=LEASE_WAIT_S,
+            wait_s=call.wait_s,
         )
 
-    def _granted(self, replica: Replica, args: dict[str, Any]) -> None:
-        replica.num_asking -= 1
+    def _granted(self, replica: Replica, call: LeaseCall, args: dict[str, Any]) -> None:
+        replica.leasing.end(call, is_answered=True)
         for grant in args["grants"]:
             key = grant["ticket"], grant["attempt"]
             replica.held.add(key)
             # Those of one replica are generated side by side.
             duration_s = IN_FLIGHT * GROUP_S * math.exp(self._dice.gauss(-(SIGMA**2) / 2, SIGMA))
             self._after(duration_s, partial(self._push, replica, *key))
-        if not replica.num_asking and len(replica.held) < IN_FLIGHT:
-            self._after(0.0, partial(self._lease_if_silent, replica))
+        self._after(0.0, partial(self._lease, replica))
 
     def _push(self, replica: Replica, ticket: int, attempt: int) -> None:
         frames = readdress(self._frames, ticket, attempt, replica.version)
@@ -299,13 +298,12 @@ class Fleet:
     def _pushed(self, replica: Replica, ticket: int, attempt: int, args: dict[str, Any]) -> None:
         assert args["result"] == "stored", args
         replica.held.discard((ticket, attempt))
-        if not replica.num_asking:
-            self._lease(replica)
+        self._lease(replica)
 
     def _renew(self, replica: Replica) -> None:
         held = [list(key) for key in replica.held]
         self._call("renew", None, client=replica.client, replica=replica.name, tickets=held)
-        self._after(LEASE_S / 3, partial(self._renew, replica))
+        self._after(renewal_interval_s(LEASE_S), partial(self._renew, replica))
 
     # The learner
 
@@ -339,7 +337,7 @@ class Fleet:
         self._call("trained", None, token=self._token, step=self._step, dropped=[], lag_max=0)
         self._step += 1
         self.num_trained += num_groups * GROUP_SIZE
-        if self._step % STEPS_PER_CHECKPOINT == 0:
+        if is_checkpoint_due(self._step, STEPS_PER_CHECKPOINT):
             self._call(
                 "checkpointed", None, token=self._token, step=self._step, digest="scale", kept=[self._step]
             )

@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 import asyncrl
+from asyncrl.buffer.rules.learner import kept_checkpoints
 from asyncrl.durable import sync_path
 from asyncrl.errors import CheckpointError
 from asyncrl.faults import fault_point
@@ -143,8 +144,7 @@ class CheckpointStore:
                 abandoned branch or an interrupted write, is none to resume from.
         """
         known = set(committed)
-        older = [found for found in self.steps() if found < step and found in known]
-        return [*older, step][-self._keep :]
+        return kept_checkpoints(step, [found for found in self.steps() if found in known], self._keep)
 
     def best(self, newest: int | None = None) -> list[int]:
         """Return the `keep_best` steps with the highest scores, best first, none later than `newest`."""

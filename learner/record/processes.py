@@ -3,7 +3,7 @@
 Owns their start and end: one that fails ends all, and so does silence. Rank 0 says what it compared, a JSON
 line per step as that is done; a rank that fails for a reason that has a name says that as such a line. Must
 never take another line for one of these: libraries print too, and a rank that is ended leaves half a line.
-Run by itself, `python -m learner.record.processes`, this is one of the ranks.
+Each of them runs `learner.record.rank`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import IO, TypedDict
 
 import msgspec
 
 from asyncrl import errors as named_errors
 from asyncrl.errors import AsyncrlError, ServiceFailed
-from learner.backend import Placement
 from learner.record.comparison import ComparedStep, Comparison
 from learner.record.plan import Plan
-from learner.record.replay import replay
-from learner.record.settings import configure
-from learner.record.shelf import FOLDER, Shelf
 
 POLL_S = 0.05
 END_S = 10.0
@@ -115,7 +110,7 @@ def _find_steps(lines: _Lines) -> Iterator[ComparedStep]:
 
 def _start(order: _Order, rank: int, output: IO[str], errors: IO[str]) -> subprocess.Popen[str]:
     given = json.dumps({**order, "placement": {**order["placement"], "rank": rank}})
-    command = [sys.executable, "-m", "learner.record.processes", given]
+    command = [sys.executable, "-m", "learner.record.rank", given]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, text=True)
 
 
@@ -155,12 +150,6 @@ def _find_error(output: IO[str]) -> AsyncrlError | None:
     return None
 
 
-def _describe_error(error: AsyncrlError) -> dict[str, str]:
-    """Return an error as `_find_error` takes it: of the nearest class that all packages know."""
-    kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == named_errors.__name__]
-    return {ERROR: kinds[0], "message": error.message, "hint": error.hint}
-
-
 def _end(ranks: Sequence[subprocess.Popen[str]]) -> None:
     """Kill all, then see them end: one that hangs in the kernel keeps none of the others."""
     for rank in ranks:
@@ -176,27 +165,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def main(given: str) -> None:
-    """Be one rank of a replay."""
-    order = json.loads(given)
-    fields = order["plan"]
-    plan = Plan(**{**fields, "folder": Path(fields["folder"])})
-    placement = Placement(**order["placement"])
-    tell = _print_step if placement.rank == 0 else lambda step: print(step, file=sys.stderr, flush=True)
-    try:
-        settings = Shelf(plan.folder / FOLDER).read_settings(plan.settings)
-        config = configure(plan.folder, settings, order["overrides"])
-        replay(plan, config, placement, tell=tell)
-    except AsyncrlError as error:
-        print(json.dumps(_describe_error(error)), flush=True)
-        raise
-
-
-def _print_step(step: ComparedStep) -> None:
-    print(json.dumps(asdict(step)), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -31,6 +31,7 @@ from learner.ranks import Ranks
 from learner.record.comparison import WEIGHTS, ComparedStep, Comparison, Difference, compare
 from learner.record.lives import Life, cut_lives, describe_lives, find_lives, leave_state, take_up_state
 from learner.record.plan import CHECKPOINTS, Plan, cut_plan, make_plan
+from learner.record.processes import replay_on_ranks
 from learner.record.recorder import repeatable
 from learner.record.settings import configure
 from learner.record.shelf import FOLDER, RecordedStep, RecordedWeights, Shelf, name_steps
@@ -134,8 +135,6 @@ def _replay_life(
     plan = replace(plan, sets_rate=_has_other_rate(config, recorded))
     ranks = num_ranks(config)
     if ranks > 1:
-        from learner.record.processes import replay_on_ranks
-
         return replay_on_ranks(plan, overrides, ranks, say)
     return replay(plan, config, Placement(), tell=lambda step: say(str(step)))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from asyncrl.buffer.ledger.orders import sample_seed
+from asyncrl.buffer.ledger.orders import evaluation_seed, prompts_of_part
 from asyncrl.buffer.messages import EvaluationOrder
 from asyncrl.errors import AsyncrlError
 from asyncrl.experience import Trajectory
@@ -22,8 +22,6 @@ T = TypeVar("T")
 
 RIGHT = 1.0
 """A reward from here on counts as a right answer; of several rewards, the first one before its weight."""
-NO_TICKET = 0
-"""Tickets count from 1, so the seeds of tickets up to 0 are free for evaluations, one for each sample."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,8 @@ class Evaluator:
         Raises:
             EngineDied, Interrupted: The engine is gone or is leaving; any other failure makes a wrong answer.
         """
-        prompts = self._prompts[order.part :: order.num_parts]
+        mine = prompts_of_part(len(self._prompts), order.part, order.num_parts)
+        prompts = [self._prompts[place] for place in mine]
         num_samples = self._settings.num_samples
         places = asyncio.Semaphore(self._settings.max_at_once)
         asked = itertools.product(prompts, range(num_samples))
@@ -90,7 +89,7 @@ class Evaluator:
 
     async def _sample(self, evaluation: int, prompt: TokenizedPrompt, sample: int) -> Judged | None:
         settings = self._settings
-        seed = sample_seed(settings.run_seed, NO_TICKET - sample, prompt.index)
+        seed = evaluation_seed(settings.run_seed, prompt.index, sample)
         sampling = Sampling(settings.temperature, settings.max_tokens, seed, stop=settings.stop)
         episode_id = f"evaluation.{evaluation}.{prompt.index}.{sample}"
         try:

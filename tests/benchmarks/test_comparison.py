@@ -19,7 +19,6 @@ from benchmarks import suite
 from benchmarks.comparison import (
     NOT_FIGURES,
     WITHIN_ONE_RUN,
-    Ratio,
     compare,
     differences,
     main,
@@ -29,6 +28,7 @@ from benchmarks.comparison import (
 )
 from benchmarks.figures import make_rows
 from benchmarks.plots import MAX_SHOWN, bar_of, choose_axis, draw_ratios, order_panels
+from benchmarks.ratios import Ratio
 from benchmarks.rows import Row, RowFile, noise_of_median
 from benchmarks.suite import (
     CLOSING_S,

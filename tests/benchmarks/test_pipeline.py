@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrl.config.lengths import Lengths
 from asyncrl.errors import ServiceFailed
 from asyncrl.versions import PolicyVersion, Span
 from benchmarks import pipeline
@@ -49,7 +50,6 @@ from benchmarks.pipeline_parts.crew import Crew, seats_of, two_cores
 from benchmarks.pipeline_parts.sleepers import Pace, SleepingEngine
 from benchmarks.pipeline_parts.window import ESS, Sample, Window, read_window
 from benchmarks.rows import RowFile
-from rollout_service.lengths import Lengths
 
 TIMES = StepTimes(generation_s=2.0, training_s=1.0, tail=3.0, sync_s=0.5, exposed_sync_s=0.1)
 

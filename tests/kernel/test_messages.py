@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from asyncrl import wire
 from asyncrl.buffer import messages as buffer
 from asyncrl.errors import WireError
 from asyncrl.message import Message, Operation, fields_of, read_message
@@ -80,3 +81,11 @@ def test_a_lease_comes_over_the_wire_as_it_was_given() -> None:
     reply = buffer.LeaseReply(grants, buffer.EvaluationOrder(1, 2, 0, 3))
     assert fields_of(reply)["grants"][0]["pass"] == 3
     assert read_message(fields_of(reply), buffer.LeaseReply, "lease") == reply
+
+
+@pytest.mark.parametrize("levels", [wire.MAX_DEPTH, 1000, 200_000])
+@pytest.mark.parametrize("opener", [b"\x91", b"\x81\xa1a"], ids=["lists", "maps"])
+def test_bytes_that_are_nested_beyond_the_stack_are_refused_as_others_are(opener: bytes, levels: int) -> None:
+    header = b"\x82\xa1v\x02\xa5where" + opener * levels + b"\xc0"
+    with pytest.raises(WireError, match=r"nested deeper|is not msgpack"):
+        read_message(wire.unpack_header(header, version=wire.RPC_VERSION), buffer.Lease, "lease")

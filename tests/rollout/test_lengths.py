@@ -4,8 +4,8 @@ import statistics
 
 import pytest
 
+from asyncrl.config.lengths import parse_lengths
 from asyncrl.errors import ConfigError
-from rollout_service.lengths import parse_lengths
 
 
 def test_lengths_follow_the_named_distribution_and_the_seed() -> None:

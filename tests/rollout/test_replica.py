@@ -147,7 +147,12 @@ def test_an_evaluation_that_meets_a_failed_load_waits_for_one_that_works(stage: 
         await asyncio.to_thread(goes_on.wait, WAIT_S)
         raise EngineError("the load failed")
 
+    def waits_with_nothing_in_flight() -> bool:  # a paused engine that is full asks for nothing
+        census = stage.census()
+        return census.parked > 0 and not any(census.leases.values()) and stage.state() == "READY"
+
     stage.serve_first_version()
+    wait_for(waits_with_nothing_in_flight, "a lease that waits, and no group in flight")
     stage.engine.swap = fail_once  # type: ignore[method-assign]
     second = stage.learner.register_version(0)
     stage.receiver.staged.clear()

@@ -1,8 +1,7 @@
 """A receiver's copies: one verified, one committed, one taken by the engine, and the room for more.
 
-Owns the staging segments and their reuse. A segment goes back to the free ones only when nobody
-writes to it and the engine does not read it.
-Invariant: newest wins. A newer verified or committed copy replaces an older one that was not taken.
+Owns the staging segments and their reuse; `protocol.copies` decides which copy stands where.
+Invariant: a segment goes back to the free ones only when nobody writes to it and the engine does not read it.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 from asyncrl.versions import UNLOADED
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Layout, Manifest
+from weight_sync.protocol.copies import Copies
 
 MAX_FREE = 2
 
@@ -43,9 +43,7 @@ class Shelf:
         self._prefix, self._life, self._serial = prefix, life, 0
         self._free: list[tuple[str, torch.Tensor]] = []
         self._abandoned: dict[int, Copy] = {}
-        self._verified: Copy | None = None
-        self._committed: Copy | None = None
-        self._taken: Copy | None = None
+        self._copies: Copies[Copy] = Copies(self.give_back)
         self._keeps_base = keeps_base
         self._base: Copy | None = None
         self._disowned: set[str] = set()
@@ -54,17 +52,17 @@ class Shelf:
     @property
     def newest_verified(self) -> int:
         """Newest version number that is here, verified and not taken."""
-        return max((copy.number for copy in (self._verified, self._committed) if copy), default=UNLOADED)
+        return self._copies.newest_verified
 
     @property
     def committed_number(self) -> int:
         """The version number that the engine may take next; 0 for none."""
-        return self._committed.number if self._committed else UNLOADED
+        return self._copies.committed_number
 
     @property
     def taken_number(self) -> int:
         """The version number that the engine is loading; 0 for none."""
-        return self._taken.number if self._taken else UNLOADED
+        return self._copies.taken_number
 
     @property
     def base_number(self) -> int:
@@ -111,80 +109,43 @@ class Shelf:
 
     def put_verified(self, copy: Copy) -> None:
         """Keep a verified copy until its commit."""
-        older, self._verified = self._verified, copy
         if self._keeps_base:
             base, self._base = self._base, copy
-            if base not in (older, self._committed, self._taken):
+            if not self._copies.has(base):
                 self.give_back(base)
-        self.give_back(older)
+        self._copies.put_verified(copy)
 
     def commit(self, number: int) -> None:
         """Let the engine have version `number`, or the newer one that has replaced it."""
-        if self._verified is not None and self._verified.number >= number:
-            self.commit_verified()
+        self._copies.commit(number)
 
     def commit_verified(self) -> bool:
         """Let the engine have the verified copy, if there is one."""
-        if self._verified is None:
-            return False
-        self.give_back(self._committed)
-        self._committed, self._verified = self._verified, None
-        return True
+        return self._copies.commit_verified()
 
     def withdraw(self) -> None:
         """Take back what was committed and not taken; it waits for another commit."""
-        if self._committed is None:
-            return
-        older, self._committed = self._committed, None
-        if self._verified is None:
-            self._verified = older
-        else:
-            self.give_back(older)
+        self._copies.withdraw()
 
     def take(self, serving: int) -> Copy | None:
-        """Return the copy that an engine serving `serving` should load; the same one if asked again.
-
-        What it serves already, or what is older, makes room.
-        """
-        if self._taken is not None and self._taken.number <= serving:
-            self.finish_load(self._taken.number, is_ok=True)
-        if self._committed is not None and self._committed.number <= serving:
-            older, self._committed = self._committed, None
-            self.give_back(older)
-        if self._taken is not None:
-            return self._taken
-        if self._committed is None:
-            return None
-        self._taken, self._committed = self._committed, None
-        return self._taken
+        """Return the copy that an engine serving `serving` should load; the same one if asked again."""
+        return self._copies.take(serving)
 
     def untake(self) -> None:
         """The engine that had taken a copy is gone; another one may have it."""
-        if self._taken is None:
-            return
-        older, self._taken = self._taken, None
-        if self._verified is None and self._committed is None:
-            self._verified = older
-        else:
-            self.give_back(older)
+        self._copies.untake()
 
     def disown(self) -> None:
         """Another process asks for copies: one that is thought dead may still read what it has taken.
 
         That segment is given to whoever may load it, and never written to again.
         """
-        if self._taken is not None:
-            self._disowned.add(self._taken.path)
+        if (taken := self._copies.taken) is not None:
+            self._disowned.add(taken.path)
 
     def finish_load(self, number: int, is_ok: bool) -> None:
         """The engine has loaded version `number`, or failed and must load again."""
-        if self._taken is None or self._taken.number != number:
-            return
-        if is_ok:
-            self.give_back(self._taken)
-            self._taken = None
-        else:
-            self.untake()
+        self._copies.finish_load(number, is_ok)
 
     def close(self) -> None:
         """Unlink everything; mappings of an engine stay valid."""

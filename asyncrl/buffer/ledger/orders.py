@@ -165,3 +165,17 @@ def permute(place: int, size: int, key: int) -> int:
         place = left << half_bits | right
         if place < size:
             return place
+
+
+def evaluation_seed(run_seed: int, prompt: int, sample: int) -> int:
+    """Return the seed of a sample of a held-out prompt, which no ticket's has: tickets count from 1."""
+    return sample_seed(run_seed, -sample, prompt)
+
+
+def prompts_of_part(num_prompts: int, part: int, num_parts: int) -> range:
+    """Return which of the held-out prompts are in one part of an evaluation.
+
+    >>> list(prompts_of_part(7, part=1, num_parts=3))
+    [1, 4]
+    """
+    return range(part, num_prompts, num_parts)

@@ -10,8 +10,9 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from asyncrl.buffer.ledger.facts import Facts
 from asyncrl.buffer.ledger.lineage import VersionBook, VersionRun
 from asyncrl.buffer.ledger.tickets import (
     Carry,
@@ -23,9 +24,6 @@ from asyncrl.buffer.ledger.tickets import (
 )
 from asyncrl.errors import WireError
 from asyncrl.metrics.tallies import Tally
-
-if TYPE_CHECKING:
-    from asyncrl.buffer.ledger.state import LedgerState
 
 SNAPSHOT_VERSION, READ_VERSIONS = 2, (1, 2)
 """2 has versions as runs; 1 had a row for each."""
@@ -54,7 +52,7 @@ _STATES = {state.value: state for state in State}
 K = TypeVar("K")
 
 
-def write_snapshot(state: LedgerState) -> dict[str, object]:
+def write_snapshot(state: Facts) -> dict[str, object]:
     """Return the state as numbers, texts, lists and maps; maps of numbers are lists of pairs."""
     book = state.versions
     return {
@@ -105,7 +103,7 @@ def _write_ticket(ticket: Ticket) -> list[object]:
     return row
 
 
-def read_snapshot(state: LedgerState, values: Mapping[str, object]) -> None:
+def read_snapshot(state: Facts, values: Mapping[str, object]) -> None:
     """Fill a new state.
 
     Raises:
@@ -120,7 +118,7 @@ def read_snapshot(state: LedgerState, values: Mapping[str, object]) -> None:
         raise WireError(f"a snapshot is not whole: {type(error).__name__}: {error}") from error
 
 
-def _read(state: LedgerState, values: Mapping[str, Any]) -> None:
+def _read(state: Facts, values: Mapping[str, Any]) -> None:
     for name in _PLAIN:
         setattr(state, name, values["plain"][name])
     state.sources = tuple((count, weight) for count, weight in values.get("sources", ()))
@@ -178,7 +176,7 @@ def _read_ticket(row: list[Any]) -> Ticket:
     return Ticket(*row)
 
 
-def _index(state: LedgerState) -> None:
+def _index(state: Facts) -> None:
     """Build what follows from the tickets and from those folded away."""
     state.dropped_reasons = state.folded_dropped + Counter(
         ticket.reason.value for ticket in state.dropped if ticket.reason is not None

@@ -14,7 +14,7 @@ from learner.algorithms.variants import ADVANTAGES, LOSSES
 
 if TYPE_CHECKING:
     from asyncrl.config.sections.algorithm import AlgorithmSection
-    from asyncrl.config.tree import Config
+    from asyncrl.config.sections.root import Root
 
 BATCH_WIDE = {name: one.batch_wide for name, one in ADVANTAGES.items() if one.batch_wide}
 """Advantages that are not those of a group alone, and why."""
@@ -30,7 +30,7 @@ Reason = tuple[str, object, str]
 """A key, its value, and why that cannot be streamed."""
 
 
-def find_stream_conflicts(config: Config) -> Iterator[Found]:
+def find_stream_conflicts(config: Root) -> Iterator[Found]:
     """Yield what cannot be streamed, with the reason; nothing without `learner.stream`."""
     if not config.learner.stream:
         return
@@ -44,7 +44,7 @@ def find_stream_conflicts(config: Config) -> Iterator[Found]:
         yield ("learner.stream", key), what, f"Leave learner.stream out, or choose another {key}"
 
 
-def _find_in_learner(config: Config) -> Iterator[Reason]:
+def _find_in_learner(config: Root) -> Iterator[Reason]:
     learner, dtype = config.learner, config.model.dtype
     if learner.minibatches > 1:
         why = "which are cut from the whole batch in ticket order and each update the weights"

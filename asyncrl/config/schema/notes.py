@@ -46,10 +46,13 @@ def read_note(text: str) -> Note:
 
 @lru_cache
 def read_notes(section: type[BaseModel]) -> dict[str, Note]:
-    """Return the notes of a section's keys, in their order; a key without one is not there."""
+    """Return the notes of a section's keys, inherited ones first; a key without one is not there."""
+    notes: dict[str, Note] = {}
+    for base in section.__bases__:
+        if issubclass(base, BaseModel) and base is not BaseModel:
+            notes |= read_notes(base)
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
     assert isinstance(tree, ast.ClassDef), section
-    notes = {}
     for field, after in zip(tree.body, [*tree.body[1:], None], strict=True):
         is_field = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if is_field and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):

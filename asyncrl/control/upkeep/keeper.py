@@ -30,6 +30,7 @@ from asyncrl.control.fleet.messages import (
     Tick,
     Wanted,
 )
+from asyncrl.control.fleet.rules import make_rules
 from asyncrl.control.fleet.saved import SavedMachine, SavedUnit, dump, restore
 from asyncrl.control.fleet.units import LEARNER, Stage, Unit, key_of
 from asyncrl.control.launch.ray_launcher import Launcher
@@ -80,17 +81,7 @@ class SavedFleet(msgspec.Struct, frozen=True, kw_only=True):
 
 def rules_of(roster: Roster) -> FleetRules:
     """Return how patient a run is with its services."""
-    config = roster.config
-    never_again = {}
-    if config.buffer.journal == "none":
-        never_again["buffer"] = "with buffer.journal: none its contents are lost"
-    return FleetRules(
-        num_ranks=roster.num_learner_ranks,
-        max_restarts=config.launcher.max_restarts,
-        start_deadline_s=config.launcher.start_deadline_s,
-        max_replicas=MAX_REPLICAS,
-        never_again=never_again,
-    )
+    return make_rules(roster.config, roster.num_learner_ranks, MAX_REPLICAS)
 
 
 class Upkeep:

@@ -1,4 +1,4 @@
-"""The buffer: the real ledger behind one thread, its journal on the disk of the world.
+"""The buffer: the real ledger and order of waiting behind one thread, its journal on the disk of the world.
 
   consumes: requests of replicas and of the learner     waits for: what a parked request needs
   unblocked by: any change of the ledger, time          produces: grants, batches
@@ -7,31 +7,37 @@ Invariant: nobody is answered before the journal has the events.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Collection
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, NamedTuple
 
 from asyncrl.buffer.ledger.ledger import Ledger
-from asyncrl.buffer.ledger.tickets import State, Ticket
+from asyncrl.buffer.ledger.tickets import Ticket
+from asyncrl.buffer.parking import QUIET_OPS, Owner, Parked, ParkingLot
+from asyncrl.buffer.rules.replica import LEASE_WAIT_S
 from asyncrl.errors import AsyncrlError, FencedError
 from asyncrl.sim.actors.evaluation import TALLIES
 from asyncrl.sim.rates import Rates
-from asyncrl.sim.setting import NEVER, Setting
+from asyncrl.sim.setting import Setting
 from asyncrl.sim.world import Actor, Args, Message, World
 
 NAME = "buffer.0"
+LEARNER: Owner = ("learner", "")
 BYTES_PER_TOKEN = 9
 BYTES_PER_TRAJECTORY = 64
 Spans = Counter[int]
 """Tokens by the version number that sampled them."""
 
 
-class Parked(NamedTuple):
-    """A request that waits."""
+class Asked(NamedTuple):
+    """A call that waits for its answer."""
 
     src: str
     call: int
-    args: Args
+
+
+Waiting = Parked[Asked, Args]
 
 
 class Kept:
@@ -54,8 +60,8 @@ class BufferActor(Actor):
         self._setting, self._rates = setting, rates
         self._kept: Kept = world.disk.setdefault(NAME, Kept())
         self.ledger = Ledger(setting.ledger)
-        self._leases: dict[int, deque[Parked]] = {}
-        self._reserve: Parked | None = None
+        self._parked: ParkingLot[Asked, Args] = ParkingLot()
+        self._has_changed = False
         self._free_at = world.now
         self.busy_s = 0.0
         self.num_ops = 0
@@ -75,6 +81,7 @@ class BufferActor(Actor):
         self.num_ops += 1
         self.busy_s += self._rates.buffer_op_s
         self._free_at = max(self._free_at, self.world.now) + self._rates.buffer_op_s
+        self._has_changed |= message.op not in QUIET_OPS
         try:
             super().receive(src, message)
         except AsyncrlError as error:
@@ -86,19 +93,15 @@ class BufferActor(Actor):
     # Replicas
 
     def on_lease(self, src: str, args: Args, call: int) -> None:
-        self._drop_waits(src)
-        if "held" in args:
+        if args["held"] is not None:
             self.ledger.keep_only(src, set(args["held"]))
-        parked = Parked(src, call, args)
-        if self._grant(parked):
-            return
-        if args["want"] == 0:  # it asks for an evaluation only, and does not wait for one
-            self._reply(src, call, grants=[])
-            return
-        self._leases.setdefault(args["version"], deque()).append(parked)
-        wait_s = self._setting.pace.lease_wait_s
-        if wait_s != NEVER:
-            self.after(wait_s, self._give_up, parked)
+        lane = ("lease", args["version"], args["want"] > 0)
+        owner, wait_s, nothing = ("replica", src), args["wait_s"], dict[str, Any](grants=[])
+        if (
+            wait_s > LEASE_WAIT_S
+        ):  # in production a call under an older version has ended by now, or soon will
+            self._end_waits(owner)
+        self._park(Asked(src, call), lambda: self._grant(src, args), nothing, wait_s, owner, lane)
 
     def on_renew(self, src: str, args: Args, call: int) -> None:
         self._reply(src, call, lost=self.ledger.renew(src, args["held"], self.world.now))
@@ -135,7 +138,7 @@ class BufferActor(Actor):
 
     def on_retire(self, src: str, args: Args, call: int) -> None:
         name = args.get("replica", src)
-        self._drop_waits(name)
+        self._end_waits(("replica", name))
         self.ledger.retire(name)
         self._reply(src, call)
 
@@ -144,7 +147,7 @@ class BufferActor(Actor):
     def on_open(self, src: str, args: Args, call: int) -> None:
         token = self.ledger.open(src)
         kept = [(one.token, one.step) for one in self.ledger.checkpoints()]
-        self._reserve = None
+        self._end_waits(LEARNER)
         self._reply(src, call, token=token, checkpoints=kept, steps_trained=self.ledger.state.steps_trained)
 
     def on_resume(self, src: str, args: Args, call: int) -> None:
@@ -161,9 +164,7 @@ class BufferActor(Actor):
         self._reply(src, call, number=number)
 
     def on_reserve(self, src: str, args: Args, call: int) -> None:
-        self._reserve = Parked(src, call, args)
-        if not self._try_reserve() and args["wait_s"] != NEVER:
-            self.after(args["wait_s"], self._give_up_reserve, call)
+        self._park(Asked(src, call), lambda: self._reserve(args), {"groups": []}, args["wait_s"], LEARNER)
 
     def on_trained(self, src: str, args: Args, call: int) -> None:
         step, before = args["step"], self.ledger.state.steps_trained
@@ -188,80 +189,75 @@ class BufferActor(Actor):
 
     def _tick(self) -> None:
         self.ledger.expire(self.world.now)
+        self._has_changed = True
         self._settle()
+
+    def _park(
+        self,
+        asked: Asked,
+        attempt: Callable[[], Args | None],
+        nothing: Args,
+        wait_s: float,
+        owner: Owner,
+        lane: Hashable = None,
+    ) -> None:
+        """Answer now if possible, else when the ledger allows it, else after `wait_s`."""
+        found = attempt()
+        if found is None and wait_s == 0.0:
+            found = nothing
+        if found is not None:
+            self._reply(*asked, **found)
+            return
+        until = self.world.now + wait_s
+        self._parked.add(Parked(asked, attempt, lambda: nothing, until, math.inf, owner, lane or owner))
+        if wait_s < self._setting.pace.tick_s:
+            self.world.at(until, self._do, self._settle, ())
+
+    def _end_waits(self, owner: Owner) -> None:
+        for parked in self._parked.of(owner):
+            self._parked.remove(parked)
+            self._end(parked)
+
+    def _end(self, parked: Waiting) -> None:
+        self._reply(*parked.request, **parked.last())
 
     def _settle(self) -> None:
         """Serve whom the change has unblocked, then write down what happened."""
-        if self._reserve is not None:
-            self._try_reserve()
-        for version in list(self._leases):
-            self._serve(version)
+        has_changed, self._has_changed = self._has_changed or self.ledger.has_news, False
+        self._parked.end_turn(
+            self.world.now,
+            self._answers,
+            self._end,
+            has_changed=has_changed,
+            are_alike=lambda: not self.ledger.evaluations.have_free_part,
+        )
         self._keep_events()
 
-    def _serve(self, version: int) -> None:
-        waiting = self._leases[version]
-        while waiting and self._grant(waiting[0]):
-            waiting.popleft()
-        if not waiting:
-            del self._leases[version]
-
-    def _grant(self, parked: Parked) -> bool:
-        args = parked.args
-        grants = self.ledger.lease(parked.src, args["version"], args["want"], self.world.now)
-        order = None
-        if self._setting.eval_every:
-            order = self.ledger.evaluations.give(parked.src, args["version"], args.get("evaluating"))
-        if not grants and order is None:
-            return False
-        self._reply(parked.src, parked.call, grants=grants, evaluate=order)
-        return True
-
-    def _drop_waits(self, replica: str) -> None:
-        """Answer what a replica left parked: it asks anew, or is gone."""
-        for version, waiting in list(self._leases.items()):
-            for parked in [one for one in waiting if one.src == replica]:
-                waiting.remove(parked)
-                self._reply(replica, parked.call, grants=[])
-            if not waiting:
-                del self._leases[version]
-
-    def _give_up(self, parked: Parked) -> None:
-        waiting = self._leases.get(parked.args["version"], ())
-        if parked in waiting:
-            waiting.remove(parked)  # type: ignore[union-attr]
-            self._reply(parked.src, parked.call, grants=[])
-
-    def _try_reserve(self) -> bool:
-        parked = self._reserve
-        assert parked is not None
-        have = parked.args.get("have")
-        if self._are_too_few(have):
-            return False  # the usual case, at the price of two look-ups
+    def _answers(self, parked: Waiting) -> bool:
         try:
-            tickets = self._take(parked.args["token"], parked.args["step"], have)
+            found = parked.attempt()
         except AsyncrlError as error:
-            self._reserve = None
-            self._reply(
-                parked.src, parked.call, error=error.message, is_fenced=isinstance(error, FencedError)
-            )
+            self._refuse(*parked.request, error)
             return True
-        if tickets is None:
-            return False
-        self._reserve = None
-        self._reply(parked.src, parked.call, **self._batch(tickets, parked.args["step"], have or ()))
-        return True
+        if parked.owner == LEARNER:  # a reservation drops and issues again what others may lease
+            self._has_changed |= self.ledger.has_news
+        if found is not None:
+            self._reply(*parked.request, **found)
+        return found is not None
 
-    def _are_too_few(self, have: Collection[int] | None) -> bool:
-        state = self.ledger.state
-        num_there = state.counts[State.STORED] + state.counts[State.RESERVED]
-        if have is not None:
-            return num_there <= len(have)
-        return num_there < min(self._setting.ledger.groups_per_step, state.batch_size(state.steps_trained))
+    def _grant(self, src: str, args: Args) -> Args | None:
+        version = args["version"]
+        grants = self.ledger.lease(src, version, args["want"], self.world.now)
+        order = self.ledger.evaluations.give(src, version, args["evaluating"])
+        return {"grants": grants, "evaluate": order} if grants or order is not None else None
 
-    def _take(self, token: int, step: int, have: Collection[int] | None) -> list[Ticket] | None:
+    def _reserve(self, args: Args) -> Args | None:
+        token, step, have, now = args["token"], args["step"], args["have"], self.world.now
         if have is None:
-            return self.ledger.reserve(token, step, self.world.now)
-        return self.ledger.reserve_part(token, step, self.world.now, have, self._setting.least_part)
+            tickets = self.ledger.reserve(token, step, now)
+        else:
+            tickets = self.ledger.reserve_part(token, step, now, have, args["at_least"])
+        return None if tickets is None else self._batch(tickets, step, have or ())
 
     def _batch(self, tickets: list[Ticket], step: int, have: Collection[int]) -> dict[str, Any]:
         payloads = self._kept.payloads
@@ -272,11 +268,6 @@ class BufferActor(Actor):
             "steps": dict(self.ledger.counted_versions(tickets)),
             "is_whole": is_whole,
         }
-
-    def _give_up_reserve(self, call: int) -> None:
-        if self._reserve is not None and self._reserve.call == call:
-            parked, self._reserve = self._reserve, None
-            self._reply(parked.src, parked.call, groups=[])
 
     def _keep_events(self) -> None:
         events = self.ledger.drain_events()

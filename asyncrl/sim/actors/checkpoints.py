@@ -1,4 +1,4 @@
-"""Checkpoint schedule of a simulated learner: due times and the end of each write (pure).
+"""Timing of a simulated learner's checkpoints: the end of each write, and the wait for it (pure).
 
 Owns no time: it is an argument. As in production one checkpoint is written at a time, beside training; only
 the copy to the host, and the wait for the one before, hold the learner up.
@@ -18,8 +18,8 @@ class CheckpointSchedule:
         num_skipped: That were due while the one before was still being written.
     """
 
-    def __init__(self, every_steps: int, copy_s: float, write_s: float, max_stall_s: float) -> None:
-        self._every_steps, self.copy_s, self._write_s = every_steps, copy_s, write_s
+    def __init__(self, copy_s: float, write_s: float, max_stall_s: float) -> None:
+        self.copy_s, self._write_s = copy_s, write_s
         self._max_stall_s = max_stall_s
         self._writing: tuple[int, int] | None = None
         self._written_at = 0.0
@@ -28,10 +28,6 @@ class CheckpointSchedule:
     @property
     def is_writing(self) -> bool:
         return self._writing is not None
-
-    def is_due(self, step: int) -> bool:
-        """Tell whether there is to be a checkpoint of the weights after `step` steps."""
-        return step % self._every_steps == 0
 
     def wait_s(self, is_due: bool, now: float) -> tuple[float, bool]:
         """Return how long training waits for the checkpoint before, and whether it is written then."""

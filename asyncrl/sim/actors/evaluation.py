@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from asyncrl.buffer.ledger.orders import sample_seed
+from asyncrl.buffer.ledger.orders import evaluation_seed, prompts_of_part
 from asyncrl.buffer.ledger.tickets import Part
 from asyncrl.metrics.tallies import Tally
 
@@ -19,17 +19,15 @@ if TYPE_CHECKING:
 
 TALLIES = {"accuracy": Tally(1, 0.0)}
 """Of a simulated part: nobody looks at what was answered."""
-FIRST_TICKET = 0
-"""Samples count down from here, so that no ticket of a group has their seeds."""
 
 
 def draw_answers(setting: Setting, part: Part, dice: random.Random) -> list[int]:
     """Return the lengths of a part's answers, drawn as those of groups; a live run forces none of them."""
     lengths = []
-    for prompt in range(part.part, setting.eval_prompts, part.num_parts):
+    for prompt in prompts_of_part(setting.eval_prompts, part.part, part.num_parts):
         for sample in range(setting.eval_samples):
-            dice.seed(sample_seed(setting.run_seed, FIRST_TICKET - sample, prompt))
-            lengths.append(setting.lengths.draw_tokens(dice, setting.max_tokens))
+            dice.seed(evaluation_seed(setting.run_seed, prompt, sample))
+            lengths.append(setting.lengths.draw(dice, setting.max_tokens))
     return lengths
 
 

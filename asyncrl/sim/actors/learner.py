@@ -4,6 +4,8 @@ crash it resumes.
   consumes: batches, or their parts     waits for: a batch, a free buffer of the publisher, the checkpoint
   before, answers
   produces: versions, a `StepRecord` per step
+Owns the timing; what is due after a step and how long a reservation waits are the rules of
+`asyncrl.buffer.rules.learner`, which `learner.leader` follows.
 Invariants: a batch counts as trained once the buffer has booked it; no token over the bound enters a step.
 The weights are a digest of the batches that made them, so that two histories can be compared.
 """
@@ -14,18 +16,24 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from asyncrl.buffer.ledger.events import UNSAID
+from asyncrl.buffer.rules.learner import (
+    is_checkpoint_due,
+    is_evaluation_due,
+    kept_checkpoints,
+    must_resume,
+    reserve_wait_s,
+)
+from asyncrl.buffer.rules.replica import RETRY_PAUSE_S
 from asyncrl.sim.actors import buffer
 from asyncrl.sim.actors.checkpoints import CheckpointSchedule
 from asyncrl.sim.actors.record import StepRecord
 from asyncrl.sim.actors.weights import PUBLISHER_NAME
 from asyncrl.sim.rates import Rates
-from asyncrl.sim.setting import NEVER, Setting
+from asyncrl.sim.setting import Setting
 from asyncrl.sim.world import Actor, Args, World
 
 NAME = "learner.0"
-RESERVE_WAIT_S = 0.5
-UNPUBLISHED_WAIT_S = 0.01
-PAUSE_S = 0.5
 START_DIGEST = 0
 
 
@@ -48,11 +56,10 @@ class LearnerActor(Actor):
         self.digest = START_DIGEST
         self._token = 0
         self._published_step = -1
+        self._num_looks = 0
         self._evaluated_step = -1
         self._committed: list[int] = []
-        self.schedule = CheckpointSchedule(
-            setting.checkpoint_every, rates.checkpoint_s, rates.checkpoint_write_s, setting.max_stall_s
-        )
+        self.schedule = CheckpointSchedule(rates.checkpoint_s, rates.checkpoint_write_s, setting.max_stall_s)
         self._groups: list[Any] = []
         self._steps: dict[int, int] = {}
         self._num_parts = 0
@@ -73,7 +80,7 @@ class LearnerActor(Actor):
         self._token = answer["token"]
         self._committed = sorted(step for _, step in answer["checkpoints"] if step in self._checkpoints)
         step = self._committed[-1] if self._committed else 0
-        if answer["steps_trained"] or step:
+        if must_resume(answer["steps_trained"], has_checkpoint=step > 0):
             self._ask("resume", {"token": self._token, "step": step}, lambda _: self._stand_at(step))
         else:
             self._stand_at(step)
@@ -99,6 +106,7 @@ class LearnerActor(Actor):
         if answer is not None and answer.get("is_fenced"):
             self._fall("a newer token publishes")
         elif answer is None or not answer["has_room"]:
+            self._num_looks += 1
             self._next()
         else:
             self._ask("register_version", {"token": self._token, "step": self.step}, self._hear_number)
@@ -119,14 +127,13 @@ class LearnerActor(Actor):
         if answer is None or not answer["is_taken"]:
             self._next()
             return
-        self._published_step = self.step
+        self._published_step, self._num_looks = self.step, 0
         self._evaluate_if_due()
 
     def _evaluate_if_due(self) -> None:
         """Order the evaluation of the published weights if one fell due since the last publish."""
-        every, before = self._setting.eval_every, self._evaluated_step
-        self._evaluated_step = self.step
-        if every and self.step // every > before // every:
+        before, self._evaluated_step = self._evaluated_step, self.step
+        if is_evaluation_due(self.step, before, self._setting.eval_every):
             args = {"token": self._token, "step": self.step}
             self._ask("request_evaluation", args, lambda _: self._next())
         else:
@@ -142,12 +149,12 @@ class LearnerActor(Actor):
         if self._wait_began is None:
             self._wait_began = self.world.now
         is_published = self._published_step == self.step
-        wait_s = RESERVE_WAIT_S if is_published else UNPUBLISHED_WAIT_S
-        if is_published and self._setting.pace.lease_wait_s == NEVER:
-            wait_s = NEVER
-        args: dict[str, Any] = {"token": self._token, "step": self.step, "wait_s": wait_s}
-        if self._setting.streams:
-            args["have"] = [group[0] for group in self._groups]
+        wait_s = reserve_wait_s(0 if is_published else max(1, self._num_looks))
+        if is_published:
+            wait_s = max(wait_s, self._setting.pace.reserve_wait_s)
+        have = [group[0] for group in self._groups] if self._setting.streams else None
+        args = {"token": self._token, "step": self.step, "wait_s": wait_s, "have": have}
+        args["at_least"] = self._setting.least_part
         self._ask("reserve", args, self._hear_batch)
 
     def _hear_batch(self, answer: Args) -> None:
@@ -189,7 +196,7 @@ class LearnerActor(Actor):
             "token": self._token,
             "step": self.step,
             "dropped": dropped,
-            "lag_max": max(record.lags, default=-1),
+            "lag_max": max(record.lags, default=UNSAID),
         }
         self._ask("trained", args, lambda _: self._book(record))
 
@@ -209,7 +216,7 @@ class LearnerActor(Actor):
     def _await_checkpoint(self) -> None:
         """Commit what was written meanwhile; where one is due, wait for the one before."""
         schedule = self.schedule
-        is_due = schedule.is_due(self.step)
+        is_due = is_checkpoint_due(self.step, self._setting.checkpoint_every)
         if not schedule.is_writing:
             self._checkpoint_if(is_due)
             return
@@ -224,7 +231,7 @@ class LearnerActor(Actor):
     def _commit(self, is_due: bool) -> None:
         step, digest = self.schedule.take_written()
         self._checkpoints[step] = digest
-        kept = [*(one for one in self._committed if one < step), step][-self._setting.checkpoints_kept :]
+        kept = kept_checkpoints(step, self._committed, self._setting.checkpoints_kept)
         args = {"token": self._token, "step": step, "digest": str(digest), "kept": kept}
 
         def hear(_: Args) -> None:
@@ -263,7 +270,7 @@ class LearnerActor(Actor):
 
         def hear(answer: Args | None) -> None:
             if answer is None:
-                self.after(PAUSE_S, self._ask, op, args, then)
+                self.after(RETRY_PAUSE_S, self._ask, op, args, then)
             elif answer.get("is_fenced"):
                 self._fall(answer["error"])
             else:

@@ -2,28 +2,43 @@
 
     STARTING -> SYNCING -> READY -> DRAINING     READY <-> PINNED (evaluation)
   consumes: grants, versions     waits for: a free place, the buffer     produces: pushes, reports of swaps
-What it asks is asked again until it is answered; the ledger is idempotent by (ticket, attempt).
+Owns the timing of its engine. When it asks for leases, renews, repeats a call and gives back are the rules of
+`asyncrl.buffer.rules.replica`, which `rollout_service.replica` follows.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.buffer.ledger.tickets import Grant
+from asyncrl.buffer.ledger.tickets import Grant, Part
+from asyncrl.buffer.rules.replica import (
+    FAREWELL_DEADLINE_S,
+    RETRY_PAUSE_S,
+    HeldOrder,
+    LeaseCall,
+    Leasing,
+    Tries,
+    count_free_groups,
+    is_order_good,
+    may_lease,
+    plan_drain,
+    renewal_interval_s,
+)
 from asyncrl.sim.actors import buffer
 from asyncrl.sim.actors.evaluation import PinnedWork, draw_answers
 from asyncrl.sim.engine import SimulatedEngine
 from asyncrl.sim.rates import Rates
-from asyncrl.sim.setting import NEVER, Setting
+from asyncrl.sim.setting import Setting
 from asyncrl.sim.world import Actor, Args, World
+from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
 
-STARTING, SYNCING, READY, PINNED, DRAINING = "STARTING", "SYNCING", "READY", "PINNED", "DRAINING"
-ENDED = "ENDED"
-PAUSE_S = 0.5
+STARTING, SYNCING, READY = ServiceState.STARTING, ServiceState.SYNCING, ServiceState.READY
+PINNED, DRAINING, ENDED = ServiceState.PINNED, ServiceState.DRAINING, ServiceState.ENDED
 
 
 @dataclass
@@ -67,13 +82,13 @@ class ReplicaActor(Actor):
         self._is_fenced = False
         self._work: dict[tuple[int, int], Work] = {}
         self._num_unfinished = 0
-        self._asking = 0
-        self._asked_version = UNLOADED
-        self._may_miss_grants = False
+        self._leasing, self._order = Leasing(), HeldOrder()
+        self._ordered: tuple[Part, LeaseCall] | None = None
+        self._drain_stages: deque[float] = deque()
+        self._is_leaving = False
         self._due: float | None = None
         self._swapping = UNLOADED
         self._evaluation: PinnedWork | None = None
-        self._has_order = False
         self._put_off: tuple[str, int] | None = None
         self.num_evaluated = self.num_done = 0
         self._dice = random.Random(0)
@@ -81,20 +96,20 @@ class ReplicaActor(Actor):
     def begin(self) -> None:
         """Say that the leases of an earlier life are free, and ask for weights once the engine is up."""
         self.after(self._rates.start_s, self._come_up)
-        self.every(self._setting.ledger.lease_s / 3, self._renew)
+        self.every(renewal_interval_s(self._setting.ledger.lease_s), self._renew)
 
     def _come_up(self) -> None:
         self._insist(buffer.NAME, "retire", {}, lambda _: self._sync())
 
     def _sync(self) -> None:
         self.state = SYNCING
-        self.tell(self._receiver, "attend", number=self.serving)
+        self.tell(self._receiver, "attend", number=self.serving, life=str(self.life))
 
     # Weights
 
     def on_who_serves(self, src: str, args: Args, call: int) -> None:
         if self.state not in (STARTING, DRAINING, ENDED):
-            self.tell(src, "attend", number=self.serving)
+            self.tell(src, "attend", number=self.serving, life=str(self.life))
 
     def on_fence(self, src: str, args: Args, call: int) -> None:
         self._is_fenced = args["is_fenced"]
@@ -121,45 +136,43 @@ class ReplicaActor(Actor):
             self.state = READY
         self.tell(receiver, "swapped", number=number)
         self._schedule()
-        if self._has_order and self.state == READY:
-            self._pin()
+        if self._ordered is not None and self.state == READY:
+            self._pin(*self._ordered)
         self._ask()
 
     # Leases
 
-    @property
-    def _num_wanted(self) -> int:
-        per_group = self._setting.num_samples
-        return max(0, self._setting.max_groups * per_group - self._num_unfinished) // per_group
-
     def _ask(self) -> None:
-        """Ask for groups, unless the same was asked already and is not answered yet."""
-        if self.state != READY or self._is_fenced or self.is_standby:
+        """Make the lease call that is due, if one is."""
+        if not may_lease(self.state, is_fenced=self._is_fenced, is_standby=self.is_standby):
             return
-        want = self._num_wanted
-        if want <= 0 or (self._asking and self._asked_version == self.serving):
+        setting = self._setting
+        want = count_free_groups(setting.max_groups, setting.num_samples, self._num_unfinished)
+        call = self._leasing.next_call(self.serving, want, self._work)
+        if call is None:
             return
-        self._asking, self._asked_version = self._asking + 1, self.serving
-        args: dict[str, Any] = {"version": self.serving, "want": want}
-        if self._may_miss_grants and self._asking == 1:
-            args["held"] = list(self._work)
-            self._may_miss_grants = False
-        pace = self._setting.pace
-        deadline_s = NEVER if pace.lease_wait_s == NEVER else pace.lease_wait_s + pace.call_deadline_s
-        self.call(buffer.NAME, "lease", args, self._hear_grants, deadline_s)
+        wait_s = max(call.wait_s, setting.pace.lease_wait_s)
+        args = {"version": call.version, "want": call.want, "held": call.held, "wait_s": wait_s}
+        args["evaluating"] = self._order.number
+        deadline_s = wait_s + setting.pace.call_deadline_s
+        self.call(buffer.NAME, "lease", args, lambda answer: self._hear_grants(call, answer), deadline_s)
 
-    def _hear_grants(self, answer: Args | None) -> None:
-        self._asking -= 1
+    def _hear_grants(self, call: LeaseCall, answer: Args | None) -> None:
         if answer is None or "error" in answer:
-            self._may_miss_grants = True
-            self.after(PAUSE_S, self._ask)
+            self.after(RETRY_PAUSE_S, self._end_lease, call, False)
             return
         for grant in answer["grants"]:
             self._begin_group(grant)
-        if answer.get("evaluate") is not None and self.state == READY and not self._has_order:
-            self._has_order = True
+        part = answer.get("evaluate")
+        if part is not None and self._order.take(part.id):
+            self._ordered = (part, call)
             if self._swapping <= self.serving:  # else it pins itself once the swap is done
-                self._pin()
+                self._pin(part, call)
+        else:
+            self._end_lease(call, True)
+
+    def _end_lease(self, call: LeaseCall, is_answered: bool) -> None:
+        self._leasing.end(call, is_answered=is_answered)
         self._ask()
 
     def _begin_group(self, grant: Grant) -> None:
@@ -175,11 +188,9 @@ class ReplicaActor(Actor):
         self._schedule()
 
     def _renew(self) -> None:
-        if not self._work:
-            return
-        held = list(self._work)
-        deadline_s = self._setting.pace.call_deadline_s
-        self.call(buffer.NAME, "renew", {"held": held}, self._hear_lost, deadline_s)
+        if self.state not in (STARTING, ENDED):
+            args, deadline_s = {"held": list(self._work)}, self._setting.pace.call_deadline_s
+            self.call(buffer.NAME, "renew", args, self._hear_lost, deadline_s)
 
     def _hear_lost(self, answer: Args | None) -> None:
         if answer is not None and answer.get("lost"):
@@ -197,14 +208,17 @@ class ReplicaActor(Actor):
 
     # Evaluations
 
-    def _pin(self) -> None:
+    def _pin(self, part: Part, call: LeaseCall) -> None:
         """Serve one version until no part of its evaluation is left for this replica."""
         self.state = PINNED
         if self._setting.cohort == 1:
-            self.tell(self._receiver, "pin")
-        # Asked for again: while the order came the replica may have swapped, and then it holds no more.
-        args = {"version": self.serving, "want": 0}
-        self._insist(buffer.NAME, "lease", args, self._hear_part)
+            self.tell(self._receiver, "pin", life=str(self.life))
+        if is_order_good(call.version, self.serving):
+            self._hear_part({"evaluate": part})
+            return
+        self._order.forget()
+        args = {"version": self.serving, "want": 0, "held": None, "wait_s": 0.0, "evaluating": None}
+        self._insist(buffer.NAME, "lease", args, self._hear_part, self._unpin)
 
     def _hear_part(self, answer: Args) -> None:
         part = answer.get("evaluate")
@@ -213,6 +227,7 @@ class ReplicaActor(Actor):
         if part is None:
             self._unpin()
             return
+        self._order.take(part.id)
         lengths = draw_answers(self._setting, part, self._dice)
         self._evaluation = PinnedWork(part, self.serving, lengths, self._setting.eval_at_once)
         self._answer_more(self._evaluation)
@@ -225,7 +240,7 @@ class ReplicaActor(Actor):
         if work.is_done:
             self._evaluation = None
             args = {"id": work.part.id, "part": work.part.part, "version": work.version}
-            self._insist(buffer.NAME, "evaluated", args, self._hear_part)
+            self._insist(buffer.NAME, "evaluated", args, self._hear_part, self._unpin)
         self._schedule()
 
     def _end_answer(self, work: PinnedWork, num_tokens: int) -> None:
@@ -234,13 +249,15 @@ class ReplicaActor(Actor):
         self._answer_more(work)
 
     def _unpin(self) -> None:
-        self.state, self._has_order = READY, False
+        self.state, ordered, self._ordered = READY, self._ordered, None
+        self._order.forget()
         if self._setting.cohort == 1:
-            self.tell(self._receiver, "unpin")
+            self.tell(self._receiver, "unpin", life=str(self.life))
         put_off, self._put_off = self._put_off, None
         if put_off is not None:
             self.on_swap(put_off[0], {"number": put_off[1]}, 0)
-        self._ask()
+        if ordered is not None:
+            self._end_lease(ordered[1], True)
 
     def _put_off_swap(self, receiver: str, number: int) -> None:
         """Swap once the pin has ended.
@@ -289,24 +306,40 @@ class ReplicaActor(Actor):
             return
         num_tokens = work.spans.total() + round(self._setting.prompt_tokens * self._setting.trained_samples)
         args = {"ticket": key[0], "attempt": key[1], "num_tokens": num_tokens, "spans": work.spans}
-        self._insist(buffer.NAME, "push", args, lambda _: self._end_group(key))
+        self._insist(buffer.NAME, "push", args, lambda _: self._end_group(key), lambda: self._end_group(key))
 
     def _end_group(self, key: tuple[int, int]) -> None:
         self._work.pop(key, None)
         self._ask()
         if self.state == DRAINING and not self._work:
-            self.state = ENDED
+            self._give_back()
 
     # The supervisor
 
-    def drain(self) -> None:
-        """Hand back what is unfinished, and end."""
+    def drain(self, grace_s: float = 0.0) -> None:
+        """Let groups end within `grace_s`, hand back what is unfinished, and end."""
         self.state = DRAINING
         self._evaluation = None  # the supervisor's `retire` frees the part
-        held = list(self._work)
+        for _, most_s in plan_drain(grace_s, resumes_partial=False):
+            self._drain_stages.append(most_s)
+        self._end_stage()
+
+    def _end_stage(self) -> None:
+        if self._drain_stages and self._work:
+            self.after(self._drain_stages.popleft(), self._end_stage)
+        else:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        if self._is_leaving:
+            return
+        self._is_leaving, held = True, list(self._work)
         for key in held:
             self._lose(key)
-        self._insist(buffer.NAME, "release", {"held": held}, lambda _: self._end())
+        self.call(buffer.NAME, "release", {"held": held}, lambda _: self._retire(), FAREWELL_DEADLINE_S)
+
+    def _retire(self) -> None:
+        self.call(buffer.NAME, "retire", {}, lambda _: self._end(), FAREWELL_DEADLINE_S)
 
     def _end(self) -> None:
         self.state = ENDED
@@ -316,13 +349,26 @@ class ReplicaActor(Actor):
         self.is_standby = False
         self._ask()
 
-    def _insist(self, dst: str, op: str, args: Args, then: Any) -> None:
-        """Ask until there is an answer."""
+    def _insist(
+        self,
+        dst: str,
+        op: str,
+        args: Args,
+        then: Callable[[Args], None],
+        give_up: Callable[[], None] | None = None,
+    ) -> None:
+        """Ask until there is an answer, or with `give_up` until the tries are spent."""
+        tries = Tries()
+
+        def ask() -> None:
+            self.call(dst, op, args, hear, self._setting.pace.call_deadline_s)
 
         def hear(answer: Args | None) -> None:
-            if answer is None:
-                self.after(PAUSE_S, self._insist, dst, op, args, then)
-            else:
+            if answer is not None:
                 then(answer)
+            elif give_up is None or tries.may_repeat():
+                self.after(RETRY_PAUSE_S, ask)
+            else:
+                give_up()
 
-        self.call(dst, op, args, hear, self._setting.pace.call_deadline_s)
+        ask()

@@ -6,6 +6,8 @@ Owns how a service is made. It looks at its services directly, not through the n
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import assert_never
 
 from asyncrl.control.fleet.machine import FleetMachine, FleetRules
 from asyncrl.control.fleet.messages import (
@@ -26,6 +28,7 @@ from asyncrl.control.fleet.messages import (
     Tick,
     Wanted,
 )
+from asyncrl.control.upkeep.reading import in_order
 from asyncrl.sim.actors import buffer, learner
 from asyncrl.sim.actors.buffer import BufferActor
 from asyncrl.sim.actors.learner import LearnerActor
@@ -43,7 +46,6 @@ from asyncrl.sim.world import Actor, World
 from asyncrl.states import ServiceState
 
 NAME = "supervisor"
-DEADLINE_S = 300.0
 
 
 class Stub(Actor):
@@ -63,16 +65,21 @@ class SupervisorActor(Actor):
     def __init__(self, world: World, setting: Setting, rates: Rates, num_steps: int) -> None:
         super().__init__(world, NAME)
         self._setting, self._rates, self._num_steps = setting, rates, num_steps
-        rules = FleetRules(
-            max_restarts=setting.max_restarts,
-            start_deadline_s=max(DEADLINE_S, 4 * setting.pace.watch_s),
-            max_replicas=max(64, setting.replicas + setting.standby),
-            silence_s=setting.pace.fleet_silence_s,
-            long_silence_s=3 * setting.pace.fleet_silence_s,
-        )
-        self.machine = FleetMachine(rules, world.now)
+        self.machine = FleetMachine(self._rules(setting), world.now)
         self.given_up = ""
         self._heard: dict[str, tuple[int, str]] = {}
+
+    @staticmethod
+    def _rules(setting: Setting) -> FleetRules:
+        """Return the run's rules, stretched for a fleet that is larger, or looked at more seldom."""
+        rules, pace = setting.fleet, setting.pace
+        return replace(
+            rules,
+            start_deadline_s=max(rules.start_deadline_s, 4 * pace.watch_s),
+            max_replicas=max(rules.max_replicas, setting.replicas + setting.standby),
+            silence_s=pace.fleet_silence_s,
+            long_silence_s=max(rules.long_silence_s, pace.fleet_silence_s),
+        )
 
     def begin(self) -> None:
         """Start the run."""
@@ -89,14 +96,12 @@ class SupervisorActor(Actor):
             self._perform(effect)
 
     def _look(self) -> None:
-        for name in list(self.machine.names):
-            actor = self.world.actors.get(name)
-            if actor is None:
-                if name.startswith("rollout."):
-                    self.tell(buffer.NAME, "retire", replica=name)
-                self.hear(Gone(name, "was killed", Cause.DEATH))
-            elif not getattr(actor, "is_stopped", False):
-                self._listen(actor)
+        names, living = list(self.machine.names), self.world.actors
+        for event in in_order(Gone(name, "was killed", Cause.DEATH) for name in names if name not in living):
+            self.hear(event)
+        for name in names:
+            if name in living:
+                self._listen(living[name])
         self.hear(Tick())
 
     def _listen(self, actor: Actor) -> None:
@@ -130,6 +135,8 @@ class SupervisorActor(Actor):
                 self.world.note("forgo", reason=effect.reason)
             case Retire():
                 self.world.note("retire", reason=effect.reason)
+            case _:
+                assert_never(effect)
 
     def _replica(self, index: int, do: Callable[[ReplicaActor], None]) -> None:
         actor = self.world.actors.get(f"rollout.{index}")

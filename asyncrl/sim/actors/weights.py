@@ -1,21 +1,23 @@
 """Weight sync: the real coordination, and beside it the publisher and the receivers as its peers.
 
   learner -publish-> publisher -published-> coordinator -orders-> publisher, receivers -commit-> replicas
-Each side drives its pure machine: `Coordination`, `Allegiance`, `Attendance`. Bytes are only time. Several
-replicas may share a receiver (`Setting.cohort`); it swaps them one after another, as permits would.
+Each side drives its pure machines: `Coordination`; `Allegiance`, `Attendance`, `Copies`, `Pin`. Bytes are
+time alone. Several replicas may share a receiver (`Setting.cohort`); it swaps them in turn, as permits would.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass, replace
 
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import Setting
 from asyncrl.sim.world import Actor, Args, World
 from asyncrl.versions import UNLOADED, PolicyVersion
+from weight_sync.protocol.copies import Copies
 from weight_sync.protocol.members import Card, PublisherSeat
-from weight_sync.protocol.peer import Allegiance, Attendance, Hearing
+from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Pin
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import ABORTED, NEVER, SUPERSEDED, TRANSPORT, Timing
 
@@ -26,13 +28,7 @@ ABILITIES = frozenset({"gloo"})
 def timing_of(setting: Setting) -> Timing:
     """Return the deadlines of weight sync at the setting's pace."""
     usual, pace = Timing.of(setting.sync_deadline_s), setting.pace
-    return Timing(
-        usual.deadline_s,
-        usual.offer_s,
-        usual.settle_s,
-        pace.silence_s,
-        max(pace.dead_s, 10 * usual.silence_s),
-    )
+    return replace(usual, silence_s=pace.silence_s, dead_s=max(pace.dead_s, usual.dead_s))
 
 
 class CoordinatorActor(Actor):
@@ -211,12 +207,18 @@ class PublisherActor(Actor):
         self.tell(COORDINATOR_NAME, "event", **args)
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A version that has arrived, without its bytes."""
+
+    number: int
+
+
 class ReceiverActor(Actor):
     """A member of the protocol, beside its replicas.
 
     Attributes:
         replicas: Names of those that it serves; one, but in a large fleet.
-        staged: The verified version that waits for its commit.
         serving: The version that all its replicas have loaded.
     """
 
@@ -227,14 +229,14 @@ class ReceiverActor(Actor):
         self._setting = setting
         self._incarnation = f"{name}#{self.life}"
         self.replicas = replicas
-        self.serving = self.staged = UNLOADED
-        self._is_fenced = self._is_pinned = False
+        self.serving = UNLOADED
+        self._copies: Copies[Copy] = Copies(lambda copy: None)
+        self._is_fenced, self._pin = False, Pin()
         self._attending: set[str] = set()
         self._rounds = Attendance()
         self._allegiance = Allegiance()
         self._to_swap: deque[str] = deque()
         self._swapping: set[str] = set()
-        self._number = UNLOADED
         members = setting.num_members
         self._at_once = max(1, setting.parallelism // max(1, members))
 
@@ -265,23 +267,33 @@ class ReceiverActor(Actor):
             self._report("failed", args["round"], ABORTED)
 
     def _obey_withdraw(self, args: Args) -> None:
-        self._to_swap.clear()
-        self._number = UNLOADED
+        self._withdraw()
         for replica in self.replicas:
             self.tell(replica, "who_serves")
 
+    def _withdraw(self) -> None:
+        """Take back what was committed, and what replicas were told and have not loaded."""
+        self._copies.withdraw()
+        self._copies.untake()
+        self._to_swap.clear()
+        self._swapping.clear()
+
     def _obey_commit(self, args: Args) -> None:
-        """Load the version that is committed, or the newer one that has replaced it since."""
-        if self._is_pinned or args["number"] > self.staged or self.staged <= self._number:
-            return  # pinned: the coordinator takes it back, and commits anew after the unpin
-        self._number = self.staged
-        self._to_swap = deque(name for name in self.replicas if name in self._attending)
-        self._swap_more()
+        if not self._pin.is_held:
+            self._copies.commit(args["number"])
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Have the replicas load what is committed."""
+        before, copy = self._copies.taken, self._copies.take(self.serving)
+        if copy is not None and copy is not before:
+            self._to_swap = deque(name for name in self.replicas if name in self._attending)
+            self._swap_more()
 
     def on_bytes(self, src: str, args: Args, call: int) -> None:
         """All buckets of the round are here."""
         if self._rounds.end(args["round"]):
-            self.staged = max(self.staged, args["number"])
+            self._copies.put_verified(Copy(args["number"]))
             self.world.note("verified", name=self.name, number=args["number"])
             self._report("verified", args["round"], args["number"])
 
@@ -292,11 +304,12 @@ class ReceiverActor(Actor):
     def on_attend(self, src: str, args: Args, call: int) -> None:
         """A replica asks for weights; it serves `number`, nothing if it has just been started."""
         self._attending.add(src)
+        self._note_pin(self._pin.meet(args["life"]))
         if args["number"] < self.serving or src in self._swapping:
             self._swapping.discard(src)
             self.serving = args["number"]
-            if self._number > args["number"]:
-                self._number = UNLOADED
+            self._copies.untake()
+            self._note_pin(self._pin.end())
             self._report("restarted", args["number"])
         elif len(self.replicas) == 1:
             self.serving = args["number"]
@@ -304,35 +317,34 @@ class ReceiverActor(Actor):
         self.tell(src, "fence", is_fenced=self._is_fenced)
 
     def on_pin(self, src: str, args: Args, call: int) -> None:
-        self._set_pinned(True)
+        self._note_pin(self._pin.set(args["life"], True))
 
     def on_unpin(self, src: str, args: Args, call: int) -> None:
-        self._set_pinned(False)
+        self._note_pin(self._pin.set(args["life"], False))
 
-    def _set_pinned(self, is_pinned: bool) -> None:
-        if is_pinned == self._is_pinned:
+    def _note_pin(self, has_changed: bool) -> None:
+        if not has_changed:
             return
-        self._is_pinned = is_pinned
-        if is_pinned:  # what was handed over is not taken up
-            self._to_swap.clear()
-            self._swapping.clear()
-            self._number = UNLOADED
-        self._report("pin" if is_pinned else "unpin")
+        if self._pin.is_held:  # what was handed over is not taken up
+            self._withdraw()
+        self._report("pin" if self._pin.is_held else "unpin")
 
     def on_swapped(self, src: str, args: Args, call: int) -> None:
-        if args["number"] != self._number:
+        if args["number"] != self._copies.taken_number:
             return
         self._swapping.discard(src)
         self._swap_more()
         if not self._swapping and not self._to_swap:
             self.serving = args["number"]
-            self._report("loaded", args["number"], True, "")
+            self._copies.finish_load(self.serving, is_ok=True)
+            self._report("loaded", self.serving, True, "")
+            self._hand_over()
 
     def _swap_more(self) -> None:
         while self._to_swap and len(self._swapping) < self._at_once:
             replica = self._to_swap.popleft()
             self._swapping.add(replica)
-            self.tell(replica, "swap", number=self._number)
+            self.tell(replica, "swap", number=self._copies.taken_number)
 
     def _greet(self) -> None:
         card = Card(
@@ -340,9 +352,9 @@ class ReceiverActor(Actor):
             self._incarnation,
             ABILITIES,
             serving=self.serving,
-            staged=self.staged,
+            staged=max(self._copies.newest_verified, self._copies.taken_number),
             is_attended=len(self._attending) == len(self.replicas),
-            is_pinned=self._is_pinned,
+            is_pinned=self._pin.is_held,
             born=self.life,
         )
         self.call(COORDINATOR_NAME, "hello", {"card": card}, self._hear_hello)

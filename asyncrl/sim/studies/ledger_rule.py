@@ -7,10 +7,14 @@ the version book, as in the learner.
 
 from __future__ import annotations
 
+import math
+
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.events import Dropped
 from asyncrl.buffer.ledger.ledger import Ledger
-from asyncrl.buffer.ledger.tickets import LedgerSettings, State
+from asyncrl.buffer.ledger.tickets import LedgerSettings
+from asyncrl.buffer.rules.learner import is_checkpoint_due, kept_checkpoints
+from asyncrl.buffer.rules.replica import renewal_interval_s
 from asyncrl.sim.studies.rules import Batch
 from asyncrl.sim.studies.work import Shape, Work
 from asyncrl.versions import is_over_age
@@ -18,7 +22,6 @@ from asyncrl.versions import is_over_age
 NUM_PROMPTS = 1_000_003
 NUM_REPLICAS = 4
 LEASE = 4.0
-RENEWAL_INTERVAL = 1.0
 CHECKPOINT_STEPS = 20
 MAX_ATTEMPTS = 3
 ROUNDING = 1e-6
@@ -51,8 +54,7 @@ class LedgerRule:
         self._version = self.ledger.register_version(self._token, 0)
         self._holders: dict[int, str] = {}
         self._num_leases = 0
-        self._next_renewal = RENEWAL_INTERVAL
-        self._waiting_since: float | None = None
+        self._next_renewal = renewal_interval_s(LEASE)
         self._dropped: list[int] = []
 
     def admit(self, time: float) -> int | None:
@@ -75,18 +77,10 @@ class LedgerRule:
         step = self.ledger.state.steps_trained
         tickets = self.ledger.reserve(self._token, step, time)
         self._read_events()
-        self._note_wait(tickets is None, time)
         if tickets is None:
             return None
         numbers = tuple(ticket.id for ticket in tickets)
         return Batch(numbers, self._lowest_version(self.ledger.counted_versions(tickets), step))
-
-    def _note_wait(self, is_refused: bool, time: float) -> None:
-        is_complete = self.ledger.state.counts[State.STORED] >= self._shape.groups_per_step
-        if not (is_refused and is_complete):
-            self._waiting_since = None
-        elif self._waiting_since is None:
-            self._waiting_since = time
 
     def _lowest_version(self, counted: list[tuple[int, int]], step: int) -> int:
         max_lag = self._shape.max_lag
@@ -96,8 +90,9 @@ class LedgerRule:
         step = self.ledger.state.steps_trained
         self.ledger.trained(self._token, step, (), lag_max)
         self._version = self.ledger.register_version(self._token, step + 1)
-        if (step + 1) % CHECKPOINT_STEPS == 0:
-            self.ledger.checkpointed(self._token, step + 1, "simulated", [step + 1])
+        if is_checkpoint_due(step + 1, CHECKPOINT_STEPS):
+            kept = kept_checkpoints(step + 1, (), keep=1)
+            self.ledger.checkpointed(self._token, step + 1, "simulated", kept)
         self._read_events()
 
     def take_dropped(self) -> list[int]:
@@ -105,9 +100,8 @@ class LedgerRule:
         return dropped
 
     def wake_time(self) -> float | None:
-        if self._waiting_since is None:
-            return None
-        return self._waiting_since + self._shape.max_wait + ROUNDING
+        ends = self.ledger.patience_ends
+        return None if ends == math.inf else ends + ROUNDING
 
     @property
     def residue(self) -> int:
@@ -117,7 +111,7 @@ class LedgerRule:
     def _renew(self, time: float) -> None:
         if time < self._next_renewal:
             return
-        self._next_renewal = time + RENEWAL_INTERVAL
+        self._next_renewal = time + renewal_interval_s(LEASE)
         tickets = self.ledger.state.tickets
         for replica, held in list(self.ledger.state.leases.items()):
             self.ledger.renew(replica, [(number, tickets[number].attempt) for number in held], time)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from asyncrl.sim.studies.work import Shape, Work
+from asyncrl.versions import is_over_age, lag
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class Blocking(AdmissionOnly):
 
     def take(self, time: float) -> Batch | None:
         oldest = next(iter(self._running.values()), self._version)  # they began in this order
-        return None if self._version - oldest >= self._shape.max_lag else super().take(time)
+        return None if lag(self._version, oldest) >= self._shape.max_lag else super().take(time)
 
 
 class DropAtConsumption:
@@ -171,7 +172,8 @@ class DropAtConsumption:
 
     def _drop_older(self, groups: dict[int, int], trained_step: int) -> None:
         """Drop the groups whose first token would be over the bound at `trained_step`."""
-        stale = [number for number, start in groups.items() if trained_step - start > self._shape.max_lag]
+        max_lag = self._shape.max_lag
+        stale = [number for number, start in groups.items() if is_over_age(trained_step, start, max_lag)]
         for number in stale:
             del groups[number]
         self._dropped += stale

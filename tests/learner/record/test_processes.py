@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError, DataError, ServiceFailed
 from learner.record import processes
 from learner.record.comparison import ComparedStep, Difference
 from learner.record.plan import Plan
+from learner.record.rank import main as be_rank
 
 Start = Callable[[str], tuple[subprocess.Popen[str], IO[str], IO[str]]]
 
@@ -71,7 +72,7 @@ def test_a_rank_says_what_its_error_is_called(
     plan = {**vars(Plan(tmp_path, 0, 0, 1, False)), "folder": str(tmp_path)}
     order = {"plan": plan, "overrides": [], "placement": {"rank": 1, "world_size": 2}}
     with pytest.raises(ConfigError) as caught:
-        processes.main(json.dumps(order))
+        be_rank(json.dumps(order))
     _, output, _ = start("")
     output.write(capsys.readouterr().out)
     output.flush()

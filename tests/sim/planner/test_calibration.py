@@ -80,7 +80,7 @@ def test_the_skew_of_lengths_is_told_by_the_longest_of_a_step():
     real, dice = LengthsModel(0.8, 100.0), random.Random(0)
     rows = []
     for _ in range(50):
-        drawn = [real.draw_tokens(dice, 100_000) for _ in range(64)]
+        drawn = [real.draw(dice, 100_000) for _ in range(64)]
         rows.append({"response_length/mean": sum(drawn) / 64, "response_length/max": max(drawn)})
     found = lengths_of_rows(rows, 64, 100_000)
     assert found.sigma == pytest.approx(0.8, abs=0.12)

@@ -51,6 +51,7 @@ def test_nothing_is_said_of_what_is_simulated(settings):
         (("reward.fn=https://judge.example/v1",), FULL, "reward.fn https://judge.example/v1: the time"),
         (("reward.fn=math_verify",), FULL, "reward.fn math_verify: the time to score"),
         (("rollout.replicas={min: 1, max: 4}",), FULL, "rollout.replicas {min: 1, max: 4}: what the autosc"),
+        (("rollout.replicas=40",), FULL, "rollout.replicas 40: a receiver for each; 2 of them share one"),
         (("rollout.gpus=0",), FULL, "rollout.gpus 0: cores that learner and engines share"),
         (("learner.gpus=0",), FULL, "learner.gpus 0: cores that learner and engines share"),
         (("algorithm.drop_constant_groups=true",), FULL, "algorithm.drop_constant_groups: groups dropped"),

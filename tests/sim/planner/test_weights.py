@@ -48,7 +48,7 @@ def pair() -> tuple[World, ReceiverActor, SwapRecorder]:
     replica = SwapRecorder(world, "rollout.0")
     receiver = ReceiverActor(world, "receiver.0", make_setting(), (replica.name,))
     world.actors |= {replica.name: replica, receiver.name: receiver}
-    receiver.on_attend(replica.name, {"number": 0}, 0)
+    receiver.on_attend(replica.name, {"number": 0, "life": "1"}, 0)
     return world, receiver, replica
 
 

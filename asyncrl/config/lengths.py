@@ -26,7 +26,11 @@ class Lengths:
 
     def draw_tokens(self, seed: int, max_tokens: int) -> int:
         """Return the length that belongs to `seed`, from 1 to `max_tokens`."""
-        drawn = self.median_tokens * math.exp(self.sigma * random.Random(seed).gauss(0.0, 1.0))
+        return self.draw(random.Random(seed), max_tokens)
+
+    def draw(self, dice: random.Random, max_tokens: int) -> int:
+        """Return the length that belongs to the seed that `dice` was just given."""
+        drawn = self.median_tokens * math.exp(self.sigma * dice.gauss(0.0, 1.0))
         return min(max(1, round(drawn)), max_tokens)
 
 

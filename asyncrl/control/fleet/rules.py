@@ -1,0 +1,24 @@
+"""Patience of the fleet machine with the services of a configured run (pure)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from asyncrl.control.fleet.machine import FleetRules
+
+if TYPE_CHECKING:
+    from asyncrl.config.tree import Config
+
+
+def make_rules(config: Config, num_ranks: int, max_replicas: int) -> FleetRules:
+    """Return how patient a run is with its services."""
+    never_again = {}
+    if config.buffer.journal == "none":
+        never_again["buffer"] = "with buffer.journal: none its contents are lost"
+    return FleetRules(
+        num_ranks=num_ranks,
+        max_restarts=config.launcher.max_restarts,
+        start_deadline_s=config.launcher.start_deadline_s,
+        max_replicas=max_replicas,
+        never_again=never_again,
+    )

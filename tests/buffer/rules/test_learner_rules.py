@@ -1,0 +1,46 @@
+"""Rules of what is due after a learner's step."""
+
+from __future__ import annotations
+
+from asyncrl.buffer.rules.learner import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    RESERVE_WAIT_S,
+    is_checkpoint_due,
+    is_evaluation_due,
+    kept_checkpoints,
+    must_resume,
+    reserve_wait_s,
+)
+
+
+def test_an_evaluation_is_due_once_for_every_interval_and_for_the_last_step():
+    assert not is_evaluation_due(5, 4, every=0, last_step=5)
+    assert is_evaluation_due(0, -1, every=5), "the weights of the start"
+    assert is_evaluation_due(7, 4, every=5), "those of step 5 were not published"
+    assert not is_evaluation_due(7, 5, every=5)
+    assert is_evaluation_due(7, 5, every=5, last_step=7)
+
+
+def test_a_learner_with_weights_to_publish_looks_often_whether_it_can():
+    assert reserve_wait_s(0) == RESERVE_WAIT_S
+    assert reserve_wait_s(1) == FIRST_PAUSE_S < reserve_wait_s(2) < RESERVE_WAIT_S
+
+
+def test_a_learner_whose_weights_find_no_buffer_for_long_looks_three_times_a_second():
+    assert reserve_wait_s(1000) == LONGEST_PAUSE_S
+    pauses = [reserve_wait_s(looks) for looks in range(1, 100)]
+    assert pauses == sorted(pauses)
+    in_ten_seconds = next(number for number in range(100) if sum(pauses[:number]) > 10.0)
+    assert in_ten_seconds <= 36, "before, 1,000 looks"
+
+
+def test_a_learner_resumes_unless_nothing_was_trained():
+    found = [must_resume(steps, has_checkpoint=has) for steps in (0, 3) for has in (False, True)]
+    assert found == [False, True, True, True]
+
+
+def test_the_newest_checkpoints_stay_and_none_of_an_abandoned_branch():
+    assert kept_checkpoints(8, [6, 2, 4, 10], keep=3) == [4, 6, 8]
+    assert kept_checkpoints(8, [], keep=3) == [8]
+    assert [step for step in range(1, 9) if is_checkpoint_due(step, 4)] == [4, 8]
