@@ -60,7 +60,8 @@ class UpRun:
         """
         handle = attach(RunDir(self.folder))
         snapshot = handle.poll() if handle is not None else HeadWord()
-        return {} if isinstance(snapshot, HeadWord) else values_of(snapshot)
+        found: dict[str, Any] = json.loads(json.dumps(values_of(snapshot)))
+        return {} if isinstance(snapshot, HeadWord) else found
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         place = ["--run", self.folder.name, "--dir", str(self.runs_dir)]
