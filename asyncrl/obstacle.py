@@ -1,18 +1,18 @@
 """Obstacles: what keeps a run from its next step, in the words of the service that met it (pure).
 
-A service reports its obstacles under `OBSTACLES` in its status, for as long as they hold. The supervisor
-gathers them (`asyncrl.control.diagnosis`). Nothing but the end of a run is decided by them.
+A service reports its obstacles in its status, for as long as they hold. The supervisor gathers them
+(`asyncrl.control.diagnosis`). Nothing but the end of a run is decided by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from typing import Any
 
-OBSTACLES = "obstacles"
-"""The key of a service's status."""
+import msgspec
+
+from asyncrl.message import Message
+
 MAX_REASON_CHARACTERS = 1000
 
 
@@ -36,12 +36,11 @@ ADVISORY = (Cause.CHECKPOINT_FAILS, Cause.JOURNAL_EVICTS)
 """Kinds with which a run goes on."""
 
 
-@dataclass(frozen=True)
-class Obstacle:
+class Obstacle(Message, frozen=True):
     """What keeps a run from its next step.
 
     Attributes:
-        service: Who met it.
+        service: Who met it; empty for who reports it.
         reason: What that service, or the library that it called, said last.
         count: How often in a row.
         since: Wall-clock seconds of the first time; 0 where only the supervisor knows.
@@ -65,20 +64,14 @@ class Obstacle:
         """The obstacle as people read it."""
         return sentence_of(self.reason, self.count)
 
-    def as_values(self) -> dict[str, Any]:
-        """Return plain values for a status or a snapshot."""
-        return {
-            "service": self.service,
-            "cause": self.cause.value,
-            "reason": self.reason[:MAX_REASON_CHARACTERS],
-            "count": self.count,
-            "since": self.since,
-            "blocks": self.blocks,
-        }
+    def __post_init__(self) -> None:
+        """Cut the reason: a library may say a lot."""
+        if len(self.reason) > MAX_REASON_CHARACTERS:
+            msgspec.structs.force_setattr(self, "reason", self.reason[:MAX_REASON_CHARACTERS])
 
     def seen(self, *, since: float, blocks: bool) -> Obstacle:
         """Return the obstacle with what only the supervisor knows."""
-        return replace(self, since=since, blocks=blocks)
+        return msgspec.structs.replace(self, since=since, blocks=blocks)
 
 
 Tell = Callable[[Sequence[Obstacle]], None]
@@ -94,11 +87,11 @@ class FailureStreak:
 
     >>> streak = FailureStreak(Cause.GROUPS_FAIL)
     >>> streak.fail("out of memory")
-    >>> [(one["reason"], one["count"]) for one in streak.report()]
+    >>> [(one.reason, one.count) for one in streak.report()]
     [('out of memory', 1)]
     >>> streak.succeed()
     >>> streak.report()
-    []
+    ()
     """
 
     def __init__(self, cause: Cause) -> None:
@@ -118,31 +111,11 @@ class FailureStreak:
         """Forget the failures: it works."""
         self._last = None
 
-    def report(self) -> list[dict[str, Any]]:
-        """Return what the status tells under `OBSTACLES`."""
-        last = self._last
-        return [] if last is None else [last.as_values()]
+    def report(self) -> tuple[Obstacle, ...]:
+        """Return what the status tells of it."""
+        return () if self._last is None else (self._last,)
 
 
 def sentence_of(reason: str, count: int) -> str:
     """Return the sentence of an obstacle that was met `count` times in a row."""
     return f"{reason} ({count} times in a row)" if count > 1 else reason
-
-
-def parse_obstacles(service: str, status: Mapping[str, Any]) -> list[Obstacle]:
-    """Return the obstacles that a service's status reports, its own and those that it saw another one meet.
-
-    What has not their form is left out.
-    """
-    reported = status.get(OBSTACLES)
-    found = [_parse(service, one) for one in reported] if isinstance(reported, list) else []
-    return [one for one in found if one is not None]
-
-
-def _parse(service: str, values: Any) -> Obstacle | None:
-    try:
-        cause, reason, count = Cause(values["cause"]), str(values["reason"]), int(values["count"])
-        met_by = str(values.get("service") or service)
-    except (TypeError, KeyError, ValueError):
-        return None
-    return Obstacle(met_by, cause, reason[:MAX_REASON_CHARACTERS], count)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncrl.config.tree import Config
 from asyncrl.keys import ClientKeys, RunKeys, ServerKeys
+from asyncrl.message import Message
 from asyncrl.obstacle import Tell, tell_nobody
 from asyncrl.private import derive_name, make_secret
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import AnyCommand
+from asyncrl.service_status import ServiceStatus
 from asyncrl.threads import ThreadRuntime
 
 SERVICE_VARIABLE = "ASYNCRL_SERVICE"
@@ -107,8 +110,8 @@ class Service(Protocol):
     def run(self, stop: Event) -> None:
         """Work until `stop` is set or the work is done. An exception is the service's failure."""
 
-    def status(self) -> dict[str, Any]:
-        """Return plain values; `state` always, `address` once a server listens."""
+    def status(self) -> ServiceStatus:
+        """Return the status of its kind."""
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Do what the supervisor asks, for example `drain`."""
+    def command(self, command: AnyCommand) -> Message:
+        """Do what the supervisor asks, and return the answer of the command's type."""

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class RunState(StrEnum):
-    """State of a run as a whole. SILENT: its supervisor does not answer."""
+    """State of a run as a whole. SILENT: its supervisor does not answer. ENDED: it left no word of how."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -15,6 +15,7 @@ class RunState(StrEnum):
     FINISHED = "finished"
     STOPPED = "stopped"
     FAILED = "failed"
+    ENDED = "ended"
 
 
 class ServiceState(StrEnum):

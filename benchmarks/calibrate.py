@@ -127,7 +127,7 @@ def measure_buffer(config: Config, folder: Path) -> tuple[float, float]:
     thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
     thread.start()
     try:
-        with contextlib.closing(LearnerClient(service.status()["address"], deadline_s=CALL_S)) as client:
+        with contextlib.closing(LearnerClient(service.status().address, deadline_s=CALL_S)) as client:
             round_trip_s = median(_seconds_of(client.status) for _ in range(NUM_CALLS))
     finally:
         stop.set()

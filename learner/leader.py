@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from asyncrl.buffer.client import LearnerClient, Reservation
 from asyncrl.buffer.rules import learner as rules
@@ -22,6 +21,7 @@ from asyncrl.errors import CheckpointError, ConfigError, DeadlineExceeded, Ledge
 from asyncrl.faults import fault_point
 from asyncrl.obstacle import Cause, FailureStreak
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_status import GuardFinding
 from asyncrl.threads import ThreadRuntime
 from learner.checkpoint import CheckpointStore, Commit
 from learner.checkpoint.store import Cut
@@ -160,7 +160,7 @@ class Leader:
         return min(commit.step for commit in self._commits) if is_full else 0
 
     @property
-    def findings(self) -> list[dict[str, Any]]:
+    def findings(self) -> tuple[GuardFinding, ...]:
         """Findings of the guard; see `Watch.findings`. May be asked from other threads."""
         return self._watch.findings
 

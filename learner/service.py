@@ -10,13 +10,24 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.tree import Config
-from asyncrl.errors import ConfigError
+from asyncrl.message import Message
 from asyncrl.metrics.row_log import RowLog
-from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
+from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import (
+    AnyCommand,
+    HandOverRows,
+    Pause,
+    PauseState,
+    Rows,
+    StepsDone,
+    Unpause,
+    WriteCheckpoint,
+    unknown_command,
+)
+from asyncrl.service_status import LearnerStatus
 from asyncrl.states import ServiceState
 from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion
@@ -98,41 +109,41 @@ class LearnerService:
                 self._recorder.close()
         self._models.close()
 
-    def status(self) -> dict[str, Any]:
-        return {
-            "state": self._state,
-            "step": self._step,
-            "resumed_step": self._resumed_step,
-            "last_evaluation": self._leader.last_evaluation if self._leader else 0,
-            "paused": self._leader is not None and self._leader.is_paused,
-            "torn": self._leader.torn if self._leader else [],
-            "checkpointed_step": self._leader.checkpointed_step if self._leader else 0,
-            "findings": self._leader.findings if self._leader else [],
-            OBSTACLES: self._obstacles(),
-        }
+    def status(self) -> LearnerStatus:
+        return LearnerStatus(
+            state=self._state,
+            step=self._step,
+            resumed_step=self._resumed_step,
+            last_evaluation=self._leader.last_evaluation if self._leader else 0,
+            paused=self._leader is not None and self._leader.is_paused,
+            torn=tuple(self._leader.torn) if self._leader else (),
+            checkpointed_step=self._leader.checkpointed_step if self._leader else 0,
+            findings=self._leader.findings if self._leader else (),
+            obstacles=self._obstacles(),
+        )
 
-    def _obstacles(self) -> list[dict[str, Any]]:
+    def _obstacles(self) -> tuple[Obstacle, ...]:
         """Return why checkpoints cannot be written: by the leader's word, else by this rank's own."""
         if self._leader is not None and (found := self._leader.failures.report()):
             return found
         problem = self._writer.problem
-        return [Obstacle("", Cause.CHECKPOINT_FAILS, problem).as_values()] if problem else []
+        return (Obstacle("", Cause.CHECKPOINT_FAILS, problem),) if problem else ()
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Do what the supervisor asks; of what it asks of the leader, the other ranks know nothing.
-
-        `rows {after}`: the metric rows from index `after` on; those before it are forgotten. `pause`: take
-        no batch after the step in progress, until `unpause`. `checkpoint`: write one after it.
-        """
-        if name == "rows":
-            return self._rows.hand_over(args["after"])._asdict()
-        if self._leader is None or name not in ("pause", "unpause", "checkpoint"):
-            raise ConfigError(f"the learner knows no command '{name}'")
-        if name == "checkpoint":
-            self._leader.ask_checkpoint(self._step)
-        else:
-            self._leader.is_paused = name == "pause"
-        return {"step": self._step, "paused": self._leader.is_paused}
+    def command(self, command: AnyCommand) -> Message:
+        """Do what the supervisor asks; of what it asks of the leader, the other ranks know nothing."""
+        if isinstance(command, HandOverRows):
+            handed = self._rows.hand_over(command.after)
+            return Rows(handed.first, tuple(handed.rows))
+        if self._leader is None:
+            raise unknown_command("the learner", command)
+        match command:
+            case WriteCheckpoint():
+                self._leader.ask_checkpoint(self._step)
+                return StepsDone(self._step)
+            case Pause() | Unpause():
+                self._leader.is_paused = isinstance(command, Pause)
+                return PauseState(self._leader.is_paused)
+        raise unknown_command("the learner", command)
 
     @cached_property
     def _efficiency(self) -> Efficiency:

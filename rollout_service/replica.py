@@ -22,7 +22,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncrl.buffer.messages import EvaluationOrder, LeaseGrant
 from asyncrl.buffer.rules import replica as rules
@@ -30,16 +30,20 @@ from asyncrl.buffer.rules.replica import DrainStage, LeaseCall, Leasing, Tries
 from asyncrl.errors import AsyncrlError, DataError, DeadlineExceeded, EngineError, ServiceFailed
 from asyncrl.experience import Group
 from asyncrl.faults import fault_point
-from asyncrl.obstacle import OBSTACLES, Cause, FailureStreak
+from asyncrl.message import Done, Message
+from asyncrl.obstacle import Cause, FailureStreak, Obstacle
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import AnyCommand, Drain, Promote, Standing, unknown_command
+from asyncrl.service_status import ReplicaStatus
+from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
-from rollout_service.engine.metered import BUSY
 from rollout_service.engine.protocol import EngineDied, Interrupted
 from rollout_service.evaluation.evaluator import Evaluator
 from rollout_service.gateway.refusal import NobodyCame
 from rollout_service.groups import GroupRunner
 from rollout_service.listening import listen_to
 from rollout_service.parts import ReplicaParts, ReplicaSettings
+from rollout_service.replica_status import obstacles_of, with_parts
 from rollout_service.rewards.score import RewardError, RewardsFailed
 from rollout_service.states import State, idle_cause
 from weight_sync.memory.staging import Staged
@@ -88,58 +92,37 @@ class Replica:
 
     # Any thread
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ReplicaStatus:
         """Return the state, the version served, and what was done so far."""
-        status: dict[str, Any] = {"state": self._state.value, "in_flight_groups": len(self._groups)}
-        status["counters"] = dict(self._counters)
-        status["standby"] = self._is_standby
-        status[OBSTACLES] = self._obstacles()
-        if self._parts is None:
-            return {**status, "version": 0, "step": 0, "child_pids": []}
-        engine = self._parts.engine
-        idle = engine.account()
-        busy_s = idle.pop(BUSY, 0.0)
-        return {
-            **status,
-            "version": engine.serving.number,
-            "step": engine.serving.step,
-            "in_flight_requests": engine.num_in_flight,
-            "tokens": engine.num_tokens,
-            "trajectories": engine.num_completions,
-            "busy_s": busy_s,
-            "idle_s": sum(idle.values()),
-            "idle_by_cause": idle,
-            "swaps": engine.num_swaps,
-            "last_swap_s": engine.last_swap_s,
-            "child_pids": [*engine.child_pids(), *self._child_pids_of_rewards()],
-            **({} if self._parts.reward is None else self._parts.reward.counts()),
-            **({} if self._parts.overlong is None else self._parts.overlong.counts()),
-            **({} if self._parts.gateway is None else self._parts.gateway.status()),
-        }
+        told = ReplicaStatus(
+            state=ServiceState(self._state.value),
+            version=0,
+            step=0,
+            standby=self._is_standby,
+            in_flight_groups=len(self._groups),
+            counters=dict(self._counters),
+            obstacles=self._obstacles(),
+        )
+        return told if self._parts is None else with_parts(told, self._parts)
 
-    def _obstacles(self) -> list[dict[str, Any]]:
+    def _obstacles(self) -> tuple[Obstacle, ...]:
         found = self._load_failures.report() + self._group_failures.report()
-        if self._parts is not None and self._parts.reward is not None:
-            found += self._parts.reward.obstacles()
-        if self._parts is not None and self._parts.gateway is not None and self._state is State.READY:
-            found += self._parts.gateway.obstacles()
+        if self._parts is not None:
+            found += tuple(obstacles_of(self._parts, is_ready=self._state is State.READY))
         return found
 
-    def _child_pids_of_rewards(self) -> list[int]:
-        reward = None if self._parts is None else self._parts.reward
-        return [] if reward is None else reward.child_pids()
-
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Obey `drain` (`grace_s`: how long groups in flight may still finish; default 0) or `promote`."""
-        if name == "promote":
-            self._is_standby = False
-            self._promote_asked.set()
-            return {"standby": False}
-        if name != "drain":
-            raise ServiceFailed(f"a replica knows no command '{name}'", hint="It knows 'drain' and 'promote'")
-        self._grace_s = float(args.get("grace_s", 0.0))
-        self._drain_asked.set()
-        return {"state": State.DRAINING.value}
+    def command(self, command: AnyCommand) -> Message:
+        """Drain, or take leases after standing by."""
+        match command:
+            case Promote():
+                self._is_standby = False
+                self._promote_asked.set()
+                return Done()
+            case Drain(grace_s):
+                self._grace_s = grace_s
+                self._drain_asked.set()
+                return Standing(ServiceState.DRAINING)
+        raise unknown_command("a replica", command, "It knows 'drain' and 'promote'")
 
     def run(self, stop: Event) -> None:
         """Work until `stop` is set or a drain is done. Raises on an engine that died, or on a bug."""

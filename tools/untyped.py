@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 MAXIMA: Mapping[str, int] = {
-    "asyncrl": 462,
-    "learner": 17,
-    "rollout_service": 10,
-    "weight_sync": 30,
+    "asyncrl": 151,
+    "learner": 10,
+    "rollout_service": 1,
+    "weight_sync": 12,
 }
 
 

@@ -11,25 +11,27 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from asyncrl.clock import Clock
 from asyncrl.errors import FencedError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
-from asyncrl.message import A, Answer, Operation, fields_of
+from asyncrl.message import A, Answer, Message, Operation
 from asyncrl.rpc import Request, Server
 from asyncrl.rpc.operations import Operations, send_answer
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import AnyCommand, unknown_command
+from asyncrl.service_status import CoordinatorStatus, MemberStatus
 from asyncrl.states import ServiceState
 from asyncrl.versions import PolicyVersion
 from weight_sync.bounds import limits_of
 from weight_sync.coordination.callers import card_of, seat_of
 from weight_sync.coordination.journal import Journal
 from weight_sync.coordination.mail import KnownVersion, Mailbox, ReportLog, fill, forget_versions
-from weight_sync.coordination.picture import picture_members, picture_obstacles, picture_rounds
+from weight_sync.coordination.picture import picture_members, picture_obstacles, picture_rounds, told_of
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.protocol import messages as wire
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
@@ -73,7 +75,7 @@ class CoordinatorService:
         self._reports, self._hellos = ReportLog(), ReportLog()
         self._versions: dict[int, KnownVersion] = {}
         self._longest_round_s = 0.0
-        self._last_picture: dict[str, Any] = {}
+        self._last_picture: Mapping[str, MemberStatus] = {}
         self._picture_at = 0.0
         self._described_until = self._poll_ends = -math.inf
         self._is_status_old = self._is_picture_old = True
@@ -92,13 +94,13 @@ class CoordinatorService:
         finally:
             self._journal_members(is_forced=True)
 
-    def status(self) -> dict[str, Any]:
-        """Return the fields of a `CoordinatorStatus`."""
-        return fields_of(self._snapshot)
+    def status(self) -> CoordinatorStatus:
+        """Return how it is, as it was described last."""
+        return self._snapshot
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    def command(self, command: AnyCommand) -> Message:
         """Nothing can be asked of the coordinator but to stop."""
-        return {}
+        raise unknown_command("the coordinator", command)
 
     def handle(self, request: Request) -> None:
         """Take one request; see `liaison.py` for the other side. `end_turn` answers what it leads to."""
@@ -326,7 +328,8 @@ class CoordinatorService:
         if members == self._last_picture:
             return
         self._last_picture = members
-        self._journal.write({"kind": "members", "version": self._version(), "members": members})
+        line = {name: told_of(member) for name, member in members.items()}
+        self._journal.write({"kind": "members", "version": self._version(), "members": line})
 
     def _version(self) -> list[int] | None:
         current = self._coordination.current
@@ -338,14 +341,11 @@ class CoordinatorService:
             self._snapshot, self._is_status_old = self._describe(), False
             self._described_until = now + DESCRIBE_S * len(self._coordination.members)
 
-    def _describe(self, state: ServiceState = ServiceState.READY) -> wire.CoordinatorStatus:
+    def _describe(self, state: ServiceState = ServiceState.READY) -> CoordinatorStatus:
         coordination, now = self._coordination, self._clock.now()
         current = coordination.current
         known = self._versions.get(current.number) if current else None
-        members = picture_members(coordination)
-        for name, member in coordination.members.items():
-            members[name]["silent_s"] = round(now - member.last_seen, 3)
-        return wire.CoordinatorStatus(
+        return CoordinatorStatus(
             state=ServiceState.FENCED if self._newer_token else state,
             address=self._server.address,
             token=coordination.token,
@@ -359,5 +359,5 @@ class CoordinatorService:
             longest_round_s=self._longest_round_s,
             culprit=coordination.culprit,
             counters=dict(coordination.counters) | self._server.tell_counters(),
-            members=members,
+            members=picture_members(coordination, now),
         )

@@ -6,13 +6,12 @@ travels as the one frame beside these.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated
 
 from msgspec import Meta
 
 from asyncrl.message import MAX_NAME_CHARACTERS, AskStatus, Done, Message, Operation, Wait
-from asyncrl.states import ServiceState
+from asyncrl.service_status import PublisherStatus, ReceiverStatus
 
 MAX_ERROR_CHARACTERS = 500
 """Of an error of an engine, as much as is kept."""
@@ -59,18 +58,6 @@ class Current(Message, frozen=True):
     """Its number, 0 for none."""
 
     number: int
-
-
-class PublisherStatus(Message, frozen=True):
-    """Status of the publisher: newest version as (number, step), states of segments, transfers that run."""
-
-    state: ServiceState
-    address: str
-    version: tuple[int, int] | None = None
-    segments: tuple[str, ...] = ()
-    transfers: int = 0
-    longest_transfer_s: float = 0.0
-    counters: Mapping[str, int] = {}
 
 
 OPEN = Operation("open", Open, Done)
@@ -135,28 +122,6 @@ class Handed(Message, frozen=True):
     path: str = ""
     fenced: bool = False
     past: bool = False
-
-
-class ReceiverStatus(Message, frozen=True):
-    """Status of a receiver.
-
-    Attributes:
-        version, staged, committed: Numbers of the version that the engine serves, of the newest verified
-            copy, and of the one that it may load; 0 for none.
-        receiving, transfers: Rounds that it takes part in, and transfers that run.
-    """
-
-    state: ServiceState
-    address: str
-    version: int = 0
-    staged: int = 0
-    committed: int = 0
-    pinned: bool = False
-    fenced: bool = False
-    receiving: int = 0
-    transfers: int = 0
-    longest_transfer_s: float = 0.0
-    counters: Mapping[str, int] = {}
 
 
 NEXT_STAGED = Operation("next_staged", NextStaged, Handed)

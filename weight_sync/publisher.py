@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
@@ -24,10 +23,12 @@ from asyncrl.clock import Clock
 from asyncrl.errors import SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys
-from asyncrl.message import Done, fields_of
+from asyncrl.message import Done, Message
 from asyncrl.rpc import Request, Server
 from asyncrl.rpc.operations import Operations
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import AnyCommand, unknown_command
+from asyncrl.service_status import PublisherStatus
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
 from weight_sync import messages as wire
@@ -123,7 +124,7 @@ class PublisherService:
         self._is_full = False
         self._prepare_at = -math.inf
         self.counters: Counter[str] = Counter()
-        self._snapshot = wire.PublisherStatus(ServiceState.STARTING, self._server.address)
+        self._snapshot = PublisherStatus(state=ServiceState.STARTING, address=self._server.address)
         self._ops = Operations("the publisher")
         self._ops.add(wire.OPEN, self._open)
         self._ops.add(wire.ACQUIRE, self._acquire)
@@ -141,13 +142,13 @@ class PublisherService:
             self._carrier.close()
             self._pool.close()
 
-    def status(self) -> dict[str, Any]:
-        """Return the fields of a `PublisherStatus`."""
-        return fields_of(msgspec.structs.replace(self._snapshot, longest_transfer_s=self._longest_s()))
+    def status(self) -> PublisherStatus:
+        """Return how it is, as of the last turn."""
+        return msgspec.structs.replace(self._snapshot, longest_transfer_s=self._longest_s())
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    def command(self, command: AnyCommand) -> Message:
         """Nothing can be asked of the publisher but to stop."""
-        return {}
+        raise unknown_command("the publisher", command)
 
     def handle(self, request: Request) -> None:
         """Answer the learner; see `handoff.py` for the other side."""
@@ -172,11 +173,11 @@ class PublisherService:
         self._prepare_at = self._clock.now() + PREPARE_EVERY_S if has_more else math.inf
         self._snapshot = self._describe()
 
-    def _describe(self) -> wire.PublisherStatus:
+    def _describe(self) -> PublisherStatus:
         current = self._current.version if self._current else None
-        return wire.PublisherStatus(
-            ServiceState.READY,
-            self._server.address,
+        return PublisherStatus(
+            state=ServiceState.READY,
+            address=self._server.address,
             version=(current.number, current.step) if current else None,
             segments=tuple(self._pool.describe()),
             transfers=len(self._transfer_starts),

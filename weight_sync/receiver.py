@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -27,10 +27,12 @@ from asyncrl.clock import Clock
 from asyncrl.errors import AsyncrlError, SyncError, WireError
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys
-from asyncrl.message import Answer, Operation, fields_of
+from asyncrl.message import Answer, Message, Operation
 from asyncrl.rpc import Request, Server
 from asyncrl.rpc.operations import Operations, send_answer
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import AnyCommand, Drain, Standing, unknown_command
+from asyncrl.service_status import ReceiverStatus
 from asyncrl.states import ServiceState
 from asyncrl.versions import UNLOADED
 from weight_sync import messages as wire
@@ -128,7 +130,7 @@ class ReceiverService:
         self._parked: _Parked | None = None
         self._heard = ReportLog()
         self.counters: Counter[str] = Counter()
-        self._snapshot = wire.ReceiverStatus(ServiceState.STARTING, self._server.address)
+        self._snapshot = ReceiverStatus(state=ServiceState.STARTING, address=self._server.address)
         self._ops = Operations("the receiver")
         self._add_operations()
 
@@ -142,15 +144,16 @@ class ReceiverService:
             self._carrier.close()
             self._shelf.close()
 
-    def status(self) -> dict[str, Any]:
-        """Return the fields of a `ReceiverStatus`."""
-        return fields_of(msgspec.structs.replace(self._snapshot, longest_transfer_s=self._longest_s()))
+    def status(self) -> ReceiverStatus:
+        """Return how it is, as of the last turn."""
+        return msgspec.structs.replace(self._snapshot, longest_transfer_s=self._longest_s())
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """`drain`: take no more offers."""
-        if name == "drain":
-            self._server.call_soon(self._drain)
-        return {}
+    def command(self, command: AnyCommand) -> Message:
+        """Take no more offers, as one that drains."""
+        if not isinstance(command, Drain):
+            raise unknown_command("a receiver", command, "It knows 'drain'")
+        self._server.call_soon(self._drain)
+        return Standing(ServiceState.DRAINING)
 
     # --- the replica's calls ----------------------------------------------------------------------
 
@@ -430,17 +433,16 @@ class ReceiverService:
         now, starts = self._clock.now(), list(self._transfer_starts.values())  # at once: any thread may ask
         return max([self._longest_transfer_s, *(now - start for start in starts)])
 
-    def _describe(self) -> wire.ReceiverStatus:
+    def _describe(self) -> ReceiverStatus:
         state = ServiceState.SYNCING if self._serving == UNLOADED else ServiceState.READY
-        return wire.ReceiverStatus(
-            ServiceState.DRAINING if self._is_draining else state,
-            self._server.address,
+        return ReceiverStatus(
+            state=ServiceState.DRAINING if self._is_draining else state,
+            address=self._server.address,
             version=self._serving,
             staged=self._shelf.newest_verified,
             committed=self._shelf.committed_number,
             pinned=self._pin.is_held,
             fenced=self._liaison.is_fenced,
-            receiving=len(self._incoming),
             transfers=len(self._transfer_starts),
             longest_transfer_s=self._longest_s(),
             counters=self.counters + self._liaison.counters + self._server.tell_counters(),

@@ -19,7 +19,6 @@ from typing import TypeVar
 from asyncrl.buffer import messages as wire
 from asyncrl.buffer.ledger.events import UNSAID
 from asyncrl.buffer.messages import (
-    BufferStatus,
     EvaluationOrder,
     LeaseReply,
     Opening,
@@ -34,6 +33,7 @@ from asyncrl.message import A, Answer, AskStatus, Operation, Q
 from asyncrl.metrics.tallies import Tally
 from asyncrl.rpc import AsyncClient, Client, PendingCall
 from asyncrl.runtime import Runtime
+from asyncrl.service_status import BufferStatus
 from asyncrl.threads import ThreadRuntime
 from asyncrl.wire import Frame
 

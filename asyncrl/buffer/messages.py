@@ -7,16 +7,16 @@ frames beside these (`asyncrl.experience`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, field
 
 from asyncrl.buffer.ledger.events import UNSAID
-from asyncrl.buffer.ledger.tickets import State
 from asyncrl.errors import WireError
 from asyncrl.message import MAX_NAME_CHARACTERS, AskStatus, Done, Message, Name, Operation, Wait
 from asyncrl.metrics.tallies import Tally
+from asyncrl.service_status import BufferStatus
 
 MAX_WANT = 4096
 MAX_METRICS = 1024
@@ -353,55 +353,6 @@ class EvaluationId(Message, frozen=True):
     """The order's id; the results stand in the status."""
 
     id: int
-
-
-class FinishedEvaluation(Message, frozen=True):
-    """An evaluation that is done, at which weights, and its figures by name."""
-
-    id: int
-    step: int
-    version: int
-    metrics: Mapping[str, float]
-
-
-class BufferStatus(Message, frozen=True):
-    """Status of the buffer, recounted at most half a second ago.
-
-    Attributes:
-        issued, trained, dropped, pending, prompts_drawn, given_up, open, residue: See `Census`.
-        stored_groups, stored_tokens: Complete groups that wait to be trained.
-        memory_bytes: Of payloads. promised_bytes: And of what was leased.
-        leases: Groups that each replica holds.
-        reissues: Tickets that were issued again, by cause.
-        checkpoints: Steps. evaluations: The newest; `evaluations_pending` more are ordered.
-        parked: Requests that wait. journal: See `Journal.status`.
-    """
-
-    issued: int
-    trained: int
-    dropped: Mapping[str, int]
-    pending: Mapping[State, int]
-    prompts_drawn: int
-    given_up: int
-    open: int
-    residue: int
-    stored_groups: int
-    stored_tokens: int
-    memory_bytes: int
-    promised_bytes: int
-    steps_trained: int
-    num_prompts: int
-    lineage: int
-    last_version: int
-    token: int
-    leases: Mapping[str, int]
-    reissues: Mapping[str, int]
-    checkpoints: tuple[int, ...]
-    evaluations: tuple[FinishedEvaluation, ...]
-    evaluations_pending: int
-    parked: int
-    journal: Mapping[str, Any]
-    counters: Mapping[str, int]
 
 
 STATUS = Operation("status", AskStatus, BufferStatus)

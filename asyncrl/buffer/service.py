@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+
+import msgspec
 
 from asyncrl.buffer.learner_ops import LearnerOps
 from asyncrl.buffer.ledger.census import add_up
@@ -24,8 +25,6 @@ from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.messages import (
     LEASE,
     STATUS,
-    BufferStatus,
-    FinishedEvaluation,
     Lease,
     LeaseReply,
 )
@@ -33,14 +32,24 @@ from asyncrl.buffer.parking import QUIET_OPS, Attempt, Owner, Parked, ParkingLot
 from asyncrl.buffer.replica_ops import ReplicaOps
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import Clock
-from asyncrl.errors import AsyncrlError, LedgerError
+from asyncrl.errors import AsyncrlError
 from asyncrl.faults import fault_point
 from asyncrl.keys import ServerKeys
-from asyncrl.message import Answer, Message, fields_of, read_message
-from asyncrl.obstacle import OBSTACLES
+from asyncrl.message import Answer, Done, Message, read_message
 from asyncrl.rpc import Limits, Request, Server
 from asyncrl.rpc.operations import Operations, send_answer
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import (
+    AnyCommand,
+    Bound,
+    Pause,
+    PauseState,
+    RetireReplica,
+    Tighten,
+    Unpause,
+    unknown_command,
+)
+from asyncrl.service_status import BufferStatus, FinishedEvaluation, PendingTickets
 from asyncrl.states import ServiceState
 
 log = logging.getLogger(__name__)
@@ -87,6 +96,7 @@ class Desk:
     def __init__(self, store: ExperienceStore, clock: Clock) -> None:
         self.store = store
         self.clock = clock
+        self.state, self.address = ServiceState.STARTING, ""
         self.is_paused = False
         self._retiring: list[str] = []
         self.counters: Counter[str] = Counter()
@@ -289,12 +299,20 @@ class Desk:
             if one.version is not None
         ]
         return BufferStatus(
-            **vars(census),
+            state=self.state,
+            address=self.address,
+            paused=self.is_paused,
+            obstacles=tuple(self.store.journal.obstacles()),
+            issued=census.issued,
+            trained=census.trained,
+            dropped=census.dropped,
+            pending=PendingTickets(**census.pending),
+            prompts_drawn=census.prompts_drawn,
+            given_up=census.given_up,
+            open=census.open,
             residue=census.residue,
             stored_groups=state.counts[State.STORED],
-            stored_tokens=state.held_tokens,
             memory_bytes=state.held_bytes,
-            promised_bytes=state.memory_bytes,
             steps_trained=state.steps_trained,
             num_prompts=state.num_prompts,
             lineage=state.versions.lineage,
@@ -351,7 +369,8 @@ class BufferService:
         self._desk.is_paused = is_paused
         self._desk.wire_counters = self._server.counters
         self._store = store
-        self._state = ServiceState.STARTING
+        self._desk.address = self._server.address
+        self._desk.refresh_status()
 
     @property
     def address(self) -> str:
@@ -359,45 +378,43 @@ class BufferService:
 
     def run(self, stop: Event) -> None:
         """Serve until `stop` is set."""
-        self._state = ServiceState.READY
+        self._desk.state = ServiceState.READY
         log.info("the buffer listens on %s", self.address)
         try:
             desk = self._desk
             # While the journal is away requests stay in their sockets: nobody could answer them.
             self._server.serve(desk, stop, desk.end_turn, desk.is_full, lambda: self._store.is_settled)
             self._desk.refresh_status()
-            self._state = ServiceState.ENDED
+            self._desk.state = ServiceState.ENDED
         except BaseException:  # process boundary, SystemExit too: whoever asks must see how it ended
-            self._state = ServiceState.FAILED
+            self._desk.state = ServiceState.FAILED
             raise
         finally:
             self._store.journal.close()
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> BufferStatus:
         """Return the last recount: of now, or of half a second ago where something has happened since."""
-        told = {"state": self._state, "address": self.address, "paused": self._desk.is_paused}
-        told[OBSTACLES] = [one.as_values() for one in self._store.journal.obstacles()]
-        found = fields_of(self._desk.last_status)
-        found["counters"] |= self._desk.count_wire()  # a stranger that is refused makes no turn
-        return {**found, **told}
+        last = self._desk.last_status
+        return msgspec.structs.replace(
+            last,
+            state=self._desk.state,
+            paused=self._desk.is_paused,
+            obstacles=tuple(self._store.journal.obstacles()),
+            counters={**last.counters, **self._desk.count_wire()},  # a refused stranger makes no turn
+        )
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Do what an operator asks.
-
-        `tighten {max_lag}`: admit under a bound up to the configured one, until the next start.
-        `pause`: grant no leases for training, until `unpause`; what is leased is still taken.
-        `retire {replica}`: its process has died, so what it held is issued again at once.
-        """
-        if name == "retire":
-            self._server.call_soon(partial(self._desk.retire, str(args["replica"])))
-            return {"replica": args["replica"]}
-        if name == "tighten":
-            self._store.ledger.tighten(int(args["max_lag"]))
-            self._server.call_soon(self._desk.note_command)
-            return {"max_lag": self._store.ledger.max_lag}
-        if name in ("pause", "unpause"):
-            self._desk.is_paused = name == "pause"
-            self._server.call_soon(self._desk.note_command)
-            return {"paused": self._desk.is_paused}
-        hint = "It knows 'tighten', 'retire', 'pause' and 'unpause'"
-        raise LedgerError(f"the buffer knows no command '{name}'", hint=hint)
+    def command(self, command: AnyCommand) -> Message:
+        """Do what an operator or the supervisor asks; what is leased in a pause is still taken."""
+        match command:
+            case RetireReplica(replica):
+                self._server.call_soon(partial(self._desk.retire, replica))
+                return Done()
+            case Tighten(max_lag):
+                self._store.ledger.tighten(max_lag)
+                self._server.call_soon(self._desk.note_command)
+                return Bound(self._store.ledger.max_lag)
+            case Pause() | Unpause():
+                self._desk.is_paused = isinstance(command, Pause)
+                self._server.call_soon(self._desk.note_command)
+                return PauseState(self._desk.is_paused)
+        raise unknown_command("the buffer", command, "It knows 'tighten', 'retire', 'pause' and 'unpause'")

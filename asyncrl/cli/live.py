@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -19,11 +18,13 @@ from rich.text import Text
 from asyncrl.cli.bulletin import TOLD_KINDS, line_of
 from asyncrl.cli.reports.table import align
 from asyncrl.control.page.figures import DASH
+from asyncrl.control.page.picture import Account, Event, Lag, Obstacle, Service, View
+from asyncrl.control.page.pipeline import Node
+from asyncrl.control.page.snapshot import shown
 from asyncrl.control.page.view import view_of
+from asyncrl.control.snapshot import Snapshot
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
-from asyncrl.printable import ESCAPED, INDENTED, printable, printable_values
-
-Snapshot = Mapping[str, Any]
+from asyncrl.printable import ESCAPED, INDENTED, printable
 
 TONE_STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "busy": "yellow"}
 PANEL_WIDTH = 100
@@ -46,7 +47,7 @@ def fields_of(snapshot: Snapshot) -> dict[str, str]:
         "rates": f"tokens/s {_rates(snapshot)}",
         "idle": f"idle {_idle(snapshot)}",
         "seconds": f"{_number(snapshot, 'timing_s/step', '.2f')} s",
-        "accuracy": f"accuracy {snapshot['accuracy']:.3f}" if snapshot.get("accuracy") is not None else "",
+        "accuracy": f"accuracy {snapshot.accuracy:.3f}" if snapshot.accuracy is not None else "",
         "left": f"{view['time_left']} left" if view["time_left"] else "",
         "bottleneck": view["bottleneck"]["title"].removesuffix(".") if view["bottleneck"]["node"] else "",
     }
@@ -55,18 +56,18 @@ def fields_of(snapshot: Snapshot) -> dict[str, str]:
 
 def state_line_of(snapshot: Snapshot) -> str:
     """Return the run's name, its state and what it is busy with."""
-    phase = f" ({snapshot['phase']})" if snapshot.get("phase") else ""
-    return f"{snapshot.get('run', 'run')}: {state_of(snapshot)}{phase}"
+    phase = f" ({snapshot.phase})" if snapshot.phase else ""
+    return f"{snapshot.run or 'run'}: {state_of(snapshot)}{phase}"
 
 
 def state_of(snapshot: Snapshot) -> str:
     """Return the run's state, with what is unusual about it."""
     unusual = []
-    if snapshot.get("paused"):
+    if snapshot.paused:
         unusual.append("paused")
-    if snapshot.get("health", "ok") != "ok":
-        unusual.append(str(snapshot["health"]))
-    return ", ".join([str(snapshot.get("state") or DASH), *unusual])
+    if snapshot.is_degraded:
+        unusual.append(str(snapshot.health))
+    return ", ".join([str(snapshot.state or DASH), *unusual])
 
 
 # --- several runs -----------------------------------------------------------------------------
@@ -74,9 +75,9 @@ def state_of(snapshot: Snapshot) -> str:
 
 def row_of(snapshot: Snapshot) -> dict[str, str]:
     """Return the snapshot as a row of a table of several runs."""
-    accuracy = snapshot.get("accuracy")
+    accuracy = snapshot.accuracy
     return {
-        "run": str(snapshot.get("run", DASH)),
+        "run": snapshot.run or DASH,
         "state": state_of(snapshot),
         "step": _steps(snapshot),
         "left": view_of(snapshot)["time_left"] or DASH,
@@ -85,11 +86,11 @@ def row_of(snapshot: Snapshot) -> dict[str, str]:
         "lag": _lag(snapshot),
         "tokens/s": _rates(snapshot),
         "idle": _idle(snapshot),
-        "bottleneck": (snapshot.get("bottleneck") or {}).get("who") or DASH,
+        "bottleneck": snapshot.bottleneck.who or DASH,
     }
 
 
-def table_of(values: Mapping[str, Any]) -> list[str]:
+def table_of(values: Mapping[str, object]) -> list[str]:
     """Return plain values by name as aligned lines."""
     width = max(map(len, values), default=0)
     return [printable(f"{name:<{width}}  {_plain(value)}", ESCAPED) for name, value in values.items()]
@@ -115,7 +116,7 @@ def text_of(snapshot: Snapshot) -> list[str]:
     return [printable(line, INDENTED) for line in lines]
 
 
-def _head(snapshot: Snapshot, view: Mapping[str, Any]) -> list[str]:
+def _head(snapshot: Snapshot, view: View) -> list[str]:
     left = f"about {view['time_left']} left" if view["time_left"] else ""
     accuracy = f"held-out accuracy {view['accuracy']}" if view["accuracy"] != DASH else ""
     facts = ", ".join(filter(None, (f"step {view['step']} of {view['steps']}", left, accuracy)))
@@ -135,13 +136,13 @@ def _head(snapshot: Snapshot, view: Mapping[str, Any]) -> list[str]:
     )
 
 
-def obstacle_line(one: Mapping[str, Any]) -> str:
+def obstacle_line(one: Obstacle) -> str:
     """Return what keeps the run from its next step, of a view."""
     count = f" ({one['count']})" if one["count"] else ""
     return f"{one['service']}: {one['text']}{count}"
 
 
-def _pipeline(nodes: list[dict[str, Any]]) -> list[str]:
+def _pipeline(nodes: list[Node]) -> list[str]:
     rows = []
     for node in nodes:
         figures = ", ".join(f"{name} {value}" for name, value in node["figures"])
@@ -149,7 +150,7 @@ def _pipeline(nodes: list[dict[str, Any]]) -> list[str]:
     return align(rows)
 
 
-def _account(account: Mapping[str, Any]) -> list[str]:
+def _account(account: Account) -> list[str]:
     lines = [f"Account: residue {account['residue']}"]
     for law in account["laws"]:
         parts = " + ".join(f"{part['name']} {part['count']}" for part in law["parts"])
@@ -157,7 +158,7 @@ def _account(account: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _lag_lines(lag: Mapping[str, Any]) -> list[str]:
+def _lag_lines(lag: Lag) -> list[str]:
     head = (
         f"Lag of trained tokens, in steps: mean {lag['mean']}, largest {lag['max']}, bound {lag['max_lag']}, "
         f"masked {lag['masked']}"
@@ -166,19 +167,23 @@ def _lag_lines(lag: Mapping[str, Any]) -> list[str]:
     return [head, f"  {'   '.join(bars)}"] if bars else [head]
 
 
-def _services(services: list[dict[str, Any]]) -> list[str]:
+def _services(services: list[Service]) -> list[str]:
     if not services:
         return []
     columns = ["service", "state", "version", "behind", "heartbeat", "restarts", "gateway"]
     rows = [
-        [str(one.get("name" if name == "service" else name) or "") for name in columns] for one in services
+        [
+            *(one["name"], one["state"], one["version"], one["behind"], one["heartbeat"]),
+            *(one["restarts"], one["gateway"]),
+        ]
+        for one in services
     ]
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     return align([columns, *rows])
 
 
-def _events(events: list[dict[str, Any]]) -> list[str]:
+def _events(events: list[Event]) -> list[str]:
     if not events:
         return []
     rows = [
@@ -192,7 +197,7 @@ def _events(events: list[dict[str, Any]]) -> list[str]:
 
 def panel_of(snapshot: Snapshot, width: int = PANEL_WIDTH) -> RenderableType:
     """Return the snapshot as a panel of a fixed width: progress, rates, waits, services, news."""
-    snapshot = printable_values(snapshot)
+    snapshot = shown(snapshot)
     view = view_of(snapshot)
     title = Text.assemble(view["run"], "  ", (state_of(snapshot), TONE_STYLES.get(view["tone"], "")))
     parts: list[RenderableType] = [
@@ -208,7 +213,7 @@ def panel_of(snapshot: Snapshot, width: int = PANEL_WIDTH) -> RenderableType:
     return Panel(Group(*parts), title=title, title_align="left", width=width)
 
 
-def _progress(snapshot: Snapshot, view: Mapping[str, Any], width: int) -> RenderableType:
+def _progress(snapshot: Snapshot, view: View, width: int) -> RenderableType:
     left = f"about {view['time_left']} left" if view["time_left"] else ""
     grid = Table.grid(padding=(0, 2))
     bar = ProgressBar(total=1.0, completed=view["progress"] or 0.0, width=max(10, width // 3))
@@ -216,7 +221,7 @@ def _progress(snapshot: Snapshot, view: Mapping[str, Any], width: int) -> Render
     return grid
 
 
-def _figures(snapshot: Snapshot, view: Mapping[str, Any]) -> Table:
+def _figures(snapshot: Snapshot, view: View) -> Table:
     accuracy = f", held-out accuracy {view['accuracy']}" if view["accuracy"] != DASH else ""
     lag, found = view["lag"], view["bottleneck"]
     generated, trained = _rates(snapshot).split("/")
@@ -238,7 +243,7 @@ def _figures(snapshot: Snapshot, view: Mapping[str, Any]) -> Table:
     return table
 
 
-def _states(services: list[dict[str, Any]]) -> list[RenderableType]:
+def _states(services: list[Service]) -> list[RenderableType]:
     """Return each replica with its version on one line, and the other services by state on another."""
     replicas, others = Text(), Text()
     for one in services:
@@ -246,11 +251,11 @@ def _states(services: list[dict[str, Any]]) -> list[RenderableType]:
         version = f" v{one['version']}" if one["is_replica"] and one["version"] != DASH else ""
         line.append(f"{one['name']} ").append(one["state"], TONE_STYLES.get(one["tone"], ""))
         line.append(f"{version}   ")
-    gateways = [Text(f"{one['name']} gateway {one['gateway']}") for one in services if one.get("gateway")]
+    gateways = [Text(f"{one['name']} gateway {one['gateway']}") for one in services if one["gateway"]]
     return [line for line in (replicas, others, *gateways) if line]
 
 
-def _news(events: list[dict[str, Any]]) -> list[RenderableType]:
+def _news(events: list[Event]) -> list[RenderableType]:
     """Return the newest events that hold a run up or keep it from learning, each cut to one line."""
     told = [one for one in events if one["kind"] in TOLD_KINDS][:NUM_NEWS]
     lines = [(f"{_clock_time(one['time'])} {line_of(one['service'], one['text'])}", one) for one in told]
@@ -263,8 +268,8 @@ def _news(events: list[dict[str, Any]]) -> list[RenderableType]:
 
 
 def _metric(snapshot: Snapshot, name: str) -> float | None:
-    value = (snapshot.get("metrics") or {}).get(name)
-    return None if value is None else float(value)
+    value = snapshot.metrics.get(name)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _clock_time(time_s: float) -> str:
@@ -282,7 +287,8 @@ def _of_learner(snapshot: Snapshot, name: str, form: str) -> str:
 
 
 def _steps(snapshot: Snapshot) -> str:
-    return f"{snapshot.get('step', DASH)}/{snapshot.get('steps', DASH)}"
+    done, wanted = (DASH if one is None else str(one) for one in (snapshot.step, snapshot.steps))
+    return f"{done}/{wanted}"
 
 
 def _lag(snapshot: Snapshot) -> str:
@@ -300,7 +306,7 @@ def _idle(snapshot: Snapshot) -> str:
     return f"{rollout}/{_of_learner(snapshot, 'perf/learner_idle_share', '.0%')}"
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     if value is None:
         return DASH
     if isinstance(value, float):

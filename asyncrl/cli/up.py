@@ -130,7 +130,7 @@ def _interrupted(folder: RunDir) -> int:
 
 def _await_end_of_ending(live: RunHandle | None) -> RunHandle | None:
     """Return the live run; one that is ending already is waited for, and is then none."""
-    if live is None or live.poll().get("state") not in ENDING:
+    if live is None or live.poll().state not in ENDING:
         return live
     from asyncrl.cli import watch
     from asyncrl.cli.views import LineView

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import Protocol, TextIO
 
+from msgspec.structs import replace
+
 from asyncrl.cli.bulletin import Bulletin
-from asyncrl.cli.live import LEGEND, PANEL_WIDTH, Snapshot, fields_of, panel_of, state_line_of
+from asyncrl.cli.live import LEGEND, PANEL_WIDTH, fields_of, panel_of, state_line_of
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.control.page.figures import DASH
 from asyncrl.control.page.view import resumed_of
+from asyncrl.control.snapshot import HeadWord, Snapshot
 from asyncrl.printable import INDENTED, printable
 
 LINE_S = 10.0
@@ -40,7 +43,7 @@ class LineView:
         self._bulletin = Bulletin()
         self._fields: dict[str, str] = {}
         self._printed_at: float | None = None
-        self._last: Snapshot = {}
+        self._last = Snapshot()
 
     def show(self, snapshot: Snapshot) -> None:
         if (resumed := resumed_of(snapshot)) and not self._resumed:
@@ -61,7 +64,7 @@ class LineView:
         self._print_fields(self._clock.now())
 
     def _print_fields(self, now: float) -> None:
-        if not self._last.get("metrics"):
+        if not self._last.metrics:
             return
         fields = fields_of(self._last)
         changed = [text for name, text in fields.items() if self._fields.get(name) != text]
@@ -89,19 +92,21 @@ class PanelView:
         self._lines: list[str] = []
         self._width = 0
         self._painted_at: float | None = None
-        self._last: Snapshot = {}
+        self._last: Snapshot | None = None
 
     def show(self, snapshot: Snapshot) -> None:
-        has_figures = "services" in snapshot  # the head alone knows state and phase: the last figures stay
-        self._last = snapshot if has_figures else {**self._last, **snapshot}
+        if isinstance(snapshot, HeadWord) and self._last is not None:  # the last figures stay
+            told = {"run": snapshot.run, "state": snapshot.state, "phase": snapshot.phase}
+            snapshot = replace(self._last, **told)
+        self._last = snapshot
         now = self._clock.now()
         if self._painted_at is None or now - self._painted_at >= PAINT_S:
             self._painted_at = now
-            self._paint(self._last)
+            self._paint(snapshot)
 
     def close(self) -> None:
         """Leave the newest snapshot behind."""
-        if self._last:
+        if self._last is not None:
             self._paint(self._last)
 
     def _paint(self, snapshot: Snapshot) -> None:

@@ -13,17 +13,20 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.cli import exits
 from asyncrl.cli.exits import say, show
-from asyncrl.cli.live import Snapshot, table_of
+from asyncrl.cli.live import table_of
 from asyncrl.cli.views import View, view_on
 from asyncrl.clock import Clock, SystemClock
+from asyncrl.control.snapshot import HeadWord, Snapshot
 from asyncrl.states import RUN_ENDS, RunState
 
 if TYPE_CHECKING:
+    from asyncrl.control.record.outcome import Outcome
     from asyncrl.control.record.rundir import RunDir
+
 
 POLL_S = 0.25
 STOP_DEADLINE_S = 240.0
@@ -39,20 +42,21 @@ class Watched(Protocol):
     @property
     def is_over(self) -> bool: ...
 
-    def poll(self) -> dict[str, Any]: ...
+    def poll(self) -> Snapshot: ...
 
-    def stop(self, deadline_s: float, show: Callable[[dict[str, Any]], None] = ...) -> None: ...
+    def stop(self, deadline_s: float, show: Callable[[Snapshot], None] = ...) -> None: ...
 
     def clear(self) -> None: ...
 
-    def result(self) -> dict[str, Any]: ...
+    def result(self) -> Outcome: ...
 
 
 class PhaseTimer:
     """Says what a run is busy with while it ends, and for how long it was.
 
     >>> timer = PhaseTimer(SystemClock(), lambda sentence: None)
-    >>> timer.show({"state": "stopping", "phase": "ending Ray"})
+    >>> from asyncrl.control.snapshot import Snapshot
+    >>> timer.show(Snapshot(state=RunState.STOPPING, phase="ending Ray"))
     >>> timer.summary()
     'ending Ray 0.0 s'
     """
@@ -69,8 +73,8 @@ class PhaseTimer:
         return self._clock.now() - self._began
 
     def show(self, snapshot: Snapshot) -> None:
-        is_ending = snapshot.get("state") in (RunState.STOPPING, *RUN_ENDS)
-        phase = str(snapshot.get("phase") or self._phase or ASKED) if is_ending else self._phase or ASKED
+        is_ending = snapshot.state in (RunState.STOPPING, *RUN_ENDS)
+        phase = (snapshot.phase if is_ending else "") or self._phase or ASKED
         if phase == self._phase:
             return
         begins_s = self.elapsed_s
@@ -117,7 +121,7 @@ def follow_until_up(run: Watched, view: View, clock: Clock) -> bool:
     found: list[Snapshot] = []
 
     def is_up(snapshot: Snapshot) -> bool:
-        found.extend([snapshot] if "services" in snapshot else [])
+        found.extend([] if isinstance(snapshot, HeadWord) else [snapshot])
         return bool(found)
 
     try:
@@ -133,7 +137,7 @@ def stop(run: Watched) -> None:
     """End the run in order, saying what takes how long and what failed; a second Ctrl-C ends it at once."""
     say("stopping the run; Ctrl-C again ends it at once")
     timer = PhaseTimer(SystemClock(), say)
-    outcome: dict[str, Any] = {}
+    outcome: Outcome | None = None
     try:
         run.stop(STOP_DEADLINE_S, timer.show)
         outcome = run.result()
@@ -146,9 +150,9 @@ def stop(run: Watched) -> None:
         say(next_start_of(run.folder))
 
 
-def tell_failure(folder: RunDir, outcome: dict[str, Any]) -> bool:
+def tell_failure(folder: RunDir, outcome: Outcome | None) -> bool:
     """Print to stderr what a run failed of, if it did, perhaps while it was being stopped; return whether."""
-    if outcome.get("state") != RunState.FAILED:
+    if outcome is None or outcome.state != RunState.FAILED:
         return False
     from asyncrl.control.record.ending import paragraph
 
@@ -163,7 +167,7 @@ def report(run: Watched) -> int:
     if tell_failure(run.folder, outcome):
         return exits.FAILED
     print_summary(run.folder)
-    say(f"the run is {outcome.get('state', 'over')}; see {run.folder.path}")
+    say(f"the run is {outcome.state}; see {run.folder.path}")
     return exits.OK
 
 

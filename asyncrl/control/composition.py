@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
-
+import msgspec
 import psutil
 
+from asyncrl.control.api.routes import operation_routes
 from asyncrl.control.api.server import ControlApi
 from asyncrl.control.cluster.opening import make_launcher
-from asyncrl.control.operations import COMMANDS
 from asyncrl.control.page.routes import page_routes
+from asyncrl.control.record.live import read_live, write_live
 from asyncrl.control.record.recorder import Recorder
-from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks.opening import open_sinks
 from asyncrl.control.roster import Roster
+from asyncrl.control.snapshot import values_of
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.service import ServiceContext
 
@@ -37,19 +38,20 @@ def build(context: ServiceContext) -> Supervisor:
     launcher = make_launcher(config, context.run_id)
     recorder = Recorder(run_dir.metrics, context.runtime, open_sinks(config, run_dir))
     supervisor = Supervisor(roster, launcher, recorder, context.runtime)
-    live = read_json(run_dir.live) or {}
+    live = read_live(run_dir.live)
+    assert live is not None, "the head has written run.json"
     api = ControlApi(
         port=int(context.addresses["api_port"]),
-        key=live["key"],
+        key=live.key,
         routes={
-            "GET /status": lambda _: supervisor.status(),
-            "GET /weights": lambda _: supervisor.weights(),
-            **page_routes(supervisor.status, config, context.run_dir),
-            **{f"POST /{name}": partial(supervisor.command, name) for name in COMMANDS},
+            "GET /status": lambda _: values_of(supervisor.snapshot()),
+            "GET /weights": lambda _: msgspec.to_builtins(supervisor.weights()),
+            **page_routes(supervisor.snapshot, config, context.run_dir),
+            **operation_routes(supervisor.perform),
         },
     )
     supervisor.see_off = api.await_readers
-    write_json(run_dir.live, {**live, "url": api.url}, mode=0o600, is_synced=True)
+    write_live(run_dir.live, msgspec.structs.replace(live, url=api.url))
     return supervisor
 
 

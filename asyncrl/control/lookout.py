@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from asyncrl.control.diagnosis import obstacles
 from asyncrl.control.diagnosis.watch import ObstacleWatch
+from asyncrl.control.fleet.units import STARTING_STATES
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.upkeep.reading import FINAL_ERRORS
 from asyncrl.errors import ServiceFailed, WouldRepeat
-from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
+from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.runtime import Runtime
+from asyncrl.service_status import ServiceStatus, Statuses
+from asyncrl.states import SERVICE_ENDS, ServiceState
 
 log = logging.getLogger(__name__)
 
@@ -49,15 +51,16 @@ class Lookout:
     def is_held_up(self) -> bool:
         return any(one.blocks for one in self.present)
 
-    def look(self, statuses: dict[str, dict[str, Any]], stall: str, write_error: str) -> None:
+    def look(self, statuses: Statuses, stall: str, write_error: str) -> None:
         """Take in the statuses and tell what keeps the run from its next step.
 
         Args:
             stall: What the watchdog says, empty while steps are finished.
             write_error: Why the run's folder cannot be written, empty if it can.
         """
-        own = [Obstacle("", Cause.DISK_FULL, write_error).as_values()] if write_error else []
-        found = obstacles.gather(statuses | {"supervisor.0": {OBSTACLES: own}}, stall)
+        own = (Obstacle("", Cause.DISK_FULL, write_error),) if write_error else ()
+        supervisor = ServiceStatus(state=ServiceState.READY, obstacles=own)
+        found = obstacles.gather(statuses | {"supervisor.0": supervisor}, stall)
         for news in self._watch.look(self._runtime.wall_ns() / 1e9, found):
             if news.obstacle.cause in TOLD_BY_OTHERS:
                 continue
@@ -65,7 +68,7 @@ class Lookout:
             log.warning("%s: %s", service, news.text)
             self._events.add("obstacle", service, news.text, cause=news.obstacle.cause, is_over=news.is_over)
 
-    def judge(self, statuses: dict[str, dict[str, Any]]) -> None:
+    def judge(self, statuses: Statuses) -> None:
         """End a run that cannot go on, by what the last look found.
 
         Raises:
@@ -77,11 +80,26 @@ class Lookout:
             raise error(f"{end.service} can take no version, nor can another replica: {end.sentence}")
 
 
-def would_repeat(status: dict[str, Any], failure: ServiceFailed) -> bool:
+def would_repeat(status: ServiceStatus | None, failure: ServiceFailed) -> bool:
     """Tell whether the next start would meet the same `failure`; training that went astray may not.
 
     Args:
-        status: Of the service that failed, as it was last heard.
+        status: Of the service that failed, as it was last heard, if it ever was.
     """
-    kinds = set(status.get("error_kinds", ())) & FINAL_ERRORS
+    kinds = set(status.error_kinds if status is not None else ()) & FINAL_ERRORS
     return bool(kinds - {"UnstableTraining"}) or isinstance(failure, WouldRepeat)
+
+
+def why_unsaved(status: ServiceStatus, deadline_s: float) -> str | None:
+    """Return why a learner that was to stop has left no checkpoint, None if it has or had none to write.
+
+    Args:
+        deadline_s: That it had.
+    """
+    state = status.state
+    if state == ServiceState.ENDED or state in STARTING_STATES:
+        return None
+    if state in SERVICE_ENDS:
+        word = "died" if state == ServiceState.DEAD else "failed"
+        return f"{word}: {status.error or 'without a message'}"
+    return f"did not end within {deadline_s:g} s"

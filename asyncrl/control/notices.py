@@ -5,10 +5,8 @@ What holds for a while is an obstacle instead (`asyncrl.control.lookout`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from asyncrl.control.record.events import KEPT, EventLog, Kind
+from asyncrl.service_status import BUFFER, LEARNER, Statuses
 
 
 class Notices:
@@ -18,18 +16,19 @@ class Notices:
         self._events = events
         self._told: set[str] | None = None
 
-    def look(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def look(self, statuses: Statuses) -> None:
         """Tell what the statuses hold of findings of the guard, of checkpoints and of lost journals."""
-        learner, journal = statuses.get("learner.0", {}), statuses.get("buffer.0", {}).get("journal") or {}
-        for one in learner.get("findings", ()):
-            text = f"the guard found, {one['text']}"
-            self._tell("guard", "learner.0", text, finding=one["kind"], step=one["step"])
-        for sentence in learner.get("torn", ()):
-            self._tell("checkpoint", "learner.0", sentence)
-        for sentence in journal.get("losses", ()):
-            self._tell("journal", "buffer.0", sentence)
+        if (learner := statuses.learner) is not None:
+            for one in learner.findings:
+                text = f"the guard found, {one.text}"
+                self._tell("guard", LEARNER, text, finding=one.kind, step=one.step)
+            for sentence in learner.torn:
+                self._tell("checkpoint", LEARNER, sentence)
+        if (buffer := statuses.buffer) is not None:
+            for sentence in buffer.journal.told_losses:
+                self._tell("journal", BUFFER, sentence)
 
-    def _tell(self, kind: Kind, service: str, text: str, **fields: Any) -> None:
+    def _tell(self, kind: Kind, service: str, text: str, **fields: object) -> None:
         told = self._told = self._told_in_this_life() if self._told is None else self._told
         if text not in told:
             told.add(text)

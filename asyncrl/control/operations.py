@@ -10,32 +10,45 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+import msgspec
 
 from asyncrl.control import plan
+from asyncrl.control.api import operations as api
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
 from asyncrl.errors import ConfigError, DeadlineExceeded, Refused, RemoteError, ServiceFailed
+from asyncrl.message import Message
 from asyncrl.runtime import Lock
 from asyncrl.service import read_paused, write_paused
+from asyncrl.service_command import A, Command, Pause, Tighten, Unpause, WriteCheckpoint
+from asyncrl.service_status import BUFFER, LEARNER, Statuses
 from asyncrl.states import RUN_ENDS, RunState, ServiceState
 
 log = logging.getLogger(__name__)
 
 LEAVING = (RunState.STOPPING, *RUN_ENDS)
-PAUSED_SERVICES = ("buffer.0", "learner.0")
-COMMANDS = ("scale", "drain", "pause", "unpause", "checkpoint", "tighten", "stop")
+PAUSED_SERVICES = (BUFFER, LEARNER)
+
+
+class Promise(msgspec.Struct, frozen=True):
+    """A checkpoint of `step` or later, which that `life` of the learner was asked for in this start."""
+
+    run_id: str
+    step: int
+    life: int
 
 
 class Crew(Protocol):
     """The part of a supervisor that operations use. Each call is safe from any thread."""
 
     @property
-    def state(self) -> str:
+    def state(self) -> RunState:
         """The run's: starting, running, stopping, or how it ended."""
 
     @property
@@ -50,13 +63,13 @@ class Crew(Protocol):
     def learner_life(self) -> int:
         """Number of the learner's restarts: a new incarnation knows no command that an old one got."""
 
-    def scale(self, replicas: int) -> dict[str, Any]:
+    def scale(self, replicas: int) -> api.Begun:
         """Want so many replicas from now on."""
 
-    def drain(self, index: int) -> dict[str, Any]:
+    def drain(self, index: int) -> api.Begun:
         """Let rollout.`index` finish and leave; as many are wanted as before."""
 
-    def ask(self, service: str, command: str, args: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, service: str, command: Command[A]) -> A:
         """Pass a command on to a service."""
 
     def stop(self) -> None:
@@ -85,31 +98,33 @@ class Operations:
         """Whether the run was paused, and not unpaused since."""
         return read_paused(self.roster.run_dir) == self.roster.run_id
 
-    def perform(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    def perform(self, asked: api.AnyRequest) -> Message:
         """Do what was asked, and return what was begun.
 
         Raises:
-            ConfigError: There is no such command, or its arguments make no sense.
+            ConfigError: It makes no sense.
             Refused: The run cannot do it: it has no room, or has not begun, or is ending.
             ServiceFailed: The service that it is for could not do it.
         """
-        actions: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-            "scale": self._scale,
-            "drain": self._drain,
-            "pause": lambda _: self._set_paused(True),
-            "unpause": lambda _: self._set_paused(False),
-            "checkpoint": self._checkpoint,
-            "tighten": self._tighten,
-            "stop": self._stop,
-        }
-        assert set(actions) == set(COMMANDS)
-        if name not in actions:
-            raise ConfigError(f"the supervisor knows no command '{name}'")
-        return actions[name](args)
+        match asked:
+            case api.Scale(replicas):
+                return self._scale(replicas)
+            case api.DrainReplica(index):
+                return self._drain(index)
+            case api.Pause():
+                return self._set_paused(True)
+            case api.Unpause():
+                return self._set_paused(False)
+            case api.WriteCheckpoint():
+                return self._checkpoint()
+            case api.Tighten(max_lag):
+                return self._tighten(max_lag)
+            case api.Stop():
+                self.crew.stop()
+                return api.Stopping()
 
-    def _scale(self, args: dict[str, Any]) -> dict[str, Any]:
-        replicas = args.get("replicas")
-        if type(replicas) is not int or not 0 <= replicas <= MAX_REPLICAS:
+    def _scale(self, replicas: int) -> api.Begun:
+        if not 0 <= replicas <= MAX_REPLICAS:
             raise ConfigError(f"replicas must be a whole number from 0 to {MAX_REPLICAS}, not {replicas!r}")
         if self.crew.state != RunState.RUNNING:
             raise Refused(f"the run is {self.crew.state}; only a running one can be scaled")
@@ -122,9 +137,9 @@ class Operations:
         config = self.roster.config
         plan.check_replicas(config, replicas + config.rollout.standby + self.crew.num_draining)
 
-    def _drain(self, args: dict[str, Any]) -> dict[str, Any]:
-        index, known = args.get("index"), self.crew.replicas
-        if type(index) is not int or index not in known:
+    def _drain(self, index: int) -> api.Begun:
+        known = self.crew.replicas
+        if index not in known:
             there = ", ".join(f"rollout.{one}" for one in known) or "none"
             raise ConfigError(f"there is no replica rollout.{index} to drain; there are: {there}")
         if self.crew.state != RunState.RUNNING:
@@ -132,7 +147,7 @@ class Operations:
         with _as_refusal():
             return self.crew.drain(index)
 
-    def _set_paused(self, is_paused: bool) -> dict[str, Any]:
+    def _set_paused(self, is_paused: bool) -> api.Paused:
         self._refuse_if_leaving()
         was_paused = self.is_paused
         write_paused(self.roster.run_dir, self.roster.run_id, is_paused)
@@ -140,66 +155,71 @@ class Operations:
         log.info("%s", text)
         if is_paused != was_paused:
             self.events.add("pause", "run", text, paused=is_paused)
-        return {"paused": is_paused, "unreached": self._tell(PAUSED_SERVICES, is_paused)}
+        return api.Paused(is_paused, tuple(self._tell(PAUSED_SERVICES, is_paused)))
 
     def _tell(self, services: Sequence[str], is_paused: bool) -> list[str]:
         """Tell `services` about the pause; return whom that did not reach."""
         unreached = []
-        word = "pause" if is_paused else "unpause"
+        command = Pause() if is_paused else Unpause()
         for service in services:
             try:
-                self.crew.ask(service, word, {})
+                self.crew.ask(service, command)
             except (ServiceFailed, DeadlineExceeded, RemoteError) as error:
                 unreached.append(service)
-                log.warning("%s did not take the %s: %s", service, word, error)
+                log.warning("%s did not take the %s: %s", service, command.word, error)
         return unreached
 
-    def keep_paused(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def keep_paused(self, statuses: Statuses) -> None:
         """Tell services that are up and not as paused as the run: they were starting when it was asked."""
         is_paused = self.is_paused
-        differ = [name for name in PAUSED_SERVICES if statuses.get(name, {}).get("paused") == (not is_paused)]
+        told = {BUFFER: statuses.buffer, LEARNER: statuses.learner}
+        differ = [name for name, one in told.items() if one is not None and one.paused != is_paused]
         if differ and self.crew.state not in LEAVING:
             self._tell(differ, is_paused)
 
-    def _checkpoint(self, args: dict[str, Any]) -> dict[str, Any]:
+    def _checkpoint(self) -> api.CheckpointAsked:
         self._refuse_if_leaving()
-        return self._ask_for_checkpoint(None)
+        return api.CheckpointAsked(self._ask_for_checkpoint(None))
 
-    def _ask_for_checkpoint(self, step: int | None) -> dict[str, Any]:
-        """Ask for one of `step` or later, and take down that it is owed by this life of the learner.
+    def _ask_for_checkpoint(self, step: int | None) -> int:
+        """Ask for one of `step` or later, and take down that this life of the learner owes it.
 
         Without a `step` it is of the one that the learner is at, which a late answer leaves unknown: whoever
         asked is told that it was late, and nothing is taken down.
+
+        Returns:
+            The step that the learner is at.
         """
         life = self.crew.learner_life
         try:
-            answer = self.crew.ask("learner.0", "checkpoint", {})
+            answer = self.crew.ask(LEARNER, WriteCheckpoint())
         except DeadlineExceeded:  # what it was asked waits at the learner, and dies with it
             if step is not None:
                 self._take_down(step, life)
             raise
-        self._take_down(answer["step"] if step is None else step, life)
-        return answer
+        self._take_down(answer.step if step is None else step, life)
+        return answer.step
 
     def _take_down(self, step: int, life: int) -> None:
         """Promise a checkpoint, unless one of a later step is promised already: that one is for both."""
-        owed = {"run_id": self.roster.run_id, "step": step, "life": life}
+        owed = Promise(self.roster.run_id, step, life)
         with self.promise_lock:
             before = self._read_promise()
-            if before is None or before["step"] <= step:
-                write_json(self._promise, owed)
+            if before is None or before.step <= step:
+                write_json(self._promise, msgspec.structs.asdict(owed))
 
-    def _read_promise(self) -> dict[str, Any] | None:
-        owed = read_json(self._promise)
-        return owed if owed is not None and owed["run_id"] == self.roster.run_id else None
+    def _read_promise(self) -> Promise | None:
+        found = read_json(self._promise)
+        owed = None if found is None else msgspec.convert(found, Promise)
+        return owed if owed is not None and owed.run_id == self.roster.run_id else None
 
-    def _drop_promise(self, kept: dict[str, Any]) -> None:
+    def _drop_promise(self, kept: Promise) -> None:
         """Forget what is kept, not what was promised since."""
         with self.promise_lock:
             if self._read_promise() == kept:
                 self._promise.unlink(missing_ok=True)
 
-    def keep_promise(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def keep_promise(self, statuses: Statuses) -> None:
         """Ask the learner's next life for a checkpoint that the last one was asked for and did not write.
 
         Once it is back at that step: before, it would hold less than was there when it was asked for.
@@ -209,35 +229,33 @@ class Operations:
         except OSError as error:  # a full disk ends no run; the next pulse tries again
             log.warning("the pending checkpoint requests cannot be read or written: %s", error)
 
-    def _keep_promise(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def _keep_promise(self, statuses: Statuses) -> None:
         owed = self._read_promise()
         if owed is None or self.crew.state in LEAVING:
             return
-        if max(statuses.get("buffer.0", {}).get("checkpoints") or [-1]) >= owed["step"]:
+        known = statuses.buffer.checkpoints if statuses.buffer is not None else ()
+        if max(known, default=-1) >= owed.step:
             self._drop_promise(owed)
             return
-        learner = statuses.get("learner.0", {})
-        is_back = learner.get("state") == ServiceState.READY and learner.get("step", -1) >= owed["step"]
-        if owed["life"] == self.crew.learner_life or not is_back:
+        learner = statuses.learner
+        is_up = learner is not None and learner.state == ServiceState.READY
+        is_back = is_up and learner is not None and learner.step >= owed.step
+        if owed.life == self.crew.learner_life or not is_back:
             return
         try:
-            self._ask_for_checkpoint(owed["step"])
+            self._ask_for_checkpoint(owed.step)
         except DeadlineExceeded as error:
             log.warning("the learner is late to say whether it writes the checkpoint: %s", error)
         except (ServiceFailed, RemoteError) as error:  # the next pulse asks again
             log.warning(
-                "the requested checkpoint of step %d or later is not written yet: %s", owed["step"], error
+                "the requested checkpoint of step %d or later is not written yet: %s", owed.step, error
             )
 
-    def _tighten(self, args: dict[str, Any]) -> dict[str, Any]:
-        max_lag, bound = args.get("max_lag"), self.roster.config.staleness.max_lag
-        if type(max_lag) is not int or not 0 <= max_lag <= bound:
+    def _tighten(self, max_lag: int) -> api.Tightened:
+        bound = self.roster.config.staleness.max_lag
+        if not 0 <= max_lag <= bound:
             raise ConfigError(f"max_lag must be a whole number from 0 to {bound}, not {max_lag!r}")
-        return self.crew.ask("buffer.0", "tighten", {"max_lag": max_lag})
-
-    def _stop(self, args: dict[str, Any]) -> dict[str, Any]:
-        self.crew.stop()
-        return {"state": RunState.STOPPING}
+        return api.Tightened(self.crew.ask(BUFFER, Tighten(max_lag)).max_lag)
 
     def _refuse_if_leaving(self) -> None:
         if self.crew.state in LEAVING:

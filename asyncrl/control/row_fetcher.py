@@ -13,12 +13,12 @@ from functools import partial
 
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.errors import DeadlineExceeded, ServiceFailed
-from asyncrl.metrics.row_log import HandedRows
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import HandOverRows, Rows
+from asyncrl.service_status import LEARNER
 
 log = logging.getLogger(__name__)
 
-LEARNER = "learner.0"
 ANSWER_DEADLINE_S = 60.0
 """Then it is asked once more: a learner that is silent for so long is ended, see `fleet/machine.py`."""
 
@@ -30,7 +30,7 @@ class _Question:
     life: int
     after: int
     is_over: Event
-    answer: HandedRows | None = None
+    answer: Rows | None = None
 
 
 class RowFetcher:
@@ -41,7 +41,7 @@ class RowFetcher:
         self._runtime = runtime
         self._open: _Question | None = None
 
-    def fetch(self, life: int, after: int, wait_s: float) -> HandedRows | None:
+    def fetch(self, life: int, after: int, wait_s: float) -> Rows | None:
         """Return the rows from index `after` on, None while the learner has not answered.
 
         The learner forgets the rows before `after`: they were taken.
@@ -68,9 +68,8 @@ class RowFetcher:
 
     def _ask(self, question: _Question) -> None:
         try:
-            args = {"after": question.after}
-            answer = self._launcher.command(LEARNER, "rows", args, ANSWER_DEADLINE_S)
-            question.answer = HandedRows(answer["first"], answer["rows"])
+            asked = HandOverRows(question.after)
+            question.answer = self._launcher.command(LEARNER, asked, ANSWER_DEADLINE_S)
         except (DeadlineExceeded, ServiceFailed) as error:  # the next pulse asks again, or sees why not
             log.info("the learner did not hand over its rows: %s", error)
         finally:

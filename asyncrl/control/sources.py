@@ -11,7 +11,6 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.tree import DataSection, SourceSection
 from asyncrl.control.services import function
@@ -60,7 +59,7 @@ def resolve_sources(data: DataSection, find: Callable[[str, str], str]) -> DataS
         filters = tuple(resolve_function(one) for one in source.filter)
         return source.model_copy(update={"path": find(name, source.path), "filter": filters})
 
-    changes: dict[str, Any] = {
+    changes: dict[str, object] = {
         name: None if sources is None else tuple(resolve(name, source) for source in sources)
         for name, sources in (("train", data.train), ("eval", data.eval))
     }

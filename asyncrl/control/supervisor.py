@@ -13,35 +13,43 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from asyncrl.config.tree import Config
+import msgspec
+
+from asyncrl.buffer.ledger.tickets import DropReason
+from asyncrl.control.api.operations import AnyRequest, Begun
 from asyncrl.control.diagnosis.bottleneck import diagnose
-from asyncrl.control.fleet.autoscaler import Autoscaler
+from asyncrl.control.fleet.autoscaler import autoscaler_of
 from asyncrl.control.fleet.units import STARTING_STATES
 from asyncrl.control.fleet.watchdog import Watchdog
 from asyncrl.control.launch.ray_launcher import Launcher
-from asyncrl.control.lookout import Lookout, would_repeat
+from asyncrl.control.lookout import Lookout, why_unsaved, would_repeat
 from asyncrl.control.notices import Notices
 from asyncrl.control.operations import Operations
 from asyncrl.control.phases import phase_of
 from asyncrl.control.record import metering
 from asyncrl.control.record.events import EventLog
+from asyncrl.control.record.outcome import Outcome, write_outcome
 from asyncrl.control.record.pace import Pace
 from asyncrl.control.record.recorder import Recorder, lost_rows
-from asyncrl.control.record.row_files import Row, is_evaluation, iterate_rows, load_rows, newest_rows
-from asyncrl.control.record.rundir import RunDir, write_outcome
+from asyncrl.control.record.row_files import is_evaluation, iterate_rows, load_rows, newest_rows
+from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.summary import write_summary
-from asyncrl.control.record.syncing import weights_answer
+from asyncrl.control.record.syncing import WeightsAnswer, weights_answer
 from asyncrl.control.roster import Roster
 from asyncrl.control.row_fetcher import RowFetcher
+from asyncrl.control.snapshot import Health, Snapshot, view_ledger, view_service
 from asyncrl.control.upkeep.keeper import Upkeep
 from asyncrl.durable import reserve_room
 from asyncrl.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFailed, WouldRepeat
 from asyncrl.faults import fault_point
+from asyncrl.message import Message
+from asyncrl.metrics.metric import Row
 from asyncrl.metrics.row_log import read_rows
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.runtime import Event, Runtime
+from asyncrl.service_command import A, AnyCommand, Command, unknown_command
+from asyncrl.service_status import BUFFER, LEARNER, ServiceStatus, Statuses, SupervisorStatus
 from asyncrl.states import SERVICE_ENDS, RunState, ServiceState
 
 log = logging.getLogger(__name__)
@@ -58,7 +66,6 @@ EVENTS_TOLD = 50
 EVENTS_RESERVE_BYTES, OUTCOME_RESERVE_BYTES = 1 << 18, 1 << 15
 SAME_ROW = ("training/global_step", "timing_s/step")
 """No two rows have both alike, save one that was taken down twice."""
-TOLD_OF_SERVICES = ("state", "version", "pid", "address", "gateway", "node", "trajectories")
 
 
 class Supervisor:
@@ -82,13 +89,13 @@ class Supervisor:
         self._watchdog = Watchdog(roster.config.learner.groups_per_step)
         self._lookout = Lookout(self._events, runtime)
         self._stall = ""
-        self._autoscaler = _autoscaler_of(roster.config)
+        self._autoscaler = autoscaler_of(roster.config)
         self._meter = metering.Meter()
         self._pace = Pace()
         self._is_stop_asked = runtime.event()
         self._over_since = 0.0
-        self._statuses: dict[str, dict[str, Any]] = {}
-        self._row: dict[str, Any] = {}
+        self._statuses = Statuses()
+        self._row: Row = {}
         self._notices = Notices(self._events)
         self._evaluation: Row = {}
         self._refusal = ""
@@ -99,7 +106,8 @@ class Supervisor:
         self._seen_evaluations = metering.evaluation_ids(evaluations)
         self._evaluation = evaluations[-1] if evaluations else {}
         self._state = RunState.STARTING
-        self._error = self._outcome = ""
+        self._error = ""
+        self._outcome: RunState | None = None
         self._is_saving = False
         self._identity = self._run_dir.identity
         self._learner_has_trained: bool | None = None
@@ -109,77 +117,97 @@ class Supervisor:
 
     def run(self, stop: Event) -> None:
         """Run to the end of training, to a stop, or to the first failure; then end every service."""
-        outcome: dict[str, Any] = {"state": RunState.FINISHED, "error": "", "service": "", "tail": []}
         try:
             self._begin()
             if self._upkeep.ending is None:
                 self._watch(stop)
-            outcome.update(self._upkeep.ending or {})
+            outcome = self._upkeep.ending or Outcome(state=RunState.FINISHED)
             if self._is_stop_asked.is_set() or stop.is_set():
-                outcome["state"] = RunState.STOPPED
+                outcome = msgspec.structs.replace(outcome, state=RunState.STOPPED)
         except ServiceFailed as failure:
-            service = failure.message.split(" ")[0]
-            outcome.update(state=RunState.FAILED, error=str(failure), service=service)
-            outcome["would_repeat"] = would_repeat(self._statuses.get(service, {}), failure)
-            outcome["tail"] = self._run_dir.tail(service)
-            outcome["is_removed"] = isinstance(failure, FolderRemoved)
-            log.error("the run failed: %s", failure)
-            if not outcome["is_removed"]:
-                self._save_what_can_be()
+            outcome = self._fail(failure)
         self._end(outcome)
 
-    def status(self) -> dict[str, Any]:
+    def _fail(self, failure: ServiceFailed) -> Outcome:
+        """Return the outcome of a run that failed, once what can be saved is."""
+        service = failure.message.split(" ")[0]
+        is_removed = isinstance(failure, FolderRemoved)
+        outcome = Outcome(
+            state=RunState.FAILED,
+            error=str(failure),
+            service=service,
+            tail=tuple(self._run_dir.tail(service)),
+            would_repeat=would_repeat(self._statuses.get(service), failure),
+            is_removed=is_removed,
+        )
+        log.error("the run failed: %s", failure)
+        if not is_removed:
+            self._save_what_can_be()
+        return outcome
+
+    def status(self) -> SupervisorStatus:
+        """Return what the head needs to know of the run."""
+        return SupervisorStatus(
+            state=ServiceState.READY, error=self._error, run=self._state, step=self._last_step
+        )
+
+    @property
+    def _last_step(self) -> int:
+        learner = self._statuses.learner
+        return int(self._row.get("training/global_step", 0)) if learner is None else learner.step
+
+    def snapshot(self) -> Snapshot:
         """Return the snapshot that the CLI, the page and the API show."""
-        statuses = self._statuses
-        buffer, learner = statuses.get("buffer.0", {}), statuses.get("learner.0", {})
-        config = self._roster.config
-        return {
-            "run": config.run.name,
-            "run_id": self._roster.run_id,
-            "folder": str(self._run_dir.path),
-            "state": self._state,
-            "phase": phase_of(self._state, statuses, is_saving=self._is_saving),
-            "health": self._health(),
-            "step": learner.get("step", self._row.get("training/global_step", 0)),
-            "steps": config.learner.steps,
-            "time_left_s": self._pace.time_left_s(config.learner.steps),
-            "max_lag": config.staleness.max_lag,
-            "ready_groups": config.staleness.ready_batches * config.learner.groups_per_step,
-            "torn": learner.get("torn", []),
-            "resumed_step": learner.get("resumed_step", 0),
-            "paused": self._operations.is_paused,
-            "metrics": self._row,
-            "services": {name: self._describe(name, status) for name, status in statuses.items()},
-            "bottleneck": diagnose(self._row, statuses, self._lookout.present),
-            "obstacles": [one.as_values() for one in self._lookout.present],
-            "events": self._events.newest(EVENTS_TOLD),
-            "error": self._error or None,
-            "outcome": self._outcome,
-            "ledger": {key: buffer[key] for key in metering.LEDGER_KEYS if key in buffer},
-            "accuracy": metering.accuracy(self._evaluation),
-            "evaluation": self._evaluation,
-        }
+        statuses, config, obstacles = self._statuses, self._roster.config, self._lookout.present
+        learner = statuses.learner
+        return Snapshot(
+            run=config.run.name,
+            run_id=self._roster.run_id,
+            folder=str(self._run_dir.path),
+            state=self._state,
+            phase=phase_of(self._state, statuses, is_saving=self._is_saving),
+            health=self._health(),
+            step=self._last_step,
+            steps=config.learner.steps,
+            time_left_s=self._pace.time_left_s(config.learner.steps),
+            max_lag=config.staleness.max_lag,
+            ready_groups=config.staleness.ready_batches * config.learner.groups_per_step,
+            torn=learner.torn if learner is not None else (),
+            resumed_step=learner.resumed_step if learner is not None else 0,
+            paused=self._operations.is_paused,
+            metrics=self._row,
+            services={name: view_service(one, self._upkeep.describe(name)) for name, one in statuses.items()},
+            bottleneck=diagnose(self._row, statuses, obstacles),
+            obstacles=tuple(obstacles),
+            events=tuple(self._events.newest(EVENTS_TOLD)),
+            error=self._error or None,
+            outcome=self._outcome,
+            ledger=view_ledger(statuses.buffer),
+            accuracy=metering.accuracy(self._evaluation),
+            evaluation=self._evaluation,
+        )
 
-    def _describe(self, name: str, status: dict[str, Any]) -> dict[str, Any]:
-        return {key: status.get(key) for key in TOLD_OF_SERVICES} | self._upkeep.describe(name)
-
-    def _health(self) -> str:
+    def _health(self) -> Health:
         is_held_up = self._watchdog.is_stalled or self._lookout.is_held_up
         is_ill = self._state == RunState.FAILED or self._upkeep.is_degraded or is_held_up
-        return "degraded" if is_ill else "ok"
+        return Health.DEGRADED if is_ill else Health.OK
 
-    def weights(self) -> dict[str, Any]:
+    def weights(self) -> WeightsAnswer:
         """Return what the coordinator, the publisher and the replicas said of weights in the last pulse."""
         return weights_answer(self._statuses)
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Carry out a command of the control API; see `operations.py`."""
-        return self._operations.perform(name, args)
+    def perform(self, asked: AnyRequest) -> Message:
+        """Carry out an operation of the control API; see `operations.py`."""
+        return self._operations.perform(asked)
+
+    def command(self, command: AnyCommand) -> Message:
+        """Nothing can be asked of it by its host: `perform` is for those who have the run's key."""
+        raise unknown_command("the supervisor", command)
 
     # --- the crew that operations ask -----------------------------------------------------
 
     @property
-    def state(self) -> str:
+    def state(self) -> RunState:
         return self._state
 
     @property
@@ -192,19 +220,19 @@ class Supervisor:
 
     @property
     def learner_life(self) -> int:
-        return self._upkeep.num_restarts("learner.0")
+        return self._upkeep.num_restarts(LEARNER)
 
-    def scale(self, replicas: int) -> dict[str, Any]:
+    def scale(self, replicas: int) -> Begun:
         """Want so many replicas."""
         return self._upkeep.scale(replicas)
 
-    def drain(self, index: int) -> dict[str, Any]:
+    def drain(self, index: int) -> Begun:
         """Let a replica drain and leave."""
         return self._upkeep.drain(index)
 
-    def ask(self, service: str, command: str, args: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, service: str, command: Command[A]) -> A:
         """Pass a command on to a service."""
-        return self._upkeep.ask(service, command, args)
+        return self._upkeep.ask(service, command)
 
     def stop(self) -> None:
         """End the run in order, also if this supervisor dies before it has."""
@@ -216,7 +244,7 @@ class Supervisor:
     def _begin(self) -> None:
         rollout = self._roster.config.rollout
         is_taken_over = self._upkeep.begin(rollout.replicas.start, rollout.standby)
-        self._learner_life = self._upkeep.num_restarts("learner.0")
+        self._learner_life = self._upkeep.num_restarts(LEARNER)
         if self._upkeep.is_learner_ending:  # the one before this was asked to stop
             self._is_stop_asked.set()
         self._recover_rows()
@@ -257,7 +285,8 @@ class Supervisor:
         last = self._launcher.statuses(ranks, LAST_STATUS_DEADLINE_S)
         self._statuses = self._statuses | last  # anew: the API may be reading the other one
         self._collect_rows()
-        if (why := _why_unsaved(last.get("learner.0", {"state": ServiceState.ENDED}))) is not None:
+        leader = last.get(LEARNER, ServiceStatus(state=ServiceState.ENDED))
+        if (why := why_unsaved(leader, LEARNER_STOP_S)) is not None:
             lost = "it wrote no checkpoint as the run was stopped, which goes on from the newest one"
             known = self._lookout.blocking
             held_up = f" ({known.sentence})" if known is not None and known.sentence not in why else ""
@@ -279,10 +308,8 @@ class Supervisor:
         self._look_out()
         self._lookout.judge(self._statuses)
         self._check_groups()
-        if (
-            self._state == RunState.STARTING
-            and self._statuses["learner.0"].get("state") == ServiceState.READY
-        ):
+        is_learner_up = self._statuses.state(LEARNER) == ServiceState.READY
+        if self._state == RunState.STARTING and is_learner_up:
             self._state = RunState.RUNNING
         self._keep_time(self._runtime.now())
         self._operations.keep_paused(self._statuses)
@@ -300,18 +327,19 @@ class Supervisor:
     def _keep_time(self, now: float) -> None:
         """Take note of how fast steps are done and tokens come."""
         self._meter.note(now, self._statuses)
-        learner = self._statuses.get("learner.0", {})
-        if learner.get("state") in STARTING_STATES:
+        if self._statuses.state(LEARNER) in STARTING_STATES:
             self._learner_has_trained = False
-        if "step" in learner:
-            self._learner_has_trained = int(learner["step"]) > int(learner.get("resumed_step", 0))
-            self._pace.note(now, int(learner["step"]), is_working=not self._operations.is_paused)
+        if (learner := self._statuses.learner) is not None:
+            self._learner_has_trained = learner.has_trained
+            self._pace.note(now, learner.step, is_working=not self._operations.is_paused)
 
     def _check_groups(self) -> None:
         """A run whose first groups all fail would never take a step."""
-        buffer = self._statuses.get("buffer.0", {})
+        buffer = self._statuses.buffer
         limit = FAILED_BATCHES_LIMIT * self._roster.config.learner.groups_per_step
-        if not buffer.get("trained") and buffer.get("dropped", {}).get("poison", 0) >= limit:
+        if buffer is None or buffer.trained:
+            return
+        if buffer.dropped.get(DropReason.POISON.value, 0) >= limit:
             name, why = self._lookout.failing_groups or ("rollout.0", "see its log")
             raise ServiceFailed(f"{name} gave up the first {limit} prompts: {why}")
 
@@ -332,7 +360,7 @@ class Supervisor:
         if not self._upkeep.has_learner_ended:
             return False
         self._over_since = self._over_since or self._runtime.now()
-        others = {name: self._statuses[name].get("state") for name in self._upkeep.learners[1:]}
+        others = {name: self._statuses[name].state for name in self._upkeep.learners[1:]}
         is_late = self._runtime.now() - self._over_since > LEARNER_STOP_S
         if is_late:
             log.warning("the learner is over; of its other ranks: %s", others)
@@ -341,9 +369,9 @@ class Supervisor:
     def _collect_rows(self) -> list[Row]:
         """Take down the learner's rows since the last pulse, and return them."""
         self._notices.look(self._statuses)
-        if "step" not in self._statuses.get("learner.0", {}):
+        if self._statuses.learner is None:
             return []
-        if (life := self._upkeep.num_restarts("learner.0")) != self._learner_life:
+        if (life := self._upkeep.num_restarts(LEARNER)) != self._learner_life:
             # Steps that it takes again come as rows again, and replace the older ones at reading.
             self._learner_life, self._num_rows = life, 0
             self._must_skip = self._recover_rows()
@@ -412,19 +440,21 @@ class Supervisor:
         self._row, self._num_rows = last, handed.first + num_known
 
     def _collect_evaluations(self) -> None:
-        for evaluation in self._statuses.get("buffer.0", {}).get("evaluations", []):
-            if evaluation["id"] in self._seen_evaluations:
+        buffer = self._statuses.buffer
+        for evaluation in buffer.evaluations if buffer is not None else ():
+            if evaluation.id in self._seen_evaluations:
                 continue
-            self._seen_evaluations.add(evaluation["id"])
+            self._seen_evaluations.add(evaluation.id)
             self._evaluation = self._recorder.record(metering.evaluation_row(evaluation))
 
     def _await_evaluations(self, stop: Event) -> None:
         end = self._runtime.now() + EVALUATION_WAIT_S
         while self._runtime.now() < end and not (self._is_stop_asked.is_set() or stop.is_set()):
             self._observe()
-            last = self._statuses["learner.0"].get("last_evaluation")
-            is_pending = self._statuses.get("buffer.0", {}).get("evaluations_pending", 0)
-            if last is not None and last in {0, *self._seen_evaluations} and not is_pending:
+            learner, buffer = self._statuses.learner, self._statuses.buffer
+            is_pending = buffer is not None and buffer.evaluations_pending > 0
+            is_known = learner is not None and learner.last_evaluation in {0, *self._seen_evaluations}
+            if is_known and not is_pending:
                 return
             self._runtime.sleep(PULSE_S)
         log.warning("an evaluation was still open after %g s", EVALUATION_WAIT_S)
@@ -435,14 +465,14 @@ class Supervisor:
         """Let the learner write its checkpoint, if it and the buffer live, and it was not asked before."""
         if self._state == RunState.STOPPING:
             return
-        states = [self._statuses.get(name, {}).get("state") for name in ("learner.0", "buffer.0")]
+        states = [self._statuses.state(name) for name in (LEARNER, BUFFER)]
         if states == [ServiceState.READY, ServiceState.READY]:
             self._launcher.stop(self._upkeep.learners, LEARNER_STOP_S)
 
-    def _end(self, outcome: dict[str, Any]) -> None:
-        self._state, self._error = RunState.STOPPING, outcome["error"]
+    def _end(self, outcome: Outcome) -> None:
+        self._state, self._error = RunState.STOPPING, outcome.error
         unstopped, last = self._upkeep.stop(SERVICE_STOP_S, outcome, has_work=self._has_trained())
-        ended = {name: status for name, status in last.items() if status["state"] == ServiceState.ENDED}
+        ended = {name: status for name, status in last.items() if status.state == ServiceState.ENDED}
         self._statuses = self._statuses | ended
         if unstopped:
             log.warning("killed after %g s: %s", SERVICE_STOP_S, ", ".join(sorted(unstopped)))
@@ -455,28 +485,9 @@ class Supervisor:
             log.error("the summary could not be written: %s", error)
         if why := write_outcome(self._run_dir, outcome):  # a terminal that watches has it from the snapshot
             log.error("the outcome could not be written: %s", why)
-        text = outcome["error"] or f"the run has {outcome['state']}"
-        self._events.add("finish", outcome["service"] or "run", text)
+        text = outcome.error or f"the run has {outcome.state}"
+        self._events.add("finish", outcome.service or "run", text)
         self._events.close()
-        self._outcome = outcome["state"]
+        self._outcome = outcome.state
         self.see_off()
-        self._state = outcome["state"]
-
-
-def _why_unsaved(status: dict[str, Any]) -> str | None:
-    """Return why a learner that was to stop has left no checkpoint, None if it has or had none to write."""
-    state = status["state"]
-    if state == ServiceState.ENDED or state in STARTING_STATES:
-        return None
-    if state in SERVICE_ENDS:
-        word = "died" if state == ServiceState.DEAD else "failed"
-        return f"{word}: {status.get('error') or 'without a message'}"
-    return f"did not end within {LEARNER_STOP_S:g} s"
-
-
-def _autoscaler_of(config: Config) -> Autoscaler | None:
-    """Return the autoscaler of a run that is given a range of replicas."""
-    replicas = config.rollout.replicas
-    if replicas.min == replicas.max:
-        return None
-    return Autoscaler(replicas.min, replicas.max, config.staleness.max_lag)
+        self._state = outcome.state

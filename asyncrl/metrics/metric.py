@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Row = dict[str, float]
+"""Metrics by their names, of one step or of one evaluation."""
+
 Reduction = Literal["mean", "max", "min", "sum", "leader"]
 """How one step's value comes out of its microbatches, updates and data-parallel ranks. `leader`: rank 0
 or the supervisor alone knows the value."""

@@ -16,16 +16,16 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asyncrl.durable import append_lines
+from asyncrl.metrics.metric import Row
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
 
 NAME, OLDER_NAME = "learner_rows.jsonl", "learner_rows.older.jsonl"
 ROTATE_BYTES = 32 << 20
 """Of a file: about 5,000 rows."""
 
-Row = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
@@ -53,7 +53,7 @@ class RowLog:
         self._num_taken = self._num_rows = 0
         self._end_of_older = 1  # once a row of this life was taken, those of the lives before it were too
 
-    def add(self, row: Mapping[str, object]) -> None:
+    def add(self, row: Mapping[str, float]) -> None:
         """Keep one row, and write it in one write: a process that dies has written it or has not."""
         with self._lock:
             is_first = self._num_rows == 0

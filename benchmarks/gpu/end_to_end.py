@@ -149,8 +149,8 @@ def run_once(config: Config) -> list[dict[str, Any]]:
     finally:
         handle.stop(STOP_DEADLINE_S)
     outcome = handle.result()
-    if outcome["state"] != "finished":
-        raise ServiceFailed(f"the run is {outcome['state']}: {outcome.get('error')}")
+    if outcome.state != "finished":
+        raise ServiceFailed(f"the run is {outcome.state}: {outcome.error}")
     lines = handle.folder.metrics.read_text().splitlines()
     return [row for line in lines if "timing_s/step" in (row := json.loads(line))]
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.control.api.client import NotRunning, RunClient, connect
@@ -20,13 +19,13 @@ from asyncrl.control.record.recorder import training_rows
 from asyncrl.control.record.row_files import load_rows
 from asyncrl.errors import AsyncrlError, ServiceFailed
 from asyncrl.sim.calibration import Row, steady_rows
+from asyncrl.states import ServiceState
 
 START_S, CHANGE_S, STOP_S = 240.0, 90.0, 20.0
 POLL_S = 0.5
 SETTLING_STEPS = 3
 MIN_STEPS = 8
 """Of a window, however slow they are."""
-READY = "READY"
 
 
 @dataclass(frozen=True)
@@ -47,27 +46,27 @@ class LiveRun:
         self.client.scale(replicas)
         end = time.monotonic() + CHANGE_S
         while time.monotonic() < end:
-            services = self.client.status()["services"]
-            states = [one.get("state") for name, one in services.items() if name.startswith("rollout.")]
-            if states.count(READY) == len(states) == replicas:
+            services = self.client.status().services
+            states = [one.state for name, one in services.items() if name.startswith("rollout.")]
+            if states.count(ServiceState.READY) == len(states) == replicas:
                 return
             time.sleep(POLL_S)
         raise ServiceFailed(f"there were not {replicas} replicas ready after {CHANGE_S:g} s")
 
     def watch(self, seconds: float) -> list[Row]:
         """Return the steady rows of so many seconds and `MIN_STEPS`, once the last change has settled."""
-        first = int(self.client.status()["step"]) + SETTLING_STEPS + self.max_lag
+        first = (self.client.status().step or 0) + SETTLING_STEPS + self.max_lag
         self._await_step(first)
         time.sleep(seconds)
         self._await_step(first + MIN_STEPS)
-        last = int(self.client.status()["step"])
+        last = self.client.status().step or 0
         time.sleep(2 * POLL_S)  # the supervisor writes rows a moment later
-        rows: list[dict[str, Any]] = training_rows(load_rows(self.handle.folder.metrics))
+        rows = training_rows(load_rows(self.handle.folder.metrics))
         return steady_rows([row for row in rows if first < row["training/global_step"] <= last])
 
     def _await_step(self, step: int) -> None:
         end = time.monotonic() + CHANGE_S
-        while int(self.client.status()["step"]) < step:
+        while (self.client.status().step or 0) < step:
             if time.monotonic() > end:
                 raise ServiceFailed(f"the run was not at step {step} after {CHANGE_S:g} s")
             time.sleep(POLL_S)
@@ -103,7 +102,7 @@ def _await_training(handle: RunHandle) -> RunClient:
 def step_of(client: RunClient) -> int:
     """Return the step that a run has done, 0 while it does not answer."""
     try:
-        return int(client.status()["step"])
+        return client.status().step or 0
     except (AsyncrlError, NotRunning):
         return 0
 

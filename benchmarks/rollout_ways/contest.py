@@ -73,11 +73,13 @@ class Contest:
 
     def counters(self) -> dict[str, Any]:
         """Return what the replicas counted beside what they generated."""
-        return {name: dict(replica.status()["counters"]) for name, replica in self._replicas.items()}
+        return {name: dict(replica.status().counters) for name, replica in self._replicas.items()}
 
     def gateway(self, name: str) -> str:
         """Return the address of a replica's gateway."""
-        return str(self._replicas[name].status()["gateway"])
+        gateway = self._replicas[name].status().gateway
+        assert gateway is not None, "the replica has started"
+        return gateway.url
 
     def close(self) -> None:
         """Let all run again, and end them."""

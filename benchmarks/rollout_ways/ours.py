@@ -16,6 +16,8 @@ from asyncrl.buffer import composition as buffer_composition
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.errors import ServiceFailed
 from asyncrl.service import ServiceContext
+from asyncrl.service_status import ReplicaStatus
+from asyncrl.states import ServiceState
 from asyncrl.threads import ThreadEvent
 from benchmarks.rollout_ways.bare import tokens_in_flight
 from benchmarks.rollout_ways.setting import START_S, Count
@@ -52,24 +54,25 @@ class Ours:
         self._thread = threading.Thread(target=self._replica.run, args=(self._stop,), daemon=True)
         self._thread.start()
         end = time.monotonic() + START_S
-        while self.status()["state"] == "STARTING":
+        while self.status().state == ServiceState.STARTING:
             if time.monotonic() > end:
                 raise ServiceFailed("the replica does not start")
             time.sleep(POLL_S)
 
     def core_pids(self) -> list[int]:
         """Return the processes that compute."""
-        return list(self.status()["child_pids"])
+        return list(self.status().child_pids)
 
     def count(self) -> Count:
         """Return what the replica has generated so far."""
         status, parts = self.status(), self._replica._parts
         assert parts is not None, "it has started"
         client: Any = parts.engine._engine
-        num_tokens = status["tokens"] + tokens_in_flight(client.client)
-        return Count(now_s(), num_tokens, status["trajectories"], status["in_flight_requests"])
+        assert status.engine is not None, "it has started"
+        num_tokens = status.engine.tokens + tokens_in_flight(client.client)
+        return Count(now_s(), num_tokens, status.engine.trajectories, status.engine.in_flight_requests)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ReplicaStatus:
         """Return the replica's status. Raises ServiceFailed if it has ended."""
         if not self._thread.is_alive():
             raise ServiceFailed("the replica has ended")

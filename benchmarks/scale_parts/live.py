@@ -17,7 +17,9 @@ from asyncrl.config.load import load_config
 from asyncrl.control.api.client import RunClient, connect
 from asyncrl.control.launch import run
 from asyncrl.control.launch.handle import RunHandle
+from asyncrl.control.snapshot import ServiceView
 from asyncrl.errors import ServiceFailed
+from asyncrl.metrics.metric import Row
 from asyncrl.metrics.row_log import read_rows
 from benchmarks.pipeline_parts.cases import FOREVER, make_task
 from configs import shipped
@@ -80,7 +82,7 @@ def _await_training(handle: RunHandle) -> RunClient:
     end_s = time.monotonic() + START_S
     while time.monotonic() < end_s and not handle.is_over:
         client = connect(handle.folder)
-        if client is not None and client.status()["step"] >= SETTLING_STEPS:
+        if client is not None and (client.status().step or 0) >= SETTLING_STEPS:
             return client
         time.sleep(POLL_S)
     raise ServiceFailed(f"the run did not train: {handle.result()}")
@@ -112,12 +114,12 @@ def _await_steps(handle: RunHandle, num_rows: int, seconds: float) -> None:
         time.sleep(POLL_S)
 
 
-def _rows(handle: RunHandle) -> list[dict[str, Any]]:
+def _rows(handle: RunHandle) -> list[Row]:
     return read_rows(handle.folder.path)
 
 
-def _replicas(client: RunClient) -> dict[str, dict[str, Any]]:
-    services = client.status()["services"].items()
+def _replicas(client: RunClient) -> dict[str, ServiceView]:
+    services = client.status().services.items()
     return {name: status for name, status in services if name.startswith("rollout.")}
 
 
@@ -126,7 +128,7 @@ def _await_first_trajectory(handle: RunHandle, client: RunClient, known: set[str
     end_s = time.monotonic() + JOIN_S
     while time.monotonic() < end_s and not handle.is_over:
         fresh = [status for name, status in _replicas(client).items() if name not in known]
-        if len(fresh) + len(known) >= count and all(status.get("trajectories") for status in fresh):
+        if len(fresh) + len(known) >= count and all(status.trajectories for status in fresh):
             return time.monotonic()
         time.sleep(POLL_S)
     raise ServiceFailed(f"{count} replicas were asked for, and not all came within {JOIN_S:g} s")

@@ -42,8 +42,8 @@ def run_through_up(cell: Cell, recipe: Recipe, task: Path, say: Callable[[str], 
         finally:
             handle.stop(STOP_DEADLINE_S)
         summary, outcome = read_json(handle.folder.summary), handle.result()
-    if outcome["state"] != "finished" or summary is None:
-        raise ServiceFailed(f"the run of {cell.name} is {outcome['state']}: {outcome.get('error')}")
+    if outcome.state != "finished" or summary is None:
+        raise ServiceFailed(f"the run of {cell.name} is {outcome.state}: {outcome.error}")
     return {"method": cell.method, "lag": cell.lag, "seed": cell.seed} | {key: summary[key] for key in KEPT}
 
 

@@ -72,8 +72,8 @@ def measure(learning_run: LearningRun, say: Callable[[str], None]) -> dict[str, 
         finally:
             handle.stop(STOP_DEADLINE_S)
         outcome = handle.result()
-        if outcome["state"] != "finished":
-            raise ServiceFailed(f"the run is {outcome['state']}: {outcome.get('error')}")
+        if outcome.state != "finished":
+            raise ServiceFailed(f"the run is {outcome.state}: {outcome.error}")
         store = CheckpointStore(handle.folder.path / "checkpoints", learning_run.num_steps + 1, 1)
         dtype = DTYPES[learning_run.dtype]
         shares = [share_changed(old, new, dtype) for old, new in pairwise(read_versions(store))]

@@ -81,7 +81,7 @@ def run_service(pipe: Connection, context: ServiceContext) -> None:
         service = composition.build_receiver(context)
     stop = ThreadEvent()
     threading.Thread(target=_stop_at_the_end, args=(pipe, stop), daemon=True).start()
-    pipe.send(service.status()["address"])
+    pipe.send(service.status().address)
     service.run(stop)
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from asyncrl.config.tree import GuardSection
+from asyncrl.service_status import GuardFinding
 from learner.guard.explanations import describe, explain, summarise
 from learner.guard.guard import Action, Guard, Limits, UnstableTraining, Verdict
 from learner.orders import Adjust
@@ -32,14 +32,14 @@ class Watch:
         self._guard = Guard(section, dtype)
         self._verdict = Verdict(Action.NONE)
         self._logged: dict[str, int] = {}
-        self._told: deque[dict[str, Any]] = deque(maxlen=KEPT_FINDINGS)
+        self._told: deque[GuardFinding] = deque(maxlen=KEPT_FINDINGS)
         self._num_told = 0
         self.rolled_back_to = NEVER
 
     @property
-    def findings(self) -> list[dict[str, Any]]:
-        """The newest findings that were logged: `number` (from 1, this life), `step`, `kind`, `text`."""
-        return list(self._told)
+    def findings(self) -> tuple[GuardFinding, ...]:
+        """The newest findings that were logged."""
+        return tuple(self._told)
 
     @property
     def may_roll_back(self) -> bool:
@@ -155,7 +155,7 @@ class Watch:
             self._logged[finding.kind] = step
             self._num_told += 1
             text = f"step {step}: {summarise(finding)}"
-            self._told.append({"number": self._num_told, "step": step, "kind": finding.kind, "text": text})
+            self._told.append(GuardFinding(self._num_told, step, finding.kind, text))
         if num_refused:
             log.warning("guard, step %d: %d updates were not applied", step, num_refused)
         if self._verdict.action not in (Action.NONE, Action.WARN):

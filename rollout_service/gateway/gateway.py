@@ -15,12 +15,13 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asyncrl.config.tree import Config
 from asyncrl.errors import ConfigError, ServiceFailed
 from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.service import ServiceContext
+from asyncrl.service_status import GatewayStatus
 from rollout_service.engine.features import ENGINE, Feature, check_features
 from rollout_service.engine.protocol import Engine, EngineDied
 from rollout_service.engine.vllm_engine import VllmEngine
@@ -173,16 +174,16 @@ class Gateway:
             setattr(app.state, name, handler)
         return app
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> GatewayStatus:
         """Return where agents reach the gateway, and its sessions, for the replica's status."""
-        return {"gateway": self.url, **self.desk.status()}
+        return self.desk.status(self.url)
 
-    def obstacles(self) -> list[dict[str, Any]]:
+    def obstacles(self) -> tuple[Obstacle, ...]:
         """Return, for the replica's status, that no agent asks for a session, while that is so."""
         if self.desk.idle_s < IDLE_S:
-            return []
+            return ()
         what = f"no agent asks for a session at {self.url} (POST /sessions)"
-        return [Obstacle("", Cause.NO_AGENT, what).as_values()]
+        return (Obstacle("", Cause.NO_AGENT, what),)
 
     def drain(self) -> None:
         """Give no more sessions out; groups that agents can still complete go on."""

@@ -16,7 +16,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.errors import AsyncrlError, WireError
 from asyncrl.experience import Group, Trajectory, check_reward
+from asyncrl.service_status import GatewayStatus
 from rollout_service.gateway.history import Asked, Step, follow
 from rollout_service.gateway.keys import lookup_of, make_marker, make_session_key
 from rollout_service.gateway.refusal import EpisodeFailed, NobodyCame, Refusal
@@ -325,10 +326,14 @@ class Desk:
         """Number of groups that the waiting agents could begin."""
         return math.ceil(len(self._waiting) / self.rules.group_size)
 
-    def status(self) -> dict[str, Any]:
-        """Return how many sessions are open or wait, the counters, and how often a parameter was replaced."""
-        counts = {"sessions": len(self._sessions), "sessions_waiting": len(self._waiting)}
-        return {**counts, "sessions_counted": dict(self.counters), "overridden": dict(self.overridden)}
+    def status(self, url: str) -> GatewayStatus:
+        """Return how many sessions are open, counts, and how often a parameter was replaced."""
+        return GatewayStatus(
+            url=url,
+            sessions=len(self._sessions),
+            sessions_counted=dict(self.counters),
+            overridden=dict(self.overridden),
+        )
 
     async def run(self, grant: LeaseGrant, carried: Group | None = None) -> Group:
         """Let agents generate the grant's group, and return it. The same seam as `GroupRunner.run`.

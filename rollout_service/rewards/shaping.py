@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from asyncrl.service_status import ShapingStatus
+
 
 class Overlong:
     """Takes off the reward of answers that come near the limit, and counts what it took.
@@ -29,9 +31,9 @@ class Overlong:
         self._taken_off -= change
         return reward + change
 
-    def counts(self) -> dict[str, float]:
+    def status(self) -> ShapingStatus:
         """Return how many answers were scored and how many of them lost something, and the sum of that."""
-        return {"scored": self._num_scored, "overlong": self._num_overlong, "taken_off": self._taken_off}
+        return ShapingStatus(self._num_scored, self._num_overlong, self._taken_off)
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int, factor: float) -> float:

@@ -11,11 +11,11 @@ import re
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
 
 from asyncrl.errors import WireError
 from asyncrl.experience import MAX_REWARD_PARTS, check_reward
-from asyncrl.obstacle import Cause, FailureStreak
+from asyncrl.obstacle import Cause, FailureStreak, Obstacle
+from asyncrl.service_status import RewardStatus
 from rollout_service.rewards.score import Answer, Part, RewardError, RewardsFailed, Score, Task
 
 WINDOW_ANSWERS = 256
@@ -33,13 +33,6 @@ class Weighed:
 
     part: Part
     weight: float = 1.0
-
-
-class RewardCounts(TypedDict):
-    """Each part's [count, sum], and the failures by kind, since the start."""
-
-    reward_parts: dict[str, list[float]]
-    reward_errors: dict[str, int]
 
 
 class ErrorRate:
@@ -196,18 +189,15 @@ class TotalReward:
         names = (weighed.part.name for weighed in self._parts)
         return Score(value, dict(zip(names, values, strict=True)))
 
-    def counts(self) -> RewardCounts:
+    def status(self) -> RewardStatus:
         """Return, since the start, each part's (count, sum) and the failures by kind."""
         errors = {} if self._rate is None else dict(self._rate.kinds)
         sums = list(self._sums.items())  # at once: the thread that scores may add a name meanwhile
-        return {
-            "reward_parts": {name: list(pair) for name, pair in sums},
-            "reward_errors": errors,
-        }
+        return RewardStatus({name: (int(count), total) for name, (count, total) in sums}, errors)
 
-    def obstacles(self) -> list[dict[str, Any]]:
-        """Return the failures since the last answer that was scored, as a status tells them."""
-        return [] if self._rate is None else self._rate.streak.report()
+    def obstacles(self) -> tuple[Obstacle, ...]:
+        """Return the failures since the last answer that was scored."""
+        return () if self._rate is None else self._rate.streak.report()
 
     def child_pids(self) -> list[int]:
         """Return the processes that the parts started and that live."""

@@ -12,6 +12,7 @@ from asyncrl.cli.live import LEGEND
 from asyncrl.cli.views import LINE_S, PAINT_S, LineView, PanelView, view_on
 from asyncrl.clock import ManualClock
 from tests.control.page import page_runs
+from tests.statuses import snapshot_of
 
 
 def make_snapshot(step: int) -> dict[str, Any]:
@@ -27,7 +28,7 @@ class Terminal(io.StringIO):
 
 def show_for(view: Any, clock: ManualClock, seconds: float, pulse_s: float = 0.25) -> None:
     for number in range(int(seconds / pulse_s)):
-        view.show(make_snapshot(step=100 + number))
+        view.show(snapshot_of(make_snapshot(step=100 + number)))
         clock.advance(pulse_s)
 
 
@@ -46,9 +47,9 @@ def test_steps_are_one_line_per_ten_seconds_and_the_last_one_is_always_told() ->
 def test_a_line_holds_what_changed_since_the_one_before() -> None:
     stream, clock = io.StringIO(), ManualClock()
     view = LineView(stream, clock)
-    view.show(make_snapshot(step=100))
+    view.show(snapshot_of(make_snapshot(step=100)))
     clock.advance(LINE_S)
-    view.show(make_snapshot(step=100) | {"step": 101})
+    view.show(snapshot_of(make_snapshot(step=100) | {"step": 101}))
     first, second = stream.getvalue().splitlines()[2:]
     assert "accuracy 0.812" in first and "Bottleneck: the replicas" in first
     assert second == "step 101/600"
@@ -58,7 +59,11 @@ def test_a_field_that_has_ended_is_a_dash_once() -> None:
     stream, clock = io.StringIO(), ManualClock()
     view = LineView(stream, clock)
     for step in (100, 101, 102):
-        view.show(make_snapshot(step=100) | {"step": step} | ({} if step == 100 else {"time_left_s": None}))
+        view.show(
+            snapshot_of(
+                make_snapshot(step=100) | {"step": step} | ({} if step == 100 else {"time_left_s": None})
+            )
+        )
         clock.advance(LINE_S)
     assert stream.getvalue().splitlines()[3:] == ["step 101/600  left \u2013", "step 102/600"]
 
@@ -67,7 +72,7 @@ def test_a_state_or_a_phase_is_told_at_once_and_once() -> None:
     stream, clock = io.StringIO(), ManualClock()
     view = LineView(stream, clock)
     for phase in ("starting Ray", "starting Ray", "the learner loads its weights"):
-        view.show({"run": "x", "state": "starting", "phase": phase})
+        view.show(snapshot_of({"run": "x", "state": "starting", "phase": phase}))
     assert stream.getvalue().splitlines() == [
         "x: starting (starting Ray)",
         "x: starting (the learner loads its weights)",
@@ -78,7 +83,7 @@ def test_where_a_run_goes_on_is_told_once() -> None:
     stream = io.StringIO()
     view = LineView(stream, ManualClock())
     for step in (100, 101):
-        view.show(make_snapshot(step=step) | {"resumed_step": 99})
+        view.show(snapshot_of(make_snapshot(step=step) | {"resumed_step": 99}))
     assert stream.getvalue().count("resumed at step 99, residue 0") == 1
 
 
@@ -95,13 +100,13 @@ def test_the_panel_writes_only_lines_that_changed_at_most_once_a_second(
     panel: tuple[PanelView, Terminal, ManualClock],
 ) -> None:
     view, stream, clock = panel
-    view.show(make_snapshot(step=100))
+    view.show(snapshot_of(make_snapshot(step=100)))
     whole = len(stream.getvalue())
     clock.advance(PAINT_S / 2)
-    view.show(make_snapshot(step=101))
+    view.show(snapshot_of(make_snapshot(step=101)))
     assert len(stream.getvalue()) == whole
     clock.advance(PAINT_S)
-    view.show(make_snapshot(step=100) | {"accuracy": 0.9})
+    view.show(snapshot_of(make_snapshot(step=100) | {"accuracy": 0.9}))
     assert 0 < len(stream.getvalue()) - whole < whole / 4, "one line changed"
 
 
@@ -142,10 +147,10 @@ def test_painting_in_place_shows_what_a_whole_drawing_would(
         make_snapshot(step=151) | {"error": "it broke"},
     ]
     for snapshot in snapshots:
-        view.show(snapshot)
+        view.show(snapshot_of(snapshot))
         clock.advance(PAINT_S)
     again = Terminal()
-    PanelView(again, ManualClock()).show(snapshots[-1])
+    PanelView(again, ManualClock()).show(snapshot_of(snapshots[-1]))
     shown, whole = screen_of(stream.getvalue()), screen_of(again.getvalue())
     assert [line for line in shown if line] == [line for line in whole if line]
 
@@ -158,10 +163,10 @@ def test_a_panel_keeps_the_last_figures_while_only_the_head_answers(
     panel: tuple[PanelView, Terminal, ManualClock],
 ) -> None:
     view, stream, clock = panel
-    view.show(make_snapshot(step=150))
+    view.show(snapshot_of(make_snapshot(step=150)))
     before = screen_of(stream.getvalue())
     clock.advance(PAINT_S)
-    view.show({"run": "quickstart", "state": "stopping", "phase": "ending Ray"})
+    view.show(snapshot_of({"run": "quickstart", "state": "stopping", "phase": "ending Ray"}))
     after = screen_of(stream.getvalue())
     assert "stopping" in after[0] and any("ending Ray" in line for line in after)
     lag = next(line for line in before if "lag" in line)

@@ -19,8 +19,12 @@ from asyncrl.cli.watch import (
 )
 from asyncrl.clock import ManualClock
 from asyncrl.config.load import load
+from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.snapshot import HeadWord, Snapshot
 from asyncrl.errors import ConfigError
+from asyncrl.states import RunState
+from tests.statuses import snapshot_of
 
 
 @dataclass
@@ -29,7 +33,7 @@ class ScriptedRun:
 
     snapshots: list
     folder: RunDir = field(default_factory=lambda: RunDir(Path("runs/x")))
-    outcome: dict = field(default_factory=lambda: {"state": "finished"})
+    outcome: Outcome = field(default_factory=lambda: Outcome(state=RunState.FINISHED))
     stops: list = field(default_factory=list)
     interrupts_stop: bool = False
     is_cleared: bool = False
@@ -57,7 +61,8 @@ class ScriptedRun:
 
 
 def at(step):
-    return {"run": "x", "state": "running", "step": step, "steps": 3, "metrics": {"critic/rewards/mean": 0.5}}
+    metrics = {"critic/rewards/mean": 0.5}
+    return Snapshot(run="x", state=RunState.RUNNING, step=step, steps=3, metrics=metrics)
 
 
 def test_watching_sleeps_between_polls():
@@ -85,17 +90,19 @@ def test_what_a_run_has_left_is_ended_before_its_outcome_is_told():
 
 
 def test_a_detached_run_is_watched_until_its_services_are_known():
-    run = ScriptedRun([{"state": "starting"}, {**at(0), "services": {}}, at(1)])
+    run = ScriptedRun([HeadWord(state=RunState.STARTING), at(0), at(1)])
     assert follow_until_up(run, LineView(io.StringIO()), ManualClock())
     assert len(run.snapshots) == 1
 
 
 def test_a_detached_run_that_ends_before_that_is_not_up():
-    assert not follow_until_up(ScriptedRun([{"state": "starting"}]), LineView(io.StringIO()), ManualClock())
+    assert not follow_until_up(
+        ScriptedRun([HeadWord(state=RunState.STARTING)]), LineView(io.StringIO()), ManualClock()
+    )
 
 
 def test_ctrl_c_before_a_detached_run_is_up_stops_it():
-    run = ScriptedRun([{"state": "starting"}, KeyboardInterrupt()])
+    run = ScriptedRun([HeadWord(state=RunState.STARTING), KeyboardInterrupt()])
     with pytest.raises(KeyboardInterrupt):
         follow_until_up(run, LineView(io.StringIO()), ManualClock())
     assert len(run.stops) == 1
@@ -105,7 +112,7 @@ def test_the_parts_of_an_end_are_told_as_they_begin_and_add_up_to_the_whole():
     clock, told = ManualClock(), []
     timer = PhaseTimer(clock, told.append)
     for phase, lasting_s in (("a checkpoint", 1.0), ("a checkpoint", 2.0), ("ending Ray", 2.0)):
-        timer.show({"state": "stopping", "phase": phase})
+        timer.show(Snapshot(state=RunState.STOPPING, phase=phase))
         clock.advance(lasting_s)
     assert timer.summary() == "a checkpoint 3.0 s, ending Ray 2.0 s"
     assert told == ["   0.0 s: a checkpoint", "   3.0 s: ending Ray"]
@@ -115,7 +122,7 @@ def test_what_a_start_is_busy_with_is_not_told_as_a_part_of_its_end() -> None:
     told: list[str] = []
     timer = PhaseTimer(ManualClock(), told.append)
     for state, phase in (("starting", "2 of 2 engines load and compile"), ("stopping", "ending Ray")):
-        timer.show({"state": state, "phase": phase})
+        timer.show(snapshot_of(state=state, phase=phase))
     assert told == ["   0.0 s: the run is asked to stop", "   0.0 s: ending Ray"]
 
 
@@ -132,7 +139,7 @@ def test_a_stopped_run_says_from_which_checkpoint_it_goes_on_and_none_where_ther
 
 
 def test_a_failed_run_ends_with_1_and_tells_service_error_log_tail_on_stderr(capsys):
-    outcome = {"state": "failed", "service": "rollout.1", "error": "no GPU", "tail": ["last words"]}
+    outcome = Outcome(state=RunState.FAILED, service="rollout.1", error="no GPU", tail=("last words",))
     assert follow(ScriptedRun([at(1)], outcome=outcome)) == exits.FAILED
     shown = capsys.readouterr()
     assert "the run failed in rollout.1: no GPU" in shown.err

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -19,9 +20,11 @@ from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.record.syncing import weights_answer, weights_metrics
 from asyncrl.errors import ConfigError
 from asyncrl.metrics import unknown_names
+from asyncrl.service_status import Statuses
 from asyncrl.versions import PolicyVersion
 from tests.cli.test_audit import make_config
 from tests.weight_sync.cluster import (
+    Child,
     Cluster,
     Fault,
     load,
@@ -37,6 +40,13 @@ def ask(runs_dir: Path, *words: str) -> Result:
     return CliRunner().invoke(app, ["inspect", "weights", *words, "--dir", str(runs_dir)])
 
 
+def told(children: Mapping[str, Child]) -> dict[str, object]:
+    """Return what the run's supervisor would answer."""
+    statuses = Statuses({name: child.status() for name, child in children.items()})
+    found: dict[str, object] = msgspec.to_builtins(weights_answer(statuses))
+    return found
+
+
 @contextmanager
 def reachable(cluster: Cluster, folder: Path) -> Iterator[None]:
     """The run's control API, as its supervisor opens it, answering from the services' statuses."""
@@ -47,7 +57,7 @@ def reachable(cluster: Cluster, folder: Path) -> Iterator[None]:
         api = ControlApi(
             0,
             "key",
-            {"GET /weights": lambda _: weights_answer({name: c.status() for name, c in children.items()})},
+            {"GET /weights": lambda _: told(children)},
         )
         live = {"url": api.url, "key": "key", "pid": head.pid, "run_id": "told"}
         write_json(RunDir(folder).live, live)
@@ -68,13 +78,13 @@ def sync_with_one_failure(cluster: Cluster) -> None:
     assert load(good).number == load(bad).number == 1
     handoff.publish(PolicyVersion(2, 1), model(2))
     assert load(good, 1).number == 2
-    wait_until(lambda: "receiver.0" in cluster.coordinator.status()["culprit"], "the digest to be refused")
-    wait_until(lambda: cluster.members()["receiver.1"]["state"] == "READY", "receiver.1 to be ready")
+    wait_until(lambda: "receiver.0" in cluster.coordinator.status().culprit, "the digest to be refused")
+    wait_until(lambda: cluster.members()["receiver.1"].state == "READY", "receiver.1 to be ready")
 
 
 def check_metrics(cluster: Cluster) -> None:
     names = ("weight_sync.0", "publisher.0")
-    metrics = weights_metrics({name: cluster.children[name].status() for name in names})
+    metrics = weights_metrics(Statuses({name: cluster.children[name].status() for name in names}))
     assert unknown_names(metrics) == {}
     assert metrics["weights/published"] == 2.0 and metrics["weights/culprits"] >= 1.0
     assert metrics["weights/failed/digest"] >= 1.0 and metrics["weights/fenced"] <= 1.0
@@ -124,7 +134,7 @@ def test_a_version_that_an_engine_refused_counts_as_failed_though_its_bytes_arri
         for _ in range(2):
             report_loaded(receiver, 1, ok=False, error="the probe does not match")
             assert take(receiver, 0) is not None, "it loads again from staging"
-        wait_until(lambda: cluster.coordinator.status()["counters"].get("failed_loads") == 2, "two refusals")
+        wait_until(lambda: cluster.coordinator.status().counters.get("failed_loads") == 2, "two refusals")
         with reachable(cluster, folder):
             living = json.loads(ask(folder.parent, "told", "--json").stdout)
         for name in ("receiver.0", "publisher.0", "weight_sync.0"):

@@ -4,33 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
+from asyncrl.control.api.operations import Begun
 from asyncrl.errors import ServiceFailed
+from asyncrl.service_command import Pause
+from asyncrl.states import RunState
 
 
 class ScriptedCrew:
     """Notes what it is asked; services in `unreachable` cannot be told anything."""
 
     def __init__(self) -> None:
-        self.state = "running"
+        self.state = RunState.RUNNING
         self.replicas = [0, 2]
         self.num_draining = 0
         self.learner_life = 0
         self.unreachable: set[str] = set()
         self.told: list[tuple[str, str]] = []
 
-    def scale(self, replicas: int) -> dict[str, Any]:
+    def scale(self, replicas: int) -> Begun:
         self.told.append(("crew", f"scale {replicas}"))
-        return {"replicas": replicas}
+        return Begun(replicas)
 
-    def drain(self, index: int) -> dict[str, Any]:
+    def drain(self, index: int) -> Begun:
         self.told.append(("crew", f"drain {index}"))
-        return {"draining": [f"rollout.{index}"], "started": ["rollout.3"]}
+        return Begun(2, ("rollout.3",), (f"rollout.{index}",))
 
-    def ask(self, service: str, command: str, args: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, service: str, command: Any) -> Any:
         if service in self.unreachable:
             raise ServiceFailed(f"{service} is gone")
-        self.told.append((service, command))
-        return {"step": 7}
+        self.told.append((service, command.word))
+        known = {"step": 7, "max_lag": getattr(command, "max_lag", 0), "paused": isinstance(command, Pause)}
+        return msgspec.convert(
+            {name: known[name] for name in command.answer.__struct_fields__}, command.answer
+        )
 
     def stop(self) -> None:
         self.told.append(("crew", "stop"))

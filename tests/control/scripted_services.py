@@ -7,10 +7,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError, ServiceFailed
+from msgspec.structs import replace
+
+from asyncrl.errors import ServiceFailed
+from asyncrl.message import Message
 from asyncrl.metrics.row_log import RowLog
-from asyncrl.obstacle import OBSTACLES, Cause, Obstacle
+from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.service import ServiceContext
+from asyncrl.service_command import (
+    AnyCommand,
+    Drain,
+    HandOverRows,
+    Rows,
+    Standing,
+    StepsDone,
+    WriteCheckpoint,
+    unknown_command,
+)
+from asyncrl.service_status import GuardFinding, RedisJournalStatus, ServiceStatus
+from asyncrl.states import ServiceState
+from tests.statuses import status_of
 
 ROW = {
     "critic/rewards/mean": 0.5,
@@ -40,14 +56,20 @@ class Scripted:
     def work(self) -> None:
         """Do one bit of the script."""
 
-    def status(self) -> dict[str, Any]:
-        return {"state": "READY", "version": 1, "tokens": 10, "busy_s": 1.0, "idle_s": 1.0}
+    def status(self) -> ServiceStatus:
+        if self.context.kind != "rollout":
+            return self.tell()
+        return self.tell(version=1, tokens=10, busy_s=1.0, idle_s=1.0)
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        if name == "drain":
+    def tell(self, state: str = "READY", **values: Any) -> ServiceStatus:
+        """Return a status of the service's kind."""
+        return status_of(self.context.name, values, state=state)
+
+    def command(self, command: AnyCommand) -> Message:
+        if isinstance(command, Drain):
             self._drained.set()
-            return {}
-        raise ConfigError(f"no command {name}")
+            return Standing(ServiceState.DRAINING)
+        raise unknown_command("a scripted service", command)
 
 
 class ScriptedLearner(Scripted):
@@ -61,21 +83,21 @@ class ScriptedLearner(Scripted):
         while len(self.rows) < self.context.config.learner.steps and not stop.wait(0.01):
             self.rows.append({"training/global_step": len(self.rows) + 1, **ROW})
 
-    def status(self) -> dict[str, Any]:
-        return {"state": "READY", "step": len(self.rows), "last_evaluation": 1}
+    def status(self) -> ServiceStatus:
+        return self.tell(step=len(self.rows), last_evaluation=1)
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        assert name == "rows"
-        return {"first": args["after"], "rows": self.rows[args["after"] :]}
+    def command(self, command: AnyCommand) -> Message:
+        assert isinstance(command, HandOverRows)
+        return Rows(command.after, tuple(self.rows[command.after :]))
 
 
 class WarnedLearner(ScriptedLearner):
     """Its guard has found one thing for each of the first steps."""
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         texts = [f"step {step}: large_steps: actor/step_kl is 0.3" for step in range(min(2, len(self.rows)))]
-        findings = [{"step": step, "kind": "large_steps", "text": text} for step, text in enumerate(texts)]
-        return {**super().status(), "findings": findings}
+        findings = [GuardFinding(step + 1, step, "large_steps", text) for step, text in enumerate(texts)]
+        return replace(super().status(), findings=tuple(findings))
 
 
 class PacedLearner(ScriptedLearner):
@@ -94,21 +116,21 @@ class PacedLearner(ScriptedLearner):
             row = {**ROW, "timing_s/step": time.time(), "life": self.life}
             self.rows.append({"training/global_step": step, **row})
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         step = self.rows[-1]["training/global_step"] if self.rows else 0
-        return {**super().status(), "step": step}
+        return replace(super().status(), step=step)
 
 
 class AskedLearner(PacedLearner):
     """Writes down which of its lives was asked for a checkpoint at which step, and writes none."""
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        if name != "checkpoint":
-            return super().command(name, args)
-        step = self.status()["step"]
+    def command(self, command: AnyCommand) -> Message:
+        if not isinstance(command, WriteCheckpoint):
+            return super().command(command)
+        step = self.status().step
         with (self.context.run_dir / "asked").open("a") as file:
             file.write(f"{self.life}:{step} ")
-        return {"step": step}
+        return StepsDone(step)
 
 
 class MuteLearner(PacedLearner):
@@ -118,9 +140,9 @@ class MuteLearner(PacedLearner):
         self.rows = LoggedRows(self.context.run_dir)
         super().run(stop)
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    def command(self, command: AnyCommand) -> Message:
         is_mute = str(self.life) in (self.context.run_dir / "mute").read_text()
-        return {"first": 0, "rows": []} if is_mute else super().command(name, args)
+        return Rows(0, ()) if is_mute else super().command(command)
 
 
 class LoggedRows(list[dict[str, Any]]):
@@ -145,11 +167,11 @@ class ScriptedBuffer(Scripted):
 
     trained = 5
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         metrics = {"accuracy": 0.25, "val-core/held_out/acc/mean@1": 0.25, "val-aux/num_prompts": 4.0}
         evaluation = {"id": 1, "step": 0, "version": 1, "metrics": metrics}
         ledger = {"residue": 0, "issued": 5, "trained": self.trained, "dropped": {}}
-        return {"state": "serving", "evaluations": [evaluation], **ledger}
+        return self.tell(evaluations=[evaluation], **ledger)
 
 
 class LateEvaluation(ScriptedBuffer):
@@ -159,27 +181,27 @@ class LateEvaluation(ScriptedBuffer):
         super().__init__(context)
         self._num_asked = 0
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         self._num_asked += 1
         status = super().status()
-        return status if self._num_asked > 4 else {**status, "evaluations": []}
+        return status if self._num_asked > 4 else replace(status, evaluations=())
 
 
 class PoisonedBuffer(ScriptedBuffer):
     """Nothing was ever trained, and many prompts were given up."""
 
-    def status(self) -> dict[str, Any]:
-        return {**super().status(), "trained": 0, "dropped": {"poison": 32}}
+    def status(self) -> ServiceStatus:
+        return replace(super().status(), trained=0, dropped={"poison": 32})
 
 
 class WaitingLearner(Scripted):
     """Never gets a batch."""
 
-    def status(self) -> dict[str, Any]:
-        return {"state": "READY", "step": 0, "last_evaluation": 0}
+    def status(self) -> ServiceStatus:
+        return self.tell(step=0, last_evaluation=0)
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        return {"first": 0, "rows": []}
+    def command(self, command: AnyCommand) -> Message:
+        return Rows(0, ())
 
 
 class SlowSaver(WaitingLearner):
@@ -187,8 +209,8 @@ class SlowSaver(WaitingLearner):
 
     step = 1
 
-    def status(self) -> dict[str, Any]:
-        return {**super().status(), "step": self.step, "resumed_step": 0}
+    def status(self) -> ServiceStatus:
+        return replace(super().status(), step=self.step, resumed_step=0)
 
     def run(self, stop: threading.Event) -> None:
         may_save = self.context.run_dir / "may-save"
@@ -241,11 +263,11 @@ class RefusingReplica(Scripted):
         super().__init__(context)
         self._num_refused = 0
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         self._num_refused += 1
         reason = "vLLM refused the load of version 1: the probe does not match"
         refused = Obstacle("", Cause.WEIGHTS_REFUSED, reason, self._num_refused)
-        return {"state": "SYNCING", "version": 0, OBSTACLES: [refused.as_values()]}
+        return self.tell("SYNCING", version=0, obstacles=[refused])
 
 
 class UnreachingSync(Scripted):
@@ -255,38 +277,40 @@ class UnreachingSync(Scripted):
         super().__init__(context)
         self._num_failed = 0
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         self._num_failed += 10
         reason = "a version did not reach it: no room for 4096 bytes in /dev/shm"
         failed = [
-            Obstacle(f"receiver.{index}", Cause.WEIGHTS_UNDELIVERED, reason, self._num_failed).as_values()
+            Obstacle(f"receiver.{index}", Cause.WEIGHTS_UNDELIVERED, reason, self._num_failed)
             for index in range(2)
         ]
-        return {"state": "READY", OBSTACLES: failed}
+        return self.tell(obstacles=failed)
 
 
 class GivingUpReplica(Scripted):
     """Its groups fail."""
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         failing = Obstacle("", Cause.GROUPS_FAIL, "the tool 'search' is not there", 96)
-        return {"state": "READY", OBSTACLES: [failing.as_values()]}
+        return self.tell(obstacles=[failing])
 
 
 class AwayBuffer(ScriptedBuffer):
     """Its journal is away until the file `journal-back` is there."""
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ServiceStatus:
         away = Obstacle("", Cause.JOURNAL_AWAY, "Redis at localhost:1 is away: Connection refused")
         is_back = (self.context.run_dir / "journal-back").exists()
-        return {**super().status(), OBSTACLES: [] if is_back else [away.as_values()]}
+        return replace(super().status(), obstacles=() if is_back else (away,))
 
 
 class LosingBuffer(ScriptedBuffer):
     """Its journal has lost what it held, once."""
 
-    def status(self) -> dict[str, Any]:
-        return {**super().status(), "journal": {"losses": ["Redis at localhost:1 lost acknowledged data"]}}
+    def status(self) -> ServiceStatus:
+        losses = ("Redis at localhost:1 lost acknowledged data",)
+        journal = RedisJournalStatus(redis="localhost:1", backlog=0, wiped=1, losses=losses)
+        return replace(super().status(), journal=journal)
 
 
 REPLACE = {
@@ -302,15 +326,16 @@ REPLACE = {
 class Syncing(Scripted):
     """Never gets its first weights."""
 
-    def status(self) -> dict[str, Any]:
-        return {"state": "SYNCING", "version": 0}
+    def status(self) -> ServiceStatus:
+        return self.tell("SYNCING", version=0)
 
 
 class StuckLeaver(Scripted):
     """Says that it drains, and never ends."""
 
-    def status(self) -> dict[str, Any]:
-        return super().status() | ({"state": "DRAINING"} if self._drained.is_set() else {})
+    def status(self) -> ServiceStatus:
+        is_draining = self._drained.is_set()
+        return replace(super().status(), state=ServiceState.DRAINING) if is_draining else super().status()
 
     def run(self, stop: threading.Event) -> None:
         stop.wait()

@@ -19,7 +19,9 @@ from asyncrl.control.api import server
 from asyncrl.control.api.client import NotRunning, RunClient, find_run
 from asyncrl.control.api.server import MAX_BODY_BYTES, MAX_CONNECTIONS, ControlApi
 from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.control.snapshot import Snapshot
 from asyncrl.errors import ConfigError, ConnectionLost, DeadlineExceeded, Refused, RemoteError
+from asyncrl.states import RunState
 
 
 def refuse(body: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def client(api: ControlApi, tmp_path: Path) -> RunClient:
 
 
 def test_a_client_reads_the_status(client: RunClient) -> None:
-    assert client.status() == {"state": "running"}
+    assert client.status() == Snapshot(state=RunState.RUNNING)
 
 
 def test_the_key_goes_to_the_run_alone_whatever_proxy_is_set(
@@ -56,7 +58,7 @@ def test_the_key_goes_to_the_run_alone_whatever_proxy_is_set(
             monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
         monkeypatch.setenv("no_proxy", "")
         monkeypatch.setattr(urllib.request, "_opener", None)  # it remembers the environment of its first call
-        assert client.status() == {"state": "running"}
+        assert client.status() == Snapshot(state=RunState.RUNNING)
         with pytest.raises(BlockingIOError):
             proxy.accept()
 
@@ -139,7 +141,7 @@ def test_a_thousand_silent_connections_take_a_bounded_number_of_threads(
             end.close()
     while threading.active_count() > before:
         time.sleep(0.01)
-    assert client.status() == {"state": "running"}
+    assert client.status() == Snapshot(state=RunState.RUNNING)
 
 
 def connect(api: ControlApi, said: bytes) -> socket.socket:
@@ -158,7 +160,7 @@ def test_the_owner_gets_in_while_strangers_hold_every_place(api: ControlApi, cli
     try:
         for _ in range(3):
             ends += [connect(api, b"G") for _ in range(MAX_CONNECTIONS)]
-            assert client.status() == {"state": "running"}
+            assert client.status() == Snapshot(state=RunState.RUNNING)
     finally:
         for end in ends:
             end.close()

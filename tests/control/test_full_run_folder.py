@@ -7,12 +7,14 @@ from pathlib import Path
 from scripted_services import REPLACE
 from test_supervisor import make_supervisor, start, wait_for
 
+from asyncrl.control.api import operations as api
 from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.record.events import EventLog, load_events
 from asyncrl.control.record.recorder import Recorder, training_rows
 from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from tests.small_disk import fill
+from tests.statuses import told_by
 from tests.threads import RUNTIME
 
 WAITING = "scripted_services:WaitingLearner"
@@ -24,17 +26,17 @@ def test_a_full_disk_is_an_event_on_it_and_an_obstacle_until_there_is_room(small
     replace = {**REPLACE, "learner": "scripted_services:PacedLearner"}
     supervisor, _ = make_supervisor(small_disk, steps=8, replace=replace)
     thread, _ = start(supervisor)
-    wait_for(lambda: supervisor.status()["step"] == 5)
+    wait_for(lambda: told_by(supervisor)["step"] == 5)
     fill(small_disk / "ballast")
-    supervisor.command("scale", {"replicas": 3})  # what is decided is to be on disk
-    wait_for(lambda: bool(supervisor.status()["obstacles"]))
-    (found,) = supervisor.status()["obstacles"]
+    supervisor.perform(api.Scale(3))  # what is decided is to be on disk
+    wait_for(lambda: bool(told_by(supervisor)["obstacles"]))
+    (found,) = told_by(supervisor)["obstacles"]
     assert (found["service"], found["cause"]) == ("supervisor.0", "disk_full")
     assert "No space left on device" in found["reason"] and str(small_disk) in found["reason"]
     told = [one["text"] for one in load_events(RunDir(small_disk).events) if one["kind"] == "obstacle"]
     assert told == [found["reason"]]
     (small_disk / "ballast").unlink()
-    wait_for(lambda: not supervisor.status()["obstacles"])
+    wait_for(lambda: not told_by(supervisor)["obstacles"])
     (small_disk / "go-on").touch()
     thread.join(30.0)
     assert not thread.is_alive()
@@ -52,10 +54,10 @@ def test_a_row_that_the_disk_did_not_take_is_written_as_soon_as_there_is_room(sm
     fill(small_disk / "ballast")
     supervisor._recorder.record({"training/global_step": 1, "a": "x" * 8192})
     supervisor._observe()
-    assert supervisor.status()["obstacles"]
+    assert told_by(supervisor)["obstacles"]
     (small_disk / "ballast").unlink()
     supervisor._observe()
-    assert not supervisor.status()["obstacles"]
+    assert not told_by(supervisor)["obstacles"]
     (row,) = training_rows(load_rows(RunDir(small_disk).metrics))
     assert row["training/global_step"] == 1
     launcher.stop(launcher.started, 5.0)
@@ -66,10 +68,10 @@ def test_what_happens_to_a_run_on_a_full_disk_has_room_that_was_reserved(small_d
     supervisor, _ = make_supervisor(small_disk, replace=replace)
     thread, stop = start(supervisor)
     try:
-        wait_for(lambda: supervisor.status()["state"] == "running")
+        wait_for(lambda: told_by(supervisor)["state"] == "running")
         end_page(RunDir(small_disk).events)
         fill(small_disk / "ballast")
-        supervisor.command("scale", {"replicas": 3})
+        supervisor.perform(api.Scale(3))
         kinds = [one["kind"] for one in load_events(RunDir(small_disk).events)]
     finally:
         (small_disk / "ballast").unlink()
@@ -147,19 +149,19 @@ def test_events_that_could_not_be_written_are_written_with_the_next_one(tmp_path
 def test_a_head_that_died_without_a_word_on_a_full_disk_is_told_of_as_such(small_disk: Path) -> None:
     write_json(RunDir(small_disk).live, {})
     handle = RunHandle(RunDir(small_disk), pid=1, run_id="x", sockets=small_disk)
-    assert handle.result()["error"] == "the head process died"
+    assert handle.result().error == "the head process died"
     fill(small_disk / "ballast")
-    assert f"the disk of {small_disk} is full (" in handle.result()["error"]
+    assert f"the disk of {small_disk} is full (" in handle.result().error
 
 
 def test_how_a_run_ended_on_a_full_disk_is_recorded_in_room_that_was_reserved(small_disk: Path) -> None:
     replace = {**REPLACE, "learner": WAITING}
     supervisor, _ = make_supervisor(small_disk, steps=8, replace=replace)
     thread, _ = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
     fill(small_disk / "ballast")
-    supervisor.command("scale", {"replicas": 3})
-    wait_for(lambda: bool(supervisor.status()["obstacles"]))
+    supervisor.perform(api.Scale(3))
+    wait_for(lambda: bool(told_by(supervisor)["obstacles"]))
     fill(small_disk / "more ballast")  # where events were told
     supervisor.stop()
     thread.join(30.0)
@@ -173,4 +175,4 @@ def test_what_nobody_could_write_down_is_told_by_the_terminal_that_heard_it(tmp_
     handle = RunHandle(
         RunDir(tmp_path), pid=1, run_id="x", sockets=tmp_path, last_error="learner.0 failed: nan"
     )
-    assert (handle.result()["service"], handle.result()["error"]) == ("learner.0", "learner.0 failed: nan")
+    assert (handle.result().service, handle.result().error) == ("learner.0", "learner.0 failed: nan")

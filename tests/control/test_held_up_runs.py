@@ -17,6 +17,7 @@ from asyncrl.control.fleet import watchdog
 from asyncrl.control.notices import Notices
 from asyncrl.control.record.events import EventLog, load_events
 from asyncrl.control.record.rundir import RunDir, read_json
+from tests.statuses import snapshot_of, statuses_of, told_by
 from tests.threads import RUNTIME
 
 WAITING = {**REPLACE, "learner": "scripted_services:WaitingLearner"}
@@ -56,8 +57,8 @@ def test_an_obstacle_is_in_the_snapshot_while_it_holds_and_its_end_is_an_event(
     replace = {**WAITING, "buffer": "scripted_services:AwayBuffer"}
     supervisor, _ = make_supervisor(tmp_path, steps=10**6, replace=replace)
     thread, stop = start(supervisor)
-    wait_for(lambda: bool(supervisor.status()["obstacles"]))
-    status = supervisor.status()
+    wait_for(lambda: bool(told_by(supervisor)["obstacles"]))
+    status = told_by(supervisor)
     (found,) = status["obstacles"]
     assert (found["service"], found["blocks"]) == ("buffer.0", True) and found["since"] > 0.0
     assert (
@@ -66,7 +67,7 @@ def test_an_obstacle_is_in_the_snapshot_while_it_holds_and_its_end_is_an_event(
     assert status["health"] == "degraded"
     (tmp_path / "journal-back").touch()
     wait_for(lambda: len([e for e in load_events(RunDir(tmp_path).events) if e["kind"] == "obstacle"]) == 2)
-    assert supervisor.status()["obstacles"] == [] and supervisor.status()["health"] == "ok"
+    assert told_by(supervisor)["obstacles"] == [] and told_by(supervisor)["health"] == "ok"
     stop.set()
     thread.join(10.0)
     assert not thread.is_alive()
@@ -98,7 +99,7 @@ def test_what_a_journal_lost_is_an_event_once_in_each_life(tmp_path: Path) -> No
         return [one["text"] for one in load_events(RunDir(tmp_path).events) if one["kind"] == "journal"]
 
     assert told() == ["Redis at localhost:1 lost acknowledged data"]
-    statuses = {"buffer.0": {"journal": {"losses": told()}}}
+    statuses = statuses_of({"buffer.0": {"journal": {"kind": "redis", "losses": told()}}})
     events = EventLog(RunDir(tmp_path).events, RUNTIME)
     Notices(events).look(statuses)
     assert len(told()) == 1, "a supervisor that takes over finds it told"
@@ -119,8 +120,8 @@ def test_each_finding_of_the_guard_is_one_event_for_terminal_and_page(tmp_path: 
         ("learner.0", "large_steps", 1),
     ]
     lines = Bulletin()
-    assert lines.lines({"events": []}) == []
-    assert lines.lines({"events": found})[0] == "! learner.0: " + text.format(0)
+    assert lines.lines(snapshot_of(events=[])) == []
+    assert lines.lines(snapshot_of(events=found))[0] == "! learner.0: " + text.format(0)
 
 
 def test_why_a_service_is_started_again_is_in_the_snapshot_until_it_is_up(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_why_a_service_is_started_again_is_in_the_snapshot_until_it_is_up(tmp_pa
     supervisor, _ = make_supervisor(tmp_path, steps=10**6, replace=replace)
     seen: list[str] = []
     thread, _ = start(supervisor)
-    wait_for(lambda: bool(seen.extend(o["reason"] for o in supervisor.status()["obstacles"]) or seen))
+    wait_for(lambda: bool(seen.extend(o["reason"] for o in told_by(supervisor)["obstacles"]) or seen))
     thread.join(60.0)
     assert not thread.is_alive()
     assert "no tokenizer in the model folder" in seen[0]
@@ -153,7 +154,7 @@ def test_why_a_replica_ended_is_an_event_and_a_line_of_the_terminal(
     thread, stop = start(supervisor)
 
     def is_told() -> bool:
-        view.show(supervisor.status())
+        view.show(supervisor.snapshot())
         lines = terminal.getvalue().splitlines()
         return any(line.startswith("! rollout.") and reason in line for line in lines)
 

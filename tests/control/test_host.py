@@ -16,17 +16,18 @@ CODE = """
 import os, signal, sys
 from pathlib import Path
 from asyncrl.config.tree import Config
-from asyncrl.control.launch.host import DUMP_STACKS, ServiceHost
+from asyncrl.control.launch.host import ServiceHost
+from asyncrl.service_command import DumpStacks, pack_command
 from asyncrl.service import ServiceContext
 config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"})
 context = ServiceContext(config, "a.0", Path(sys.argv[1]), "id")
 host = ServiceHost("trivial_service:" + sys.argv[2], context, sys.argv[1] + "/a.0.log")
-while host.status()["state"] == "STARTING":
+while host.describe().state == "STARTING":
     pass
-if host.status()["state"] == "FAILED":
-    print("kinds", host.status()["error_kinds"], host.status()["error"], host.stop(30.0))
+if host.describe().state == "FAILED":
+    print("kinds", list(host.describe().error_kinds), host.describe().error, host.stop(30.0))
 else:
-    host.command(DUMP_STACKS, {})
+    host.command(pack_command(DumpStacks()))
     print("half way", flush=True)
     os.kill(os.getpid(), signal.SIGUSR1)
     host.stop(5.0)
@@ -67,18 +68,17 @@ import sys, time
 from pathlib import Path
 from asyncrl.config.tree import Config
 from asyncrl.control.launch.host import ServiceHost
-from asyncrl.obstacle import OBSTACLES
 from asyncrl.service import ServiceContext
 folder = Path(sys.argv[1])
 config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"})
 host = ServiceHost("trivial_service:build_waiting", ServiceContext(config, "a.0", folder, "id"), sys.argv[2])
-while not host.status()[OBSTACLES]:
+while not host.describe().obstacles:
     time.sleep(0.01)
-print(host.status()["state"], host.status()[OBSTACLES][0]["reason"], flush=True)
+print(host.describe().state, host.describe().obstacles[0].reason, flush=True)
 (folder / "back").touch()
-while host.status()["state"] == "STARTING":
+while host.describe().state == "STARTING":
     time.sleep(0.01)
-print("then", host.status()["state"], OBSTACLES in host.status(), flush=True)
+print("then", host.describe().state, len(host.describe().obstacles), flush=True)
 host.stop(5.0)
 """
 
@@ -89,7 +89,7 @@ def test_what_a_service_waits_for_while_it_is_built_is_in_its_status(tmp_path: P
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     subprocess.run(command, env=environment, timeout=60, check=True)
     assert "STARTING Redis at localhost:1 is away: Connection refused\n" in log.read_text()
-    assert "then serving False\n" in log.read_text(), "the service's own status counts"
+    assert "then READY 0\n" in log.read_text(), "the service's own status counts"
 
 
 SEMAPHORES = """

@@ -34,6 +34,9 @@ from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import ServiceFailed
 from asyncrl.service import ServiceContext
+from asyncrl.service_command import Bound, Drain, Promote, RetireReplica, Tighten
+from asyncrl.service_status import ServiceStatus
+from asyncrl.states import ServiceState
 from tests.other_user import NOBODY, acting_as
 
 RUN_ID = f"test{os.getpid()}"
@@ -85,11 +88,11 @@ def make_spec(folder: Path, name: str, function: str = "build") -> ServiceSpec:
     return ServiceSpec(f"trivial_service:{function}", context, str(folder / f"{name}.log"))
 
 
-def await_state(launcher: Launcher, name: str, *states: str) -> dict[str, object]:
+def await_state(launcher: Launcher, name: str, *states: str) -> ServiceStatus:
     end = time.monotonic() + 60
     while time.monotonic() < end:
         status = launcher.statuses([name], 5.0)[name]
-        if status["state"] in states:
+        if status.state in states:
             return status
         time.sleep(0.05)
     raise AssertionError(status)
@@ -97,8 +100,8 @@ def await_state(launcher: Launcher, name: str, *states: str) -> dict[str, object
 
 def test_a_service_is_started_asked_told_and_stopped(launcher: Launcher, tmp_path: Path) -> None:
     launcher.start(make_spec(tmp_path, "a.0"))
-    assert await_state(launcher, "a.0", "serving")["name"] == "a.0"
-    assert launcher.command("a.0", "greet", {"n": 1}, 5.0) == {"heard": "greet", "n": 1}
+    assert await_state(launcher, "a.0", "READY").failure == "a.0"
+    assert launcher.command("a.0", Tighten(1), 5.0) == Bound(1)
     assert launcher.stop(["a.0"], 5.0) == {"a.0"}
     await_state(launcher, "a.0", "ENDED")
     launcher.kill("a.0")
@@ -106,33 +109,33 @@ def test_a_service_is_started_asked_told_and_stopped(launcher: Launcher, tmp_pat
 
 def test_a_service_that_fails_says_why(launcher: Launcher, tmp_path: Path) -> None:
     launcher.start(make_spec(tmp_path, "b.0"))
-    await_state(launcher, "b.0", "serving")
-    launcher.command("b.0", "boom", {}, 5.0)
-    assert "boom as asked" in str(await_state(launcher, "b.0", "FAILED")["error"])
+    await_state(launcher, "b.0", "READY")
+    launcher.command("b.0", Promote(), 5.0)
+    assert "boom as asked" in str(await_state(launcher, "b.0", "FAILED").error)
     launcher.kill("b.0")
 
 
 def test_a_process_that_dies_is_gone_and_its_log_stays(ray_started: None, tmp_path: Path) -> None:
     launcher = ray_launcher.RayLauncher("tests")
     launcher.start(make_spec(tmp_path, "c.0"))
-    await_state(launcher, "c.0", "serving")
-    with pytest.raises(ServiceFailed, match=r"c\.0 failed 'die'"):
-        launcher.command("c.0", "die", {}, 10.0)
-    assert await_state(launcher, "c.0", "DEAD")["error"] == ray_launcher.KILLED
+    await_state(launcher, "c.0", "READY")
+    with pytest.raises(ServiceFailed, match=r"c\.0 failed 'retire'"):
+        launcher.command("c.0", RetireReplica("c.0"), 10.0)
+    assert await_state(launcher, "c.0", "DEAD").error == ray_launcher.KILLED
     assert "c.0 runs" in (tmp_path / "c.0.log").read_text()
 
 
 def test_a_service_that_cannot_be_built_is_failed_with_its_error(ray_started: None, tmp_path: Path) -> None:
     launcher = ray_launcher.RayLauncher("tests")
     launcher.start(make_spec(tmp_path, "d.0", "build_broken"))
-    assert "no model in models/nowhere" in str(await_state(launcher, "d.0", "FAILED")["error"])
+    assert "no model in models/nowhere" in str(await_state(launcher, "d.0", "FAILED").error)
     launcher.kill("d.0")
 
 
 def test_every_process_of_a_run_is_found_by_its_mark_and_ended(ray_started: None, tmp_path: Path) -> None:
     launcher = ray_launcher.RayLauncher("tests")
     launcher.start(make_spec(tmp_path, "e.0"))
-    pid = await_state(launcher, "e.0", "serving")["pid"]
+    pid = await_state(launcher, "e.0", "READY").pid
     assert isinstance(pid, int) and pid in pids_of_run(RUN_ID)
     assert not is_alive(os.getpid(), RUN_ID), "the test's own process has no mark"
     assert end_leftovers(RUN_ID) >= 1
@@ -147,10 +150,10 @@ def test_a_service_that_is_still_built_refuses_a_command_in_one_plain_sentence(
     launcher.start(make_spec(tmp_path, "g.0", "build_waiting"))
     await_state(launcher, "g.0", "STARTING")
     with pytest.raises(ServiceFailed) as caught:
-        launcher.command("g.0", "drain", {}, 30.0)
+        launcher.command("g.0", Drain(), 30.0)
     assert str(caught.value) == "g.0 is still starting and cannot 'drain'"
     (tmp_path / "back").touch()
-    await_state(launcher, "g.0", "serving")
+    await_state(launcher, "g.0", "READY")
     launcher.kill("g.0")
 
 
@@ -160,16 +163,16 @@ def test_another_launcher_takes_charge_of_who_lives_and_a_stopped_one_is_replace
     ray_launcher.RayLauncher("tests").start(make_spec(tmp_path, "f.0"))
     launcher = ray_launcher.RayLauncher("tests")
     assert "f.0" in launcher.adopt()
-    pid = await_state(launcher, "f.0", "serving")["pid"]
+    pid = await_state(launcher, "f.0", "READY").pid
     assert isinstance(pid, int)
     assert pid in pids_of_service(RUN_ID, "f.0")
     os.kill(pid, signal.SIGSTOP)
-    assert launcher.statuses(["f.0"], 0.3)["f.0"] == {"state": "SILENT"}
+    assert launcher.statuses(["f.0"], 0.3)["f.0"] == ServiceStatus(state=ServiceState.SILENT)
     launcher.kill("f.0")
     assert end_service(RUN_ID, "f.0") == []
     launcher.start(make_spec(tmp_path, "f.0"))
-    assert await_state(launcher, "f.0", "serving")["pid"] != pid
-    assert launcher.statuses(["g.0"], 1.0)["g.0"]["state"] == "DEAD"
+    assert await_state(launcher, "f.0", "READY").pid != pid
+    assert launcher.statuses(["g.0"], 1.0)["g.0"].state == "DEAD"
     launcher.kill("f.0")
 
 
@@ -180,7 +183,7 @@ def test_rays_server_keeps_nothing_of_the_calls_of_a_run(ray_started: None, tmp_
     """By default it keeps 4,300 bytes of each, to show them on its dashboard."""
     launcher = ray_launcher.RayLauncher("tests")
     launcher.start(make_spec(tmp_path, "k.0"))
-    await_state(launcher, "k.0", "serving")
+    await_state(launcher, "k.0", "READY")
     (server,) = [one for one in psutil.Process().children(recursive=True) if one.name() == "gcs_server"]
     actor = ray.get_actor("k.0", namespace="tests")
     before = server.memory_info().rss
@@ -242,3 +245,10 @@ def test_a_run_has_its_folder_where_ray_would_unless_the_paths_of_sockets_grew_t
         assert ray_launcher.base_folder() == (Path("/tmp") if num_more else base)
     finally:
         base.rmdir()
+
+
+def test_what_is_no_status_is_refused_counted_and_silence(ray_started: None) -> None:
+    launcher = ray_launcher.RayLauncher("tests")
+    found = launcher._read("buffer.0", ray.put(b"no status"))
+    assert found.state == ServiceState.SILENT and "no status of a buffer" in found.error
+    assert launcher.counters == {"refused_statuses": 1}

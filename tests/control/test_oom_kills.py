@@ -8,12 +8,16 @@ import pytest
 from test_repair import Run
 
 from asyncrl.control.record.events import load_events
+from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.upkeep.oom import RECENT_S, OomKills
+from asyncrl.states import RunState
 
 V2, V1 = "0::/pod\n", "4:memory:/pod\n0::/\n"
 GROUP = "the kernel has just killed a process of its container for want of memory (oom_kill)"
 WHOLE = "the kernel has just killed a process of this machine for want of memory (oom_kill)"
+
+STOPPED = Outcome(state=RunState.STOPPED)
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -61,6 +65,6 @@ def test_a_service_that_died_as_the_count_rose_is_told_with_it(tmp_path: Path) -
     write(tmp_path, "root/proc/vmstat", "oom_kill 1\n")
     run.launcher.gone.add("learner.0")
     run.pulse()
-    run.upkeep.stop(5.0, {})
+    run.upkeep.stop(5.0, STOPPED)
     (told,) = [one["text"] for one in load_events(RunDir(tmp_path).events) if one["kind"] == "exit"]
     assert told == f"learner.0 gone: it was killed; {WHOLE}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +17,16 @@ from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.composition import build
 from asyncrl.buffer.service import BufferService
 from asyncrl.config.tree import Config
+from asyncrl.control.api.routes import operation_routes
 from asyncrl.control.operations import Operations
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import Roster
-from asyncrl.errors import ConfigError, DeadlineExceeded, LedgerError, Refused, ServiceFailed
+from asyncrl.errors import ConfigError, DeadlineExceeded, Refused, ServiceFailed
 from asyncrl.experience import encode_group
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext, read_paused
+from asyncrl.service_command import Drain, Pause, PauseState, Unpause
 from asyncrl.threads import ThreadEvent
 from asyncrl.versions import PolicyVersion
 from learner.checkpoint import CheckpointStore
@@ -34,6 +37,7 @@ from learner.leader import Leader
 from learner.orders import Checkpoint, Order, Publish, Train, Wait
 from tests.buffer.parts import make_group
 from tests.control.scripted_crew import ScriptedCrew
+from tests.statuses import statuses_of
 from tests.threads import RUNTIME
 
 RUN_ID = "abcd1234"
@@ -59,20 +63,29 @@ def operate(config: Config, folder: Path, crew: ScriptedCrew) -> Operations:
     return Operations(roster, crew, EventLog(folder / "events.jsonl", RUNTIME), RUNTIME.lock())
 
 
+def perform(operations: Operations, name: str, body: dict[str, Any] | None = None) -> Any:
+    """Ask as over HTTP, and return the JSON of the answer."""
+    return json.loads(json.dumps(operation_routes(operations.perform)[f"POST /{name}"](body or {})))
+
+
 @pytest.mark.parametrize(
     ("name", "args", "answer", "told"),
     [
-        ("scale", {"replicas": 0}, {"replicas": 0}, ("crew", "scale 0")),
-        ("drain", {"index": 2}, {"draining": ["rollout.2"], "started": ["rollout.3"]}, ("crew", "drain 2")),
+        ("scale", {"replicas": 0}, {"replicas": 0, "started": [], "draining": []}, ("crew", "scale 0")),
+        (
+            *("drain", {"index": 2}),
+            {"replicas": 2, "draining": ["rollout.2"], "started": ["rollout.3"]},
+            ("crew", "drain 2"),
+        ),
         ("checkpoint", {}, {"step": 7}, ("learner.0", "checkpoint")),
-        ("tighten", {"max_lag": 1}, {"step": 7}, ("buffer.0", "tighten")),
+        ("tighten", {"max_lag": 1}, {"max_lag": 1}, ("buffer.0", "tighten")),
         ("stop", {}, {"state": "stopping"}, ("crew", "stop")),
     ],
 )
 def test_a_command_goes_to_the_one_who_can_do_it(
     operations: Operations, crew: ScriptedCrew, name: str, args: Any, answer: Any, told: tuple[str, str]
 ) -> None:
-    assert operations.perform(name, args) == answer
+    assert perform(operations, name, args) == answer
     assert crew.told == [told]
 
 
@@ -80,19 +93,19 @@ def test_a_command_goes_to_the_one_who_can_do_it(
     ("name", "args", "said"),
     [
         ("scale", {"replicas": -1}, "whole number from 0 to 64"),
-        ("scale", {"replicas": True}, "whole number"),
-        ("scale", {}, "not None"),
+        ("scale", {"replicas": True}, "Expected `int`"),
+        ("scale", {}, "missing required field `replicas`"),
         ("drain", {"index": 1}, r"no replica rollout.1 to drain; there are: rollout.0, rollout.2"),
-        ("drain", {"index": "0"}, "no replica"),
+        ("drain", {"index": "0"}, "Expected `int`"),
         ("tighten", {"max_lag": 5}, "from 0 to 4"),
-        ("dance", {}, "no command 'dance'"),
+        ("stop", {"now": True}, "unknown field `now`"),
     ],
 )
 def test_what_makes_no_sense_is_refused_and_nobody_is_told(
     operations: Operations, crew: ScriptedCrew, name: str, args: Any, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        operations.perform(name, args)
+        perform(operations, name, args)
     assert crew.told == []
 
 
@@ -102,9 +115,9 @@ def test_a_run_that_ends_takes_no_commands_but_to_stop(
 ) -> None:
     crew.state = "stopping"
     with pytest.raises(Refused, match="the run is stopping"):
-        operations.perform(name, {"replicas": 1, "index": 0})
+        perform(operations, name, {"scale": {"replicas": 1}, "drain": {"index": 0}}.get(name))
     assert (crew.told, operations.is_paused) == ([], False)
-    operations.perform("stop", {})
+    perform(operations, "stop", {})
 
 
 def test_replicas_that_are_leaving_still_take_room(tmp_path: Path, crew: ScriptedCrew) -> None:
@@ -112,20 +125,20 @@ def test_replicas_that_are_leaving_still_take_room(tmp_path: Path, crew: Scripte
     narrow = make_config(rollout={"cpus": 10_000.0}, learner={"cpus": 0.0})
     crew.num_draining = 1
     with pytest.raises(Refused, match="this machine has"):
-        operate(narrow, tmp_path, crew).perform("scale", {"replicas": 0})
-    operate(roomy, tmp_path, crew).perform("scale", {"replicas": 0})
+        perform(operate(narrow, tmp_path, crew), "scale", {"replicas": 0})
+    perform(operate(roomy, tmp_path, crew), "scale", {"replicas": 0})
 
 
 def test_replicas_that_stand_by_take_room_too(tmp_path: Path, crew: ScriptedCrew) -> None:
     narrow = make_config(rollout={"cpus": 10_000.0, "standby": 1}, learner={"cpus": 0.0})
     with pytest.raises(Refused, match="this machine has"):
-        operate(narrow, tmp_path, crew).perform("scale", {"replicas": 0})
+        perform(operate(narrow, tmp_path, crew), "scale", {"replicas": 0})
     assert crew.told == []
 
 
 def test_a_pause_and_its_end_are_events_once_each(operations: Operations) -> None:
     for name in ("unpause", "pause", "pause", "unpause"):
-        operations.perform(name, {})
+        perform(operations, name)
     found = [(event["kind"], event["text"], event["paused"]) for event in operations.events.newest(9)]
     assert found == [("pause", "the run is paused", True), ("pause", "the run is unpaused", False)]
 
@@ -134,24 +147,24 @@ def test_a_pause_is_marked_for_services_that_cannot_be_told(
     operations: Operations, crew: ScriptedCrew, tmp_path: Path
 ) -> None:
     crew.unreachable = {"buffer.0"}
-    assert operations.perform("pause", {}) == {"paused": True, "unreached": ["buffer.0"]}
+    assert perform(operations, "pause", {}) == {"paused": True, "unreached": ["buffer.0"]}
     assert crew.told == [("learner.0", "pause")]
     assert read_paused(tmp_path) == RUN_ID and operations.is_paused
     assert ServiceContext(make_config(), "buffer.0", tmp_path, RUN_ID).is_paused
     assert not ServiceContext(make_config(), "buffer.0", tmp_path, "later").is_paused, "a new start goes on"
     crew.unreachable = set()
-    assert operations.perform("unpause", {}) == {"paused": False, "unreached": []}
+    assert perform(operations, "unpause", {}) == {"paused": False, "unreached": []}
     assert not operations.is_paused and crew.told[-1] == ("learner.0", "unpause")
 
 
 def test_a_service_that_was_starting_when_the_pause_came_is_told_again(
     operations: Operations, crew: ScriptedCrew
 ) -> None:
-    operations.perform("pause", {})
+    perform(operations, "pause", {})
     crew.told.clear()
-    operations.keep_paused({"buffer.0": {"paused": False}, "learner.0": {"state": "STARTING"}})
+    operations.keep_paused(statuses_of({"buffer.0": {"paused": False}, "learner.0": {"state": "STARTING"}}))
     assert crew.told == [("buffer.0", "pause")]
-    operations.keep_paused({"buffer.0": {"paused": True}, "learner.0": {"paused": True}})
+    operations.keep_paused(statuses_of({"buffer.0": {"paused": True}, "learner.0": {"paused": True}}))
     assert len(crew.told) == 1, "both are as they should be"
 
 
@@ -161,11 +174,11 @@ def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_it_is_there(
     def pulse(step: int, *known: int, state: str = "READY") -> int:
         """Return how often the learner has been asked by the end of a pulse."""
         learner = {"state": state, "step": step}
-        operations.keep_promise({"learner.0": learner, "buffer.0": {"checkpoints": [*known]}})
+        operations.keep_promise(statuses_of({"learner.0": learner, "buffer.0": {"checkpoints": [*known]}}))
         return crew.told.count(("learner.0", "checkpoint"))
 
     assert pulse(7) == 0, "nobody has asked for one"
-    operations.perform("checkpoint", {})  # when 7 steps are done
+    perform(operations, "checkpoint", {})  # when 7 steps are done
     assert pulse(7) == pulse(8, 5) == 1, "the learner that was asked lives, and will write it"
     crew.learner_life = 1
     assert pulse(5, 5) == 1, "it is not back at the step"
@@ -185,7 +198,7 @@ def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_it_is_there(
 def test_a_checkpoint_that_an_earlier_start_was_asked_for_is_owed_by_nobody(
     operations: Operations, crew: ScriptedCrew, tmp_path: Path
 ) -> None:
-    operations.perform("checkpoint", {})
+    perform(operations, "checkpoint", {})
     crew.learner_life, crew.told = 1, []
     later = Operations(
         Roster(make_config(), tmp_path, "later", tmp_path, ""),
@@ -193,7 +206,7 @@ def test_a_checkpoint_that_an_earlier_start_was_asked_for_is_owed_by_nobody(
         operations.events,
         operations.promise_lock,
     )
-    later.keep_promise({"learner.0": {"state": "READY", "step": 9}})
+    later.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 9}}))
     assert crew.told == []
 
 
@@ -212,7 +225,7 @@ def test_a_checkpoint_asked_for_of_a_step_that_is_taken_again_does_not_undo_the_
 ) -> None:
     write_promise(tmp_path, step=9, life=0)
     crew.learner_life = 1
-    operations.perform("checkpoint", {})  # of step 7
+    perform(operations, "checkpoint", {})  # of step 7
     assert read_promise(tmp_path) == (9, 0), "it is asked for when this life is at step 9"
 
 
@@ -223,11 +236,11 @@ def test_what_was_promised_while_the_last_one_was_looked_for_is_not_forgotten(
     drop = Operations._drop_promise
 
     def ask_and_drop(self: Operations, kept: dict[str, Any]) -> None:
-        self.perform("checkpoint", {})  # of step 7, by a thread of the API
+        perform(self, "checkpoint", {})  # of step 7, by a thread of the API
         drop(self, kept)
 
     monkeypatch.setattr(Operations, "_drop_promise", ask_and_drop)
-    operations.keep_promise({"buffer.0": {"checkpoints": [5]}})
+    operations.keep_promise(statuses_of({"buffer.0": {"checkpoints": [5]}}))
     assert read_promise(tmp_path) == (7, 0)
 
 
@@ -237,15 +250,15 @@ def test_a_learner_that_is_late_to_answer_is_asked_once_and_one_that_refuses_aga
     failures: list[Exception] = [ServiceFailed("starting"), DeadlineExceeded("no answer")]
     asked: list[str] = []
 
-    def ask(service: str, command: str, args: dict[str, Any]) -> dict[str, Any]:
-        asked.append(command)
+    def ask(service: str, command: Any) -> Any:
+        asked.append(command.word)
         raise failures[len(asked) - 1]
 
     monkeypatch.setattr(crew, "ask", ask)
     write_promise(tmp_path, step=7, life=0)
     crew.learner_life = 1
     for _ in range(4):
-        operations.keep_promise({"learner.0": {"state": "READY", "step": 8}})
+        operations.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
     assert len(asked) == 2 and read_promise(tmp_path) == (7, 1)
 
 
@@ -253,7 +266,7 @@ def test_a_promise_that_the_disk_does_not_take_ends_no_run(
     operations: Operations, crew: ScriptedCrew, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     RunDir(tmp_path).promise.mkdir()  # cannot be read as a file
-    operations.keep_promise({"learner.0": {"state": "READY", "step": 8}})
+    operations.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
     assert "cannot be read or written" in caplog.text and crew.told == []
 
 
@@ -304,34 +317,34 @@ def push(replica: Client, grant: dict[str, Any]) -> str:
 def test_a_paused_buffer_grants_no_lease_and_takes_what_was_leased(tmp_path: Path) -> None:
     with buffer_of(tmp_path) as service, clients_of(service) as (_, replica):
         (grant,) = lease(replica)
-        assert service.command("pause", {}) == {"paused": True}
+        assert service.command(Pause()) == PauseState(True)
         assert lease(replica) == []
         assert push(replica, grant) == "stored"
-        service.command("unpause", {})
+        service.command(Unpause())
         assert len(lease(replica)) == 1
-        with pytest.raises(LedgerError, match="'pause' and 'unpause'"):
-            service.command("dance", {})
+        with pytest.raises(ConfigError, match="'pause' and 'unpause'"):
+            service.command(Drain())
 
 
 def test_a_replica_that_waits_for_a_lease_gets_it_when_the_pause_ends(tmp_path: Path) -> None:
     with buffer_of(tmp_path) as service, clients_of(service) as (_, replica):
-        service.command("pause", {})
-        threading.Timer(0.3, service.command, ("unpause", {})).start()
+        service.command(Pause())
+        threading.Timer(0.3, service.command, (Unpause(),)).start()
         assert len(lease(replica, wait_s=300.0)) == 1, "else the call's own deadline comes first"
 
 
 def test_a_buffer_that_is_started_again_in_a_pause_is_paused(
     operations: Operations, crew: ScriptedCrew, tmp_path: Path
 ) -> None:
-    operations.perform("pause", {})
+    perform(operations, "pause", {})
     with buffer_of(tmp_path) as service, clients_of(service) as (_, replica):
-        assert service.status()["paused"] and lease(replica) == []
-    operations.perform("unpause", {})
+        assert service.status().paused and lease(replica) == []
+    perform(operations, "unpause", {})
     with (
         buffer_of(tmp_path) as service,
         contextlib.closing(Client(RUNTIME, service.address)) as replica,
     ):
-        assert not service.status()["paused"] and len(lease(replica)) == 1
+        assert not service.status().paused and len(lease(replica)) == 1
 
 
 # --- the real leader -----------------------------------------------------------------------

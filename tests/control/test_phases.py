@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.control.phases import ANSWERS_WAIT, phase_of
+from asyncrl.states import RunState
+from tests.statuses import statuses_of
 
 LEARNER = {"state": "READY", "step": 100, "resumed_step": 100}
 READY = {"state": "READY"}
 SAMPLED = "the first batch is sampled"
-UP = {"buffer.0": {"state": "serving"}, "learner.0": LEARNER, "rollout.0": {"state": "READY"}}
+UP = {"buffer.0": {"state": "READY"}, "learner.0": LEARNER, "rollout.0": {"state": "READY"}}
 
 
 @pytest.mark.parametrize(
@@ -35,20 +37,21 @@ UP = {"buffer.0": {"state": "serving"}, "learner.0": LEARNER, "rollout.0": {"sta
         (
             {
                 "learner.0": {"state": "ENDED", "step": 101, "resumed_step": 100},
-                "buffer.0": {"state": "serving", "evaluations_pending": 3},
+                "buffer.0": {"state": "READY", "evaluations_pending": 3},
             },
             "the last evaluation",
         ),
     ],
 )
 def test_each_phase_of_a_start_has_words_and_training_has_none(statuses: dict, phase: str) -> None:  # type: ignore[type-arg]
-    assert phase_of("running", statuses) == phase
-    assert phase_of("starting", statuses) == phase
+    assert phase_of(RunState.RUNNING, statuses_of(statuses)) == phase
+    assert phase_of(RunState.STARTING, statuses_of(statuses)) == phase
 
 
 def test_a_run_that_stops_first_writes_a_checkpoint_and_then_ends_its_services() -> None:
     saving = "the learner ends its step and writes a checkpoint"
-    assert phase_of("stopping", UP, is_saving=True) == saving
+    assert phase_of(RunState.STOPPING, statuses_of(UP), is_saving=True) == saving
     for state in ("ENDED", "SILENT", "READY"):  # whatever a service last said, it does not begin again
-        assert phase_of("stopping", {**UP, "learner.0": {"state": state}}) == "ending the services"
-    assert phase_of("finished", UP) == ""
+        ended = statuses_of({**UP, "learner.0": {"state": state}})
+        assert phase_of(RunState.STOPPING, ended) == "ending the services"
+    assert phase_of(RunState.FINISHED, statuses_of(UP)) == ""

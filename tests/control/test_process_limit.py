@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 from test_repair import Run
 
+from asyncrl import service_command
 from asyncrl.control.plan import machine
 from asyncrl.control.process_limit import RECENT_S, RefusedProcesses, find_limit
 from asyncrl.control.record.events import load_events
+from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.row_fetcher import RowFetcher
+from asyncrl.states import RunState
 from tests.threads import RUNTIME
 
 V2, V1 = "0::/pod\n", "8:pids:/pod\n4:memory:/pod\n0::/\n"
@@ -25,6 +28,8 @@ PLACES = pytest.mark.parametrize(
     ],
 )
 SAID = "the kernel has refused 2 times to start a process or thread: this container may have 300 ({})"
+
+STOPPED = Outcome(state=RunState.STOPPED)
 
 
 def write(root: Path, groups: str, place: str, most: str = "300", used: int = 200, refused: int = 3) -> None:
@@ -89,7 +94,7 @@ def test_a_service_that_died_as_one_was_refused_is_told_with_it(tmp_path: Path) 
     write(root, V2, "sys/fs/cgroup", refused=5)
     run.launcher.gone.add("learner.0")
     run.pulse()
-    run.upkeep.stop(5.0, {})
+    run.upkeep.stop(5.0, STOPPED)
     (told,) = [one["text"] for one in load_events(RunDir(tmp_path).events) if one["kind"] == "exit"]
     assert told == f"learner.0 gone: it was killed; {SAID.format(root / 'sys/fs/cgroup/pids.max')}"
 
@@ -99,7 +104,7 @@ def test_a_pulse_in_which_no_thread_can_be_started_asks_for_rows_in_the_next(
 ) -> None:
     class Rows:
         def command(self, *_: object) -> dict[str, object]:
-            return {"first": 0, "rows": []}
+            return service_command.Rows(0, ())
 
     def refuse(_: object) -> None:
         raise RuntimeError("can't start new thread")

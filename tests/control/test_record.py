@@ -10,6 +10,8 @@ from asyncrl.config.tree import Config
 from asyncrl.control.record.history import read_history
 from asyncrl.control.record.metering import Meter
 from asyncrl.control.record.summary import NAMES, draw_curves, smooth, summarise
+from asyncrl.service_status import Statuses
+from tests.statuses import statuses_of
 
 REQUIRED = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}}
 
@@ -36,16 +38,16 @@ def test_curves_are_drawn_of_rows_that_lack_some(tmp_path: Path) -> None:
 def test_the_summary_holds_what_the_guard_counted_last() -> None:
     rows = [make_row(1, **{"guard/rollbacks": 0.0}), make_row(2, **{"guard/rollbacks": 1.0})]
     rows[1] |= {"guard/lr_scale": 0.5, "guard/is_kl_off": 0.0}
-    assert summarise(read_history(rows, NAMES), Config(**REQUIRED), {})["guard"] == {"rollbacks": 1.0}
-    assert summarise(read_history([], NAMES), Config(**REQUIRED), {})["guard"] == {}
+    assert summarise(read_history(rows, NAMES), Config(**REQUIRED), Statuses())["guard"] == {"rollbacks": 1.0}
+    assert summarise(read_history([], NAMES), Config(**REQUIRED), Statuses())["guard"] == {}
 
 
 def test_the_pass_is_that_of_the_last_prompt_drawn() -> None:
     drawn = (0, 1, 10, 11, 20, 21)
     statuses = [{"buffer.0": {"prompts_drawn": number, "num_prompts": 10}} for number in drawn]
-    found = [Meter().update(1.0, status)["training/epoch"] for status in statuses]
+    found = [Meter().update(1.0, statuses_of(status))["training/epoch"] for status in statuses]
     assert found == [0, 0, 0, 1, 1, 2]
-    assert Meter().update(1.0, {})["training/epoch"] == 0, "nobody has described the data yet"
+    assert Meter().update(1.0, Statuses())["training/epoch"] == 0, "nobody has described the data yet"
 
 
 def test_the_newest_row_of_a_step_counts_and_a_step_costs_bytes_not_a_dict() -> None:

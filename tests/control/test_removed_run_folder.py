@@ -11,6 +11,7 @@ from test_supervisor import make_supervisor, start, wait_for
 from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.record.ending import paragraph
 from asyncrl.control.record.rundir import RunDir, read_json
+from tests.statuses import told_by
 
 
 @pytest.mark.parametrize("is_made_anew", [False, True])
@@ -20,7 +21,7 @@ def test_a_run_whose_folder_is_removed_ends_with_that(tmp_path: Path, is_made_an
     replace = {**REPLACE, "learner": "scripted_services:WaitingLearner"}
     supervisor, launcher = make_supervisor(folder.path, steps=10**6, replace=replace)
     thread, stop = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
     folder.path.rename(tmp_path / "away")  # at once, as no rmtree is
     if is_made_anew:
         folder.logs.mkdir(parents=True)  # as a service does that is started again

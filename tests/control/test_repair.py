@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from scripted_services import REPLACE
 from test_supervisor import make_config, wait_for
 from thread_launcher import ThreadLauncher
 
 from asyncrl import obstacle
-from asyncrl.control.fleet.messages import Cause, Gone, Halted, Heard
+from asyncrl.control.api import operations as api
+from asyncrl.control.fleet.messages import Halted, Heard
 from asyncrl.control.launch.processes import (
     end_service,
     is_alive,
@@ -30,6 +32,8 @@ from asyncrl.control.launch.processes import (
 from asyncrl.control.launch.spec import RUN_VARIABLE, ServiceSpec
 from asyncrl.control.lookout import Lookout
 from asyncrl.control.record.events import EventLog
+from asyncrl.control.record.outcome import Outcome
+from asyncrl.control.record.outcome import read_outcome as read_outcome_of
 from asyncrl.control.record.recorder import Recorder, training_rows
 from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
@@ -41,10 +45,15 @@ from asyncrl.control.upkeep.reading import at_home, event_of, events_of
 from asyncrl.errors import ConfigError, DeadlineExceeded, ServiceFailed
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.service import SERVICE_VARIABLE
+from asyncrl.service_command import Bound, Tighten
+from asyncrl.states import RunState
 from asyncrl.threads import ThreadRuntime
+from tests.statuses import status_of, statuses_of, told_by
 from tests.threads import RUNTIME
 
 CORE = ["buffer.0", "weight_sync.0", "learner.0", "publisher.0"]
+
+STOPPED = Outcome(state=RunState.STOPPED)
 
 
 class Runtime(ThreadRuntime):
@@ -85,7 +94,7 @@ class Run:
 def run(tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path)
     yield run
-    run.upkeep.stop(5.0, {})
+    run.upkeep.stop(5.0, STOPPED)
 
 
 @pytest.mark.parametrize("victim", [*CORE, "receiver.1", "rollout.1"])
@@ -100,7 +109,7 @@ def test_a_service_that_is_killed_is_started_again_while_the_others_go_on(run: R
     statuses = run.pulse()
     assert len(statuses) == 8 and not run.upkeep.is_degraded
     assert all(run.launcher.service(name) is service for name, service in others.items())
-    assert run.upkeep.describe(victim)["restarts"] == 1
+    assert run.upkeep.describe(victim).restarts == 1
     assert ("exit", victim) in run.kinds()
     assert [kind for kind, _ in run.kinds()][-1] == "ready"
     assert all(("restart", name) in run.kinds() for name in fallen)
@@ -112,8 +121,8 @@ def test_what_the_last_life_reported_is_not_held_against_the_next(run: Run) -> N
     run.pulse()
     fallen = ["rollout.0", "receiver.0", "rollout.1", "receiver.1"]
     assert run.launcher.killed == run.launcher.started == fallen, "each once"
-    assert [run.upkeep.describe(f"rollout.{index}")["restarts"] for index in (0, 1)] == [1, 1]
-    assert run.upkeep.describe("receiver.0")["stage"] == "STARTING", "its READY was of the one before"
+    assert [run.upkeep.describe(f"rollout.{index}").restarts for index in (0, 1)] == [1, 1]
+    assert run.upkeep.describe("receiver.0").stage == "STARTING", "its READY was of the one before"
 
 
 def test_ranks_that_fall_together_are_started_again_once(tmp_path: Path) -> None:
@@ -123,21 +132,8 @@ def test_ranks_that_fall_together_are_started_again_once(tmp_path: Path) -> None
     run.launcher.gone |= {"learner.0", "learner.1"}
     run.pulse()
     assert run.launcher.killed == run.launcher.started == ["learner.0", "learner.1"]
-    assert run.upkeep.describe("learner.0")["restarts"] == 1
-    run.upkeep.stop(5.0, {})
-
-
-def test_what_cannot_be_cured_is_told_first_and_a_receiver_after_its_engine() -> None:
-    gone = {"state": "DEAD", "error": "it was killed"}
-    statuses = {
-        "publisher.0": {"state": "READY"},
-        "receiver.1": gone,
-        "rollout.1": {"state": "FAILED", "error": "ServiceFailed: no receiver"},
-        "buffer.0": gone,
-        "learner.0": {"state": "FAILED", "error": "UnstableTraining: nan"},
-    }
-    order = [getattr(event, "name", "") for event in events_of("x", statuses)]
-    assert order == ["learner.0", "buffer.0", "rollout.1", "receiver.1", "publisher.0"]
+    assert run.upkeep.describe("learner.0").restarts == 1
+    run.upkeep.stop(5.0, STOPPED)
 
 
 def test_in_between_two_lives_a_service_is_shown_as_dead_with_its_reason(run: Run) -> None:
@@ -145,7 +141,7 @@ def test_in_between_two_lives_a_service_is_shown_as_dead_with_its_reason(run: Ru
     for _ in range(2):
         run.launcher.gone.add("buffer.0")
         statuses = run.pulse()
-    assert statuses["buffer.0"] == {"state": "DEAD", "error": "gone: it was killed"}
+    assert statuses["buffer.0"] == status_of("buffer.0", state="DEAD", error="gone: it was killed")
     assert run.upkeep.is_degraded
     run.pulse(1.0)
     assert run.launcher.started == ["buffer.0", "buffer.0"]
@@ -168,7 +164,7 @@ def test_an_end_does_not_wait_for_who_is_silent(run: Run) -> None:
         run.pulse(5.0)
     stop, asked = run.launcher.stop, []
     run.launcher.stop = lambda names, limit: asked.extend(names) or stop(names, limit)  # type: ignore[method-assign,func-returns-value]
-    unstopped, _ = run.upkeep.stop(5.0, {})
+    unstopped, _ = run.upkeep.stop(5.0, STOPPED)
     assert unstopped == {"publisher.0"}
     assert len(asked) == 7 and "publisher.0" not in asked
 
@@ -176,7 +172,7 @@ def test_an_end_does_not_wait_for_who_is_silent(run: Run) -> None:
 def test_a_service_whose_child_is_stopped_counts_as_stopped() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        status = {"state": "READY", "child_pids": [child.pid]}
+        status = status_of("rollout.0", child_pids=[child.pid])
         assert event_of("rollout.0", status) == Heard("rollout.0", "READY")
         os.kill(child.pid, signal.SIGSTOP)
         wait_for(lambda: is_stopped(child.pid))
@@ -198,14 +194,14 @@ def test_numbers_of_processes_on_another_node_touch_nobody_here(run: Run) -> Non
     stranger, mine, child = spawn("stranger", ""), spawn(run_id, "rollout.1"), spawn(run_id, "rollout.1")
     try:
         wait_for(lambda: sorted(pids_of_service(run_id, "rollout.1")) == sorted([mine.pid, child.pid]))
-        away = {"state": "READY", "pid": stranger.pid, "child_pids": [child.pid]}
-        home = {**away, "pid": mine.pid}
-        assert at_home(run_id, "rollout.0", away) == {"state": "READY", "pid": stranger.pid}
+        away = status_of("rollout.0", pid=stranger.pid, child_pids=[child.pid])
+        home = replace(away, pid=mine.pid)
+        assert at_home(run_id, "rollout.0", away) == replace(away, child_pids=())
         assert at_home(run_id, "rollout.1", home) == home
         assert end_service(run_id, "rollout.0", [child.pid]) == [], "it is another service's"
         hands = Hands(run.roster, run.launcher, run.events)
         for name, pid in (("rollout.0", stranger.pid), ("receiver.1", child.pid), ("rollout.1", mine.pid)):
-            hands.note_processes(name, {"pid": pid})
+            hands.note_processes(name, status_of(name, pid=pid))
         run.launcher.silent |= {"rollout.0", "receiver.1", "rollout.1"}
         hands.dump_stacks(["rollout.0", "receiver.1"])
         hands.dump_stacks(["rollout.1"])
@@ -225,7 +221,7 @@ def test_all_processes_of_a_killed_service_die_and_those_of_others_do_not() -> N
         os.kill(mine.pid, signal.SIGSTOP)
         wait_for(lambda: stopped_services("repair77") == {"rollout.1"})
         silent = {"rollout.1": {"state": "SILENT"}, "rollout.10": {"state": "SILENT"}}
-        assert events_of("repair77", silent) == [Halted("rollout.1")]
+        assert events_of("repair77", statuses_of(silent)) == [Halted("rollout.1")]
         reaper = threading.Thread(target=lambda: (mine.wait(), child.wait()))
         reaper.start()
         assert end_service("repair77", "rollout.1", [child.pid, os.getpid()]) == []
@@ -268,13 +264,6 @@ def test_what_a_dead_replica_has_left_is_gone_before_it_is_started_again(run: Ru
         shutil.rmtree(folder)
 
 
-def test_an_error_of_the_configuration_is_never_tried_again() -> None:
-    failed = {"state": "FAILED", "error": "ServiceFailed: x", "error_kinds": ["ConfigError", "ServiceFailed"]}
-    assert event_of("rollout.0", failed) == Gone("rollout.0", "failed: ServiceFailed: x", Cause.FINAL)
-    failed["error_kinds"] = ["ServiceFailed"]
-    assert event_of("rollout.0", failed) == Gone("rollout.0", "failed: ServiceFailed: x", Cause.ERROR)
-
-
 def test_too_many_deaths_end_the_run_with_a_reason_that_names_the_service(run: Run) -> None:
     run.begin()
     for _ in range(6):
@@ -291,13 +280,13 @@ def test_a_bound_that_was_tightened_is_told_to_the_next_buffer(run: Run) -> None
     asked: list[tuple[str, str]] = []
     command = run.launcher.command
 
-    def listen(name: str, word: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        asked.append((name, word))
-        return {} if word == "tighten" else command(name, word, args, deadline_s)
+    def listen(name: str, told: Any, deadline_s: float) -> Any:
+        asked.append((name, told.word))
+        return Bound(told.max_lag) if isinstance(told, Tighten) else command(name, told, deadline_s)
 
     run.launcher.command = listen  # type: ignore[method-assign]
     run.begin()
-    run.upkeep.ask("buffer.0", "tighten", {"max_lag": 1})
+    run.upkeep.ask("buffer.0", Tighten(1))
     run.launcher.gone.add("buffer.0")
     run.pulse()
     run.pulse()
@@ -310,17 +299,17 @@ def test_a_bound_is_told_until_the_buffer_takes_it_also_by_the_next_supervisor(t
     refusals = [DeadlineExceeded("not yet"), ServiceFailed("no")]
     command = first.launcher.command
 
-    def listen(name: str, word: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        if word != "tighten":
-            return command(name, word, args, deadline_s)
+    def listen(name: str, asked: Any, deadline_s: float) -> Any:
+        if not isinstance(asked, Tighten):
+            return command(name, asked, deadline_s)
         if taken and refusals:
             raise refusals.pop()
-        taken.append(args["max_lag"])
-        return {}
+        taken.append(asked.max_lag)
+        return Bound(asked.max_lag)
 
     first.launcher.command = listen  # type: ignore[method-assign]
     first.begin()
-    first.upkeep.ask("buffer.0", "tighten", {"max_lag": 1})
+    first.upkeep.ask("buffer.0", Tighten(1))
     first.pulse()
     first.launcher.gone.add("buffer.0")
     first.pulse()
@@ -332,7 +321,7 @@ def test_a_bound_is_told_until_the_buffer_takes_it_also_by_the_next_supervisor(t
     for _ in range(3):
         second.pulse()
     assert taken == [1, 1], "and it is told no more"
-    second.upkeep.stop(5.0, {})
+    second.upkeep.stop(5.0, STOPPED)
 
 
 def test_a_status_is_given_while_a_pulse_or_the_end_takes_its_time(run: Run) -> None:
@@ -340,7 +329,7 @@ def test_a_status_is_given_while_a_pulse_or_the_end_takes_its_time(run: Run) -> 
     given: list[tuple[str, bool]] = []
 
     def look() -> None:
-        given.append((run.upkeep.describe("buffer.0")["stage"], run.upkeep.is_degraded))
+        given.append((run.upkeep.describe("buffer.0").stage, run.upkeep.is_degraded))
 
     def look_and_ask() -> None:
         look()
@@ -364,7 +353,7 @@ def test_a_status_is_given_while_a_pulse_or_the_end_takes_its_time(run: Run) -> 
     run.pulse()
     run.launcher.statuses = statuses  # type: ignore[method-assign]
     run.launcher.stop = beside(look_and_ask, stop)  # type: ignore[method-assign]
-    run.upkeep.stop(5.0, {"state": "stopped"})
+    run.upkeep.stop(5.0, STOPPED)
     assert given == [("READY", False)] * 4
 
 
@@ -385,8 +374,8 @@ def test_at_a_take_over_a_replica_is_started_again_once_when_all_of_it_is_dead(t
     assert asked[:1] == [sorted([*CORE, "rollout.0", "receiver.0"])], "where they live is known before"
     assert first.launcher.started == ["rollout.1", "receiver.1"]
     second.pulse()
-    assert second.upkeep.describe("rollout.1")["restarts"] == 1
-    second.upkeep.stop(5.0, {})
+    assert second.upkeep.describe("rollout.1").restarts == 1
+    second.upkeep.stop(5.0, STOPPED)
 
 
 def test_a_new_supervisor_takes_over_who_lives_and_repairs_the_rest(tmp_path: Path) -> None:
@@ -405,7 +394,7 @@ def test_a_new_supervisor_takes_over_who_lives_and_repairs_the_rest(tmp_path: Pa
     wait_for(lambda: "rollout.1" not in second.pulse())
     assert second.upkeep.replicas == [0, 2]
     assert "receiver.1" not in launcher.adopt()
-    second.upkeep.stop(5.0, {})
+    second.upkeep.stop(5.0, STOPPED)
 
 
 def test_what_an_older_start_left_is_not_taken_over(tmp_path: Path) -> None:
@@ -415,7 +404,7 @@ def test_what_an_older_start_left_is_not_taken_over(tmp_path: Path) -> None:
     assert "rollout.0" in run.launcher.started
     found = read_json(RunDir(tmp_path).fleet)
     assert found is not None and found["run_id"] == "abcd1234"
-    run.upkeep.stop(5.0, {})
+    run.upkeep.stop(5.0, STOPPED)
 
 
 def test_a_process_that_nobody_knows_of_is_ended_at_a_take_over(tmp_path: Path) -> None:
@@ -425,13 +414,13 @@ def test_a_process_that_nobody_knows_of_is_ended_at_a_take_over(tmp_path: Path) 
     second = Run(tmp_path, first.launcher)
     second.upkeep.begin(2, 0)
     assert first.launcher.killed == ["rollout.7"]
-    second.upkeep.stop(5.0, {})
+    second.upkeep.stop(5.0, STOPPED)
 
 
 def test_a_new_supervisor_of_a_run_that_was_being_ended_only_ends_it(tmp_path: Path) -> None:
     first = Run(tmp_path)
     first.begin()
-    first.upkeep.ending = {"state": "failed", "error": "buffer.0 broke", "service": "buffer.0", "tail": []}
+    first.upkeep.ending = Outcome(state=RunState.FAILED, error="buffer.0 broke", service="buffer.0")
     first.pulse(0.0)
     first.launcher.gone.add("buffer.0")
     again = Supervisor(first.roster, first.launcher, Recorder(tmp_path / "metrics.jsonl", RUNTIME), RUNTIME)
@@ -443,7 +432,7 @@ def test_a_new_supervisor_of_a_run_that_was_being_ended_only_ends_it(tmp_path: P
     thread.join(30.0)
     assert is_over and first.launcher.started == []
     assert first.launcher.adopt() == set()
-    assert read_json(RunDir(tmp_path).outcome) == first.upkeep.ending
+    assert read_outcome_of(RunDir(tmp_path)) == first.upkeep.ending
 
 
 def make_supervised(folder: Path, learner: str, **learns: Any) -> tuple[Supervisor, ThreadLauncher]:
@@ -469,7 +458,7 @@ def test_while_the_learner_writes_its_last_checkpoint_the_others_are_kept_up(tmp
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
     wait_for(lambda: supervisor.state == "running")
-    supervisor.command("stop", {})
+    supervisor.perform(api.Stop())
     wait_for(lambda: supervisor.state == "stopping")
     launcher.gone.add("buffer.0")
     wait_for(lambda: launcher.started.count("buffer.0") == 2)
@@ -525,14 +514,14 @@ def test_a_run_that_is_over_is_not_begun_again(tmp_path: Path) -> None:
 def test_a_learner_that_dies_when_its_work_is_done_is_done(tmp_path: Path) -> None:
     supervisor, launcher = make_supervised(tmp_path, "ScriptedLearner")
     supervisor._begin()
-    wait_for(lambda: launcher.statuses(["learner.0"], 1.0)["learner.0"]["state"] == "ENDED")
+    wait_for(lambda: launcher.statuses(["learner.0"], 1.0)["learner.0"].state == "ENDED")
     supervisor._observe()
     launcher.gone.add("learner.0")
     again = supervise_again(tmp_path, launcher)
     again._begin()
     again._observe()
     assert again._is_learner_done()
-    again._end(dict.fromkeys(("state", "error", "service"), ""))
+    again._end(STOPPED)
 
 
 def test_a_rank_that_never_ends_is_not_waited_for_for_ever(
@@ -553,7 +542,7 @@ def test_rows_of_steps_that_a_new_learner_takes_again_replace_the_older_ones(tmp
     supervisor, launcher = make_supervised(tmp_path, "PacedLearner")
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
-    wait_for(lambda: supervisor.status()["metrics"].get("training/global_step") == 5)
+    wait_for(lambda: told_by(supervisor)["metrics"].get("training/global_step") == 5)
     launcher.gone.add("learner.0")
     wait_for(lambda: launcher.started.count("learner.0") == 2)
     (tmp_path / "go-on").touch()
@@ -570,7 +559,7 @@ def test_rows_of_steps_that_a_new_learner_takes_again_replace_the_older_ones(tmp
 def test_a_new_supervisor_records_no_row_of_a_living_learner_twice(tmp_path: Path) -> None:
     supervisor, launcher = make_supervised(tmp_path, "PacedLearner")
     supervisor._begin()
-    wait_for(lambda: launcher.service("learner.0").status()["step"] == 5)
+    wait_for(lambda: launcher.service("learner.0").status().step == 5)
     supervisor._observe()
     roster = Roster(make_config(8), tmp_path, "abcd1234", tmp_path, "")
     again = Supervisor(roster, launcher, Recorder(tmp_path / "metrics.jsonl", RUNTIME), RUNTIME)
@@ -579,7 +568,7 @@ def test_a_new_supervisor_records_no_row_of_a_living_learner_twice(tmp_path: Pat
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["training/global_step"] for row in training_rows(lines)] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert launcher.started.count("learner.0") == 1
-    assert again.status()["step"] == 8
+    assert told_by(again)["step"] == 8
 
 
 def test_a_run_that_takes_no_steps_says_who_waits_for_whom_and_dumps_stacks(
@@ -590,11 +579,11 @@ def test_a_run_that_takes_no_steps_says_who_waits_for_whom_and_dumps_stacks(
     supervisor, launcher = make_supervised(tmp_path, "PacedLearner")
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
-    wait_for(lambda: supervisor.status()["step"] == 5)
+    wait_for(lambda: told_by(supervisor)["step"] == 5)
     wait_for(lambda: len(launcher.dumped) >= 8)
-    (stall,) = [event for event in supervisor.status()["events"] if event["kind"] == "stall"][:1]
+    (stall,) = [event for event in told_by(supervisor)["events"] if event["kind"] == "stall"][:1]
     assert stall["waiting"][0] == "learner.0 waits for buffer.0: 0 of 16 groups are stored"
-    assert supervisor.status()["health"] == "degraded"
+    assert told_by(supervisor)["health"] == "degraded"
     (tmp_path / "go-on").touch()
     thread.join(30.0)
     assert not thread.is_alive()

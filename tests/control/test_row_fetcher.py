@@ -15,6 +15,8 @@ from test_supervisor import wait_for
 from asyncrl.control.record.recorder import training_rows
 from asyncrl.control.row_fetcher import RowFetcher
 from asyncrl.errors import ServiceFailed
+from asyncrl.message import Message
+from asyncrl.service_command import AnyCommand, HandOverRows, Rows
 from tests.control.thread_launcher import ThreadLauncher
 from tests.threads import RUNTIME
 
@@ -30,13 +32,18 @@ class SlowLearner(ThreadLauncher):
         self.may_answer = threading.Event()
         self.is_dead = False
 
-    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        assert (name, command) == ("learner.0", "rows")
-        self.asked.append(args["after"])
+    def command(self, name: str, command: Any, deadline_s: float) -> Any:
+        assert name == "learner.0" and isinstance(command, HandOverRows)
+        self.asked.append(command.after)
         assert self.may_answer.wait(10.0)
         if self.is_dead:
             raise ServiceFailed("learner.0 failed 'rows': it was killed")
-        return {"first": args["after"], "rows": ROWS[args["after"] :]}
+        return handed(command.after)
+
+
+def handed(first: int) -> Rows:
+    """Return the rows from index `first` on."""
+    return Rows(first, tuple(ROWS[first:]))
 
 
 def test_a_late_answer_is_waited_on_for_and_not_asked_for_again() -> None:
@@ -44,9 +51,9 @@ def test_a_late_answer_is_waited_on_for_and_not_asked_for_again() -> None:
     fetcher = RowFetcher(learner, RUNTIME)
     assert [fetcher.fetch(0, 0, 0.01) for _ in range(3)] == [None] * 3
     learner.may_answer.set()
-    assert fetcher.fetch(0, 0, 10.0) == (0, ROWS)
+    assert fetcher.fetch(0, 0, 10.0) == handed(0)
     assert learner.asked == [0]
-    assert fetcher.fetch(0, 2, 10.0) == (2, ROWS[2:])
+    assert fetcher.fetch(0, 2, 10.0) == handed(2)
     assert learner.asked == [0, 2]
 
 
@@ -55,7 +62,7 @@ def test_what_an_earlier_life_of_the_learner_was_asked_is_forgotten() -> None:
     fetcher = RowFetcher(learner, RUNTIME)
     assert fetcher.fetch(0, 2, 0.01) is None
     learner.may_answer.set()
-    assert fetcher.fetch(1, 0, 10.0) == (0, ROWS)
+    assert fetcher.fetch(1, 0, 10.0) == handed(0)
 
 
 def test_a_learner_that_died_over_the_question_is_asked_again() -> None:
@@ -65,7 +72,7 @@ def test_a_learner_that_died_over_the_question_is_asked_again() -> None:
     learner.is_dead = True
     assert fetcher.fetch(0, 0, 10.0) is None
     learner.is_dead = False
-    assert fetcher.fetch(0, 0, 10.0) == (0, ROWS)
+    assert fetcher.fetch(0, 0, 10.0) == handed(0)
 
 
 def test_a_new_supervisor_records_nothing_before_the_learner_says_which_rows_it_has(
@@ -73,15 +80,15 @@ def test_a_new_supervisor_records_nothing_before_the_learner_says_which_rows_it_
 ) -> None:
     first, launcher = make_supervised(tmp_path, "PacedLearner")
     first._begin()
-    wait_for(lambda: launcher.service("learner.0").status()["step"] == 5)
+    wait_for(lambda: launcher.service("learner.0").status().step == 5)
     first._observe()
     second = supervise_again(tmp_path, launcher)
     may_answer = threading.Event()
     command, fetch = PacedLearner.command, RowFetcher.fetch
 
-    def be_late(self: PacedLearner, name: str, args: dict[str, Any]) -> dict[str, Any]:
+    def be_late(self: PacedLearner, asked: AnyCommand) -> Message:
         assert may_answer.wait(10.0)
-        return command(self, name, args)
+        return command(self, asked)
 
     def fetch_and_allow(self: RowFetcher, life: int, after: int, wait_s: float) -> Any:
         found = fetch(self, life, after, 10.0 if may_answer.is_set() else 0.01)

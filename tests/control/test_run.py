@@ -257,7 +257,7 @@ def test_a_file_that_died_with_the_machine_is_as_if_it_was_never_written(tmp_pat
     folder = RunDir(tmp_path / "again")
     folder.path.mkdir()
     folder.live.write_text(text)
-    assert attach(folder) is None and run._earlier_lives(folder) == []
+    assert attach(folder) is None and run._earlier_lives(folder) == ()
     with pytest.raises(NotRunning):
         find_live_folder(str(tmp_path), None)
 
@@ -270,7 +270,7 @@ def test_a_run_is_live_from_the_moment_its_head_is_started_and_can_be_ended_in_o
     assert found is not None and found.pid == started.pid
     assert found.await_end(60.0, lambda snapshot: None)
     started.clear()
-    assert started.result()["state"] == "stopped"
+    assert started.result().state == "stopped"
 
 
 def test_nothing_of_how_the_last_life_ended_or_what_it_owed_is_left_to_the_next(

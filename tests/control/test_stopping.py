@@ -9,13 +9,16 @@ from test_repair import REPLACE, make_supervised, read_outcome, supervise_again
 from test_supervisor import wait_for
 from thread_launcher import ThreadLauncher
 
+from asyncrl.control.api import operations as api
+from tests.statuses import told_by
+
 
 def test_a_learner_that_has_trained_nothing_is_not_waited_for(tmp_path: Path) -> None:
     supervisor, launcher = make_supervised(tmp_path, "NothingToSave")
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
     wait_for(lambda: supervisor.state == "running")
-    supervisor.command("stop", {})
+    supervisor.perform(api.Stop())
     try:
         wait_for(lambda: supervisor.state == "stopped")
         assert "learner.0" in launcher.killed
@@ -32,11 +35,11 @@ def test_what_keeps_the_last_checkpoint_from_being_written_is_told(tmp_path: Pat
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
     wait_for(lambda: supervisor.state == "running")
-    supervisor.command("stop", {})
+    supervisor.perform(api.Stop())
     wait_for(lambda: supervisor.state == "stopping")
     (tmp_path / "journal-back").unlink()
     try:
-        wait_for(lambda: bool(supervisor.status()["obstacles"]))
+        wait_for(lambda: bool(told_by(supervisor)["obstacles"]))
     finally:
         (tmp_path / "may-save").write_text("the buffer does not answer")
         thread.join(30.0)

@@ -14,6 +14,8 @@ from scripted_services import REPLACE, ROW
 from thread_launcher import ThreadLauncher
 
 from asyncrl.config.tree import Config
+from asyncrl.control.api import operations
+from asyncrl.control.api.routes import operation_routes
 from asyncrl.control.api.server import ControlApi, Text
 from asyncrl.control.fleet.autoscaler import Autoscaler, Decision, Pacing
 from asyncrl.control.page.routes import page_routes
@@ -27,6 +29,8 @@ from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import PULSE_S, Supervisor
 from asyncrl.errors import ConfigError, Refused
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.service_status import Statuses
+from tests.statuses import statuses_of, told_by
 from tests.threads import RUNTIME
 
 
@@ -73,7 +77,7 @@ def test_a_run_ends_finished_when_the_learner_has_done_its_steps(tmp_path: Path)
     assert (summary["accuracy_start"], summary["ledger_residue"], summary["masked_share"]) == (0.25, 0, 0.1)
     assert summary["ledger"]["trained"] == 6, "the account is taken after the last event"
     assert (tmp_path / "curves.png").exists()
-    assert sorted(supervisor.weights()["replicas"]) == ["rollout.0", "rollout.1"]
+    assert sorted(supervisor.weights().replicas) == ["rollout.0", "rollout.1"]
     assert sorted(launcher.killed) == sorted(
         [
             "buffer.0",
@@ -90,7 +94,7 @@ def test_a_run_ends_finished_when_the_learner_has_done_its_steps(tmp_path: Path)
 
 def test_the_newest_evaluation_is_scraped_also_where_a_supervisor_found_it_on_record(tmp_path: Path) -> None:
     supervisor, _ = make_supervisor(tmp_path)
-    assert supervisor.status()["evaluation"] == {} and supervisor.status()["accuracy"] is None
+    assert told_by(supervisor)["evaluation"] == {} and told_by(supervisor)["accuracy"] is None
     supervisor.run(threading.Event())
     roster = Roster(make_config(3), tmp_path, "abcd1234", tmp_path, "")
     successor = Supervisor(
@@ -100,11 +104,11 @@ def test_the_newest_evaluation_is_scraped_also_where_a_supervisor_found_it_on_re
         RUNTIME,
     )
     for one in (supervisor, successor):
-        answer = page_routes(one.status, make_config(3), tmp_path)["GET /metrics"]({})
+        answer = page_routes(one.snapshot, make_config(3), tmp_path)["GET /metrics"]({})
         assert isinstance(answer, Text)
         (line,) = (line for line in answer.body.decode().splitlines() if 'source="held_out"' in line)
         assert line.startswith("asyncrl_val_core_source_variable_metric{") and line.endswith("} 0.25")
-        assert one.status()["accuracy"] == 0.25
+        assert told_by(one)["accuracy"] == 0.25
 
 
 def test_a_failed_run_says_why_while_it_is_being_ended(tmp_path: Path) -> None:
@@ -114,7 +118,7 @@ def test_a_failed_run_says_why_while_it_is_being_ended(tmp_path: Path) -> None:
     kill = launcher.kill
 
     def kill_and_look(name: str) -> None:
-        status = supervisor.status()
+        status = told_by(supervisor)
         told.append((status["state"], status["error"] or ""))
         kill(name)
 
@@ -143,7 +147,7 @@ class EagerAutoscaler(Autoscaler):
 def test_the_autoscaler_is_refused_what_an_operator_would_be_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.control.supervisor.Autoscaler", EagerAutoscaler)
+    monkeypatch.setattr("asyncrl.control.fleet.autoscaler.Autoscaler", EagerAutoscaler)
     monkeypatch.setattr(EagerAutoscaler, "num_decisions", 0)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     (tmp_path / "logs").mkdir()
@@ -154,7 +158,7 @@ def test_the_autoscaler_is_refused_what_an_operator_would_be_and_says_so_once(
     supervisor = Supervisor(roster, launcher, Recorder(tmp_path / "metrics.jsonl", RUNTIME), RUNTIME)
     thread, stop = start(supervisor)
     wait_for(lambda: EagerAutoscaler.num_decisions >= 3)
-    status = supervisor.status()
+    status = told_by(supervisor)
     stop.set()
     thread.join(10.0)
     assert not thread.is_alive()
@@ -198,35 +202,35 @@ def test_a_service_that_fails_ends_the_run_with_its_own_error_and_log(tmp_path: 
 
 def test_an_open_page_sees_how_the_run_ended_before_the_head_ends_it(tmp_path: Path) -> None:
     supervisor, _ = make_supervisor(tmp_path, steps=10**6)
-    api = ControlApi(0, "key", page_routes(supervisor.status, make_config(3), tmp_path))
+    api = ControlApi(0, "key", page_routes(supervisor.snapshot, make_config(3), tmp_path))
     was_read = threading.Event()
     found: list[tuple[str, bool]] = []
 
     def see_off() -> None:
         api.await_readers(5.0)
-        found.append((supervisor.status()["state"], was_read.wait(1.0)))
+        found.append((told_by(supervisor)["state"], was_read.wait(1.0)))
 
     supervisor.see_off = see_off
     thread, _ = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
     request = urllib.request.Request(f"{api.url}/events", headers={"Authorization": "Bearer key"})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as stream:
         assert b"retry" in stream.readline()
-        supervisor.command("stop", {})
+        supervisor.perform(operations.Stop())
         told = stream.read().decode()
         was_read.set()
     thread.join(10.0)
     api.close()
     assert not thread.is_alive() and found == [("stopping", True)]
-    assert supervisor.status()["state"] == "stopped"
+    assert told_by(supervisor)["state"] == "stopped"
     assert told.endswith("event: end\ndata: {}\n\n") and '"state":"stopped"' in told
 
 
 def test_a_stop_ends_every_service_and_says_stopped(tmp_path: Path) -> None:
     supervisor, launcher = make_supervisor(tmp_path, steps=10**6)
     thread, _ = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
-    supervisor.command("stop", {})
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
+    supervisor.perform(operations.Stop())
     thread.join(10.0)
     assert not thread.is_alive()
     outcome = read_json(RunDir(tmp_path).outcome)
@@ -237,13 +241,16 @@ def test_a_stop_ends_every_service_and_says_stopped(tmp_path: Path) -> None:
 def test_scaling_up_starts_new_indices_and_scaling_down_drains_the_newest(tmp_path: Path) -> None:
     supervisor, launcher = make_supervisor(tmp_path, steps=10**6)
     thread, stop = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
-    assert supervisor.command("scale", {"replicas": 3})["started"] == ["rollout.2"]
-    wait_for(lambda: supervisor.status()["services"].get("rollout.2", {}).get("stage") == "READY")
-    assert supervisor.command("scale", {"replicas": 1})["draining"] == ["rollout.2", "rollout.1"]
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
+    assert supervisor.scale(3).started == ("rollout.2",)
+    wait_for(lambda: told_by(supervisor)["services"].get("rollout.2", {}).get("stage") == "READY")
+    assert supervisor.scale(1).draining == (
+        "rollout.2",
+        "rollout.1",
+    )
     wait_for(lambda: {"rollout.1", "rollout.2", "receiver.1", "receiver.2"} <= set(launcher.killed))
     wait_for(lambda: supervisor.num_draining == 0)
-    assert supervisor.command("scale", {"replicas": 2})["started"] == ["rollout.1"]
+    assert supervisor.scale(2).started == ("rollout.1",)
     stop.set()
     thread.join(10.0)
     assert not thread.is_alive()
@@ -253,8 +260,8 @@ def test_a_leavers_process_is_ended_only_after_it_has_drained(tmp_path: Path) ->
     replace = {**REPLACE, "rollout": "scripted_services:SlowLeaver"}
     supervisor, launcher = make_supervisor(tmp_path, steps=10**6, replace=replace)
     thread, stop = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
-    supervisor.command("scale", {"replicas": 1})
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
+    supervisor.perform(operations.Scale(1))
     time.sleep(3 * PULSE_S)
     assert launcher.killed == []
     (tmp_path / "may-leave").touch()
@@ -268,8 +275,8 @@ def test_a_checkpoint_that_a_learner_died_over_is_asked_of_the_next_one(tmp_path
     learner = {"learner": "scripted_services:AskedLearner"}
     supervisor, launcher = make_supervisor(tmp_path, steps=6, replace={**REPLACE, **learner})
     thread, stop = start(supervisor)
-    wait_for(lambda: supervisor.status()["step"] == 5)
-    supervisor.command("checkpoint", {})
+    wait_for(lambda: told_by(supervisor)["step"] == 5)
+    supervisor.perform(operations.WriteCheckpoint())
     launcher.gone.add("learner.0")
     wait_for(lambda: "1:" in (tmp_path / "asked").read_text())
     stop.set()
@@ -283,11 +290,11 @@ def test_more_replicas_than_the_machine_has_room_for_are_refused(
 ) -> None:
     supervisor, _ = make_supervisor(tmp_path, steps=10**6)
     thread, stop = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     with pytest.raises(Refused, match=r"ask for 3\.5 CPUs, this machine has 2"):
-        supervisor.command("scale", {"replicas": 10})
-    assert supervisor.status()["state"] == "running"
+        supervisor.perform(operations.Scale(10))
+    assert told_by(supervisor)["state"] == "running"
     stop.set()
     thread.join(10.0)
     assert not thread.is_alive()
@@ -311,8 +318,9 @@ def test_a_run_whose_first_groups_all_fail_ends_with_a_reason(tmp_path: Path) ->
 @pytest.mark.parametrize("replicas", [-1, 65, 1.5, True, "two", None])
 def test_a_number_of_replicas_that_makes_no_sense_is_refused(tmp_path: Path, replicas: object) -> None:
     supervisor, _ = make_supervisor(tmp_path)
-    with pytest.raises(ConfigError, match="whole number"):
-        supervisor.command("scale", {"replicas": replicas})
+    scale = operation_routes(supervisor.perform)["POST /scale"]
+    with pytest.raises(ConfigError, match=r"whole number|Expected `int`"):
+        scale({"replicas": replicas})
 
 
 def test_a_row_written_again_for_a_step_replaces_the_older_one(tmp_path: Path) -> None:
@@ -358,10 +366,10 @@ def test_a_leaver_that_hangs_in_its_drain_is_ended_and_the_run_goes_on(tmp_path:
         start_deadline_s=0.5,
     )
     thread, stop = start(supervisor)
-    wait_for(lambda: supervisor.status()["state"] == "running")
-    supervisor.command("scale", {"replicas": 1})
+    wait_for(lambda: told_by(supervisor)["state"] == "running")
+    supervisor.perform(operations.Scale(1))
     wait_for(lambda: "rollout.1" in launcher.killed)
-    assert supervisor.status()["state"] == "running"
+    assert told_by(supervisor)["state"] == "running"
     stop.set()
     thread.join(20)
 
@@ -369,20 +377,20 @@ def test_a_leaver_that_hangs_in_its_drain_is_ended_and_the_run_goes_on(tmp_path:
 def test_rates_do_not_jump_when_a_replica_is_silent_for_a_pulse() -> None:
     meter = Meter()
     seen = {"rollout.0": {"tokens": 1000, "busy_s": 1.0, "idle_s": 0.0}}
-    meter.update(0.0, seen)
-    meter.update(1.0, {"rollout.0": {"state": "SILENT"}})
+    meter.update(0.0, statuses_of(seen))
+    meter.update(1.0, statuses_of({"rollout.0": {"state": "SILENT"}}))
     seen["rollout.0"] = {"tokens": 1200, "busy_s": 3.0, "idle_s": 0.0}
-    assert meter.update(2.0, seen)["perf/rollout_tokens_per_s"] == 100.0
+    assert meter.update(2.0, statuses_of(seen))["perf/rollout_tokens_per_s"] == 100.0
 
 
 def test_the_first_row_has_the_rate_since_the_first_token() -> None:
     meter = Meter()
     for now, tokens in ((0.0, 0), (60.0, 0), (60.25, 5), (62.0, 400)):
-        meter.note(now, {"rollout.0": {"tokens": tokens}})
-    first = meter.update(62.0, {"rollout.0": {"tokens": 400, "busy_s": 2.0, "idle_s": 60.0}})
+        meter.note(now, statuses_of({"rollout.0": {"tokens": tokens}}))
+    first = meter.update(62.0, statuses_of({"rollout.0": {"tokens": 400, "busy_s": 2.0, "idle_s": 60.0}}))
     assert first["perf/rollout_tokens_per_s"] == 200.0
     assert (first["perf/rollout_tokens"], first["perf/rollout_tokens_s"]) == (400.0, 2.0)
-    second = meter.update(63.0, {"rollout.0": {"tokens": 400, "busy_s": 2.0, "idle_s": 61.0}})
+    second = meter.update(63.0, statuses_of({"rollout.0": {"tokens": 400, "busy_s": 2.0, "idle_s": 61.0}}))
     assert (second["perf/rollout_tokens"], second["perf/rollout_tokens_s"]) == (0.0, 1.0)
 
 
@@ -397,7 +405,7 @@ def test_a_short_run_has_the_rate_of_all_its_tokens_although_none_came_after_its
         }
         for step, tokens, time_s in ((1, 300.0, 2.0), (2, 0.0, 1.0))
     ]
-    assert summarise(read_history(rows, NAMES), make_config(2), {})["rollout_tokens_per_s"] == 100.0
+    assert summarise(read_history(rows, NAMES), make_config(2), Statuses())["rollout_tokens_per_s"] == 100.0
 
 
 def test_rates_of_a_summary_leave_out_the_first_row_of_each_life(tmp_path: Path) -> None:
@@ -414,8 +422,8 @@ def test_rates_of_a_summary_leave_out_the_first_row_of_each_life(tmp_path: Path)
     ]
     for row in rows:
         row["time"] = 1000.0 + row["training/global_step"]
-    found = summarise(read_history(rows, NAMES), make_config(4), {}, began=990.0)
+    found = summarise(read_history(rows, NAMES), make_config(4), Statuses(), began=990.0)
     assert found["train_s"] == 1.0
     assert found["first_step_s"] == 13.0  # of the life that began at 990
-    later = summarise(read_history(rows, NAMES), make_config(4), {}, began=1005.0)
+    later = summarise(read_history(rows, NAMES), make_config(4), Statuses(), began=1005.0)
     assert later["first_step_s"] is None, "it trained no step"

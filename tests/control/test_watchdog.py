@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.control.fleet.waits import waiting_edges
 from asyncrl.control.fleet.watchdog import AT_LEAST_S, FIRST_STEP_S, Stall, Watchdog
+from tests.statuses import statuses_of
 
 WELL: dict[str, dict[str, Any]] = {
     "learner.0": {"state": "READY", "step": 7},
@@ -22,7 +23,7 @@ WELL: dict[str, dict[str, Any]] = {
 def ends_at(changes: dict[str, dict[str, Any]]) -> tuple[str, str, str]:
     """Return the last edge when a well run has these changes."""
     statuses = {name: {**status, **changes.get(name, {})} for name, status in WELL.items()}
-    edge = waiting_edges(statuses, groups_per_step=4)[-1]
+    edge = waiting_edges(statuses_of(statuses), groups_per_step=4)[-1]
     return edge.waiter, edge.whom, edge.why
 
 
@@ -58,12 +59,12 @@ def test_the_one_that_does_not_move_is_named(
 def test_the_whole_way_to_it_is_named_too_and_who_stands_by_is_left_out() -> None:
     statuses = {**WELL, "rollout.1": {"state": "SYNCING", "standby": True}}
     statuses["buffer.0"] = {**WELL["buffer.0"], "leases": {"rollout.0": 2}}
-    assert [str(edge) for edge in waiting_edges(statuses, 4)] == [
+    assert [str(edge) for edge in waiting_edges(statuses_of(statuses), 4)] == [
         "learner.0 waits for buffer.0: 0 of 4 groups are stored",
         "buffer.0 waits for rollout.0: it holds 2 groups",
     ]
     without = {name: status for name, status in WELL.items() if name != "rollout.0"}
-    assert waiting_edges(without, 4)[-1].why == "there is no replica"
+    assert waiting_edges(statuses_of(without), 4)[-1].why == "there is no replica"
 
 
 class Watched:
@@ -78,7 +79,7 @@ class Watched:
         self.now += seconds
         self.step += steps
         statuses = {**WELL, "learner.0": {"state": "READY", "step": self.step}}
-        return self.dog.look(self.now, statuses, is_meant_to_train=is_meant_to_train)
+        return self.dog.look(self.now, statuses_of(statuses), is_meant_to_train=is_meant_to_train)
 
 
 def test_a_stall_is_told_after_ten_usual_steps_and_again_when_it_has_doubled() -> None:

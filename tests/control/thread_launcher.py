@@ -7,9 +7,22 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from asyncrl.control.launch.host import DUMP_STACKS
+from msgspec.structs import replace
+
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
+from asyncrl.message import Done
+from asyncrl.service_command import (
+    A,
+    Command,
+    DumpStacks,
+    pack_answer,
+    pack_command,
+    read_answer,
+    read_command,
+)
+from asyncrl.service_status import ServiceStatus, Statuses, kind_of, pack_status, read_status
+from asyncrl.states import ServiceState
 from asyncrl.threads import ThreadEvent
 
 
@@ -34,30 +47,35 @@ class ThreadLauncher:
         self.started.append(spec.name)
         self._hosts[spec.name] = _Host(factory, spec)
 
-    def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
-        return {name: self._status(name) for name in names}
+    def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
+        return Statuses({name: self._status(name) for name in names})
 
-    def _status(self, name: str) -> dict[str, Any]:
+    def _status(self, name: str) -> ServiceStatus:
+        """Return what has been packed, and read by the service's kind, as between two processes."""
         if name in self.gone or name not in self._hosts:
-            return {"state": "DEAD", "error": "it was killed"}
-        return {"state": "SILENT"} if name in self.silent else self._hosts[name].status()
+            return ServiceStatus(state=ServiceState.DEAD, error="it was killed")
+        if name in self.silent:
+            return ServiceStatus(state=ServiceState.SILENT)
+        return read_status(kind_of(name), pack_status(self._hosts[name].status()))
 
     def service(self, name: str) -> Any:
         """Return the object that a service is."""
         return self._hosts[name].service
 
-    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    def command(self, name: str, command: Command[A], deadline_s: float) -> A:
+        """Pass on what has been packed, and read by its type, as between two processes."""
         if name in self.gone or name not in self._hosts:
-            raise ServiceFailed(f"{name} failed '{command}': it was killed")
+            raise ServiceFailed(f"{name} failed '{command.word}': it was killed")
         if name in self.silent:
-            raise DeadlineExceeded(f"{name} did not answer '{command}'")
-        if command == DUMP_STACKS:  # a host's own
+            raise DeadlineExceeded(f"{name} did not answer '{command.word}'")
+        if isinstance(command, DumpStacks):  # a host's own
             self.dumped.append(name)
-            return {}
+            return read_answer(command, pack_answer(Done()))
         try:
-            return self._hosts[name].service.command(command, args)
+            answer = self._hosts[name].service.command(read_command(pack_command(command)))
+            return read_answer(command, pack_answer(answer))
         except AsyncrlError as error:
-            raise ServiceFailed(f"{name} failed '{command}': {error}") from error
+            raise ServiceFailed(f"{name} failed '{command.word}': {error}") from error
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
         return {name for name in names if name not in self._hosts or self._hosts[name].stop(deadline_s)}
@@ -89,12 +107,12 @@ class _Host:
         except Exception as error:
             self._error = f"{type(error).__name__}: {error}"
 
-    def status(self) -> dict[str, Any]:
-        status = dict(self.service.status())
-        if not self._thread.is_alive():
-            status["state"] = "FAILED" if self._error else "ENDED"
-            status["error"] = self._error
-        return status
+    def status(self) -> ServiceStatus:
+        status: ServiceStatus = self.service.status()
+        if self._thread.is_alive():
+            return status
+        state = ServiceState.FAILED if self._error else ServiceState.ENDED
+        return replace(status, state=state, error=self._error)
 
     def stop(self, deadline_s: float) -> bool:
         self._stop.set()

@@ -7,14 +7,17 @@ import os
 import threading
 import time
 from multiprocessing.connection import Connection
-from typing import Any
 
+from asyncrl.message import Done, Message
 from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.service import ServiceContext
+from asyncrl.service_command import AnyCommand, Bound, Promote, RetireReplica, Tighten
+from asyncrl.service_status import ServiceStatus
+from asyncrl.states import ServiceState
 
 
 class TrivialService:
-    """Waits until it is stopped; `boom` as a command makes it fail."""
+    """Waits until it is stopped; a command makes it fail."""
 
     def __init__(self, context: ServiceContext) -> None:
         self._name = context.name
@@ -26,15 +29,17 @@ class TrivialService:
             if self._fail.is_set():
                 raise ValueError("boom as asked")
 
-    def status(self) -> dict[str, Any]:
-        return {"state": "serving", "name": self._name, "run_id": os.environ.get("ASYNCRL_RUN_ID", "")}
+    def status(self) -> ServiceStatus:
+        """Tell its name where any service may tell something."""
+        return ServiceStatus(state=ServiceState.READY, failure=self._name)
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        if name == "boom":
+    def command(self, command: AnyCommand) -> Message:
+        """Fail for `Promote`, die for `RetireReplica`; give any other bound back."""
+        if isinstance(command, Promote):
             self._fail.set()
-        if name == "die":
+        if isinstance(command, RetireReplica):
             os._exit(3)
-        return {"heard": name, **args}
+        return Bound(command.max_lag) if isinstance(command, Tighten) else Done()
 
 
 def build(context: ServiceContext) -> TrivialService:

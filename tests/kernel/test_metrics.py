@@ -11,6 +11,7 @@ from asyncrl.control.record.recorder import Recorder
 from asyncrl.metrics import METRICS, extreme_of, find, unknown_names
 from asyncrl.metrics.page import render
 from asyncrl.metrics.tallies import conclude
+from asyncrl.service_status import FinishedEvaluation, Statuses
 from rollout_service.evaluation.statistics import Judged, JudgedPrompt, tally_prompts
 from tests.threads import RUNTIME
 
@@ -74,9 +75,9 @@ def test_every_name_in_the_code_is_in_the_table():
 def test_what_the_supervisor_and_evaluations_add_is_in_the_table():
     judged = JudgedPrompt("openai/gsm8k", (Judged(True, 1.0, "1", 3, False), None, None, None))
     results = conclude(tally_prompts([judged, judged], 4, {"openai/gsm8k": "openai/gsm8k"}))
-    evaluation = evaluation_row({"id": 1, "step": 2, "version": 3, "metrics": results})
+    evaluation = evaluation_row(FinishedEvaluation(1, 2, 3, results))
     assert "val-core/openai/gsm8k/acc/maj@4/low" in evaluation
-    assert unknown_names([*Meter().update(0.0, {}), *evaluation]) == {}
+    assert unknown_names([*Meter().update(0.0, Statuses()), *evaluation]) == {}
 
 
 def test_names_are_unique_and_said_in_full():

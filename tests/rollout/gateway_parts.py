@@ -91,7 +91,7 @@ class Stage:
     def serve(self, seed: int, ends: bool = True) -> int:
         """Have the replica serve the weights of a new model."""
         number = self.offer(seed, ends)
-        wait_for(lambda: self.replica.status()["version"] == number, f"version {number}")
+        wait_for(lambda: self.replica.status().version == number, f"version {number}")
         return number
 
     def post(self, path: str, body: Any, key: str = "", **headers: str) -> httpx.Response:
@@ -178,8 +178,8 @@ def open_gateway_stage(folder: Path, deadline_s: float = 120.0) -> Iterator[Stag
     )
     buffer = composition.build(ServiceContext(config, "buffer.0", folder / "run", "test"))
     with running(buffer), contextlib.ExitStack() as held:
-        wait_for(lambda: buffer.status().get("address"), "the buffer's address")
-        address, receiver, gateways = buffer.status()["address"], HandFedReceiver(), []
+        wait_for(lambda: buffer.status().address, "the buffer's address")
+        address, receiver, gateways = buffer.status().address, HandFedReceiver(), []
         prompts = load_prompts(data, build_tokenizer(), MAX_PROMPT_TOKENS)
 
         async def build() -> ReplicaParts:
@@ -210,6 +210,6 @@ def _wait_for_engine(replica: Replica) -> None:
     """Wait up to some minutes: the machine may be busy."""
     for _ in range(15):
         with contextlib.suppress(AssertionError):
-            wait_for(lambda: replica.status()["state"] != "STARTING", "the engine")
+            wait_for(lambda: replica.status().state != "STARTING", "the engine")
             return
     raise AssertionError("the engine did not start")

@@ -13,12 +13,12 @@ from typing import Any
 
 from asyncrl.buffer import composition
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
-from asyncrl.buffer.messages import BufferStatus
 from asyncrl.clock import SystemClock
 from asyncrl.config.tree import Config, EvalSection, SourceSection
 from asyncrl.errors import AsyncrlError, DeadlineExceeded
 from asyncrl.runtime import Runtime
 from asyncrl.service import ServiceContext
+from asyncrl.service_status import BufferStatus
 from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from rollout_service.data.prompts import PromptSet
@@ -148,7 +148,7 @@ class Stage:
     failures: list[AsyncrlError]
 
     def state(self) -> str:
-        return str(self.replica.status()["state"])
+        return str(self.replica.status().state)
 
     def census(self) -> BufferStatus:
         return self.learner.status()
@@ -184,8 +184,8 @@ def open_stage(
     config = config.model_copy(update={"eval": EvalSection(**(evaluation or {})), "buffer": buffer_section})
     buffer = composition.build(ServiceContext(config, "buffer.0", folder / "run", "test"))
     with running(buffer):
-        wait_for(lambda: buffer.status().get("address"), "the buffer's address")
-        address = buffer.status()["address"]
+        wait_for(lambda: buffer.status().address, "the buffer's address")
+        address = buffer.status().address
         tokenizer = build_tokenizer()
         train = SourceSection(path=str(folder / "train.parquet"))
         prompts = load_sources([train, *sources], tokenizer, 16)

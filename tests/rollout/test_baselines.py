@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.buffer.messages import EvaluationOrder
 from asyncrl.config.tree import Config, RewardSection
 from asyncrl.control.record.metering import Meter
 from asyncrl.experience import Group
 from asyncrl.metrics.tallies import conclude
+from asyncrl.service_status import ShapingStatus, Statuses
 from rollout_service import composition
 from rollout_service.data.sources import load_prompts
 from rollout_service.engine.scripted_engine import ScriptedEngine
@@ -56,7 +58,7 @@ def test_remax_adds_the_reward_of_one_greedy_answer_that_is_no_sample(tmp_path: 
         assert all(len(group.trajectories) == GROUP_SIZE for group in groups)
         assert sum(sum(group.rewards) for group in groups) == 0
         status = stage.replica.status()
-        assert status["trajectories"] >= 4 * (GROUP_SIZE + 1)
+        assert status.engine is not None and status.engine.trajectories >= 4 * (GROUP_SIZE + 1)
 
 
 def test_without_remax_no_greedy_answer_is_made(tmp_path: Path):
@@ -95,13 +97,14 @@ def test_long_answers_lose_in_proportion_and_what_they_lose_is_counted(tmp_path:
             assert one.reward == one.num_tokens + overlong_penalty(one.num_tokens, 6, 4, 2.0)
         assert max(one.num_tokens - one.reward for one in trajectories) == 2.0
         status = stage.replica.status()
-        assert status["scored"] >= len(trajectories)
-        assert 0 < status["overlong"] < status["scored"]
+        shaping = status.shaping
+        assert shaping is not None and shaping.scored >= len(trajectories)
+        assert 0 < shaping.overlong < shaping.scored
         found = Meter()
-        found.update(0.0, {"rollout.0": status | dict.fromkeys(("scored", "overlong", "taken_off"), 0)})
-        row = found.update(1.0, {"rollout.0": status})
-        assert row["rollout/overlong_share"] == status["overlong"] / status["scored"]
-        assert row["rollout/overlong_penalty"] == pytest.approx(status["taken_off"] / status["scored"])
+        found.update(0.0, Statuses({"rollout.0": replace(status, shaping=ShapingStatus())}))
+        row = found.update(1.0, Statuses({"rollout.0": status}))
+        assert row["rollout/overlong_share"] == shaping.overlong / shaping.scored
+        assert row["rollout/overlong_penalty"] == pytest.approx(shaping.taken_off / shaping.scored)
 
 
 def test_a_run_shapes_what_it_trains_as_the_configuration_says():
@@ -111,7 +114,7 @@ def test_a_run_shapes_what_it_trains_as_the_configuration_says():
     overlong = composition._build_overlong(Config(**sections, reward=shaped))
     assert overlong is not None
     assert [overlong.shape(0.0, tokens) for tokens in (5, 6, 10)] == pytest.approx([0.0, -0.6, -3.0])
-    assert overlong.counts() == {"scored": 3, "overlong": 2, "taken_off": pytest.approx(3.6)}
+    assert overlong.status() == ShapingStatus(3, 2, pytest.approx(3.6))
 
 
 def test_an_evaluation_is_not_shaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -138,8 +141,8 @@ def test_an_evaluation_is_not_shaped(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     found = asyncio.run(evaluate())
     assert found["val-core/held_out/reward/mean@1"] == found["val-aux/held_out/response_length/mean"] > 2
-    assert reward.counts()["reward_parts"] == {"length": [0, 0.0]}
+    assert reward.status().parts == {"length": (0, 0.0)}
 
 
 def test_no_metric_of_shaping_is_there_without_it():
-    assert not [name for name in Meter().update(0.0, {}) if name.startswith("rollout/")]
+    assert not [name for name in Meter().update(0.0, Statuses()) if name.startswith("rollout/")]

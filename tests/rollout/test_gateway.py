@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import time
 from collections import Counter
@@ -17,6 +16,8 @@ import pytest
 import torch
 
 from asyncrl.experience import Group, Trajectory
+from asyncrl.service_command import Drain
+from asyncrl.service_status import pack_status
 from asyncrl.versions import Span
 from rollout_service.gateway.app import MAX_BODY_BYTES
 from rollout_service.gateway.keys import GatewayKey
@@ -185,7 +186,7 @@ def test_a_swap_in_the_middle_of_a_stream_shows_in_its_spans(served: Stage):
     new = served.offer(12, ends=False)
     rest = [chunk.choices[0] for chunk in stream if chunk.choices]
     ids = [token for choice in (first.choices[0], *rest) for token in streamed_ids(choice)]
-    wait_for(lambda: served.replica.status()["version"] == new, "the new version")
+    wait_for(lambda: served.replica.status().version == new, "the new version")
     agents[1].chat(USER)
     group = rewarded(served, *agents)
     crossing, after = group.trajectories
@@ -211,7 +212,7 @@ REPLACED = "n, seed, temperature, top_p"
 
 def test_sampling_parameters_of_a_framework_are_replaced_counted_and_named(served: Stage):
     agents = [served.open(), served.open()]
-    before = Counter(served.gateway.status()["overridden"])
+    before = Counter(served.gateway.status().overridden)
 
     def ask(agent: Agent, model: str, **more: Any) -> Any:
         ids = {"return_token_ids": True}
@@ -223,7 +224,7 @@ def test_sampling_parameters_of_a_framework_are_replaced_counted_and_named(serve
     plain = ask(agents[0], "another")
     names = [reply.headers.get("x-asyncrl-overridden") for reply in (whole, streamed, plain)]
     assert names == [REPLACED, REPLACED, None]
-    counted = Counter(served.gateway.status()["overridden"]) - before
+    counted = Counter(served.gateway.status().overridden) - before
     assert counted == dict.fromkeys(REPLACED.split(", "), 2)
     (choice,), (same,) = whole.parse().choices, plain.parse().choices
     assert choice.token_ids == same.token_ids, "the run's own sampling is what both calls get"
@@ -262,8 +263,8 @@ def test_an_agent_that_changes_its_history_ends_its_group(served: Stage):
     with pytest.raises(openai.BadRequestError, match="not the one that this session recorded"):
         agents[0].chat(USER, {"role": "assistant", "content": "I said otherwise"}, MORE)
     wait_for(lambda: "history_changed" in agents[1].reward().text, "the sibling's end")
-    wait_for(lambda: served.replica.status()["in_flight_groups"] == 0, "the report of the failure")
-    assert served.replica.status()["counters"]["groups_failed"] >= 1
+    wait_for(lambda: served.replica.status().in_flight_groups == 0, "the report of the failure")
+    assert served.replica.status().counters["groups_failed"] >= 1
 
 
 def test_missing_siblings_end_a_group_at_its_deadline_with_an_error_in_the_stream(served: Stage):
@@ -278,7 +279,7 @@ def test_missing_siblings_end_a_group_at_its_deadline_with_an_error_in_the_strea
         assert refused.value.status_code == 410
     finally:
         served.gateway.desk._deadline_s = 120.0
-    wait_for(lambda: served.replica.status()["in_flight_requests"] == 0, "the aborted call")
+    wait_for(lambda: served.replica.status().engine.in_flight_requests == 0, "the aborted call")
     served.serve(1)
 
 
@@ -288,7 +289,7 @@ def test_a_client_that_hangs_up_leaves_its_session_free_for_another_try(served: 
     stream = agents[0].chat(USER, max_tokens=1300, stream=True)
     next(iter(stream))
     stream.close()
-    wait_for(lambda: served.replica.status()["in_flight_requests"] == 0, "the end of the call")
+    wait_for(lambda: served.replica.status().engine.in_flight_requests == 0, "the end of the call")
     for agent in agents:
         agent.chat(USER)
     assert [trajectory.num_tokens for trajectory in rewarded(served, *agents).trajectories] == [24, 24]
@@ -371,8 +372,8 @@ def test_the_agent_of_the_page_makes_a_group(served: Stage, tmp_path: Path):
 def test_a_draining_replica_tells_its_agents(served: Stage):
     """The last one: it ends the replica."""
     agents, alone = [served.open(), served.open()], served.open()
-    served.replica.command("drain", {"grace_s": 60.0})
-    wait_for(lambda: served.replica.status()["state"] == "DRAINING", "a drain")
+    served.replica.command(Drain(60.0))
+    wait_for(lambda: served.replica.status().state == "DRAINING", "a drain")
     assert "draining" in served.post("/sessions", {"wait_s": 0}).text
     with pytest.raises(openai.APIStatusError, match="has ended: draining") as refused:
         alone.chat(USER)
@@ -380,5 +381,5 @@ def test_a_draining_replica_tells_its_agents(served: Stage):
     for agent in agents:
         assert agent.chat(USER).choices, "a group whose siblings are all there goes on"
     rewarded(served, *agents)
-    wait_for(lambda: served.replica.status()["state"] == "RETIRED", "the end")
-    assert json.dumps(served.replica.status())
+    wait_for(lambda: served.replica.status().state == "RETIRED", "the end")
+    assert pack_status(served.replica.status())

@@ -16,6 +16,7 @@ from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
 from rollout_service.gateway.gateway import build_gateway
 from rollout_service.gateway.refusal import Refusal
 from rollout_service.gateway.rules import Rules, admit
+from tests.statuses import statuses_of
 
 RULES = Rules(run_seed=0, group_size=2, temperature=0.7, max_tokens=20, max_prompt_tokens=10)
 STRICT = replace(RULES, is_strict=True)
@@ -114,10 +115,13 @@ def test_the_rows_count_replaced_parameters_of_all_replicas_and_of_replicas_that
         return {name: value for name, value in row.items() if name.startswith("gateway/")}
 
     meter = Meter()
-    assert counts(meter.update(0.0, {"rollout.0": {"tokens": 0, "busy_s": 0.0, "idle_s": 0.0}})) == {}
+    assert (
+        counts(meter.update(0.0, statuses_of({"rollout.0": {"tokens": 0, "busy_s": 0.0, "idle_s": 0.0}})))
+        == {}
+    )
     both = {"rollout.0": status(5.0, temperature=3, n=1), "rollout.1": status(5.0, temperature=2)}
     found = {"gateway/overridden/temperature": 5.0, "gateway/overridden/n": 1.0}
-    assert counts(meter.update(1.0, both)) == {"gateway/overridden": 6.0, **found}
+    assert counts(meter.update(1.0, statuses_of(both))) == {"gateway/overridden": 6.0, **found}
     again = {"rollout.0": status(0.1), "rollout.1": status(6.0, temperature=2)}
-    assert counts(meter.update(2.0, again)) == {"gateway/overridden": 6.0, **found}
-    assert counts(Meter().update(0.0, {"rollout.0": status(1.0)})) == {"gateway/overridden": 0.0}
+    assert counts(meter.update(2.0, statuses_of(again))) == {"gateway/overridden": 6.0, **found}
+    assert counts(Meter().update(0.0, statuses_of({"rollout.0": status(1.0)}))) == {"gateway/overridden": 0.0}

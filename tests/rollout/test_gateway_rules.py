@@ -232,7 +232,7 @@ def play(deadline_s: float, script: Any) -> Any:
         first = await opening
         assert desk.num_groups_wanted == 0
         await script(desk, first, group)
-        assert desk.status()["sessions"] == 0
+        assert desk.status("http://here").sessions == 0
         return aborted
 
     return asyncio.run(run())
@@ -539,7 +539,7 @@ def test_an_agent_that_hangs_up_while_it_waits_gets_no_session(has_group: bool):
         left.set()
         await asyncio.wait_for(asking, 5.0)
         assert sent[0]["status"] == 499
-        assert (desk.num_groups_wanted, desk.status()["sessions"]) == (0, 0)
+        assert (desk.num_groups_wanted, desk.status("http://here").sessions) == (0, 0)
         if group is not None:
             assert (await desk.open(0.0)).sample == 0
             group.cancel()

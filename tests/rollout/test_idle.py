@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from asyncrl.service_command import Drain
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.matching import score_digit_sort
 from tests.rollout.replica_parts import open_stage, wait_for
@@ -30,6 +31,6 @@ def test_a_replica_hears_at_once_that_it_is_to_stop(tmp_path: Path) -> None:
         stage.serve_first_version()
         wait_for(lambda: stage.census().stored_groups >= 4, "all groups that may be leased before a step")
         began = time.monotonic()
-        stage.replica.command("drain", {})
+        stage.replica.command(Drain())
         wait_for(lambda: stage.state() == "RETIRED", "RETIRED")
         assert time.monotonic() - began < 0.5

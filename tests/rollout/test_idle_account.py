@@ -16,6 +16,7 @@ from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.matching import score_digit_sort
 from rollout_service.states import START, State, idle_cause
 from tests.rollout.replica_parts import open_stage, wait_for
+from tests.statuses import statuses_of
 
 DIGIT_SORT = FunctionReward("digit_sort", score_digit_sort)
 
@@ -100,17 +101,18 @@ def test_a_replica_waits_for_what_its_state_and_its_groups_say():
 def test_a_real_replica_says_what_it_waits_for(tmp_path: Path):
     with open_stage(tmp_path, DIGIT_SORT) as stage:
         wait_for(lambda: stage.state() == "SYNCING", "SYNCING")
-        wait_for(lambda: "weights" in stage.replica.status()["idle_by_cause"], "the wait for weights")
+        wait_for(lambda: "weights" in stage.replica.status().engine.idle_by_cause, "the wait for weights")
         stage.serve_first_version()
-        wait_for(lambda: stage.replica.status()["busy_s"], "work")
+        wait_for(lambda: stage.replica.status().engine.busy_s, "work")
         # The buffer admits (max_lag + 1) steps' groups and then no more: the replica waits for leases.
-        wait_for(lambda: stage.replica.status()["idle_by_cause"].get("lease"), "the wait for a lease")
+        wait_for(lambda: stage.replica.status().engine.idle_by_cause.get("lease"), "the wait for a lease")
         status = stage.replica.status()
-    assert status["idle_s"] == sum(status["idle_by_cause"].values())
-    assert {"start", "weights", "swap"} <= set(status["idle_by_cause"])
+    assert status.engine is not None
+    assert status.engine.idle_s == sum(status.engine.idle_by_cause.values())
+    assert {"start", "weights", "swap"} <= set(status.engine.idle_by_cause)
 
 
-def status_of(busy_s: float, **idle: float) -> dict[str, Any]:
+def told(busy_s: float, **idle: float) -> dict[str, Any]:
     return {
         "tokens": int(busy_s * 100),
         "busy_s": busy_s,
@@ -126,12 +128,13 @@ def shares(row: dict[str, float]) -> dict[str, float]:
 
 def test_the_shares_of_all_replicas_add_up_to_one():
     meter = Meter()
-    meter.update(0.0, {"rollout.0": status_of(1.0, start=2.0), "rollout.1": status_of(0.0, start=1.0)})
+    before = {"rollout.0": told(1.0, start=2.0), "rollout.1": told(0.0, start=1.0)}
+    meter.update(0.0, statuses_of(before))
     after = {
-        "rollout.0": status_of(2.0, start=2.0, lease=1.0),
-        "rollout.1": status_of(0.5, start=1.0, swap=1.5),
+        "rollout.0": told(2.0, start=2.0, lease=1.0),
+        "rollout.1": told(0.5, start=1.0, swap=1.5),
     }
-    row = meter.update(1.0, after)
+    row = meter.update(1.0, statuses_of(after))
     assert shares(row) == {"start": 0.0, "lease": 0.25, "swap": 0.375}
     assert row["perf/rollout_busy_share"] == 0.375
     assert row["perf/rollout_idle_share"] == 0.625
@@ -139,23 +142,22 @@ def test_the_shares_of_all_replicas_add_up_to_one():
 
 def test_a_replica_that_was_started_again_counts_from_zero_and_the_sums_go_on():
     meter = Meter()
-    old, other = status_of(50.0, start=10.0), status_of(30.0, lease=10.0)
-    meter.update(0.0, {"rollout.0": old, "rollout.1": other})
-    meter.update(0.1, {"rollout.0": {"state": "starting"}, "rollout.1": other})
-    row = meter.update(
-        1.0, {"rollout.0": status_of(0.0, start=1.0), "rollout.1": status_of(31.0, lease=10.0)}
-    )
+    old, other = told(50.0, start=10.0), told(30.0, lease=10.0)
+    meter.update(0.0, statuses_of({"rollout.0": old, "rollout.1": other}))
+    meter.update(0.1, statuses_of({"rollout.0": {"state": "STARTING"}, "rollout.1": other}))
+    after = {"rollout.0": told(0.0, start=1.0), "rollout.1": told(31.0, lease=10.0)}
+    row = meter.update(1.0, statuses_of(after))
     assert row["perf/rollout_busy_share"] == 0.5
     assert shares(row) == {"start": 0.5, "lease": 0.0}
     assert row["perf/rollout_tokens_per_s"] == 100.0
 
 
 def test_the_first_shares_are_those_since_the_start():
-    row = Meter().update(5.0, {"rollout.0": status_of(1.0, start=3.0)})
+    row = Meter().update(5.0, statuses_of({"rollout.0": told(1.0, start=3.0)}))
     assert (row["perf/rollout_busy_share"], shares(row)) == (0.25, {"start": 0.75})
     assert row["perf/rollout_tokens_per_s"] == 0.0
 
 
 def test_no_replica_is_neither_busy_nor_idle():
-    row = Meter().update(1.0, {})
+    row = Meter().update(1.0, statuses_of({}))
     assert (row["perf/rollout_busy_share"], row["perf/rollout_idle_share"], shares(row)) == (0.0, 0.0, {})

@@ -20,6 +20,7 @@ from asyncrl.clock import SystemClock
 from asyncrl.errors import EngineError
 from asyncrl.experience import UNFINISHED, Group, Trajectory
 from asyncrl.service import ServiceContext
+from asyncrl.service_command import Drain
 from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion, Span
 from rollout_service import carry
@@ -107,14 +108,14 @@ def open_yard(folder: Path, advantage: str = "grpo", masks_cut: bool = False) ->
     config = make_config(folder, advantage, max_tokens=MAX_TOKENS)
     buffer = composition.build(ServiceContext(config, "buffer.0", folder / "run", "test"))
     with running(buffer):
-        wait_for(lambda: buffer.status().get("address"), "the buffer's address")
+        wait_for(lambda: buffer.status().address, "the buffer's address")
         prompts = load_prompts(folder / "train.parquet", build_tokenizer(), 16)
         settings = GroupSettings(
             0, GROUP_SIZE, 1.0, MAX_TOKENS, has_greedy=advantage == "remax", masks_cut=masks_cut
         )
-        learner = LearnerClient(buffer.status()["address"])
+        learner = LearnerClient(buffer.status().address)
         learner.open("test")
-        yield Yard(buffer.status()["address"], prompts, learner, settings)
+        yield Yard(buffer.status().address, prompts, learner, settings)
         learner.close()
 
 
@@ -148,22 +149,23 @@ def test_a_drained_replica_s_work_goes_on_elsewhere_with_its_tokens_versions_and
         with yard.replica("rollout.0", held, PolicyVersion(first, 0)) as replica:
 
             def is_held() -> bool:
-                num_requests = replica.status().get("in_flight_requests", 0)
+                engine = replica.status().engine
+                num_requests = engine.in_flight_requests if engine is not None else 0
                 return 3 * yard.settings.num_samples < num_requests == held.num_held
 
             wait_for(is_held, "so many begun answers that no further group fits")
-            num_groups = replica.status()["in_flight_groups"]
+            num_groups = replica.status().in_flight_groups
             assert num_groups > 4, "a group's finished samples make room for others"
-            replica.command("drain", {})
-            wait_for(lambda: replica.status()["state"] == "RETIRED", "RETIRED")
-            assert replica.status()["counters"]["carry/carried"] == num_groups
+            replica.command(Drain())
+            wait_for(lambda: replica.status().state == "RETIRED", "RETIRED")
+            assert replica.status().counters["carry/carried"] == num_groups
         assert yard.learner.status().reissues == {"carried": num_groups}
         second = yard.learner.register_version(0)
         with yard.replica("rollout.1", ScriptedEngine(EOS), PolicyVersion(second, 0)) as replica:
             reservation = yard.learner.reserve(0, WAIT_S)
             assert reservation is not None
             groups = yard.learner.fetch([ticket.ticket for ticket in reservation.tickets])
-            wait_for(lambda: replica.status()["counters"]["groups_resumed"] == num_groups, "all carried work")
+            wait_for(lambda: replica.status().counters["groups_resumed"] == num_groups, "all carried work")
         assert yard.learner.status().residue == 0
     crossings = 0
     for group in groups:

@@ -13,7 +13,10 @@ from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseReply
 from asyncrl.errors import ConnectionLost, EngineError, ServiceFailed
-from asyncrl.obstacle import OBSTACLES, Cause, parse_obstacles
+from asyncrl.message import Done
+from asyncrl.obstacle import Cause
+from asyncrl.service_command import Drain, Promote, Standing
+from asyncrl.states import ServiceState
 from asyncrl.threads import ThreadEvent
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.scripted_engine import scripted_logprob
@@ -80,7 +83,7 @@ def test_training_goes_on_over_several_versions_within_the_bound(stage: Stage):
         stage.learner.trained(step, lag_max=max(0, *lags))
         number = stage.learner.register_version(step + 1)
         stage.receiver.offer(number, step + 1)
-        wait_for(lambda wanted=number: stage.replica.status()["version"] == wanted, "the swap")
+        wait_for(lambda wanted=number: stage.replica.status().version == wanted, "the swap")
     assert stage.census().residue == 0
 
 
@@ -93,12 +96,12 @@ def test_a_load_that_fails_puts_the_replica_back_to_syncing_until_one_works(stag
     stage.receiver.offer(second, 1)
     wait_for(lambda: (second, False) in stage.receiver.reports, "the report of the failure")
     wait_for(lambda: stage.state() == "SYNCING", "SYNCING")
-    (refused,) = parse_obstacles("rollout.0", stage.replica.status())
+    (refused,) = stage.replica.status().obstacles
     assert refused.cause is Cause.WEIGHTS_REFUSED and f"version {second}" in refused.reason
     wait_for(lambda: (second, True) in stage.receiver.reports, "the load that works")
     wait_for(lambda: stage.state() == "READY", "READY")
-    assert stage.replica.status()["version"] == second
-    assert parse_obstacles("rollout.0", stage.replica.status()) == []
+    assert stage.replica.status().version == second
+    assert stage.replica.status().obstacles == ()
 
 
 def test_a_group_that_fails_is_told_until_one_is_pushed(stage: Stage, monkeypatch: pytest.MonkeyPatch):
@@ -108,10 +111,10 @@ def test_a_group_that_fails_is_told_until_one_is_pushed(stage: Stage, monkeypatc
     with monkeypatch.context() as engine:
         engine.setattr(stage.engine, "generate", refuse)
         stage.serve_first_version()
-        wait_for(lambda: stage.replica.status()[OBSTACLES], "the failure")
-        (failing,) = parse_obstacles("rollout.0", stage.replica.status())
+        wait_for(lambda: stage.replica.status().obstacles, "the failure")
+        (failing,) = stage.replica.status().obstacles
         assert (failing.cause, failing.reason) == (Cause.GROUPS_FAIL, "the decoder prompt cannot be empty")
-    wait_for(lambda: not stage.replica.status()[OBSTACLES], "a group that works")
+    wait_for(lambda: not stage.replica.status().obstacles, "a group that works")
 
 
 def test_a_fenced_replica_takes_no_leases(stage: Stage):
@@ -173,7 +176,7 @@ def test_a_group_that_no_agent_opened_goes_back_and_counts_as_no_attempt(stage: 
     runner, count = stage.replica._parts.runner, stage.replica.status
     run, runner.run = runner.run, wait_for_agents  # type: ignore[method-assign]
     stage.serve_first_version()
-    wait_for(lambda: count()["counters"].get("groups_unopened", 0) > 20, "many groups without agents")
+    wait_for(lambda: count().counters.get("groups_unopened", 0) > 20, "many groups without agents")
     runner.run = run  # type: ignore[method-assign]
     assert stage.learner.reserve(0, WAIT_S) is not None
     assert set(stage.census().reissues) == {"released"}
@@ -183,12 +186,12 @@ def test_a_group_that_no_agent_opened_goes_back_and_counts_as_no_attempt(stage: 
 def test_busy_and_idle_seconds_add_up_to_the_time_that_passed(stage: Stage):
     stage.serve_first_version()
     stage.learner.reserve(0, WAIT_S)
-    first = stage.replica.status()
+    first = stage.replica.status().engine
     ThreadEvent().wait(0.3)
-    second = stage.replica.status()
-    passed_s = sum(second[name] - first[name] for name in ("busy_s", "idle_s"))
-    assert 0.25 < passed_s < WAIT_S
-    assert first["trajectories"] >= 4 * GROUP_SIZE
+    second = stage.replica.status().engine
+    assert first is not None and second is not None
+    assert 0.25 < second.wall_s - first.wall_s < WAIT_S
+    assert first.trajectories >= 4 * GROUP_SIZE
 
 
 def test_a_reward_that_raises_fails_its_group_and_nothing_of_it_is_trained(tmp_path: Path):
@@ -201,14 +204,14 @@ def test_a_reward_that_raises_fails_its_group_and_nothing_of_it_is_trained(tmp_p
         census = stage.census()
         assert census.stored_groups == 0
         assert census.residue == 0
-        assert stage.replica.status()["counters"]["groups_failed"] >= 3
+        assert stage.replica.status().counters["groups_failed"] >= 3
 
 
 def test_a_draining_replica_releases_what_it_holds_and_retires(tmp_path: Path):
     with open_stage(tmp_path, DIGIT_SORT, tokens_per_s=0.5) as stage:
         stage.serve_first_version()
-        wait_for(lambda: stage.replica.status()["in_flight_groups"] == 4, "full slots")
-        assert stage.replica.command("drain", {}) == {"state": "DRAINING"}
+        wait_for(lambda: stage.replica.status().in_flight_groups == 4, "full slots")
+        assert stage.replica.command(Drain()) == Standing(ServiceState.DRAINING)
         wait_for(lambda: stage.state() == "RETIRED", "RETIRED")
         census = stage.census()
         assert census.reissues == {"released": 4}
@@ -262,10 +265,10 @@ def test_a_replica_that_stands_by_follows_the_weights_and_leases_nothing_until_i
 ):
     with open_stage(tmp_path, DIGIT_SORT, is_standby=True) as stage:
         number = stage.serve_first_version()
-        assert stage.replica.status()["standby"] is True
-        assert stage.replica.status()["version"] == number
+        assert stage.replica.status().standby is True
+        assert stage.replica.status().version == number
         assert stage.learner.reserve(0, 0.3) is None
         assert stage.census().issued == 0
-        assert stage.replica.command("promote", {}) == {"standby": False}
+        assert stage.replica.command(Promote()) == Done()
         assert stage.learner.reserve(0, WAIT_S) is not None
-        assert stage.replica.status()["standby"] is False
+        assert stage.replica.status().standby is False

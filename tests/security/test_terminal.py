@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from asyncrl.buffer.audit.rollouts import Fate
@@ -27,12 +28,17 @@ from asyncrl.cli.reports.status import table_of
 from asyncrl.cli.rollouts.sheet import Sheet
 from asyncrl.cli.rollouts.terminal import sheet_on_terminal
 from asyncrl.cli.views import LineView, PanelView
+from asyncrl.control.diagnosis.bottleneck import Diagnosis
 from asyncrl.control.page.answers import rollouts_of
 from asyncrl.control.page.view import view_of
 from asyncrl.control.record.ending import paragraph
+from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.snapshot import Snapshot
 from asyncrl.printable import printable
+from asyncrl.states import RunState
 from tests.control.page.page_runs import make_group, make_snapshot
+from tests.statuses import snapshot_of
 
 ROOT = Path(__file__).parents[2]
 FORGED = "2026-11-23 16:00:00,000 CRITICAL forged"
@@ -61,16 +67,15 @@ def harm_in(text: str) -> str:
     return repr(found[0]) if found else ""
 
 
-def evil_snapshot() -> dict[str, Any]:
+def evil_snapshot() -> Snapshot:
     """Return a snapshot in which every text that a service has a say in is the payload."""
     snapshot = make_snapshot() | {"phase": EVIL, "error": EVIL, "torn": [EVIL], "resumed_step": 3}
-    snapshot["health"] = EVIL
     snapshot["bottleneck"] = {"who": EVIL, "why": EVIL, "learner_waits_for": EVIL}
-    snapshot["services"][f"rollout.{EVIL}"] = {"state": EVIL, "version": 3, "gateway": EVIL}
+    snapshot["services"][f"rollout.{EVIL}"] = {"state": "READY", "version": 3, "gateway": EVIL}
     snapshot["ledger"]["dropped"] = {EVIL: 1}
     snapshot["obstacles"] = [{"service": EVIL, "reason": EVIL, "count": 2, "since": 0.0, "blocks": True}]
     snapshot["events"] = [{"time": 9e9, "kind": "exit", "service": EVIL, "text": EVIL}]
-    return snapshot
+    return snapshot_of(snapshot)
 
 
 @pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
@@ -94,7 +99,7 @@ def build(context):
 sys.modules["evil_service"] = sys.modules["__main__"]
 config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"})
 host = ServiceHost("evil_service:build", ServiceContext(config, "a.0", Path(sys.argv[1]), "id"), sys.argv[2])
-while host.status()["state"] != "FAILED":
+while host.describe().state != "FAILED":
     pass
 """
 
@@ -134,27 +139,27 @@ def test_logs_write_out_what_another_program_wrote(tmp_path: Path) -> None:
     assert harm_in(shown_logs(folder)) == ""
 
 
-def drawn(snapshot: dict[str, Any]) -> str:
+def drawn(snapshot: Snapshot) -> str:
     stream = io.StringIO()
     Console(file=stream, width=100, force_terminal=False).print(panel_of(snapshot))
     return stream.getvalue()
 
 
-def lines_of_up(snapshot: dict[str, Any]) -> str:
+def lines_of_up(snapshot: Snapshot) -> str:
     stream = io.StringIO()
     view = LineView(stream)
-    view.show(make_snapshot())
+    view.show(snapshot_of(make_snapshot()))
     view.show(snapshot)
     view.close()
     return stream.getvalue()
 
 
-def failure(snapshot: dict[str, Any], folder: Path = Path("nowhere")) -> str:
-    outcome = {"state": "failed", "error": EVIL, "service": "rollout.0", "tail": [EVIL, "x"]}
+def failure(snapshot: Snapshot, folder: Path = Path("nowhere")) -> str:
+    outcome = Outcome(state=RunState.FAILED, error=EVIL, service="rollout.0", tail=(EVIL, "x"))
     return paragraph(RunDir(folder), outcome)
 
 
-SURFACES: dict[str, Callable[[dict[str, Any]], str]] = {
+SURFACES: dict[str, Callable[[Snapshot], str]] = {
     "status": lambda snapshot: "\n".join(text_of(snapshot)),
     "status --all": lambda snapshot: "\n".join(table_of([snapshot])),
     "status -w": drawn,
@@ -186,7 +191,7 @@ def test_the_panel_reads_no_markup_and_sends_the_terminal_its_own_sequences_alon
     view = PanelView(stream)
     view._console = Console(file=stream, width=100, height=200, force_terminal=True)
     bottleneck = {"who": "rollout", "why": MARKUP, "learner_waits_for": "rollout"}
-    view.show(evil_snapshot() | {"bottleneck": bottleneck})
+    view.show(replace(evil_snapshot(), bottleneck=Diagnosis(**bottleneck)))
     text = stream.getvalue()
     assert f"Bottleneck: the replicas. {MARKUP}" in text, "markup is a text like any other"
     assert not re.search(r"\x1b(?!\[[0-9;]*[mJKA])", text), "colours, and the panel's own moves"

@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Self
 
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.buffer.messages import BufferStatus
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
 from asyncrl.control.launch.ports import HeldPort
@@ -27,6 +26,7 @@ from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.faults import VARIABLE as FAULT_VARIABLE
 from asyncrl.private import make_secret
 from asyncrl.service import SERVICE_VARIABLE
+from asyncrl.service_status import BufferStatus
 from tests.system.host_main import host
 
 FORKS = multiprocessing.get_context("forkserver")

@@ -18,6 +18,7 @@ from asyncrl.control.launch.host import ServiceHost
 from asyncrl.experience import encode_group
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext
+from asyncrl.service_status import BufferStatus, read_status
 from asyncrl.threads import ThreadRuntime
 from tests.buffer.parts import make_group
 
@@ -59,10 +60,10 @@ def start_buffer(config: Config, folder: Path, node: str, password: str) -> str:
     actor = host.remote("asyncrl.buffer.composition:build", context, str(folder / f"{node}.log"))
     end = time.monotonic() + 60.0
     while True:
-        status = ray.get(actor.status.remote(), timeout=60.0)
-        if status["state"] == "READY":
-            return str(status["address"])
-        assert status["state"] == "STARTING" and time.monotonic() < end, status
+        status = read_status("buffer", ray.get(actor.status.remote(), timeout=60.0))
+        if isinstance(status, BufferStatus) and status.state == "READY":
+            return status.address
+        assert status.state == "STARTING" and time.monotonic() < end, status
         time.sleep(0.05)
 
 

@@ -18,6 +18,7 @@ import httpx
 from asyncrl.control.api.access import page_url
 from asyncrl.control.launch.handle import attach
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.snapshot import HeadWord, values_of
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 UP_DEADLINE_S = 280.0
@@ -58,8 +59,9 @@ class UpRun:
         Asked from here: a command takes half a second of a core, which a run that starts needs.
         """
         handle = attach(RunDir(self.folder))
-        snapshot = handle.poll() if handle is not None else {}
-        return snapshot if "services" in snapshot else {}
+        snapshot = handle.poll() if handle is not None else HeadWord()
+        found: dict[str, Any] = json.loads(json.dumps(values_of(snapshot)))
+        return {} if isinstance(snapshot, HeadWord) else found
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         place = ["--run", self.folder.name, "--dir", str(self.runs_dir)]

@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from asyncrl.config.tree import Config
@@ -28,6 +29,7 @@ from asyncrl.faults import VARIABLE
 from asyncrl.keys import RunKeys
 from asyncrl.rpc import Client
 from asyncrl.service import ServiceContext
+from asyncrl.service_status import KINDS, MemberStatus, kind_of
 from asyncrl.threads import ThreadEvent, ThreadRuntime
 from asyncrl.versions import PolicyVersion
 from weight_sync import composition, control_composition
@@ -100,7 +102,7 @@ def serve(role: Role, test: Connection) -> None:
         service = composition.build_publisher(role.context, role.num_segments)
     else:
         service = composition.build_receiver(role.context, lost_s=role.lost_s, on_bucket=role.fault)
-    test.send(service.status()["address"])
+    test.send(service.status().address)
     threading.Thread(target=follow_test, args=(test, stop), daemon=True).start()
     service.run(stop)
 
@@ -178,11 +180,14 @@ class Party:
 class Child(Party):
     """One running service."""
 
+    kind: str
     address: str
     client: Client
 
-    def status(self) -> dict[str, Any]:
-        return self.client.call("status", deadline_s=WAIT_S).args
+    def status(self) -> Any:
+        """Return the status of its kind."""
+        told = self.client.call("status", deadline_s=WAIT_S).args
+        return msgspec.convert(told, KINDS[self.kind])
 
     def kill(self) -> None:
         super().kill()
@@ -271,9 +276,8 @@ class Cluster:
         process, lifeline = fork(serve, role)
         assert lifeline.poll(WAIT_S), f"{name} did not start"
         address = lifeline.recv()
-        self.children[name] = Child(
-            process, lifeline, address, Client(ThreadRuntime(), address, self._context.client_keys)
-        )
+        client = Client(ThreadRuntime(), address, self._context.client_keys)
+        self.children[name] = Child(process, lifeline, kind_of(name), address, client)
         return self.children[name]
 
     def address_of(self, name: str) -> str:
@@ -289,8 +293,8 @@ class Cluster:
         self._handoffs.append(made)
         return made
 
-    def members(self) -> dict[str, dict[str, Any]]:
-        return dict(self.coordinator.status()["members"])
+    def members(self) -> dict[str, MemberStatus]:
+        return dict(self.coordinator.status().members)
 
     def wait_for_members(self, *names: str) -> None:
         wait_until(lambda: set(names) <= set(self.members()), f"{names} to join")

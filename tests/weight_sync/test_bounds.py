@@ -102,7 +102,7 @@ def test_a_receiver_takes_no_room_for_a_version_that_the_model_does_not_take(fol
         weights = [("w", torch.zeros(SPARE_BYTES + (1 << 20), dtype=torch.uint8))]
         assert cluster.handoff().publish(PolicyVersion(1, 0), weights)
         assert take(receiver, wait_s=5.0) is None
-        wait_until(lambda: bool(receiver.status()["counters"].get("refused_orders")), "the refusal")
+        wait_until(lambda: bool(receiver.status().counters.get("refused_orders")), "the refusal")
         assert not list(SHM_DIR.glob(f"{cluster.shm_prefix}receiver*"))
 
 

@@ -29,7 +29,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
     stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,))
     thread.start()
-    made = Client(ThreadRuntime(), str(service.status()["address"]))
+    made = Client(ThreadRuntime(), str(service.status().address))
     yield made
     made.close()
     stop.set()

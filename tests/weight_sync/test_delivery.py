@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.control.shared_memory import NUM_AT_PUBLISHER, NUM_AT_RECEIVER
 from asyncrl.errors import FencedError
-from asyncrl.obstacle import Cause, Obstacle, parse_obstacles
+from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.rpc import Client
 from asyncrl.threads import ThreadRuntime
 from asyncrl.versions import PolicyVersion
@@ -69,11 +69,11 @@ def follow(receiver: Child, serving: int, newest: int) -> None:
 
 
 def counter(cluster: Cluster, name: str) -> int:
-    return int(cluster.coordinator.status()["counters"].get(name, 0))
+    return int(cluster.coordinator.status().counters.get(name, 0))
 
 
 def wait_for_state(cluster: Cluster, name: str, state: str) -> None:
-    wait_until(lambda: cluster.members()[name]["state"] == state, f"{name} to be {state}")
+    wait_until(lambda: cluster.members()[name].state == state, f"{name} to be {state}")
 
 
 def test_every_version_arrives_whole_and_groups_are_reused(cluster):
@@ -125,7 +125,7 @@ def test_a_receiver_that_has_no_room_is_an_obstacle_in_the_words_of_its_host_unt
 
 
 def obstacles(cluster: Cluster) -> list[Obstacle]:
-    return parse_obstacles("weight_sync.0", cluster.coordinator.status())
+    return list(cluster.coordinator.status().obstacles)
 
 
 def test_the_newest_version_wins_and_older_unsent_ones_are_skipped(tmp_path):
@@ -163,7 +163,7 @@ def test_what_the_engine_reads_is_not_overwritten_by_the_next_versions(cluster):
     tensors = list(open_tensors(staged))
     for number in (2, 3):
         publish(handoff, number)
-    wait_until(lambda: receiver.status()["staged"] > 1, "a newer version to be staged")
+    wait_until(lambda: receiver.status().staged > 1, "a newer version to be staged")
     assert num_segments(cluster.shm_prefix, "receiver.0") == NUM_AT_RECEIVER
     assert num_segments(cluster.shm_prefix, "publisher") <= NUM_AT_PUBLISHER
     check(staged)
@@ -198,8 +198,8 @@ def test_a_call_that_a_replica_gave_up_changes_nothing_after_its_later_ones(clus
     tell("loaded", 2, number=1, ok=False, error="half loaded")
     assert not tell("next_staged", 1, serving=0, wait_s=0.0)
     assert not tell("next_staged", 5, serving=1, wait_s=0.3), "version 1 is not loaded once more"
-    wait_until(lambda: receiver.status()["counters"].get("late_calls") == 2, "both late calls to be seen")
-    assert receiver.status()["counters"]["failed_loads"] == 1
+    wait_until(lambda: receiver.status().counters.get("late_calls") == 2, "both late calls to be seen")
+    assert receiver.status().counters["failed_loads"] == 1
     assert tell("next_staged", 1, life="b", serving=0, wait_s=WAIT_S), "a new process counts from 1"
 
 
@@ -228,7 +228,7 @@ def test_a_pinned_replica_gets_nothing_until_it_is_unpinned(cluster):
     publish(handoff, 1)
     assert load(receiver).number == 1
     receiver.client.call("pin", deadline_s=WAIT_S)
-    wait_until(lambda: cluster.members()["receiver.0"]["pinned"], "the pin to be known")
+    wait_until(lambda: cluster.members()["receiver.0"].pinned, "the pin to be known")
     publish(handoff, 2)
     assert take(receiver, 1, wait_s=0.3) is None
     receiver.client.call("unpin", deadline_s=WAIT_S)
@@ -241,7 +241,7 @@ def test_the_pin_of_a_replica_that_died_does_not_hold_its_successor(cluster):
     publish(handoff, 1)
     assert load(receiver).number == 1
     receiver.client.call("pin", deadline_s=WAIT_S)
-    wait_until(lambda: cluster.members()["receiver.0"]["pinned"], "the pin to be known")
+    wait_until(lambda: cluster.members()["receiver.0"].pinned, "the pin to be known")
     publish(handoff, 2)
     assert load(receiver, serving=0).number in (1, 2), "an engine that was started anew serves nothing"
 
@@ -287,7 +287,7 @@ def test_a_replica_that_is_thought_dead_is_not_heard_beside_its_successor(cluste
         assert not successor.is_fenced
 
     asyncio.run(live_on())
-    wait_until(lambda: receiver.status()["counters"].get("past_calls") == 4, "four calls to be refused")
+    wait_until(lambda: receiver.status().counters.get("past_calls") == 4, "four calls to be refused")
     older.close()
     successor.close()
 
@@ -310,9 +310,9 @@ def test_a_commit_that_was_not_taken_up_waits_for_the_end_of_the_pin(cluster):
     publish(handoff, 1)
     assert load(receiver).number == 1
     publish(handoff, 2)
-    wait_until(lambda: receiver.status()["committed"] == 2, "version 2 to be committed")
+    wait_until(lambda: receiver.status().committed == 2, "version 2 to be committed")
     receiver.client.call("pin", deadline_s=WAIT_S)
-    wait_until(lambda: receiver.status()["committed"] == 0, "the commit to be taken back")
+    wait_until(lambda: receiver.status().committed == 0, "the commit to be taken back")
     assert take(receiver, 1, wait_s=0.3) is None
     receiver.client.call("unpin", deadline_s=WAIT_S)
     assert load(receiver, 1).number == 2
@@ -328,9 +328,9 @@ def test_a_commit_that_comes_after_the_pin_is_not_obeyed(cluster):
     wait_until(lambda: state_of(cluster.coordinator.pid) in "Tt", "the coordinator to stop before it commits")
     receiver.client.call("pin", deadline_s=WAIT_S)
     cluster.coordinator.signal(signal.SIGCONT)
-    wait_until(lambda: cluster.members()["receiver.0"]["pinned"], "the pin to be known")
+    wait_until(lambda: cluster.members()["receiver.0"].pinned, "the pin to be known")
     assert take(receiver, 1, wait_s=0.5) is None
-    assert receiver.status()["staged"] == 2 and receiver.status()["committed"] == 0
+    assert receiver.status().staged == 2 and receiver.status().committed == 0
     receiver.client.call("unpin", deadline_s=WAIT_S)
     assert load(receiver, 1).number == 2
 
@@ -353,7 +353,7 @@ def test_a_flipped_byte_never_reaches_the_engine(cluster):
     assert load(good).number == 1
     wait_until(lambda: counter(cluster, "rounds_failed/digest") > 0, "the digest to be refused")
     assert take(bad, 0, wait_s=0.3) is None
-    assert cluster.coordinator.status()["culprit"] == "receiver.0: digest"
+    assert cluster.coordinator.status().culprit == "receiver.0: digest"
     publish(handoff, 2)
     assert load(bad).number == 2
 
@@ -370,13 +370,13 @@ def test_a_receiver_lost_in_the_middle_of_a_transfer_costs_the_others_one_retry(
     publish(handoff, 3)  # the learner does not notice
     follow(good, 1, newest=3)
     wait_for_state(cluster, "receiver.0", "SUSPECT")
-    assert cluster.members()["receiver.0"]["fenced"] and not cluster.members()["receiver.1"]["fenced"]
-    assert cluster.coordinator.status()["culprit"].startswith("receiver.0:")
+    assert cluster.members()["receiver.0"].fenced and not cluster.members()["receiver.1"].fenced
+    assert cluster.coordinator.status().culprit.startswith("receiver.0:")
     if kind == "stop":
         lost.signal(signal.SIGCONT)
         follow(lost, 1, newest=3)
         wait_for_state(cluster, "receiver.0", "READY")
-        assert not cluster.members()["receiver.0"]["fenced"]
+        assert not cluster.members()["receiver.0"].fenced
 
 
 def test_a_receiver_that_is_killed_and_started_again_gets_the_current_version(cluster):
@@ -392,7 +392,7 @@ def test_publishing_goes_on_while_a_transfer_hangs_until_no_segment_is_free():
         start(cluster, "receiver.0", fault=Fault("slow", number=1, bucket=0, seconds=3.0))
         handoff = cluster.handoff()
         publish(handoff, 1)
-        wait_until(lambda: "in transfer" in cluster.publisher.status()["segments"], "the transfer to begin")
+        wait_until(lambda: "in transfer" in cluster.publisher.status().segments, "the transfer to begin")
         publish(handoff, 2)
         assert not handoff.has_room()
         assert not handoff.publish(PolicyVersion(3, 2), model(3))
@@ -405,8 +405,8 @@ def test_a_receiver_without_its_coordinator_commits_what_is_verified():
         receiver, other = start(cluster, "receiver.0", "receiver.1")
         handoff = cluster.handoff()
         publish(handoff, 1)
-        wait_until(lambda: receiver.status()["staged"] == 1, "the copy to be verified")
-        wait_until(lambda: other.status()["staged"] == 1, "the other copy to be verified")
+        wait_until(lambda: receiver.status().staged == 1, "the copy to be verified")
+        wait_until(lambda: other.status().staged == 1, "the other copy to be verified")
         cluster.coordinator.kill()
         assert load(receiver).number == load(other).number == 1
 
@@ -432,14 +432,14 @@ def test_a_coordinator_that_was_started_again_knows_whom_the_one_before_it_has_f
         assert load(receiver).number == 1
         receiver.signal(signal.SIGSTOP)
         publish(handoff, 2)
-        wait_until(lambda: cluster.members()["receiver.0"]["fenced"], "the fence")
+        wait_until(lambda: cluster.members()["receiver.0"].fenced, "the fence")
         cluster.coordinator.kill()
         cluster.start("weight_sync.0")
         receiver.signal(signal.SIGCONT)
-        wait_until(lambda: receiver.status()["staged"] == 2, "the thawed receiver to follow")
-        assert cluster.members()["receiver.0"]["fenced"] and receiver.status()["fenced"]
+        wait_until(lambda: receiver.status().staged == 2, "the thawed receiver to follow")
+        assert cluster.members()["receiver.0"].fenced and receiver.status().fenced
         assert load(receiver, 1).number == 2
-        wait_until(lambda: not receiver.status()["fenced"], "the end of the fence")
+        wait_until(lambda: not receiver.status().fenced, "the end of the fence")
 
 
 def test_a_publisher_that_was_started_again_serves_the_learner_s_next_version(tmp_path):

@@ -37,7 +37,7 @@ ORDERS = {
 @contextmanager
 def running(service: Any) -> Iterator[str]:
     with in_thread(service.run):
-        yield str(service.status()["address"])
+        yield str(service.status().address)
 
 
 @pytest.fixture

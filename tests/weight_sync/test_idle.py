@@ -30,7 +30,7 @@ def test_idle_services_wake_for_their_polls_and_their_guards_alone(tmp_path: Pat
     coordinators, publishers, receivers = (CountingRuntime() for _ in range(3))
     prefix = f"asyncrl-test-{tmp_path.name}-"
     coordinator = CoordinatorService(Coordination(TIMING, token=1), coordinators)
-    address = coordinator.status()["address"]
+    address = coordinator.status().address
     pool = SegmentPool(f"{prefix}publisher-", "1")
     endpoint = Endpoint("127.0.0.1", 1, ("gloo",))
     publisher = PublisherService(address, "1", pool, endpoint, make_transport, publishers)
@@ -40,7 +40,7 @@ def test_idle_services_wake_for_their_polls_and_their_guards_alone(tmp_path: Pat
     )
     with in_thread(coordinator.run), in_thread(publisher.run), in_thread(receiver.run):
         end = time.monotonic() + WAIT_S
-        while "receiver.0" not in coordinator.status()["members"]:
+        while "receiver.0" not in coordinator.status().members:
             assert time.monotonic() < end
             time.sleep(0.05)
         time.sleep(2.0)

@@ -198,7 +198,7 @@ def wait_until(is_true: Any) -> None:
 
 
 def address_of(service: CoordinatorService) -> str:
-    return str(service.status()["address"])
+    return str(service.status().address)
 
 
 def test_a_coordinator_that_hears_of_a_newer_one_gives_no_more_orders():
@@ -210,7 +210,7 @@ def test_a_coordinator_that_hears_of_a_newer_one_gives_no_more_orders():
             client.call("next_order", token=6, after=0, **who)
         with pytest.raises(FencedError):
             client.call("hello", token=0, born=1, **CARD, **who)
-        wait_until(lambda: service.status()["state"] == "FENCED")
+        wait_until(lambda: service.status().state == "FENCED")
         client.close()
 
 
@@ -219,12 +219,12 @@ def test_an_older_coordinator_that_gets_the_address_back_knows_from_its_peers_th
     with ExitStack() as stack:
         with coordinator(7, address) as first:
             peer = stack.enter_context(liaison(address, "1", []))
-            wait_until(lambda: "receiver.0" in first.status()["members"])
+            wait_until(lambda: "receiver.0" in first.status().members)
         with coordinator(3, address) as older:
-            wait_until(lambda: older.status()["state"] == "FENCED")
-            assert not older.status()["members"]
+            wait_until(lambda: older.status().state == "FENCED")
+            assert not older.status().members
         with coordinator(9, address) as newer:
-            wait_until(lambda: "receiver.0" in newer.status()["members"])
+            wait_until(lambda: "receiver.0" in newer.status().members)
             assert peer.counters["newer_coordinators"] == 1
 
 
@@ -237,9 +237,9 @@ def test_a_hello_that_is_read_behind_a_later_word_of_its_process_changes_nothing
         client.call("hello", **hello)
         client.call("report", event="loaded", fields={"number": 3, "ok": True, "error": ""}, seq=1, **who)
         assert client.call("hello", **hello).args["welcome"]
-        wait_until(lambda: service.status()["members"].get("receiver.0", {}).get("version") == 3)
+        wait_until(lambda: [one.version for one in service.status().members.values()] == [3])
         client.call("hello", **{**hello, "seq": 2})
-        wait_until(lambda: service.status()["members"]["receiver.0"]["version"] == 0)
+        wait_until(lambda: service.status().members["receiver.0"].version == 0)
         client.close()
 
 
@@ -300,14 +300,14 @@ def test_a_peer_leaves_a_coordinator_that_was_stopped_for_the_one_that_took_its_
         stack.callback(stopped.close)
         stack.enter_context(liaison(address, "1", []))
         with coordinator(7, address) as newer:
-            wait_until(lambda: "receiver.0" in newer.status()["members"])
+            wait_until(lambda: "receiver.0" in newer.status().members)
 
 
 def test_a_process_whose_name_a_newer_one_has_taken_is_fenced_and_gets_no_orders():
     with coordinator(token=1) as service:
         address = address_of(service)
         with liaison(address, "old", old_heard := []) as old:
-            wait_until(lambda: "receiver.0" in service.status()["members"])
+            wait_until(lambda: "receiver.0" in service.status().members)
             with liaison(address, "new", []) as new:
                 wait_until(lambda: old.counters["hellos_refused"])
                 assert old.is_fenced and not new.is_fenced
@@ -325,7 +325,7 @@ def test_a_peer_that_cannot_introduce_itself_tries_again_whatever_the_error_was(
     with coordinator(token=5) as service:
         made = Liaison(ThreadRuntime(), address_of(service), "receiver.0", "1", introduce, lambda *_: None)
         made.start()
-        wait_until(lambda: "receiver.0" in service.status()["members"])
+        wait_until(lambda: "receiver.0" in service.status().members)
         assert made.counters["coordinator_unreachable"] == 3
         made.stop()
 
@@ -346,7 +346,7 @@ def test_a_hello_that_a_report_overtakes_is_said_again_with_what_has_changed():
     with coordinator(token=5) as service:
         made = Liaison(ThreadRuntime(), address_of(service), "receiver.0", "1", introduce, lambda *_: None)
         made.start()
-        wait_until(lambda: "receiver.0" in service.status()["members"])
+        wait_until(lambda: "receiver.0" in service.status().members)
         made.report(Pinned())
         wait_until(is_pinned)
         made._must_say_hello.set()
@@ -359,14 +359,14 @@ def test_a_hello_that_a_report_overtakes_is_said_again_with_what_has_changed():
 def test_who_ends_in_order_has_retired_at_once():
     with coordinator(token=1) as service:
         with liaison(address_of(service), "1", []):
-            wait_until(lambda: "receiver.0" in service.status()["members"])
-        wait_until(lambda: service.status()["members"]["receiver.0"]["state"] == "RETIRED")
+            wait_until(lambda: "receiver.0" in service.status().members)
+        wait_until(lambda: service.status().members["receiver.0"].state == "RETIRED")
 
 
 def test_a_time_in_which_a_peer_did_not_run_is_no_silence_of_the_coordinator():
     with coordinator(token=1) as service:
         with liaison(address_of(service), "1", []) as peer:
-            wait_until(lambda: "receiver.0" in service.status()["members"])
+            wait_until(lambda: "receiver.0" in service.status().members)
             peer._look_at -= 60.0
             peer._heard_at -= 60.0
             assert peer.lost_for_s < 5.0

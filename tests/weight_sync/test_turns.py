@@ -209,17 +209,17 @@ def test_a_status_is_as_old_as_the_fleet_is_large(tmp_path: Path) -> None:
         for index in range(99):
             coordination.hello(Card(f"b{index}", "1", GLOO), clock.now())
         service.tick(0.0)
-        assert len(service.status()["members"]) == 1, "still the last one"
+        assert len(service.status().members) == 1, "still the last one"
         clock.advance(DESCRIBE_S)
         service.tick(0.0)
-        assert len(service.status()["members"]) == 100
+        assert len(service.status().members) == 100
         clock.advance(99 * DESCRIBE_S)
         coordination.hello(Card("late", "1", GLOO), clock.now())
         service.tick(0.0)
-        assert len(service.status()["members"]) == 100
+        assert len(service.status().members) == 100
         clock.advance(2 * DESCRIBE_S)
         service.tick(0.0)
-        assert len(service.status()["members"]) == 101
+        assert len(service.status().members) == 101
 
 
 def test_the_coordination_is_due_with_its_next_deadline_and_every_half_poll_at_the_latest() -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
 from asyncrl.errors import WireError
 from asyncrl.message import AskStatus, Message, Operation, read_message
-from asyncrl.states import ServiceState
+from asyncrl.service_status import CoordinatorStatus
 from asyncrl.versions import UNLOADED
 
 MAX_TEXT = 200
@@ -106,31 +106,6 @@ class Reported(Message, frozen=True):
 
     token: int
     known: bool
-
-
-class CoordinatorStatus(Message, frozen=True):
-    """Status of the coordinator, see `coordination.picture`.
-
-    Attributes:
-        version: The newest, as (number, step).
-        round: Phase of the round of most members, None without one.
-        culprit: Who was blamed last, and for what.
-    """
-
-    state: ServiceState
-    address: str
-    token: int
-    version: tuple[int, int] | None
-    digest: str
-    num_bytes: int
-    round: str | None
-    rounds: tuple[Mapping[str, Any], ...]
-    obstacles: tuple[Mapping[str, Any], ...]
-    last_round_s: float | None
-    longest_round_s: float
-    culprit: str
-    counters: Mapping[str, int]
-    members: Mapping[str, Mapping[str, Any]]
 
 
 HELLO = Operation("hello", Hello, Welcome)

@@ -23,7 +23,6 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from asyncrl.buffer.journals.disk_sync import DiskSync
 from asyncrl.buffer.journals.journal import (
@@ -43,6 +42,7 @@ from asyncrl.errors import CheckpointError, ConfigError, NoJournal
 from asyncrl.faults import fault_point
 from asyncrl.obstacle import Cause, Obstacle
 from asyncrl.runtime import Runtime
+from asyncrl.service_status import FileJournalStatus
 from asyncrl.threads import ThreadRuntime
 from asyncrl.wire import Frame
 
@@ -276,11 +276,9 @@ class FileJournal:
             self._note_refusal(error)
         self._deletable = []
 
-    def status(self) -> dict[str, Any]:
-        """`unsynced_s`: how long ago the oldest commit was that a power cut could cost."""
-        unsynced_s = self._disk.unsynced_s
+    def status(self) -> FileJournalStatus:
         is_away = bool(self._refusal)
-        return {"kind": "file", "is_away": is_away, "fsync": self._fsync, "unsynced_s": unsynced_s}
+        return FileJournalStatus(is_away=is_away, fsync=self._fsync, unsynced_s=self._disk.unsynced_s)
 
     def obstacles(self) -> list[Obstacle]:
         since = self._writing_since  # one look: the buffer's own thread may be done just now

@@ -21,6 +21,7 @@ import xxhash
 from asyncrl.buffer.ledger.events import Event, pack, unpack
 from asyncrl.errors import CheckpointError, WireError
 from asyncrl.obstacle import Obstacle
+from asyncrl.service_status import AnyJournalStatus, JournalStatus
 from asyncrl.wire import Frame
 
 Fsync = Literal["everysec", "always", "never"]
@@ -115,8 +116,8 @@ class Journal(Protocol):
     def tick(self, now: float) -> None:
         """Do what is due."""
 
-    def status(self) -> dict[str, Any]:
-        """Return plain values: `kind`, `is_away` and what else there is to know."""
+    def status(self) -> AnyJournalStatus:
+        """Return what there is to know of it."""
 
     def obstacles(self) -> list[Obstacle]:
         """Return why it is away, while it is. Any thread may ask."""
@@ -175,8 +176,8 @@ class MemoryJournal:
     def tick(self, now: float) -> None:
         pass
 
-    def status(self) -> dict[str, Any]:
-        return {"kind": "none", "is_away": False}
+    def status(self) -> JournalStatus:
+        return JournalStatus()
 
     def obstacles(self) -> list[Obstacle]:
         return []

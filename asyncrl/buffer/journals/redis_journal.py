@@ -37,6 +37,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, FencedError, ServiceFa
 from asyncrl.faults import fault_point, is_wanted
 from asyncrl.obstacle import Cause, Obstacle, Tell, tell_nobody
 from asyncrl.runtime import Runtime
+from asyncrl.service_status import RedisJournalStatus
 from asyncrl.threads import ThreadRuntime
 from asyncrl.wire import Frame
 
@@ -460,19 +461,14 @@ class RedisJournal:
             self._away_since = None
             self._tell([])
 
-    def status(self) -> dict[str, Any]:
-        """`redis`: where; `backlog`: turns that wait for it; `wiped`: how often it lost what it held.
-
-        `losses`: a sentence of each of the newest of these.
-        """
-        return {
-            "kind": "redis",
-            "is_away": self._away_since is not None,
-            "redis": self._link.label,
-            "backlog": len(self._backlog),
-            "wiped": self.counters["redis_wiped"],
-            "losses": list(self._losses),
-        }
+    def status(self) -> RedisJournalStatus:
+        return RedisJournalStatus(
+            is_away=self._away_since is not None,
+            redis=self._link.label,
+            backlog=len(self._backlog),
+            wiped=self.counters["redis_wiped"],
+            losses=tuple(self._losses),
+        )
 
     def obstacles(self) -> list[Obstacle]:
         where = f"Redis at {self._link.label}"

@@ -47,7 +47,7 @@ def drain(
     named, replica = split_run(words, _is_replica, "[RUN] rollout.N, for example rollout.0")
     index = int(replica.partition(".")[2])
     begun = find_live(runs_dir, named, run).drain(index)
-    started = ", ".join(begun.get("started") or [])
+    started = ", ".join(begun.started)
     exits.say(f"rollout.{index} drains" + (f"; {started} takes its place" if started else ""))
 
 
@@ -63,7 +63,7 @@ def pause(run: Run = None, run_option: RunOption = None, runs_dir: RunsDir = "ru
     No new leases are granted. Answers that are being generated are finished and kept. Services stay up,
     with their memory.
     """
-    unreached = find_live(runs_dir, run, run_option).pause().get("unreached") or []
+    unreached = find_live(runs_dir, run, run_option).pause().unreached
     exits.say("the run pauses after the step in progress; 'asyncrl unpause' continues it")
     if unreached:
         exits.say(f"{', '.join(unreached)} cannot be reached and pauses as soon as it is up")
@@ -97,6 +97,6 @@ def checkpoint(
     client = find_live(runs_dir, run, run_option)
     asked = client.checkpoint()
     if not wait_s:
-        exits.say(f"a checkpoint is written after the step in progress; steps done: {asked['step']}")
+        exits.say(f"a checkpoint is written after the step in progress; steps done: {asked.step}")
         return
-    print(json.dumps(await_checkpoint(client, int(asked["step"]), wait_s)))
+    print(json.dumps(await_checkpoint(client, asked.step, wait_s)))

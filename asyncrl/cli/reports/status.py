@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.cli import exits
 from asyncrl.cli.live import row_of, text_of
@@ -21,15 +20,14 @@ from asyncrl.clock import Clock, SystemClock
 from asyncrl.control.api.access import page_url
 from asyncrl.control.api.client import NotRunning, RunClient, connect, find_folders, find_live_folder
 from asyncrl.control.launch.handle import attach
+from asyncrl.control.record.outcome import read_outcome
 from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.control.snapshot import LastWord, Snapshot, values_of
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.states import RUN_ENDS, RunState
 
 REFRESH_S = 1.0
 CHECKPOINT_POLL_S = 0.2
-LEFT_BY_THE_END = "ended"
-
-Snapshot = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def show_status(asked: Asked, *, as_json: bool, is_watching: bool = False, clock
     snapshots = asked.snapshots()
     if not is_watching:
         _print(snapshots, asked, as_json)
-        return exits.DEGRADED if any(map(_is_degraded, snapshots)) else exits.OK
+        return exits.DEGRADED if any(snapshot.is_held_up for snapshot in snapshots) else exits.OK
     view: _Json | _Text = _Json(asked) if as_json else _Text(asked)
     try:
         while True:
@@ -101,7 +99,8 @@ def await_checkpoint(
     clock = clock or SystemClock()
     end = clock.now() + wait_s
     while True:
-        known = _answer(client).get("ledger", {}).get("checkpoints") or []
+        ledger = _answer(client).ledger
+        known = ledger.checkpoints if ledger is not None else ()
         if known and max(known) >= step:
             return {"step": max(known)}
         if clock.now() >= end:
@@ -117,11 +116,11 @@ def _answer(client: RunClient) -> Snapshot:
     try:
         return client.status()
     except DeadlineExceeded:
-        return {}
+        return Snapshot()
     except NotRunning:
         if attach(client.folder) is None:
             raise
-        return {}
+        return Snapshot()
 
 
 def _poll(folder: RunDir) -> Snapshot | None:
@@ -134,29 +133,30 @@ def _last_word(folder: RunDir) -> Snapshot:
     found = _poll(folder)
     if found is not None:
         return found
-    outcome, summary = read_json(folder.outcome) or {}, read_json(folder.summary) or {}
-    return {
-        "run": folder.path.name,
-        "state": outcome.get("state", LEFT_BY_THE_END),
-        "step": summary.get("steps", 0),
-        "accuracy": summary.get("accuracy_end"),
-        "error": outcome.get("error") or None,
-        "is_over": True,
-    }
+    outcome, summary = read_outcome(folder), read_json(folder.summary) or {}
+    return LastWord(
+        run=folder.path.name,
+        state=outcome.state if outcome is not None else RunState.ENDED,
+        step=summary.get("steps", 0),
+        accuracy=summary.get("accuracy_end"),
+        error=(outcome.error if outcome is not None else "") or None,
+        is_over=True,
+    )
 
 
 def _is_live(snapshot: Snapshot) -> bool:
-    return not snapshot.get("is_over") and snapshot.get("state") not in RUN_ENDS
+    return not snapshot.is_over and snapshot.state not in RUN_ENDS
 
 
-def _is_degraded(snapshot: Snapshot) -> bool:
-    """A run whose supervisor does not answer, or is being replaced, says nothing of its health."""
-    return snapshot.get("health", "ok") != "ok" or snapshot.get("state") == RunState.SILENT
+def _plain(snapshots: Sequence[Snapshot], asked: Asked) -> object:
+    """Return what stands in JSON: a list of several runs, of one an object."""
+    found = [values_of(snapshot) for snapshot in snapshots]
+    return found if asked.is_several else found[0]
 
 
 def _print(snapshots: Sequence[Snapshot], asked: Asked, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(list(snapshots) if asked.is_several else snapshots[0], indent=2, sort_keys=True))
+        print(json.dumps(_plain(snapshots, asked), indent=2, sort_keys=True))
     elif asked.is_several:
         exits.show(*table_of(snapshots))
     else:
@@ -174,7 +174,7 @@ def table_of(snapshots: Sequence[Snapshot]) -> list[str]:
 
 def _say_page(asked: Asked, snapshot: Snapshot) -> None:
     """Tell the person at a terminal where the page is; its token is for nobody else."""
-    name = str(snapshot.get("run", ""))
+    name = snapshot.run
     client = connect(RunDir(Path(asked.runs_dir) / name)) if name else None
     if client is not None and sys.stderr.isatty():
         exits.say(f"page: {page_url(client.url, client.key)}")
@@ -209,8 +209,7 @@ class _Json:
         self._asked = asked
 
     def show(self, snapshots: Sequence[Snapshot]) -> None:
-        value = list(snapshots) if self._asked.is_several else snapshots[0]
-        print(json.dumps(value, sort_keys=True), flush=True)
+        print(json.dumps(_plain(snapshots, self._asked), sort_keys=True), flush=True)
 
     def close(self) -> None:
         """A line is complete when it is printed."""

@@ -6,14 +6,19 @@ import http.client
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from asyncrl.control.api import operations as api
 from asyncrl.control.launch.processes import is_alive
 from asyncrl.control.record.ending import end_of
-from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.control.record.live import read_live
+from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.record.syncing import WeightsAnswer
+from asyncrl.control.snapshot import Snapshot, read_snapshot
 from asyncrl.errors import AsyncrlError, ConfigError, ConnectionLost, DeadlineExceeded, RemoteError
+from asyncrl.message import A, Operation, Q, fields_of, read_message
 
 CALL_DEADLINE_S = 10.0
 COMMAND_DEADLINE_S = 60.0
@@ -42,53 +47,63 @@ class RunClient:
     key: str
     pid: int
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Snapshot:
         """Return the run's snapshot."""
-        return self._call("GET", "/status")
+        return read_snapshot(self._call("GET", "/status"))
 
-    def weights(self) -> dict[str, Any]:
-        """Return what its services say of weight sync, see `syncing.weights_answer`."""
-        return self._call("GET", "/weights")
+    def weights(self) -> WeightsAnswer:
+        """Return what its services say of weight sync."""
+        return read_message(self._call("GET", "/weights"), WeightsAnswer, "weights")
 
-    def scale(self, replicas: int) -> dict[str, Any]:
+    def scale(self, replicas: int) -> api.Begun:
         """Ask for `replicas` rollout replicas."""
-        return self._call("POST", "/scale", {"replicas": replicas})
+        return self._ask(api.SCALE, api.Scale(replicas))
 
-    def drain(self, index: int) -> dict[str, Any]:
+    def drain(self, index: int) -> api.Begun:
         """Ask rollout.`index` to finish what it has and leave; another one takes its place."""
-        return self._call("POST", "/drain", {"index": index})
+        return self._ask(api.DRAIN, api.DrainReplica(index))
 
-    def pause(self) -> dict[str, Any]:
+    def pause(self) -> api.Paused:
         """Ask for no more leases, and for no step after the one in progress."""
-        return self._call("POST", "/pause")
+        return self._ask(api.PAUSE, api.Pause())
 
-    def unpause(self) -> dict[str, Any]:
+    def unpause(self) -> api.Paused:
         """Take a pause back."""
-        return self._call("POST", "/unpause")
+        return self._ask(api.UNPAUSE, api.Unpause())
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Ask for a checkpoint after the step in progress; `step` is the last one done."""
-        return self._call("POST", "/checkpoint")
+    def checkpoint(self) -> api.CheckpointAsked:
+        """Ask for a checkpoint after the step in progress."""
+        return self._ask(api.CHECKPOINT, api.WriteCheckpoint())
 
-    def tighten(self, max_lag: int) -> dict[str, Any]:
+    def tighten(self, max_lag: int) -> api.Tightened:
         """Admit under another bound on lag, at most the configured one, until the run ends."""
-        return self._call("POST", "/tighten", {"max_lag": max_lag})
+        return self._ask(api.TIGHTEN, api.Tighten(max_lag))
 
-    def stop(self) -> dict[str, Any]:
+    def stop(self) -> api.Stopping:
         """Ask the run to checkpoint and end."""
-        return self._call("POST", "/stop", deadline_s=CALL_DEADLINE_S)
+        return self._ask(api.STOP, api.Stop())
+
+    def _ask(self, operation: Operation[Q, A], asked: Q) -> A:
+        deadline_s = CALL_DEADLINE_S if isinstance(asked, api.Stop) else COMMAND_DEADLINE_S
+        answer = self._call("POST", f"/{operation.name}", fields_of(asked), deadline_s)
+        known = operation.answer.__struct_fields__  # a run of another version may say more
+        told = {name: value for name, value in answer.items() if name in known}
+        return read_message(told, operation.answer, operation.name)
 
     def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, deadline_s: float | None = None
-    ) -> dict[str, Any]:
-        if deadline_s is None:
-            deadline_s = CALL_DEADLINE_S if method == "GET" else COMMAND_DEADLINE_S
-        data = None if body is None and method == "GET" else json.dumps(body or {}).encode()
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        deadline_s: float | None = None,
+    ) -> dict[str, object]:
+        deadline_s = CALL_DEADLINE_S if deadline_s is None else deadline_s
+        data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, data=data, headers=headers, method=method)
         try:
             with DIRECT.open(request, timeout=deadline_s) as response:
-                result: dict[str, Any] = json.load(response)
+                result: dict[str, object] = json.load(response)
                 return result
         except urllib.error.HTTPError as error:
             raise _refusal_of(error) from error
@@ -120,10 +135,10 @@ def _refusal_of(error: urllib.error.HTTPError) -> AsyncrlError:
 
 def connect(folder: RunDir) -> RunClient | None:
     """Return a client for the live run in `folder`, or None while it has no API or is dead."""
-    live = read_json(folder.live)
-    if live is None or not live.get("url") or not is_alive(live["pid"], live["run_id"]):
+    live = read_live(folder.live)
+    if live is None or not live.url or not is_alive(live.pid, live.run_id):
         return None
-    return RunClient(folder, live["url"], live["key"], live["pid"])
+    return RunClient(folder, live.url, live.key, live.pid)
 
 
 def find_run(runs_dir: str, name: str | None) -> RunClient:
@@ -152,8 +167,8 @@ def find_live_folder(runs_dir: str, name: str | None) -> RunDir:
         NotRunning: There is none.
     """
     for folder in _named(runs_dir, name) if name else find_folders(runs_dir):
-        live = read_json(folder / "run.json")
-        if live is not None and is_alive(live["pid"], live["run_id"]):
+        live = read_live(folder / "run.json")
+        if live is not None and is_alive(live.pid, live.run_id):
             return RunDir(folder)
     known = _named(runs_dir, name) if name else find_folders(runs_dir)[:1]
     for folder in known:

@@ -19,11 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from asyncrl.control.api.access import Gate, NoAccess, check_host
 from asyncrl.errors import AsyncrlError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 MAX_BODY_BYTES = 1 << 16
 HEAD_DEADLINE_S = 5.0
@@ -68,8 +71,11 @@ class EventStream:
     follow: Callable[[threading.Event], Iterator[bytes]]
 
 
-Answer = dict[str, Any] | Text | EventStream
-Route = Callable[[dict[str, Any]], Answer]
+Answer = dict[str, object] | Text | EventStream
+Route = Callable[[dict[str, object]], Answer]
+
+Connection = socket.socket | tuple[bytes, socket.socket]
+"""As socketserver has them, which serves datagrams too."""
 
 
 class _BoundedServer(ThreadingHTTPServer):
@@ -89,7 +95,8 @@ class _BoundedServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.gate = Gate(key, self.server_address[1])
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Connection, client_address: object) -> None:
+        assert isinstance(request, socket.socket), "it listens on TCP"
         has_place = self._free.acquire(blocking=False)
         if not has_place and self._hang_up_on_oldest_stranger():
             has_place = self._free.acquire(timeout=YIELD_S)
@@ -117,14 +124,15 @@ class _BoundedServer(ThreadingHTTPServer):
                 pass  # it has hung up itself
             return True
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(self, request: Connection, client_address: object) -> None:
+        assert isinstance(request, socket.socket), "it listens on TCP"
         try:
             super().process_request_thread(request, client_address)
         finally:
             self.admit(request)  # forget it
             self._free.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: Connection, client_address: object) -> None:
         """Say nothing of a peer that hung up."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
@@ -176,7 +184,7 @@ class _TimedReader(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
         left_s = self._end - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the request is not complete in time")
@@ -236,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._owner.gate.check(method, self.path, authorization, cookies)
         self._owner.admit(self.connection)
 
-    def _body(self) -> dict[str, Any]:
+    def _body(self) -> dict[str, object]:
         length = self._body_length()
         body = json.loads(self.rfile.read(length) or b"{}")
         if not isinstance(body, dict):
@@ -284,11 +292,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._owner.free_streams.release()
         return None
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Say nothing: the log is for events of the run, and a path may hold the page's token."""
 
 
-def _json_text(code: int, value: dict[str, Any]) -> Text:
+def _json_text(code: int, value: dict[str, object]) -> Text:
     return Text("application/json", json.dumps(value).encode(), code=code)
 
 

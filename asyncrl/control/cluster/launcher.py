@@ -10,12 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from asyncrl.control.cluster.placement import Node, Placement
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import ConfigError, ServiceFailed
+from asyncrl.service_command import A, Command
+from asyncrl.service_status import ServiceStatus, Statuses
 from asyncrl.states import ServiceState
 
 log = logging.getLogger(__name__)
@@ -62,26 +63,26 @@ class ClusterLauncher:
             return
         self._launcher.start(replace(spec, node=node))
 
-    def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
-        """Return each service's status; `waiting` for one that no node has room for."""
+    def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
+        """Return each service's status; `WAITING` for one that no node has room for."""
         self._place_waiting()
         names = list(names)
         placed = [name for name in names if name not in self._waiting]
         found = self._launcher.statuses(placed, deadline_s)
         for name, status in found.items():
-            if node := status.get("node"):
-                self._placement.recall(name, node)
+            if status.node:
+                self._placement.recall(name, status.node)
         return found | {
-            name: {"state": WAITING, "error": self._waiting[name][1]}
+            name: ServiceStatus(state=WAITING, error=self._waiting[name][1])
             for name in names
             if name in self._waiting
         }
 
-    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    def command(self, name: str, command: Command[A], deadline_s: float) -> A:
         """Pass a command to a service. Raises ServiceFailed, also for one that waits; or DeadlineExceeded."""
         if name in self._waiting:
-            raise ServiceFailed(f"{name} waits for a node and cannot '{command}'")
-        return self._launcher.command(name, command, args, deadline_s)
+            raise ServiceFailed(f"{name} waits for a node and cannot '{command.word}'")
+        return self._launcher.command(name, command, deadline_s)
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
         """Ask services to end, all at once; return the names of those that did, who waits among them."""

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TypeVar
 
 from asyncrl.config.tree import Config
 from asyncrl.control.cluster.comparison import Inventory, find_differences
@@ -24,7 +24,10 @@ from asyncrl.control.launch.processes import (
     remove_segments,
 )
 from asyncrl.control.launch.ray_launcher import set_up_ray
+from asyncrl.control.record.live import Life
 from asyncrl.errors import ConfigError
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -33,14 +36,6 @@ CHECK_DEADLINE_S = 120.0
 """A node's first task starts a worker, which imports torch's metadata and xxhash: about 3 s when idle."""
 SWEEP_DEADLINE_S = 30.0
 CLEAN_DEADLINE_S = 15.0
-
-
-class Life(NamedTuple):
-    """One start of a run: its id, the folder that its sockets were in, and the pid of its head if known."""
-
-    run_id: str
-    sockets: str
-    pid: int = 0
 
 
 def join(address: str, namespace: str) -> None:
@@ -119,14 +114,14 @@ def check_nodes(config: Config) -> None:
     log.info("%d nodes have the same packages, model and data", 1 + len(others))
 
 
-def ask_every_node(function: Callable[..., Any], *args: object, deadline_s: float) -> dict[str, Any]:
+def ask_every_node(function: Callable[..., T], *args: object, deadline_s: float) -> dict[str, T | str]:
     """Run `function` on every node; return what it returned by node id, or a text that says what failed."""
     return ask_nodes([node.id for node in living_nodes()], function, *args, deadline_s=deadline_s)
 
 
 def ask_nodes(
-    nodes: Iterable[str], function: Callable[..., Any], *args: object, deadline_s: float
-) -> dict[str, Any]:
+    nodes: Iterable[str], function: Callable[..., T], *args: object, deadline_s: float
+) -> dict[str, T | str]:
     """Run `function` on some nodes, see `ask_every_node`."""
     import ray
     import ray.exceptions
@@ -138,7 +133,7 @@ def ask_nodes(
         placed = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
         pending[placed.remote(*args)] = node
     done, late = ray.wait(list(pending), num_returns=len(pending), timeout=deadline_s)
-    answers: dict[str, Any] = {pending[one]: f"gave no answer within {deadline_s:g} s" for one in late}
+    answers: dict[str, T | str] = {pending[one]: f"gave no answer within {deadline_s:g} s" for one in late}
     for reference in done:
         try:
             answers[pending[reference]] = ray.get(reference)

@@ -12,10 +12,10 @@ import xxhash
 from asyncrl.config.tree import Config
 from asyncrl.control.cluster import membership
 from asyncrl.control.cluster.launcher import ClusterLauncher
-from asyncrl.control.cluster.membership import Life
 from asyncrl.control.cluster.placement import Placement
 from asyncrl.control.cluster.watching import is_open, watching
 from asyncrl.control.launch.ray_launcher import Launcher, RayLauncher, shut_down
+from asyncrl.control.record.live import Life
 from asyncrl.errors import ConfigError
 
 

@@ -8,14 +8,13 @@ Invariant: never more than a guess from observations, and every guess names the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
 
+from asyncrl.message import Message
 from asyncrl.obstacle import Obstacle
+from asyncrl.service_status import LEARNER, ServiceStatus, Statuses
 from asyncrl.states import ServiceState
 
-Metrics = Mapping[str, Any]
-Statuses = Mapping[str, Mapping[str, Any]]
+Metrics = Mapping[str, float]
 
 IDLE, CLEARLY_MORE = 0.1, 0.1
 """Shares of time: from when somebody waits, and from when more than the other does."""
@@ -40,46 +39,43 @@ STAGES = {
 }
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Message, frozen=True):
     """The bottleneck (`""`: none), the reason, and the learner's wait (`""`: it does not wait)."""
 
-    who: str
-    why: str
+    who: str = ""
+    why: str = ""
     learner_waits_for: str = ""
 
 
-def diagnose(metrics: Metrics, statuses: Statuses, obstacles: Sequence[Obstacle] = ()) -> dict[str, str]:
-    """Return `who`, `why` and `learner_waits_for`.
+def diagnose(metrics: Metrics, statuses: Statuses, obstacles: Sequence[Obstacle] = ()) -> Diagnosis:
+    """Return who holds the run up.
 
     Args:
         metrics: The newest row, empty before there is one.
         statuses: Of all services, by name, as they were last heard.
         obstacles: Of the run, those that block it first.
     """
-    found = next(_stops(statuses, obstacles), None) or _compare(metrics, statuses)
-    return asdict(found)
+    return next(_stops(statuses, obstacles), None) or _compare(metrics, statuses)
 
 
 def _stops(statuses: Statuses, obstacles: Sequence[Obstacle]) -> Iterator[Diagnosis]:
     """Yield what lets nothing move, most telling first."""
     blocking = [one for one in obstacles if one.blocks]
     yield from (_of_obstacle(one) for one in blocking if not one.service.startswith("rollout."))
-    buffer, learner = statuses.get("buffer.0", {}), statuses.get("learner.0", {})
     for name, status in statuses.items():
-        if status.get("state") in LOST and not name.startswith(("rollout.", "receiver.")):
-            yield Diagnosis(name, f"{name} is {status['state']}", _waits_for(name))
+        if status.state in LOST and not name.startswith(("rollout.", "receiver.")):
+            yield Diagnosis(name, f"{name} is {status.state}", _waits_for(name))
     for name in sorted(statuses):
-        if name.startswith(("learner.", "buffer.")) and statuses[name].get("state") in COMING:
-            yield Diagnosis(name, f"{name} is {statuses[name]['state']}", _waits_for(name))
-    if buffer.get("paused") or learner.get("paused"):
+        if name.startswith(("learner.", "buffer.")) and statuses[name].state in COMING:
+            yield Diagnosis(name, f"{name} is {statuses[name].state}", _waits_for(name))
+    if any(one is not None and one.paused for one in (statuses.buffer, statuses.learner)):
         yield Diagnosis("operator", "the run is paused; 'asyncrl unpause' continues it", "operator")
     yield from (_of_obstacle(one) for one in blocking)
-    replicas = _replicas(statuses)
-    if replicas and not any(status.get("state") == ServiceState.READY for status in replicas.values()):
-        states = ", ".join(f"{name} {status.get('state')}" for name, status in sorted(replicas.items()))
+    replicas = statuses.replicas
+    if replicas and not any(map(_is_ready, replicas.values())):
+        states = ", ".join(f"{name} {status.state}" for name, status in sorted(replicas.items()))
         yield Diagnosis("rollout", f"no replica is READY: {states}", "rollout")
-    if learner and not replicas:
+    if LEARNER in statuses and not replicas:
         yield Diagnosis("rollout", "there are no rollout replicas; 'asyncrl scale rollout=N'", "rollout")
 
 
@@ -98,7 +94,7 @@ def _compare(metrics: Metrics, statuses: Statuses) -> Diagnosis:
     if learner is None or rollout is None:
         if is_scoring(statuses):
             return Diagnosis("reward", _scoring(statuses), "reward")
-        if statuses.get("learner.0"):
+        if LEARNER in statuses:
             return Diagnosis("rollout", "the first batch is being generated", "rollout")
         return Diagnosis("", "nothing was measured yet")
     if (held := _held_up(learner, metrics)) is not None:
@@ -141,8 +137,10 @@ def _between(learner: float, rollout: float, metrics: Metrics, statuses: Statuse
     if is_scoring(statuses) or (group >= IDLE and group >= rollout / 2):
         return Diagnosis("reward", _scoring(statuses), "reward")
     weights = sum(metrics.get(f"{ROLLOUT_IDLE}{cause}", 0.0) for cause in ("weights", "swap", "fenced"))
-    step = int(statuses.get("learner.0", {}).get("step") or 0)
-    served = max((int(one.get("step") or 0) for one in _replicas(statuses).values()), default=step)
+    step = statuses.learner.step if statuses.learner is not None else 0
+    served = max(
+        (one.step for one in statuses.told_replicas.values()), default=0 if statuses.replicas else step
+    )
     is_behind = rollout >= IDLE and learner - rollout < 2 * CLEARLY_MORE and step > served
     if is_behind or (weights >= IDLE and weights >= rollout / 2):
         behind = f": the learner is at step {step}, they serve step {served}" if step > served else ""
@@ -180,20 +178,19 @@ def _learner(learner: float, rollout: float, metrics: Metrics) -> Diagnosis:
     return Diagnosis("learner", why)
 
 
-def _replicas(statuses: Statuses) -> dict[str, Mapping[str, Any]]:
-    return {name: status for name, status in statuses.items() if name.startswith("rollout.")}
+def _is_ready(status: ServiceStatus) -> bool:
+    return status.state == ServiceState.READY
 
 
 def is_scoring(statuses: Statuses) -> bool:
     """Tell whether replicas hold groups of which nothing is being generated."""
-    known = [one for one in _replicas(statuses).values() if "in_flight_requests" in one]
-    held = sum(one.get("in_flight_groups", 0) for one in known)
-    return held > 0 and not any(one["in_flight_requests"] for one in known)
+    known = [one for one in statuses.told_replicas.values() if one.engine is not None]
+    held = sum(one.in_flight_groups for one in known)
+    return held > 0 and not any(one.in_flight_requests for one in statuses.engines.values())
 
 
 def _scoring(statuses: Statuses) -> str:
-    replicas = _replicas(statuses).values()
-    held = sum(one.get("in_flight_groups", 0) for one in replicas)
+    held = sum(one.in_flight_groups for one in statuses.told_replicas.values())
     what = f"{held} groups are open, and no engine works on any"
     return f"answers wait for their rewards, tools or environments: {what}"
 
@@ -201,9 +198,9 @@ def _scoring(statuses: Statuses) -> str:
 def _lacking(statuses: Statuses) -> str:
     """Return which replicas do not generate, empty if all do."""
     away = [
-        f"{name} {status.get('state')}"
-        for name, status in sorted(_replicas(statuses).items())
-        if status.get("state") != ServiceState.READY
+        f"{name} {status.state}"
+        for name, status in sorted(statuses.replicas.items())
+        if not _is_ready(status)
     ]
     return f"; not generating: {', '.join(away)}" if away else ""
 

@@ -6,13 +6,13 @@ nobody can go on. Every reason is the blamed service's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from asyncrl.obstacle import ADVISORY, Cause, Obstacle, parse_obstacles
+import msgspec
+
+from asyncrl.obstacle import ADVISORY, Cause, Obstacle
+from asyncrl.service_status import ReplicaStatus, ServiceStatus, Statuses
 from asyncrl.states import ServiceState
-
-Statuses = Mapping[str, Mapping[str, Any]]
 
 DOWN = (ServiceState.FAILED, ServiceState.DEAD)
 SERVING = (ServiceState.READY, ServiceState.PINNED)
@@ -49,7 +49,7 @@ def verdict(obstacles: Iterable[Obstacle], statuses: Statuses) -> Obstacle | Non
     Versions may fail to load in one replica and fail to reach the receiver of another.
     """
     replicas = _replicas(statuses)
-    if not replicas or any(status.get("state") in NOT_JUDGED for status in replicas.values()):
+    if not replicas or any(status.state in NOT_JUDGED for status in replicas.values()):
         return None
     lasting = [one for one in obstacles if one.cause in MAX_TRIES and one.count >= MAX_TRIES[one.cause]]
     is_lost = {_number_of(name) for name in replicas} <= {_number_of(one.service) for one in lasting}
@@ -61,11 +61,11 @@ def _number_of(service: str) -> str:
     return service.partition(".")[2]
 
 
-def _of_service(name: str, status: Mapping[str, Any]) -> list[Obstacle]:
-    found = parse_obstacles(name, status)
-    failure = str(status.get("failure") or "")
-    if not failure and status.get("state") in DOWN:
-        failure = str(status.get("error") or "it is gone")
+def _of_service(name: str, status: ServiceStatus) -> list[Obstacle]:
+    found = [msgspec.structs.replace(one, service=one.service or name) for one in status.obstacles]
+    failure = status.failure
+    if not failure and status.state in DOWN:
+        failure = status.error or "it is gone"
     if failure:
         found.append(Obstacle(name, Cause.SERVICE_DOWN, failure))
     return found
@@ -73,7 +73,7 @@ def _of_service(name: str, status: Mapping[str, Any]) -> list[Obstacle]:
 
 def _is_said_by_all(obstacle: Obstacle, statuses: Statuses) -> bool:
     """Tell whether every replica that works reports this cause: agents may prefer one of them."""
-    working = [status for status in _replicas(statuses).values() if status.get("state") in SERVING]
+    working = [status for status in _replicas(statuses).values() if status.state in SERVING]
     return all(_reports(status, obstacle.cause) for status in working)
 
 
@@ -84,18 +84,18 @@ def _blocks(obstacle: Obstacle, statuses: Statuses, found: Iterable[Obstacle]) -
     if not obstacle.service.startswith(("rollout.", "receiver.")):
         return True
     troubled = {_number_of(one.service) for one in found}
-    working = [name for name, status in _replicas(statuses).items() if status.get("state") in SERVING]
+    working = [name for name, status in _replicas(statuses).items() if status.state in SERVING]
     return all(_number_of(name) in troubled for name in working)
 
 
-def _reports(status: Mapping[str, Any], cause: Cause) -> bool:
-    return any(one.cause is cause for one in parse_obstacles("", status))
+def _reports(status: ServiceStatus, cause: Cause) -> bool:
+    return any(one.cause is cause for one in status.obstacles)
 
 
-def _replicas(statuses: Statuses) -> dict[str, Mapping[str, Any]]:
+def _replicas(statuses: Statuses) -> dict[str, ServiceStatus]:
     """Return the replicas that are to generate."""
     return {
         name: status
-        for name, status in statuses.items()
-        if name.startswith("rollout.") and not status.get("standby")
+        for name, status in statuses.replicas.items()
+        if not (isinstance(status, ReplicaStatus) and status.standby)
     }

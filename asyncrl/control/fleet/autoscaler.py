@@ -17,9 +17,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from asyncrl.config.tree import Config
+from asyncrl.metrics.metric import Row
 
 GROW_AT = 0.2
 """The learner's idle share from which it wants more replicas, if the present ones are `BUSY`."""
@@ -111,9 +113,7 @@ class Autoscaler:
         self._hold_s = self._pacing.hold_s
         self._has_shrunk = False
 
-    def decide(
-        self, now: float, wanted: int, ready: int, rows: Iterable[Mapping[str, Any]]
-    ) -> Decision | None:
+    def decide(self, now: float, wanted: int, ready: int, rows: Iterable[Row]) -> Decision | None:
         """Take in what has happened since the last look, and return what to do about it, mostly nothing.
 
         Args:
@@ -177,7 +177,7 @@ class Autoscaler:
         return Decision(target, f"{self._wanted} -> {target} replicas: {found.describe(self._max_lag)}")
 
 
-def _read(now: float, row: Mapping[str, Any]) -> _Step:
+def _read(now: float, row: Row) -> _Step:
     spare = float(row.get("perf/rollout_idle/standby", 0.0))  # spares idle on purpose
     idle = float(row.get("perf/rollout_idle_share", 0.0)) - spare
     return _Step(
@@ -205,3 +205,11 @@ def _idle(steps: Sequence[_Step]) -> float:
     waits = sorted(step.wait_s for step in steps)
     total_s = sum(step.step_s for step in steps) - waits[-1]
     return sum(waits[:-1]) / total_s if total_s > 0 else 0.0
+
+
+def autoscaler_of(config: Config) -> Autoscaler | None:
+    """Return the autoscaler of a run that is given a range of replicas."""
+    replicas = config.rollout.replicas
+    if replicas.min == replicas.max:
+        return None
+    return Autoscaler(replicas.min, replicas.max, config.staleness.max_lag)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from asyncrl.states import ServiceState
+
 
 class Cause(Enum):
     """Cause of a service's end.
@@ -35,7 +37,7 @@ class Heard:
     """
 
     name: str
-    state: str
+    state: ServiceState
     num_done: int = 0
 
 

@@ -50,7 +50,7 @@ class Member:
 
     name: str
     is_down: bool = True
-    state: str = ServiceState.STARTING
+    state: ServiceState = ServiceState.STARTING
     since: float = 0.0
     heard_at: float = 0.0
     came_up: bool = False
@@ -65,7 +65,7 @@ class Member:
         self.is_down, self.state, self.came_up, self.is_halted = False, ServiceState.STARTING, False, False
         self.since = self.heard_at = now
 
-    def hear(self, state: str, now: float) -> None:
+    def hear(self, state: ServiceState, now: float) -> None:
         """Take note of what it reports."""
         self.heard_at, self.is_halted = now, False
         if state != self.state:

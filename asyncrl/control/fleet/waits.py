@@ -8,17 +8,14 @@ and is worded as one; nothing is decided by it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from asyncrl.service_status import BUFFER, COORDINATOR, LEARNER, PUBLISHER, Statuses
 from asyncrl.states import SERVICE_ENDS, ServiceState
 
-Statuses = Mapping[str, Mapping[str, Any]]
-
-LEARNER, BUFFER, SYNC, PUBLISHER = "learner.0", "buffer.0", "weight_sync.0", "publisher.0"
 WORKING = (ServiceState.READY, ServiceState.PINNED)
-ABSENT = (*SERVICE_ENDS, ServiceState.SILENT, ServiceState.STARTING, ServiceState.WAITING, "None")
+ABSENT = (*SERVICE_ENDS, ServiceState.SILENT, ServiceState.STARTING, ServiceState.WAITING, None)
 
 
 @dataclass(frozen=True)
@@ -39,16 +36,16 @@ def waiting_edges(statuses: Statuses, groups_per_step: int) -> list[Edge]:
 
 
 def _from_learner(statuses: Statuses, groups_per_step: int) -> Iterator[Edge]:
-    for name in statuses:
-        if name.startswith("learner.") and (state := _state(statuses, name)) in ABSENT:
-            yield Edge("the run", name, f"it is {state}")
+    for name, rank in statuses.of_kind("learner").items():
+        if rank.state in ABSENT:
+            yield Edge("the run", name, f"it is {rank.state}")
             return
-    if (state := _state(statuses, BUFFER)) in ABSENT:
+    if (state := statuses.state(BUFFER)) in ABSENT:
         yield Edge(LEARNER, BUFFER, f"it is {state}")
         return
-    buffer = statuses[BUFFER]
-    num_reserved = buffer.get("pending", {}).get("reserved", 0)
-    num_stored = buffer.get("stored_groups", 0)
+    buffer = statuses.buffer
+    num_reserved = buffer.pending.reserved if buffer is not None else 0
+    num_stored = buffer.stored_groups if buffer is not None else 0
     if num_reserved or num_stored >= groups_per_step:
         num_groups = num_reserved + num_stored
         yield Edge("the run", LEARNER, f"it has {num_groups} groups to train on, and is not done")
@@ -58,40 +55,41 @@ def _from_learner(statuses: Statuses, groups_per_step: int) -> Iterator[Edge]:
 
 
 def _from_buffer(statuses: Statuses) -> Iterator[Edge]:
-    replicas = [name for name in sorted(statuses) if name.startswith("rollout.")]
+    replicas, told = statuses.replicas, statuses.told_replicas
     if not replicas:
         yield Edge(BUFFER, "rollout", "there is no replica")
-    for name in replicas:
-        if not statuses[name].get("standby"):
+    for name in sorted(replicas):
+        if name not in told or not told[name].standby:
             yield from _from_replica(name, statuses)
 
 
 def _from_replica(name: str, statuses: Statuses) -> Iterator[Edge]:
-    state, leases = _state(statuses, name), statuses[BUFFER].get("leases", {})
+    state, buffer = statuses.state(name), statuses.buffer
+    num_leased = buffer.leases.get(name, 0) if buffer is not None else 0
     if state in ABSENT:
         yield Edge(BUFFER, name, f"it is {state}")
-    elif leases.get(name):
-        yield Edge(BUFFER, name, f"it holds {leases[name]} groups")
+    elif num_leased:
+        yield Edge(BUFFER, name, f"it holds {num_leased} groups")
     elif state not in WORKING:
         yield Edge(BUFFER, name, f"it is {state}")
         yield from _from_weights(name, "it has no weights that it may serve", statuses)
+    elif (step := _served(name, statuses)) < (statuses.learner.step if statuses.learner is not None else 0):
+        yield from _from_weights(name, f"it serves step {step}", statuses)
     else:
-        step = statuses[name].get("step", 0)
-        if step < statuses[LEARNER].get("step", 0):
-            yield from _from_weights(name, f"it serves step {step}", statuses)
-        else:
-            yield Edge(name, BUFFER, "it is granted no lease")
+        yield Edge(name, BUFFER, "it is granted no lease")
+
+
+def _served(name: str, statuses: Statuses) -> int:
+    """Return the step of the weights that a replica serves, 0 while it does not say."""
+    told = statuses.told_replicas.get(name)
+    return 0 if told is None else told.step
 
 
 def _from_weights(name: str, why: str, statuses: Statuses) -> Iterator[Edge]:
     """Weights come from the publisher, by word of the coordinator, through the replica's receiver."""
     receiver = f"receiver.{name.partition('.')[2]}"
-    for source in (SYNC, PUBLISHER, receiver):
-        if (state := _state(statuses, source)) in ABSENT:
+    for source in (COORDINATOR, PUBLISHER, receiver):
+        if (state := statuses.state(source)) in ABSENT:
             yield Edge(name, source, f"{why}, and {source} is {state}")
             return
-    yield Edge(name, SYNC, why)
-
-
-def _state(statuses: Statuses, name: str) -> str:
-    return str(statuses.get(name, {}).get("state"))
+    yield Edge(name, COORDINATOR, why)

@@ -10,8 +10,9 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from asyncrl.control.fleet.waits import Edge, Statuses, waiting_edges
+from asyncrl.control.fleet.waits import Edge, waiting_edges
 from asyncrl.obstacle import Obstacle
+from asyncrl.service_status import LEARNER, Statuses
 from asyncrl.states import ServiceState
 
 TIMES_USUAL = 10.0
@@ -59,9 +60,10 @@ class Watchdog:
         Args:
             known: What blocks the run in a service's own words: no guess is better.
         """
-        learner = statuses.get("learner.0", {})
-        step = learner.get("step", self._step)
-        if not is_meant_to_train or learner.get("state") in (ServiceState.FINISHING, ServiceState.ENDED):
+        learner = statuses.learner
+        step = self._step if learner is None else learner.step
+        is_ending = statuses.state(LEARNER) in (ServiceState.FINISHING, ServiceState.ENDED)
+        if is_ending or not is_meant_to_train:
             self._since = None
         elif self._since is None or step != self._step:
             self._note_step(now, step)

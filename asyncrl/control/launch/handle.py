@@ -13,11 +13,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from msgspec.structs import replace
 
 from asyncrl.control.api.client import connect
 from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_leftovers
+from asyncrl.control.record.live import read_live
+from asyncrl.control.record.outcome import Outcome, read_outcome
 from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.control.snapshot import HeadWord, Snapshot
 from asyncrl.durable import is_read_only
 from asyncrl.errors import AsyncrlError
 from asyncrl.states import RunState
@@ -28,8 +32,6 @@ LITTLE_BYTES = 1 << 20
 """A disk with less room than this may be what a head died of that left no word."""
 FIRST_START = "starting the supervisor"
 """The last phase that the head tells of before the supervisor tells of its own."""
-
-Snapshot = dict[str, Any]
 
 
 @dataclass
@@ -53,14 +55,14 @@ class RunHandle:
         try:
             if client is not None:
                 snapshot = client.status()
-                self.last_error = str(snapshot.get("error") or "")
+                self.last_error = snapshot.error or ""
                 return snapshot
         except AsyncrlError:
             pass  # it is starting again, or ending, or too busy
         word = self._word()
-        if client is not None and word["phase"] == FIRST_START:  # which is over: it has answered once
-            word = {"state": RunState.SILENT, "phase": "the supervisor does not answer"}
-        return {"run": self.folder.path.name, **word}
+        if client is not None and word.phase == FIRST_START:  # which is over: it has answered once
+            return replace(word, state=RunState.SILENT, phase="the supervisor does not answer")
+        return word
 
     @property
     def is_over(self) -> bool:
@@ -76,9 +78,9 @@ class RunHandle:
         except AsyncrlError:
             pass
         word = self._word()
-        if word["state"] == RunState.STARTING and client is None:  # it has no services yet
+        if word.state == RunState.STARTING and client is None:  # it has no services yet
             self._signal(signal.SIGTERM)
-        return word["state"] == RunState.STOPPING or client is None
+        return word.state == RunState.STOPPING or client is None
 
     def stop(self, deadline_s: float, show: Callable[[Snapshot], None] = lambda snapshot: None) -> None:
         """Ask the run to end, wait, and end what is left of it after the deadline.
@@ -98,7 +100,7 @@ class RunHandle:
             is_asked = is_asked or self.ask_stop()
             show(snapshot := self.poll())
             # A supervisor that was killed meanwhile has a successor that was not asked.
-            is_asked = is_asked and snapshot.get("state") != RunState.RUNNING
+            is_asked = is_asked and snapshot.state != RunState.RUNNING
             time.sleep(STOP_POLL_S)
         return self.is_over
 
@@ -109,15 +111,11 @@ class RunHandle:
         end_leftovers(self.run_id)
         remove_leftovers(self.run_id, self.sockets)
 
-    def result(self) -> dict[str, Any]:
-        """Return the outcome: `state` is finished, stopped or failed; with `error`, `service`, `tail`.
+    def result(self) -> Outcome:
+        """Return how the run ended, with the command that starts it once more."""
+        return replace(read_outcome(self.folder) or self._guess_outcome(), command=self.command)
 
-        With `is_removed` the folder is gone; `command` starts the run once more.
-        """
-        outcome = read_json(self.folder.outcome) or self._guess_outcome()
-        return {**outcome, "command": self.command}
-
-    def _guess_outcome(self) -> dict[str, Any]:
+    def _guess_outcome(self) -> Outcome:
         """Return how a run ended that has left no word of it."""
         is_removed = not self.folder.live.exists()
         service = self.last_error.split(" ")[0] or "head.0"
@@ -128,20 +126,19 @@ class RunHandle:
             if is_removed
             else f"the head process died{how}"
         )
-        return {
-            "state": RunState.FAILED,
-            "error": f"{self.last_error or died}{'' if is_removed else _trouble_of_disk(self.folder.path)}",
-            "service": service,
-            "tail": self.folder.tail(service),
-            "is_removed": is_removed,
-        }
+        return Outcome(
+            state=RunState.FAILED,
+            error=f"{self.last_error or died}{'' if is_removed else _trouble_of_disk(self.folder.path)}",
+            service=service,
+            tail=tuple(self.folder.tail(service)),
+            is_removed=is_removed,
+        )
 
-    def _word(self) -> Snapshot:
-        word = read_json(self.folder.phase) or {
-            "state": RunState.STARTING,
-            "phase": "starting the head process",
-        }
-        return {"state": word["state"], "phase": word["phase"]}
+    def _word(self) -> HeadWord:
+        word = read_json(self.folder.phase) or {}
+        state = RunState(word.get("state", RunState.STARTING))
+        phase = str(word.get("phase", "starting the head process"))
+        return HeadWord(run=self.folder.path.name, state=state, phase=phase)
 
     def _signal(self, number: signal.Signals) -> None:
         try:
@@ -160,8 +157,7 @@ def _trouble_of_disk(path: Path) -> str:
 
 def attach(folder: RunDir) -> RunHandle | None:
     """Return a handle of the live run in `folder`, None if there is none."""
-    live = read_json(folder.live)
-    if live is None or not is_alive(live["pid"], live["run_id"]):
+    live = read_live(folder.live)
+    if live is None or not is_alive(live.pid, live.run_id):
         return None
-    command = str(live.get("command", ""))
-    return RunHandle(folder, live["pid"], live["run_id"], Path(live["sockets"]), command=command)
+    return RunHandle(folder, live.pid, live.run_id, Path(live.sockets), command=live.command)

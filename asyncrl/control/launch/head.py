@@ -18,7 +18,8 @@ import traceback
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+from msgspec.structs import replace
 
 from asyncrl.clock import SystemClock
 from asyncrl.config.load import load_config
@@ -34,13 +35,16 @@ from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.control.process_limit import RefusedProcesses
 from asyncrl.control.record.events import EventLog
-from asyncrl.control.record.rundir import RunDir, read_json, write_json, write_outcome
+from asyncrl.control.record.live import LiveRun, read_live, write_live
+from asyncrl.control.record.outcome import Outcome, write_outcome
+from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.roster import SERVERS
 from asyncrl.durable import replace_text
 from asyncrl.faults import fault_point
 from asyncrl.keys import RunKeys, make_run_keys, write_client_keys
 from asyncrl.log_records import log_to_stderr
 from asyncrl.service import ServiceContext
+from asyncrl.service_status import SupervisorStatus
 from asyncrl.states import RunState, ServiceState
 from asyncrl.threads import ThreadRuntime
 
@@ -58,10 +62,10 @@ def main() -> int:
     run_dir = RunDir(Path(sys.argv[1]))
     os.set_inheritable(int(sys.argv[2]), False)
     sys.stdin.read()
-    live = read_json(run_dir.live)
-    assert live is not None, "asyncrl up writes run.json before it starts the head"
-    live["pid"] = os.getpid()  # `asyncrl up` may have died before it could
-    write_json(run_dir.live, live, mode=0o600, is_synced=True)
+    found = read_live(run_dir.live)
+    assert found is not None, "asyncrl up writes run.json before it starts the head"
+    live = replace(found, pid=os.getpid())  # `asyncrl up` may have died before it could
+    write_live(run_dir.live, live)
     config = load_config(run_dir.resolved)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_TERMINATED))
     try:
@@ -87,15 +91,14 @@ def tell_phase(run_dir: RunDir, state: str, phase: str) -> None:
         print(f"the phase '{phase}' could not be written: {error}", file=sys.stderr, flush=True)
 
 
-def _run(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
+def _run(run_dir: RunDir, live: LiveRun, config: Config) -> None:
     """Hold the run's ports, own its Ray, and keep its supervisor until that has ended."""
-    sockets = Path(live["sockets"])
+    sockets = Path(live.sockets)
     sockets.mkdir(mode=0o700)
     if config.launcher.is_cluster:
         tell_phase(run_dir, RunState.STARTING, "joining the Ray cluster and checking its nodes")
-        earlier = [opening.Life(**life) for life in live.get("earlier", [])]
         events = EventLog(run_dir.events, ThreadRuntime())
-        config = opening.enter(config, earlier, partial(events.add, "exit", "run"))
+        config = opening.enter(config, live.earlier, partial(events.add, "exit", "run"))
     host = config.launcher.host
     with (
         HeldPort() as rendezvous,
@@ -107,7 +110,7 @@ def _run(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
             config=config,
             name=SUPERVISOR,
             run_dir=run_dir.path,
-            run_id=live["run_id"],
+            run_id=live.run_id,
             addresses=addresses,
             sockets=sockets,
             rendezvous=rendezvous.address,
@@ -140,32 +143,33 @@ def _keep_supervisor(run_dir: RunDir, context: ServiceContext) -> None:
         SystemClock(),
         tell,
     )
-    if last["state"] in (ServiceState.FAILED, RunState.FAILED) and not run_dir.outcome.exists():
-        _write_failure(run_dir, f"{SUPERVISOR} failed: {last.get('error')}", SUPERVISOR)
+    has_failed = isinstance(last, SupervisorStatus) and last.run == RunState.FAILED
+    if (has_failed or last.state == ServiceState.FAILED) and not run_dir.outcome.exists():
+        _write_failure(run_dir, f"{SUPERVISOR} failed: {last.error}", SUPERVISOR)
 
 
-def _give_up(run_dir: RunDir, live: dict[str, Any], name: str) -> None:
+def _give_up(run_dir: RunDir, live: LiveRun, name: str) -> None:
     """Ray's own `name` has died: end what is left of the run and this process, which Ray may hold up."""
     with _exiting():
         if not run_dir.outcome.exists():
             _write_failure(run_dir, f"Ray's process {name} died", HEAD)
-            if text := ray_launcher.read_log(Path(live["sockets"]), name):
+            if text := ray_launcher.read_log(Path(live.sockets), name):
                 replace_text(run_dir.log(name), text)  # the one in Ray's folder goes with the run
         _clean_up(run_dir, live)
 
 
-def _tear_down(run_dir: RunDir, live: dict[str, Any], config: Config) -> None:
+def _tear_down(run_dir: RunDir, live: LiveRun, config: Config) -> None:
     """Leave nothing: each step is taken, also after one that failed; after one that hangs, the last."""
     with _bounding(run_dir, live), contextlib.ExitStack() as steps:  # the last one first
         steps.callback(_clean_up, run_dir, live)
         steps.callback(ray_launcher.shut_down)
         if config.launcher.is_cluster:
-            steps.callback(opening.leave, config, live["run_id"], Path(live["sockets"]))
+            steps.callback(opening.leave, config, live.run_id, Path(live.sockets))
         tell_phase(run_dir, RunState.STOPPING, "ending Ray")
 
 
 @contextlib.contextmanager
-def _bounding(run_dir: RunDir, live: dict[str, Any]) -> Iterator[None]:
+def _bounding(run_dir: RunDir, live: LiveRun) -> Iterator[None]:
     """Clean up and end this process if what is done here takes longer than `TEAR_DOWN_DEADLINE_S`."""
 
     def abandon() -> None:
@@ -193,31 +197,32 @@ def _exiting() -> Iterator[None]:
         os._exit(EXIT_FAILED)
 
 
-def _clean_up(run_dir: RunDir, live: dict[str, Any]) -> None:
+def _clean_up(run_dir: RunDir, live: LiveRun) -> None:
     _remove_keys(run_dir)
-    end_leftovers(live["run_id"])
-    remove_leftovers(live["run_id"], Path(live["sockets"]))
+    end_leftovers(live.run_id)
+    remove_leftovers(live.run_id, Path(live.sockets))
 
 
 def _write_termination(run_dir: RunDir) -> None:
     """Write down how a run ended that SIGTERM has ended: in order, if it had no services yet."""
     if run_dir.outcome.exists():
         return
-    if (read_json(run_dir.live) or {}).get("url"):
+    live = read_live(run_dir.live)
+    if live is not None and live.url:
         _write_failure(run_dir, "the head process was ended by SIGTERM", HEAD)
     else:
-        _write_outcome(run_dir, {"state": RunState.STOPPED, "error": "", "service": "", "tail": []})
+        _write_outcome(run_dir, Outcome(state=RunState.STOPPED))
 
 
 def _write_failure(run_dir: RunDir, error: str, service: str) -> None:
     error = "; ".join(filter(None, (error, REFUSED.total())))
-    tail = run_dir.tail(service)
-    _write_outcome(run_dir, {"state": RunState.FAILED, "error": error, "service": service, "tail": tail})
+    tail = tuple(run_dir.tail(service))
+    _write_outcome(run_dir, Outcome(state=RunState.FAILED, error=error, service=service, tail=tail))
 
 
-def _write_outcome(run_dir: RunDir, outcome: dict[str, Any]) -> None:
+def _write_outcome(run_dir: RunDir, outcome: Outcome) -> None:
     if why := write_outcome(run_dir, outcome):  # what comes after it is done all the same
-        print(f"'{outcome['error']}' could not be written down: {why}", file=sys.stderr, flush=True)
+        print(f"'{outcome.error}' could not be written down: {why}", file=sys.stderr, flush=True)
 
 
 def _make_keys(config: Config, run_dir: RunDir) -> RunKeys | None:

@@ -22,13 +22,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace as replace_fields
+
 from asyncrl.control.cluster.settling import settle
 from asyncrl.control.launch.spec import NODE_VARIABLE
 from asyncrl.errors import AsyncrlError
 from asyncrl.log_records import log_to_stderr
-from asyncrl.obstacle import OBSTACLES, Obstacle
+from asyncrl.message import Done
+from asyncrl.obstacle import Obstacle
 from asyncrl.private import keep_others_out
 from asyncrl.service import Service, ServiceContext
+from asyncrl.service_command import DumpStacks, pack_answer, read_command
+from asyncrl.service_status import ServiceStatus, pack_status
 from asyncrl.states import ServiceState
 
 log = logging.getLogger(__name__)
@@ -36,8 +41,6 @@ log = logging.getLogger(__name__)
 MAX_DESCRIPTORS = 65_536
 FAILED_STOP_S = 1.0
 """A service that has failed has ended, or hangs and will not."""
-DUMP_STACKS = "dump_stacks"
-"""The command that every service obeys; SIGUSR1 asks for the same where Python itself does not get on."""
 
 
 class ServiceHost:
@@ -68,28 +71,31 @@ class ServiceHost:
         self._thread = threading.Thread(target=self._run, name=context.name, daemon=True)
         self._thread.start()
 
-    def status(self) -> dict[str, Any]:
-        """Return the service's status with `state`, `error`, `error_kinds`, `pid` and `node`."""
-        base: dict[str, Any] = {"state": ServiceState.STARTING, "error": "", "pid": os.getpid()}
-        base["node"] = os.environ.get(NODE_VARIABLE, "")
-        if self._service is not None:
-            base.update(self._service.status())
-        else:
-            base[OBSTACLES] = [one.as_values() for one in self._waits_for]
-        if self._error:
-            base.update(state=ServiceState.FAILED, error=self._error, error_kinds=self._error_kinds)
-        elif self._is_done:
-            base.update(state=ServiceState.ENDED)
-        return base
+    def status(self) -> bytes:
+        """Return the packed status of the service, with what only its process knows."""
+        return pack_status(self.describe())
 
-    def command(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
-        """Pass a command to the service, `dump_stacks` excepted; before it is built, refuse it."""
-        if name == DUMP_STACKS:
+    def describe(self) -> ServiceStatus:
+        """Return the service's own status, or, before it is built, that it starts; with how it ended."""
+        told = self._service.status() if self._service is not None else self._beginning()
+        told = replace_fields(told, pid=os.getpid(), node=os.environ.get(NODE_VARIABLE, ""))
+        if self._error:
+            kinds = tuple(self._error_kinds)
+            return replace_fields(told, state=ServiceState.FAILED, error=self._error, error_kinds=kinds)
+        return replace_fields(told, state=ServiceState.ENDED) if self._is_done else told
+
+    def _beginning(self) -> ServiceStatus:
+        return ServiceStatus(state=ServiceState.STARTING, obstacles=tuple(self._waits_for))
+
+    def command(self, data: bytes) -> bytes:
+        """Pass a packed command to the service, but `DumpStacks`; before it is built, refuse it."""
+        command = read_command(data)
+        if isinstance(command, DumpStacks):
             faulthandler.dump_traceback(file=2, all_threads=True)
-            return {}
+            return pack_answer(Done())
         if self._service is None:
-            raise AsyncrlError(f"{self._context.name} is still starting and cannot '{name}'")
-        return self._service.command(name, args)
+            raise AsyncrlError(f"{self._context.name} is still starting and cannot '{command.word}'")
+        return pack_answer(self._service.command(command))
 
     def stop(self, deadline_s: float) -> bool:
         """Ask the service to end; return whether it did within the deadline."""

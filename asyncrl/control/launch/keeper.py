@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import psutil
 
@@ -23,6 +22,7 @@ from asyncrl.control.launch.processes import end_service
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.errors import ServiceFailed
+from asyncrl.service_status import ServiceStatus, SupervisorStatus
 from asyncrl.states import RUN_ENDS, RunState, ServiceState
 
 POLL_S = 0.2
@@ -31,14 +31,14 @@ SILENCE_LIMIT_S = 60.0
 RAY_PULSE_S = 0.5
 END_S = 10.0
 """For the watching thread to end; it is a daemon, so that one which hangs holds up nobody."""
-ENDS = (ServiceState.ENDED, ServiceState.FAILED, *RUN_ENDS)
+ENDS = (ServiceState.ENDED, ServiceState.FAILED)
 RAY_PROCESSES = ("gcs_server", "raylet")
 """Without either of them no service lives on."""
 
 
 def keep(
     launcher: Launcher, spec: ServiceSpec, budget: Budget, clock: Clock, tell: Callable[[str], None]
-) -> dict[str, Any]:
+) -> ServiceStatus:
     """Start the service, start it again whenever its process dies, and return its last status.
 
     Args:
@@ -51,23 +51,24 @@ def keep(
     heard_at = clock.now()
     while True:
         status = launcher.statuses([spec.name], STATUS_DEADLINE_S)[spec.name]
-        if status["state"] in ENDS:
+        run = status if isinstance(status, SupervisorStatus) else None
+        if status.state in ENDS or (run is not None and run.run in RUN_ENDS):
             return status
-        if status["state"] != ServiceState.SILENT:
+        if status.state != ServiceState.SILENT:
             heard_at = clock.now()
         if (why := _death(status, clock.now() - heard_at)) is not None:
             _start_again(launcher, spec, budget, clock, why)
             tell(f"{why}; it was started again")
             heard_at = clock.now()
-        if status["state"] == RunState.RUNNING:
-            budget.note_up(int(status.get("step", 0)))
+        if run is not None and run.run == RunState.RUNNING:
+            budget.note_up(run.step)
         clock.sleep(POLL_S)
 
 
-def _death(status: dict[str, Any], silent_s: float) -> str | None:
+def _death(status: ServiceStatus, silent_s: float) -> str | None:
     """Return how the service died, None while it has not."""
-    if status["state"] == ServiceState.DEAD:
-        return f"its process died ({status.get('error') or 'without a message'})"
+    if status.state == ServiceState.DEAD:
+        return f"its process died ({status.error or 'without a message'})"
     return f"it gave no sign of life for {silent_s:.0f} s" if silent_s > SILENCE_LIMIT_S else None
 
 

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.load import load_resolved
 from asyncrl.config.rules.resume import find_breaks
@@ -21,6 +20,8 @@ from asyncrl.control.record.row_files import is_evaluation, keep_rows
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.services import function
 from asyncrl.errors import CheckpointError, ConfigError, NoJournal
+from asyncrl.metrics.metric import Row
+from asyncrl.plain import JsonValue
 from asyncrl.weight_files import read_shapes
 
 FetchedSection = ModelSection | CriticSection
@@ -115,13 +116,14 @@ def relocate(before: Config, runs_dir: Path) -> Config:
     while old.name == new.name and old != old.parent:
         old, new = old.parent, new.parent
 
-    def move(value: Any) -> Any:
+    def move(value: JsonValue) -> JsonValue:
         if isinstance(value, dict):
             return {key: move(part) for key, part in value.items()}
         if isinstance(value, list):
             return [move(part) for part in value]
-        is_below = isinstance(value, str) and (value == str(old) or value.startswith(f"{old}/"))
-        return f"{new}{value[len(str(old)) :]}" if is_below else value
+        if isinstance(value, str) and (value == str(old) or value.startswith(f"{old}/")):
+            return f"{new}{value[len(str(old)) :]}"
+        return value
 
     return type(before).model_validate(move(before.model_dump(mode="json")))
 
@@ -171,14 +173,14 @@ def differences(before: Config, after: Config) -> list[str]:
     ]
 
 
-def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(tree: Mapping[str, object]) -> dict[str, object]:
     sections = {section: values for section, values in tree.items() if isinstance(values, Mapping)}
     return {
         f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()
     }
 
 
-def _show(values: Mapping[str, Any], key: str) -> str:
+def _show(values: Mapping[str, object], key: str) -> str:
     return json.dumps(values[key]) if key in values else "nothing"
 
 
@@ -248,6 +250,6 @@ def _list(steps: Sequence[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {', '.join(map(str, steps))}"
 
 
-def _is_kept(row: dict[str, Any], step: int) -> bool:
+def _is_kept(row: Row, step: int) -> bool:
     """Tell whether a row is of the branch that goes on, as the curves and the summary are to be."""
     return is_evaluation(row) or bool(row["training/global_step"] <= step)

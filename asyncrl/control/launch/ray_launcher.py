@@ -7,10 +7,12 @@ through it. Every service is a detached actor, named as the service, in the run'
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +21,14 @@ import psutil
 
 from asyncrl.control.launch.spec import NODE_VARIABLE, RUN_VARIABLE, ServiceSpec
 from asyncrl.durable import replace_text
-from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
+from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed, WireError
 from asyncrl.private import make_secret
 from asyncrl.service import SERVICE_VARIABLE
+from asyncrl.service_command import A, Command, pack_command, read_answer
+from asyncrl.service_status import ServiceStatus, Statuses, kind_of, read_status
 from asyncrl.states import ServiceState
+
+log = logging.getLogger(__name__)
 
 NAME_DEADLINE_S = 10.0
 """Time that Ray may take to release the name of a dead actor."""
@@ -55,10 +61,10 @@ class Launcher(Protocol):
     def start(self, spec: ServiceSpec) -> None:
         """Begin to start a service; does not wait for it."""
 
-    def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
+    def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
         """Return each service's status; DEAD for one without a process, SILENT for a late one."""
 
-    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    def command(self, name: str, command: Command[A], deadline_s: float) -> A:
         """Pass a command to a service. Raises ServiceFailed or DeadlineExceeded."""
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
@@ -72,10 +78,15 @@ class Launcher(Protocol):
 
 
 class RayLauncher:
-    """Detached named Ray actors. `connect` or `start_local` must have been called in this process."""
+    """Detached named Ray actors. `connect` or `start_local` must have been called in this process.
+
+    Attributes:
+        counters: `refused_statuses`, which were none of the service's kind.
+    """
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
+        self.counters: Counter[str] = Counter()
         self._actors: dict[str, Any] = {}
         self._asked: dict[str, Any] = {}
 
@@ -124,11 +135,12 @@ class RayLauncher:
         kind = named["name"].partition(".")[0]
         return named["namespace"] == self._namespace and kind != SUPERVISOR_KIND
 
-    def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
+    def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
         """Ask who has answered the last time; who has not is waited for, and not asked once more."""
         import ray
 
-        unknown = {name: {"state": ServiceState.DEAD, "error": "it has no process"} for name in names}
+        gone = ServiceStatus(state=ServiceState.DEAD, error="it has no process")
+        unknown = dict.fromkeys(names, gone)
         names = [name for name in unknown if name in self._actors]
         for name in names:
             unknown.pop(name)
@@ -136,47 +148,52 @@ class RayLauncher:
                 self._asked[name] = self._actors[name].status.remote()
         pending = {self._asked[name]: name for name in names}
         if not pending:
-            return unknown
+            return Statuses(unknown)
         done, late = ray.wait(list(pending), num_returns=len(pending), timeout=deadline_s)
-        found = unknown | {pending[reference]: self._read(reference) for reference in done}
-        for name in found.keys() - unknown.keys():
+        found = {pending[reference]: self._read(pending[reference], reference) for reference in done}
+        for name in found:
             del self._asked[name]
-        return found | {pending[reference]: {"state": ServiceState.SILENT} for reference in late}
+        silent = ServiceStatus(state=ServiceState.SILENT)
+        return Statuses(unknown | found | {pending[reference]: silent for reference in late})
 
-    def _read(self, reference: Any) -> dict[str, Any]:
+    def _read(self, name: str, reference: Any) -> ServiceStatus:
         import ray
         import ray.exceptions
 
         try:
-            status: dict[str, Any] = ray.get(reference)
-            return status
+            return read_status(kind_of(name), ray.get(reference))
+        except WireError as error:  # whoever answers so is as good as silent
+            self.counters["refused_statuses"] += 1
+            log.warning("the status of %s is refused: %s", name, error)
+            return ServiceStatus(state=ServiceState.SILENT, error=str(error))
         except ray.exceptions.ActorUnavailableError:  # for now; if it died, the next answer says so
-            return {"state": ServiceState.SILENT}
+            return ServiceStatus(state=ServiceState.SILENT)
         except ray.exceptions.RayActorError as error:
-            return {"state": ServiceState.DEAD, "error": _death_of(error)}
+            return ServiceStatus(state=ServiceState.DEAD, error=_death_of(error))
         except ray.exceptions.RayTaskError as error:
-            return {"state": ServiceState.FAILED, "error": f"its status failed: {error.cause}"}
+            return ServiceStatus(state=ServiceState.FAILED, error=f"its status failed: {error.cause}")
 
-    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    def command(self, name: str, command: Command[A], deadline_s: float) -> A:
         import ray
         import ray.exceptions
 
         actor = self._actors.get(name)  # one look: another thread may be killing it
         if actor is None:
-            raise ServiceFailed(f"{name} has no process and cannot '{command}'")
+            raise ServiceFailed(f"{name} has no process and cannot '{command.word}'")
         try:
-            reference = actor.command.remote(command, args)
-            result: dict[str, Any] = ray.get(reference, timeout=deadline_s)
-            return result
+            reference = actor.command.remote(pack_command(command))
+            return read_answer(command, ray.get(reference, timeout=deadline_s))
+        except WireError as error:
+            raise ServiceFailed(f"{name} failed '{command.word}': {error}") from error
         except ray.exceptions.GetTimeoutError as error:
-            raise DeadlineExceeded(f"{name} did not answer '{command}' in {deadline_s:g} s") from error
+            raise DeadlineExceeded(f"{name} did not answer '{command.word}' in {deadline_s:g} s") from error
         except ray.exceptions.RayTaskError as error:  # str() of it is a coloured traceback
             cause = error.cause
             if isinstance(cause, AsyncrlError):
                 raise ServiceFailed(cause.message, hint=cause.hint) from error
-            raise ServiceFailed(f"{name} failed '{command}': {type(cause).__name__}: {cause}") from error
+            raise ServiceFailed(f"{name} failed '{command.word}': {type(cause).__name__}: {cause}") from error
         except ray.exceptions.RayError as error:
-            raise ServiceFailed(f"{name} failed '{command}': {_first_line(error)}") from error
+            raise ServiceFailed(f"{name} failed '{command.word}': {_first_line(error)}") from error
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
         import ray

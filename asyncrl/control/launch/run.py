@@ -14,7 +14,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+
+from msgspec.structs import replace
 
 from asyncrl.config.load import dump_resolved
 from asyncrl.config.tree import Config
@@ -25,12 +26,15 @@ from asyncrl.control.launch.lineage import keep_revisions, refuse_lost_past, ref
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.ray_launcher import base_folder
 from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.control.record.live import Life, LiveRun, read_live, write_live
+from asyncrl.control.record.outcome import read_outcome
 from asyncrl.control.record.row_files import remove_rows
-from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.durable import replace_text
 from asyncrl.errors import ConfigError
 from asyncrl.faults import fault_point
 from asyncrl.private import keep_others_out, make_own
+from asyncrl.states import RunState
 
 LOCK = ".lock"
 MAX_EARLIER_LIVES = 8
@@ -98,8 +102,8 @@ def start(
 def finished_run(config: Config) -> RunDir | None:
     """Return the folder of a run of this name that has done all of its steps already, else None."""
     folder = folder_of(config)
-    outcome, summary = read_json(folder.outcome), read_json(folder.summary)
-    is_finished = outcome is not None and outcome["state"] == "finished" and summary is not None
+    outcome, summary = read_outcome(folder), read_json(folder.summary)
+    is_finished = outcome is not None and outcome.state == RunState.FINISHED and summary is not None
     return folder if is_finished and (summary or {})["steps"] >= config.learner.steps else None
 
 
@@ -131,20 +135,20 @@ def _take_lock(folder: RunDir) -> int:
 
 def _refuse_life_elsewhere(folder: RunDir, config: Config) -> None:
     """Before anything of the run is written over: a head that another machine started is seen only there."""
-    live = read_json(folder.live)
+    live = read_live(folder.live)
     if live is None or not config.launcher.is_cluster or folder.outcome.exists():
         return
-    if live.get("node") != platform.node():
-        opening.refuse_living(config, [opening.Life(**life) for life in _earlier_lives(folder)])
+    if live.node != platform.node():
+        opening.refuse_living(config, _earlier_lives(folder))
 
 
 def _end_earlier_life(folder: RunDir, say: Callable[[str], None]) -> None:
     """End by pid what a head that died has left, and remove its sockets and segments."""
-    live = read_json(folder.live)
+    live = read_live(folder.live)
     if live is None:
         return
-    num_ended = end_leftovers(live["run_id"])
-    segments = remove_leftovers(live["run_id"], Path(live["sockets"]))
+    num_ended = end_leftovers(live.run_id)
+    segments = remove_leftovers(live.run_id, Path(live.sockets))
     if num_ended or segments:
         say(
             f"an earlier start of the run was cut short: ended {num_ended} processes that it had left, "
@@ -152,13 +156,12 @@ def _end_earlier_life(folder: RunDir, say: Callable[[str], None]) -> None:
         )
 
 
-def _earlier_lives(folder: RunDir) -> list[dict[str, Any]]:
+def _earlier_lives(folder: RunDir) -> tuple[Life, ...]:
     """Return the marks of the run's lives before this one, the newest last, for the nodes of a cluster."""
-    live = read_json(folder.live)
+    live = read_live(folder.live)
     if live is None:
-        return []
-    last = {name: live[name] for name in ("run_id", "sockets", "pid")}
-    return [*live.get("earlier", []), last][-MAX_EARLIER_LIVES:]
+        return ()
+    return (*live.earlier, live.life)[-MAX_EARLIER_LIVES:]
 
 
 def _write_down(folder: RunDir, config: Config, asked: Config) -> None:
@@ -175,19 +178,17 @@ def _write_down(folder: RunDir, config: Config, asked: Config) -> None:
 def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
     run_id = uuid.uuid4().hex[:8]
     sockets = base_folder() / f"asyncrl-{run_id}"
-    live = {
-        "run_id": run_id,
-        "key": uuid.uuid4().hex,
-        "sockets": str(sockets),
-        "pid": 0,
-        "url": "",
-        "began": time.time(),
-        "node": platform.node(),
-        "command": command,
-        "earlier": _earlier_lives(folder),
-        "log_sizes": folder.log_sizes(),
-    }
-    write_json(folder.live, live, mode=0o600, is_synced=True)
+    live = LiveRun(
+        run_id=run_id,
+        key=uuid.uuid4().hex,
+        sockets=str(sockets),
+        began=time.time(),
+        node=platform.node(),
+        command=command,
+        earlier=_earlier_lives(folder),
+        log_sizes=folder.log_sizes(),
+    )
+    write_live(folder.live, live)
     with folder.log("head.0").open("ab") as log_file, _holding_sigterm_back(), _deferring_interrupt():
         head = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.control.launch.head", str(folder.path), str(lock)],
@@ -198,7 +199,7 @@ def _start_head(folder: RunDir, lock: int, command: str) -> RunHandle:
             pass_fds=(lock,),
             env={**os.environ, RUN_VARIABLE: run_id},
         )
-        write_json(folder.live, {**live, "pid": head.pid}, mode=0o600, is_synced=True)
+        write_live(folder.live, replace(live, pid=head.pid))
         assert head.stdin is not None
         head.stdin.close()  # it waits for that: nobody else writes the file meanwhile
         fault_point("up.head")

@@ -6,7 +6,6 @@ A model's text is passed on with its control characters written out; the page ne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from asyncrl.control.page.figures import DASH, count_of, figure_of
 from asyncrl.experience import Group, Trajectory
@@ -17,7 +16,7 @@ HEAD_TOKENS, TAIL_TOKENS = 300, 100
 """Of a prompt or an answer that are shown."""
 
 
-def rollouts_of(groups: Sequence[Group], decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
+def rollouts_of(groups: Sequence[Group], decode: Callable[[Sequence[int]], str]) -> list[dict[str, object]]:
     """Return the page's picture of some groups: the prompt, and the best and the worst of the answers."""
     return [
         {
@@ -38,7 +37,7 @@ def _best_and_worst(group: Group) -> list[Trajectory]:
     return ordered if len(ordered) <= MAX_ANSWERS else [*ordered[: MAX_ANSWERS - 1], ordered[-1]]
 
 
-def _answer(one: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def _answer(one: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, object]:
     versions = sorted({span.version for span in one.spans})
     return {
         "text": text_of(one.response_ids.tolist(), decode),

@@ -15,17 +15,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
+
+import msgspec
 
 from asyncrl.control.page.answers import rollouts_of
 from asyncrl.control.page.decoding import Decode
 from asyncrl.control.page.pipeline import counters_of
 from asyncrl.control.page.reading import RowTail
-from asyncrl.control.page.snapshot import mapping_of
 from asyncrl.control.page.trends import STEP, Curves, FlowMeter
 from asyncrl.control.page.view import view_of
 from asyncrl.control.record.metering import accuracy
 from asyncrl.control.record.row_files import is_evaluation
+from asyncrl.control.snapshot import Snapshot
 from asyncrl.errors import AsyncrlError
 from asyncrl.experience import Group
 from asyncrl.states import RUN_ENDS
@@ -36,7 +38,7 @@ PULSE_S = 1.0
 ROLLOUTS_EVERY_S = 5.0
 RETRY_MS = 1000
 
-Status = Callable[[], dict[str, Any]]
+Status = Callable[[], Snapshot]
 
 
 class Payloads(Protocol):
@@ -95,10 +97,10 @@ class Feed:
 
     def _look(self, now: float) -> None:
         snapshot = self._status()
-        if snapshot.get("outcome"):  # all is over but the last word
-            snapshot = {**snapshot, "state": snapshot["outcome"]}
-        self._is_over = snapshot.get("state") in RUN_ENDS
-        rates = self._meter.update(now, counters_of(snapshot, mapping_of(snapshot.get("ledger"))))
+        if snapshot.outcome is not None:  # all is over but the last word
+            snapshot = msgspec.structs.replace(snapshot, state=snapshot.outcome)
+        self._is_over = snapshot.state in RUN_ENDS
+        rates = self._meter.update(now, counters_of(snapshot))
         self._set("view", view_of(snapshot, rates))
         if "curves" not in self._events or self._take_rows():
             self._take_rows()
@@ -107,7 +109,7 @@ class Feed:
             self._rollouts_at = now
             self._set("rollouts", self._read_rollouts())
 
-    def _set(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: object) -> None:
         data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
         if self._events.get(name) != data:
             self._events[name] = data
@@ -121,7 +123,7 @@ class Feed:
                 self._curves.add_accuracy(int(row[STEP]), found)
         return bool(rows)
 
-    def _read_rollouts(self) -> dict[str, Any]:
+    def _read_rollouts(self) -> dict[str, object]:
         if self._payloads is None:
             return {"groups": [], "note": "buffer.journal is none: no rollouts are kept"}
         try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+
+from asyncrl.plain import JsonValue
 
 DASH = "\u2013"
 """Stands where there is no figure."""
 
 
-def finite_values(value: Any) -> Any:
+def finite_values(value: JsonValue) -> JsonValue:
     """Return plain values with None for each number in them that no float holds, NaN among them.
 
     >>> finite_values({"a": [float("nan"), 10**400, 1.5]})
@@ -20,8 +21,9 @@ def finite_values(value: Any) -> Any:
         return {name: finite_values(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [finite_values(inner) for inner in value]
-    is_number = isinstance(value, int | float)
-    return value if not is_number or abs(value) <= sys.float_info.max else None
+    if isinstance(value, int | float):
+        return value if abs(value) <= sys.float_info.max else None
+    return value
 
 
 def duration_of(seconds: float) -> str:
@@ -37,12 +39,12 @@ def duration_of(seconds: float) -> str:
     return f"{whole} s"
 
 
-def count_of(value: Any) -> str:
+def count_of(value: float | None) -> str:
     """Return a whole number with thin spaces between thousands."""
     return DASH if value is None else f"{round(value):,}".replace(",", "\u202f")
 
 
-def share_of(value: Any) -> str:
+def share_of(value: float | None) -> str:
     """Return a share as a percentage, small ones with a digit behind the point."""
     return DASH if value is None else f"{100 * value:.1f} %" if 0 < value < 0.1 else f"{100 * value:.0f} %"
 

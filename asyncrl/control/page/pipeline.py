@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
 from asyncrl.control.page.figures import DASH, count_of, figure_of, seconds_of, share_of
-from asyncrl.control.page.snapshot import (
-    Snapshot,
-    fill_of,
-    mapping_of,
-    metric_of,
-    services_of,
-    share_done,
-    state_of,
-)
+from asyncrl.control.page.snapshot import fill_of, metric_of, services_of, share_done, state_of
+from asyncrl.control.snapshot import Snapshot
+from asyncrl.service_status import LEARNER
 from asyncrl.states import ServiceState
 
-ARRIVED_STATES = ("stored", "reserved")
+
+class Node(TypedDict):
+    """A box: its figures as (name, text), and how full it is."""
+
+    id: str
+    title: str
+    value: str
+    unit: str
+    figures: list[list[str]]
+    fill: float | None
+
+
+Edge = TypedDict("Edge", {"from": str, "to": str, "rate": str, "unit": str, "is_moving": bool})
+"""What flows out of a box."""
 
 
 def node_of(who: str) -> str:
@@ -41,39 +48,38 @@ def node_of(who: str) -> str:
     return next((node for word, node in words.items() if word in who), "")
 
 
-def counters_of(snapshot: Snapshot, ledger: Mapping[str, Any]) -> dict[str, float]:
+def counters_of(snapshot: Snapshot) -> dict[str, float]:
     """Return what rates are made of; all of it only rises while nothing is replaced."""
     found: dict[str, float] = {}
-    if ledger:
-        pending, dropped = mapping_of(ledger.get("pending")), mapping_of(ledger.get("dropped"))
-        trained = float(ledger.get("trained") or 0)
-        arrived = trained + sum(pending.get(state, 0) for state in ARRIVED_STATES) + sum(dropped.values())
-        found = {"issued": float(ledger.get("issued") or 0), "arrived": arrived, "trained": trained}
+    if (ledger := snapshot.ledger) is not None:
+        arrived = float(ledger.trained + ledger.pending.num_arrived + ledger.num_dropped)
+        found = {"issued": float(ledger.issued), "arrived": arrived, "trained": float(ledger.trained)}
     if (published := metric_of(snapshot, "weights/published")) is not None:
         found["published"] = published
-    if snapshot.get("step"):
-        found["steps"] = float(snapshot["step"])
+    if snapshot.step:
+        found["steps"] = float(snapshot.step)
     return found
 
 
-def nodes_of(snapshot: Snapshot, ledger: Mapping[str, Any]) -> list[dict[str, Any]]:
+def nodes_of(snapshot: Snapshot) -> list[Node]:
     """Return the boxes from left to right."""
-    pending = mapping_of(ledger.get("pending"))
-    capacity = snapshot.get("ready_groups")
+    ledger, capacity = snapshot.ledger, snapshot.ready_groups
+    pending = ledger.pending if ledger else None
+    stored = ledger.stored_groups if ledger else None
     rollouts = services_of(snapshot, "rollout")
-    replicas = {name: one for name, one in rollouts.items() if not one.get("standby")}
+    replicas = {name: one for name, one in rollouts.items() if not one.standby}
     spares = [("standby", str(len(rollouts) - len(replicas)))] if len(rollouts) > len(replicas) else []
     ready = sum(state_of(replica) == ServiceState.READY for replica in replicas.values())
-    learner = services_of(snapshot, "learner").get("learner.0", {})
+    learner = snapshot.services.get(LEARNER)
     return [
         _node(
             "prompts",
             "Prompts",
-            count_of(ledger.get("prompts_drawn")),
+            count_of(ledger.prompts_drawn if ledger else None),
             "drawn",
             [
-                ("open", count_of(ledger.get("open"))),
-                ("given up", count_of(ledger.get("given_up"))),
+                ("open", count_of(ledger.open if ledger else None)),
+                ("given up", count_of(ledger.given_up if ledger else None)),
                 ("pass", count_of(metric_of(snapshot, "training/epoch"))),
             ],
         ),
@@ -83,7 +89,7 @@ def nodes_of(snapshot: Snapshot, ledger: Mapping[str, Any]) -> list[dict[str, An
             f"{ready}/{len(replicas)}" if replicas else DASH,
             "ready",
             [
-                ("leased", count_of(pending.get("leased"))),
+                ("leased", count_of(pending.leased if pending else None)),
                 ("tokens/s", count_of(metric_of(snapshot, "perf/rollout_tokens_per_s"))),
                 ("idle", share_of(metric_of(snapshot, "perf/rollout_idle_share"))),
                 *spares,
@@ -92,22 +98,22 @@ def nodes_of(snapshot: Snapshot, ledger: Mapping[str, Any]) -> list[dict[str, An
         _node(
             "buffer",
             "Buffer",
-            count_of(ledger.get("stored_groups")),
+            count_of(stored),
             f"of {count_of(capacity)} groups stored",
             [
-                ("reserved", count_of(pending.get("reserved"))),
-                ("dropped", count_of(_total(ledger.get("dropped")))),
-                ("journal", _journal(ledger)),
+                ("reserved", count_of(pending.reserved if pending else None)),
+                ("dropped", count_of(ledger.num_dropped if ledger else None)),
+                ("journal", ledger.journal.kind if ledger else DASH),
             ],
-            fill=fill_of(ledger.get("stored_groups"), capacity),
+            fill=fill_of(stored, capacity),
         ),
         _node(
             "learner",
             "Learner",
-            count_of(snapshot.get("step")),
-            f"of {count_of(snapshot.get('steps'))} steps",
+            count_of(snapshot.step),
+            f"of {count_of(snapshot.steps)} steps",
             [
-                ("state", str(learner.get("state") or DASH)),
+                ("state", str(learner.state) if learner else DASH),
                 ("s/step", figure_of(metric_of(snapshot, "timing_s/step"))),
                 ("tokens/s", count_of(metric_of(snapshot, "perf/learner_tokens_per_s"))),
                 ("idle", share_of(metric_of(snapshot, "perf/learner_idle_share"))),
@@ -137,12 +143,12 @@ def _node(
     unit: str,
     figures: list[tuple[str, str]],
     fill: float | None = None,
-) -> dict[str, Any]:
+) -> Node:
     rows = [list(pair) for pair in figures]
     return {"id": name, "title": title, "value": value, "unit": unit, "figures": rows, "fill": fill}
 
 
-def edges_of(rates: Mapping[str, float]) -> list[dict[str, Any]]:
+def edges_of(rates: Mapping[str, float]) -> list[Edge]:
     """Return what flows out of each box but the last, which flows back to the replicas."""
     flows = (
         ("prompts", "replicas", "issued", "groups/s"),
@@ -166,12 +172,3 @@ def _behind(snapshot: Snapshot) -> str:
     """Return by how many versions the oldest that a replica serves is behind the newest."""
     oldest, newest = metric_of(snapshot, "weights/version"), metric_of(snapshot, "weights/published")
     return DASH if oldest is None or newest is None else count_of(max(0.0, newest - oldest))
-
-
-def _total(counts: Any) -> int | None:
-    return sum(counts.values()) if isinstance(counts, Mapping) else None
-
-
-def _journal(ledger: Mapping[str, Any]) -> str:
-    journal = ledger.get("journal")
-    return str(journal.get("kind") or journal.get("name") or "on") if isinstance(journal, Mapping) else DASH

@@ -14,7 +14,7 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from asyncrl.buffer.composition import expand_variables, run_key
 from asyncrl.buffer.journals.records import HEADER_BYTES, read_frames, read_header
@@ -24,10 +24,9 @@ from asyncrl.config.tree import Config
 from asyncrl.control.record.row_files import lines_of, older_files
 from asyncrl.errors import ConfigError, WireError
 from asyncrl.experience import Group, decode_group
+from asyncrl.metrics.metric import Row
 
 log = logging.getLogger(__name__)
-
-Row = dict[str, Any]
 
 WHOLE_FILE_BYTES = 8 << 20
 """Of metrics, that are read in one go: two thousand steps or more."""
@@ -76,7 +75,7 @@ class RowTail:
             lines = list(lines_of(path))
             yield from lines[:: 1 + len(lines) // (NUM_SAMPLES // NUM_SAMPLED_FILES)]
 
-    def _sample(self, file: Any, size: int) -> Iterator[bytes]:
+    def _sample(self, file: BinaryIO, size: int) -> Iterator[bytes]:
         """Yield lines that are spread over what is not read, and leave the newest part to be read whole."""
         start = size - self._whole_file_bytes // 4
         for number in range(NUM_SAMPLES):

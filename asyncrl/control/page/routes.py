@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.control.api.server import EventStream, Route, Text
@@ -16,6 +15,7 @@ from asyncrl.control.page.feed import Feed, Payloads
 from asyncrl.control.page.reading import FilePayloads, RedisPayloads, RowTail
 from asyncrl.control.record.prometheus import CONTENT_TYPE, health_answer, prometheus_text
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ ASSETS = {
 }
 
 
-def page_routes(status: Callable[[], dict[str, Any]], config: Config, folder: Path) -> dict[str, Route]:
-    """Return the routes of the page of the run in `folder`; `status` returns its snapshot."""
+def page_routes(snapshot: Callable[[], Snapshot], config: Config, folder: Path) -> dict[str, Route]:
+    """Return the routes of the page of the run in `folder`; `snapshot` returns what it is doing."""
     feed = Feed(
-        status,
+        snapshot,
         RowTail(RunDir(folder).metrics),
         _payloads(config, folder),
         lambda: decoder_of(Path(config.model.path), log.warning),
@@ -52,16 +52,16 @@ def page_routes(status: Callable[[], dict[str, Any]], config: Config, folder: Pa
     routes: dict[str, Route] = {f"GET {path}": _asset(*asset) for path, asset in ASSETS.items()}
     return routes | {
         "GET /events": lambda _: EventStream(feed.follow),
-        "GET /metrics": lambda _: _metrics(status()),
-        "GET /health": lambda _: _health(status()),
+        "GET /metrics": lambda _: _metrics(snapshot()),
+        "GET /health": lambda _: _health(snapshot()),
     }
 
 
-def _metrics(snapshot: dict[str, Any]) -> Text:
-    return Text(CONTENT_TYPE, prometheus_text(snapshot, snapshot["metrics"]).encode())
+def _metrics(snapshot: Snapshot) -> Text:
+    return Text(CONTENT_TYPE, prometheus_text(snapshot, snapshot.metrics).encode())
 
 
-def _health(snapshot: dict[str, Any]) -> Text:
+def _health(snapshot: Snapshot) -> Text:
     code, body = health_answer(snapshot)
     return Text("application/json", json.dumps(body).encode(), code=code)
 

@@ -1,27 +1,32 @@
-"""Reading a run's snapshot, in which anything may be missing (pure)."""
+"""Readings of a run's snapshot for the page (pure)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
+import msgspec
+
+from asyncrl.control.diagnosis.bottleneck import Diagnosis
+from asyncrl.control.fleet.units import Stage
+from asyncrl.control.page.figures import finite_values
+from asyncrl.control.snapshot import ServiceView, Snapshot, read_snapshot, values_of
+from asyncrl.printable import printable_values
+from asyncrl.service_status import kind_of
 from asyncrl.states import SERVICE_ENDS, ServiceState
 
-Snapshot = Mapping[str, Any]
-
-DOUBTED_STAGES = (ServiceState.SUSPECT, ServiceState.DEAD, ServiceState.RETIRED)
+DOUBTED_STAGES = (Stage.SUSPECT, Stage.DEAD, Stage.RETIRED)
 
 
-def mapping_of(value: Any) -> Mapping[str, Any]:
-    """Return a mapping, empty where there is none."""
-    return value if isinstance(value, Mapping) else {}
+def shown(snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with each text as it may be shown, and without numbers that are none."""
+    cleaned = finite_values(printable_values(values_of(snapshot)))
+    assert isinstance(cleaned, dict), "a snapshot's values are an object"
+    return read_snapshot(cleaned)
 
 
-def services_of(snapshot: Snapshot, kind: str) -> dict[str, Mapping[str, Any]]:
+def services_of(snapshot: Snapshot, kind: str) -> dict[str, ServiceView]:
     """Return the services of one kind by name."""
-    services = mapping_of(snapshot.get("services"))
-    return {name: mapping_of(one) for name, one in services.items() if name.split(".")[0] == kind}
+    return {name: one for name, one in snapshot.services.items() if kind_of(name) == kind}
 
 
 def index_of(name: str) -> int:
@@ -32,13 +37,13 @@ def index_of(name: str) -> int:
 
 def metric_of(snapshot: Snapshot, name: str) -> float | None:
     """Return a metric of the newest row, None if the row lacks it or it is not finite."""
-    value = mapping_of(snapshot.get("metrics")).get(name)
+    value = snapshot.metrics.get(name)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def share_done(snapshot: Snapshot) -> float | None:
     """Return which part of the run's steps is done."""
-    return fill_of(snapshot.get("step"), snapshot.get("steps"))
+    return fill_of(snapshot.step, snapshot.steps)
 
 
 def at_rest(snapshot: Snapshot) -> Snapshot:
@@ -46,29 +51,22 @@ def at_rest(snapshot: Snapshot) -> Snapshot:
 
     What a service said last is not what it is: those that did not fail have ended, and none has a heartbeat.
     """
-    services = {name: mapping_of(one) for name, one in mapping_of(snapshot.get("services")).items()}
     ended = {
-        name: {
-            **one,
-            "state": one["state"] if one.get("state") in SERVICE_ENDS else ServiceState.ENDED,
-            "stage": "",
-        }
-        | {"heartbeat_age_s": None}
-        for name, one in services.items()
+        name: msgspec.structs.replace(one, state=_end_of(one), stage=None, heartbeat_age_s=None)
+        for name, one in snapshot.services.items()
     }
-    return {**snapshot, "services": ended, "health": "", "phase": "", "bottleneck": {}}
+    return msgspec.structs.replace(snapshot, services=ended, health=None, phase="", bottleneck=Diagnosis())
 
 
-def _end_of(service: Mapping[str, Any]) -> str:
-    return str(service["state"] if service.get("state") in SERVICE_ENDS else ServiceState.ENDED)
+def _end_of(service: ServiceView) -> ServiceState:
+    return service.state if service.state in SERVICE_ENDS else ServiceState.ENDED
 
 
-def fill_of(part: Any, whole: Any) -> float | None:
+def fill_of(part: float | None, whole: float | None) -> float | None:
     """Return a part of a whole, from 0 to 1; None if either is not known."""
     return None if part is None or not whole else max(0.0, min(1.0, part / whole))
 
 
-def state_of(service: Mapping[str, Any]) -> str:
-    """Return a service's own word, unless the supervisor knows better; empty if neither says anything."""
-    stage = str(service.get("stage") or "")
-    return stage if stage in DOUBTED_STAGES else str(service.get("state") or "")
+def state_of(service: ServiceView) -> str:
+    """Return a service's own word, unless the supervisor knows better."""
+    return str(service.stage if service.stage in DOUBTED_STAGES else service.state)

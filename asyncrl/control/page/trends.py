@@ -10,7 +10,8 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from asyncrl.metrics.metric import Row
 
 WINDOW_S = 10.0
 MAX_POINTS = 400
@@ -102,7 +103,7 @@ class Curves:
         self._stride = 1
         self._accuracy: dict[int, float] = {}
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Row) -> None:
         """Take in the row of a step."""
         step = int(row[STEP])
         while self._points and self._points[-1].last_step >= step:
@@ -121,7 +122,7 @@ class Curves:
         kept = [(known, value) for known, value in self._accuracy.items() if known < step]
         self._accuracy = dict([*kept, (step, accuracy)][-self._max_points :])
 
-    def as_values(self) -> dict[str, Any]:
+    def as_values(self) -> dict[str, object]:
         """Return `steps`, one list per curve (None where rows lack it), and the evaluations as pairs."""
         return {
             "steps": [point.last_step for point in self._points],
@@ -138,5 +139,5 @@ class Curves:
         self._points = kept
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)

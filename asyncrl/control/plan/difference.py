@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.load import load_config, load_resolved
 from asyncrl.config.rules.resume import find_breaks
@@ -31,8 +30,8 @@ class Change:
     """
 
     key: str
-    was: Any
-    becomes: Any
+    was: object
+    becomes: object
     at_resume: bool = True
     why: str = ""
 
@@ -68,8 +67,8 @@ def _judge(change: Change, breaks: Mapping[str, str]) -> Change:
     return change
 
 
-def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten(tree: Mapping[str, object]) -> dict[str, object]:
+    found: dict[str, object] = {}
     for section, values in tree.items():
         if isinstance(values, Mapping):
             found |= {f"{section}.{name}": value for name, value in values.items()}

@@ -114,7 +114,7 @@ def _count_token_ids(path: str) -> int | None:
         return None
 
 
-def _find_uneven_cuts(table: dict[str, Any], learner: LearnerSection) -> Iterator[str]:
+def _find_uneven_cuts(table: dict[str, object], learner: LearnerSection) -> Iterator[str]:
     """Say where the model of `table` cannot be cut; what `table` lacks the learner itself complains of."""
     heads = table.get("num_key_value_heads") or table.get("num_attention_heads")
     sizes = {name: table.get(name) for name in ("num_hidden_layers", "intermediate_size", "vocab_size")}

@@ -7,7 +7,6 @@ the user's is run: files are parsed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.control.services import function
@@ -73,7 +72,7 @@ def check_environment_file(config: Config) -> Iterator[str]:
     yield from _refusals("rollout.environment", check, environment)
 
 
-def _refusals(key: str, check: Callable[..., Any], *arguments: Any) -> Iterator[str]:
+def _refusals(key: str, check: Callable[..., object], *arguments: object) -> Iterator[str]:
     """Yield what `check` raises about `arguments`, as a line about `key`."""
     try:
         check(*arguments)

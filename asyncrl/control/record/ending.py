@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.load import load_resolved
+from asyncrl.control.record.live import read_live
+from asyncrl.control.record.outcome import Outcome, read_outcome
 from asyncrl.control.record.recorder import training_rows
 from asyncrl.control.record.row_files import is_evaluation, iterate_rows, newest_rows
 from asyncrl.control.record.rundir import RunDir, read_json
@@ -24,29 +25,29 @@ TOLD_CHARACTERS = 80
 CARRIED = "(?:{} cannot go on: )?"
 
 
-def paragraph(folder: RunDir, outcome: dict[str, Any] | None = None, num_lines: int = SHOWN_LINES) -> str:
+def paragraph(folder: RunDir, outcome: Outcome | None = None, num_lines: int = SHOWN_LINES) -> str:
     """Return what to tell of the failed run in `folder`; the lines of its log follow, each behind a bar.
 
     Args:
-        outcome: As in outcome.json, where it is known.
+        outcome: Where it is known.
         num_lines: Of the log, at most.
     """
-    outcome = outcome or read_json(folder.outcome) or {}
-    service = outcome.get("service") or ""
+    outcome = outcome or read_outcome(folder) or Outcome(state=RunState.FAILED)
+    service = outcome.service
     where = f" in {service}" if service else ""
-    reason = str(outcome.get("error") or "without a message").rstrip(".")
+    reason = (outcome.error or "without a message").rstrip(".")
     error = printable(_without_repetition(reason, service), INDENTED)
-    if outcome.get("is_removed"):
-        again = outcome.get("command") or "asyncrl up CONFIG"
+    if outcome.is_removed:
+        again = outcome.command or "asyncrl up CONFIG"
         return f"the run failed: {error}. What it had saved is gone with it. To begin anew: {again}"
     is_forgetful = _keeps_no_journal(folder)
     sentences = [
         f"the run failed{where}: {error}.",
         _saved(folder, is_forgetful),
         _account(folder),
-        _again(folder, is_forgetful, would_repeat=bool(outcome.get("would_repeat"))),
+        _again(folder, is_forgetful, would_repeat=outcome.would_repeat),
     ]
-    tail = _that_says_more(outcome.get("tail") or folder.tail(service), error)
+    tail = _that_says_more(list(outcome.tail) or folder.tail(service), error)
     log = folder.log(service) if service else folder.logs
     if not tail or not num_lines:
         return " ".join(sentences)
@@ -57,18 +58,18 @@ def paragraph(folder: RunDir, outcome: dict[str, Any] | None = None, num_lines: 
 def end_of(folder: RunDir) -> str:
     """Return how the run in `folder`, which lives no more, ended, and how to go on; empty if unknown."""
     name = f"run '{folder.path.name}'"
-    if (outcome := read_json(folder.outcome)) is not None:
-        if outcome.get("state") == RunState.FAILED:
+    if (outcome := read_outcome(folder)) is not None:
+        if outcome.state == RunState.FAILED:
             return paragraph(folder, outcome, num_lines=0)
-        if outcome.get("state") == RunState.FINISHED:
+        if outcome.state == RunState.FINISHED:
             return f"{name} has ended: it finished; see {folder.path}"
-        return f"{name} has ended: it was {outcome.get('state')}. To go on: {command_of(folder)}"
-    if (live := read_json(folder.live)) is None:
+        return f"{name} has ended: it was {outcome.state}. To go on: {command_of(folder)}"
+    if (live := read_live(folder.live)) is None:
         return ""
     rows = training_rows(newest_rows(folder.metrics))
     where = f"at step {int(rows[-1]['training/global_step'])}" if rows else "before its first step"
     return (
-        f"{name} was cut short {where}: its head process {live['pid']} was killed, or the machine went down. "
+        f"{name} was cut short {where}: its head process {live.pid} was killed, or the machine went down. "
         f"{next_start_of(folder)}"
     )
 
@@ -109,9 +110,11 @@ def _again(folder: RunDir, is_forgetful: bool, *, would_repeat: bool) -> str:
 
 def command_of(folder: RunDir) -> str:
     """Return the command that starts the run in `folder` once more."""
-    command = (read_json(folder.live) or {}).get("command")
+    live = read_live(folder.live)
     place = ["--set", f"run.dir={folder.path.parent}"]
-    return command or shlex.join(["asyncrl", "up", str(folder.resolved), *place])
+    return (live.command if live is not None else "") or shlex.join(
+        ["asyncrl", "up", str(folder.resolved), *place]
+    )
 
 
 def _keeps_no_journal(folder: RunDir) -> bool:
@@ -139,7 +142,8 @@ def _saved(folder: RunDir, is_forgetful: bool) -> str:
 def _account(folder: RunDir) -> str:
     """The summary tells of this life only if it was written in it: who died at once wrote none."""
     ledger = (read_json(folder.summary) or {}).get("ledger") or {}
-    began = (read_json(folder.live) or {}).get("began", 0.0)
+    live = read_live(folder.live)
+    began = (live.began if live is not None else None) or 0.0
     if ledger.get("issued") is None or not _is_later(folder.summary, began):
         return f"Account of the prompts: asyncrl inspect account {folder.path}."
     dropped = sum((ledger.get("dropped") or {}).values())

@@ -11,7 +11,7 @@ import json
 import logging
 from collections import deque
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from asyncrl.durable import append_lines, reserve_room
 from asyncrl.runtime import Runtime
@@ -54,7 +54,7 @@ class EventLog:
         self._runtime = runtime
         self._path = path
         self._lock = runtime.lock()
-        self._newest: deque[dict[str, Any]] = deque(load_events(path, KEPT), maxlen=KEPT)
+        self._newest: deque[dict[str, object]] = deque(load_events(path, KEPT), maxlen=KEPT)
         self._unwritten: list[str] = []
         self._reserve = path.with_suffix(".reserve")
         self._reserve_bytes = reserve_bytes
@@ -62,7 +62,7 @@ class EventLog:
         self._reserve_again()
         self.num_lost = 0
 
-    def add(self, kind: Kind, service: str, text: str, **fields: Any) -> None:
+    def add(self, kind: Kind, service: str, text: str, **fields: object) -> None:
         """Record that `text` happened to `service` ("run" for the whole); `fields` are plain values."""
         assert kind in KINDS, f"there is no event of kind '{kind}'"
         event = {
@@ -107,13 +107,13 @@ class EventLog:
         if self._has_reserve:
             self._reserve.unlink(missing_ok=True)
 
-    def newest(self, number: int) -> list[dict[str, Any]]:
+    def newest(self, number: int) -> list[dict[str, object]]:
         """Return the newest `number` events, oldest first."""
         with self._lock:
             return list(self._newest)[-number:] if number else []
 
 
-def load_events(path: Path, number: int | None = None) -> list[dict[str, Any]]:
+def load_events(path: Path, number: int | None = None) -> list[dict[str, object]]:
     """Return the events in `path`, oldest first, the newest `number` only; torn lines are left out."""
     try:
         lines = path.read_text(errors="replace").splitlines()
@@ -123,7 +123,7 @@ def load_events(path: Path, number: int | None = None) -> list[dict[str, Any]]:
     return [event for line in wanted if (event := _parse(line)) is not None]
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _parse(line: str) -> dict[str, object] | None:
     try:
         found = json.loads(line)
     except ValueError:  # the process died while it wrote

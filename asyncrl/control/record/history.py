@@ -5,15 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from asyncrl.control.record.metering import accuracy
 from asyncrl.control.record.row_files import is_evaluation
+from asyncrl.metrics.metric import Row
 
 STEP = "training/global_step"
-Column = np.ndarray[Any, np.dtype[np.float64]]
+Column = NDArray[np.float64]
 """One value per step; NaN where a row has none."""
 
 
@@ -28,7 +29,7 @@ class History:
     """
 
     columns: Mapping[str, Column]
-    last: Mapping[str, Any] = field(default_factory=dict)
+    last: Mapping[str, float] = field(default_factory=dict)
     held_out: tuple[tuple[int, float], ...] = ()
 
     def __len__(self) -> int:
@@ -38,17 +39,17 @@ class History:
     def __getitem__(self, name: str) -> Column:
         return self.columns[name]
 
-    def where(self, is_kept: np.ndarray[Any, np.dtype[np.bool_]]) -> History:
+    def where(self, is_kept: NDArray[np.bool_]) -> History:
         """Return the steps at which `is_kept`, `[number of steps]`, holds."""
         columns = {name: values[is_kept] for name, values in self.columns.items()}
         return History(columns, self.last, self.held_out)
 
 
-def read_history(rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> History:
+def read_history(rows: Iterable[Row], names: Iterable[str]) -> History:
     """Return the columns `names` of `rows`, which are read one at a time; the newest row of a step counts."""
     values = {name: array("d") for name in (STEP, *names)}
     held_out: dict[int, float] = {}
-    last: Mapping[str, Any] = {}
+    last: Mapping[str, float] = {}
     for row in rows:
         if is_evaluation(row):
             if (found := accuracy(row)) is not None:

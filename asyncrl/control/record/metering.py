@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 from asyncrl.buffer.ledger.tickets import DropReason
 from asyncrl.control.record.syncing import weights_metrics
-
-LEDGER_KEYS = (
-    "issued",
-    "trained",
-    "dropped",
-    "pending",
-    "prompts_drawn",
-    "given_up",
-    "open",
-    "residue",
-    "stored_groups",
-    "checkpoints",
-    "counters",
-    "journal",
-)
+from asyncrl.metrics.metric import Row
+from asyncrl.service_status import FinishedEvaluation, ReplicaStatus, Statuses
 
 WINDOW_S = 2.0
 _PART_COUNT, _PART_SUM, _REWARD_ERRORS = "part count/", "part sum/", "reward errors/"
@@ -35,28 +21,25 @@ class Meter:
 
     def __init__(self) -> None:
         self._past: list[tuple[float, dict[str, float]]] = []
-        self._last: dict[str, dict[str, Any]] = {}
+        self._last: dict[str, ReplicaStatus] = {}
         self._ended: dict[str, float] = defaultdict(float)
         self._first: float | None = None
         self._row_before: tuple[float, float] | None = None
 
-    def note(self, now: float, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def note(self, now: float, statuses: Statuses) -> None:
         """Take note of when the first token came: before it there is no rate, only a start."""
         if self._row_before is None:
-            tokens = sum(
-                one.get("tokens", 0) for name, one in statuses.items() if name.startswith("rollout.")
-            )
+            tokens = sum(engine.tokens for engine in statuses.engines.values())
             if tokens == 0 or self._first is None:
                 self._first = now
 
-    def update(self, now: float, statuses: dict[str, dict[str, Any]]) -> dict[str, float]:
+    def update(self, now: float, statuses: Statuses) -> dict[str, float]:
         """Take in the statuses of time `now` (seconds) and return the rollout side's metrics."""
-        replicas = {name: status for name, status in statuses.items() if name.startswith("rollout.")}
         # Who is silent for a pulse, or has left, keeps its last count: the sum must not fall and rise.
-        for name, status in replicas.items():
-            if "tokens" in status:
+        for name, status in statuses.told_replicas.items():
+            if status.engine is not None:
                 self._take(name, status)
-        totals = rollout_totals(self._last)
+        totals = rollout_totals(self._last.values())
         totals = {key: totals.get(key, 0.0) + self._ended[key] for key in totals.keys() | self._ended.keys()}
         self._past.append((now, totals))
         while len(self._past) > 2 and now - self._past[1][0] > WINDOW_S:
@@ -66,7 +49,6 @@ class Meter:
         then, before = self._past[0] if len(self._past) > 1 else start
         gain = {key: total - before.get(key, 0.0) for key, total in totals.items()}
         gain |= {key: max(0.0, change) for key, change in gain.items() if not key.startswith(_PART_SUM)}
-        buffer = statuses.get("buffer.0", {})
         return (
             _overlong_metrics(gain)
             | _reward_metrics(gain, totals)
@@ -76,12 +58,9 @@ class Meter:
             | {
                 **self._since_row(now, totals["tokens"], start[0]),
                 "perf/rollout_tokens_per_s": gain["tokens"] / (now - then) if now > then else 0.0,
-                "perf/rollout_replicas": float(len(replicas)),
-                "training/epoch": epoch_of(buffer.get("prompts_drawn", 0), buffer.get("num_prompts", 0)),
-                "buffer/depth": float(buffer.get("stored_groups", 0)),
-                **dropped_by_reason(buffer.get("dropped", {})),
-                "buffer/residue": float(buffer.get("residue", 0)),
+                "perf/rollout_replicas": float(len(statuses.replicas)),
             }
+            | _buffer_metrics(statuses)
         )
 
     def _since_row(self, now: float, tokens: float, first: float) -> dict[str, float]:
@@ -93,17 +72,28 @@ class Meter:
             "perf/rollout_tokens_s": max(0.0, now - then),
         }
 
-    def _take(self, name: str, status: dict[str, Any]) -> None:
+    def _take(self, name: str, status: ReplicaStatus) -> None:
         """Keep a replica's newest counts; those of a life that has ended stay in the sums."""
         before = self._last.get(name)
         if before is not None and _wall_s(status) < _wall_s(before):
-            for key, total in rollout_totals({name: before}).items():
+            for key, total in rollout_totals([before]).items():
                 self._ended[key] += total
         self._last[name] = status
 
 
-def _wall_s(status: Mapping[str, Any]) -> float:
-    return float(status.get("busy_s", 0.0) + status.get("idle_s", 0.0))
+def _wall_s(status: ReplicaStatus) -> float:
+    return 0.0 if status.engine is None else status.engine.wall_s
+
+
+def _buffer_metrics(statuses: Statuses) -> dict[str, float]:
+    """Return the state of the buffer; all 0 while it says nothing."""
+    buffer = statuses.buffer
+    return {
+        "training/epoch": 0.0 if buffer is None else epoch_of(buffer.prompts_drawn, buffer.num_prompts),
+        "buffer/depth": 0.0 if buffer is None else float(buffer.stored_groups),
+        **dropped_by_reason({} if buffer is None else buffer.dropped),
+        "buffer/residue": 0.0 if buffer is None else float(buffer.residue),
+    }
 
 
 def _idle_metrics(gain: Mapping[str, float]) -> dict[str, float]:
@@ -160,27 +150,30 @@ def epoch_of(num_drawn: int, num_prompts: int) -> float:
     return float(max(0, num_drawn - 1) // max(1, num_prompts))
 
 
-def rollout_totals(replicas: dict[str, dict[str, Any]]) -> dict[str, float]:
+def rollout_totals(replicas: Iterable[ReplicaStatus]) -> dict[str, float]:
     """Return generated tokens, busy and idle seconds, and what rewards and shaping did, over all replicas."""
-    keys = ("tokens", "busy_s", "idle_s", "scored", "overlong", "taken_off")
-    totals = {key: float(sum(status.get(key, 0) for status in replicas.values())) for key in keys}
-    totals["gateways"] = float(sum("overridden" in status for status in replicas.values()))
-    return totals | _named_totals(replicas.values())
+    totals: dict[str, float] = dict.fromkeys(
+        ("tokens", "busy_s", "idle_s", "scored", "overlong", "taken_off", "gateways"), 0.0
+    )
+    for key, value in (pair for replica in replicas for pair in _counts_of(replica)):
+        totals[key] = totals.get(key, 0.0) + value
+    return totals
 
 
-def _named_totals(statuses: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    totals: dict[str, float] = defaultdict(float)
-    for status in statuses:
-        for cause, seconds in status.get("idle_by_cause", {}).items():
-            totals[_IDLE + cause] += seconds
-        for name, (count, total) in status.get("reward_parts", {}).items():
-            totals[_PART_COUNT + name] += count
-            totals[_PART_SUM + name] += total
-        for kind, count in status.get("reward_errors", {}).items():
-            totals[_REWARD_ERRORS + kind] += count
-        for name, count in status.get("overridden", {}).items():
-            totals[_OVERRIDDEN + name] += count
-    return {key: float(total) for key, total in totals.items()}
+def _counts_of(replica: ReplicaStatus) -> Iterator[tuple[str, float]]:
+    if (engine := replica.engine) is not None:
+        yield from (("tokens", engine.tokens), ("busy_s", engine.busy_s), ("idle_s", engine.idle_s))
+        yield from ((_IDLE + cause, seconds) for cause, seconds in engine.idle_by_cause.items())
+    if (shaping := replica.shaping) is not None:
+        yield from (("scored", shaping.scored), ("overlong", shaping.overlong))
+        yield "taken_off", shaping.taken_off
+    if (reward := replica.reward) is not None:
+        for name, (count, total) in reward.parts.items():
+            yield from ((_PART_COUNT + name, count), (_PART_SUM + name, total))
+        yield from ((_REWARD_ERRORS + kind, count) for kind, count in reward.errors.items())
+    if (gateway := replica.gateway) is not None:
+        yield "gateways", 1.0
+        yield from ((_OVERRIDDEN + name, count) for name, count in gateway.overridden.items())
 
 
 EVALUATION_ID = "val/id"
@@ -188,23 +181,22 @@ ACCURACY = "val-core/held_out/acc/mean@"
 """And the number of answers per prompt."""
 
 
-def evaluation_row(evaluation: dict[str, Any]) -> dict[str, Any]:
+def evaluation_row(evaluation: FinishedEvaluation) -> Row:
     """Return the metrics row of a finished evaluation: its metrics under verl's validation names."""
-    metrics = evaluation["metrics"]
     return {
-        "training/global_step": evaluation["step"],
-        EVALUATION_ID: evaluation["id"],
-        "val/version": evaluation["version"],
-        **{name: value for name, value in metrics.items() if name.startswith("val-")},
+        "training/global_step": evaluation.step,
+        EVALUATION_ID: evaluation.id,
+        "val/version": evaluation.version,
+        **{name: value for name, value in evaluation.metrics.items() if name.startswith("val-")},
     }
 
 
-def evaluation_ids(rows: Iterable[dict[str, Any]]) -> set[int]:
+def evaluation_ids(rows: Iterable[Row]) -> set[int]:
     """Return the ids of the evaluations that are recorded in `rows`."""
     return {int(row[EVALUATION_ID]) for row in rows if EVALUATION_ID in row}
 
 
-def accuracy(row: Mapping[str, Any]) -> float | None:
+def accuracy(row: Mapping[str, float]) -> float | None:
     """Return the share of held-out prompts that were answered right, if the row has it."""
     names = (name for name in row if name.startswith(ACCURACY) and "/" not in name[len(ACCURACY) :])
     found = next(names, None)

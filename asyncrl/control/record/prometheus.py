@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
+from asyncrl.control.snapshot import Health, Snapshot
 from asyncrl.metrics import find, variables_of
 from asyncrl.states import SERVICE_FAULTS, RunState, ServiceState
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
-Snapshot = Mapping[str, Any]
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "asyncrl_"
 OK, UNAVAILABLE = 200, 503
@@ -28,11 +30,11 @@ class _Sample(NamedTuple):
     value: float
 
 
-def prometheus_text(snapshot: Snapshot, row: Mapping[str, Any]) -> str:
+def prometheus_text(snapshot: Snapshot, row: Mapping[str, object]) -> str:
     """Return what Prometheus scrapes.
 
     Args:
-        snapshot: Of the supervisor (`Supervisor.status`); its `evaluation` is the newest row of one.
+        snapshot: Of the supervisor; its `evaluation` is the newest row of one.
         row: The newest row of metrics.
     """
     from prometheus_client import generate_latest
@@ -40,14 +42,13 @@ def prometheus_text(snapshot: Snapshot, row: Mapping[str, Any]) -> str:
     return generate_latest(_Collector(snapshot, row)).decode()
 
 
-def health_answer(snapshot: Snapshot) -> tuple[int, dict[str, Any]]:
+def health_answer(snapshot: Snapshot) -> tuple[int, dict[str, object]]:
     """Return the HTTP status and the body of `/health`: 200 while the run is well, else 503."""
-    is_failed = snapshot.get("state") == RunState.FAILED or bool(
-        snapshot.get("error")
-    )  # or is being ended for it
-    status = "failed" if is_failed else snapshot.get("health", "ok")
-    body = {"status": status, **{key: snapshot.get(key) for key in ("run", "state", "step", "error")}}
-    return OK if status == "ok" else UNAVAILABLE, body
+    is_failed = snapshot.state == RunState.FAILED or bool(snapshot.error)  # or is being ended for it
+    status = "failed" if is_failed else snapshot.health or Health.OK
+    body: dict[str, object] = {"status": status}
+    body |= {"run": snapshot.run, "state": snapshot.state, "step": snapshot.step, "error": snapshot.error}
+    return OK if status == Health.OK else UNAVAILABLE, body
 
 
 def prometheus_name(name: str) -> str:
@@ -62,10 +63,10 @@ def prometheus_name(name: str) -> str:
 class _Collector:
     """A registry as `generate_latest` needs it; made for one answer."""
 
-    def __init__(self, snapshot: Snapshot, row: Mapping[str, Any]) -> None:
+    def __init__(self, snapshot: Snapshot, row: Mapping[str, object]) -> None:
         self._snapshot = snapshot
         self._row = row
-        self._run = str(snapshot.get("run", ""))
+        self._run = snapshot.run
 
     def collect(self) -> Iterator[Family]:
         yield from self._of_metrics()
@@ -75,7 +76,7 @@ class _Collector:
 
     def _of_metrics(self) -> Iterator[Family]:
         found: dict[str, tuple[str, dict[tuple[str, ...], _Sample]]] = {}
-        for name, value in {**snapshot_part(self._snapshot, "evaluation"), **self._row}.items():
+        for name, value in {**self._snapshot.evaluation, **self._row}.items():
             if "/" not in name or not isinstance(value, int | float):
                 continue
             metric = find(name)
@@ -89,59 +90,66 @@ class _Collector:
 
     def _of_run(self) -> Iterator[Family]:
         snapshot = self._snapshot
-        state = str(snapshot.get("state", ""))
+        state = str(snapshot.state or "")
         yield self._family("asyncrl_run_state", "1 for the state of the run", [_Sample({"state": state}, 1)])
         is_well = health_answer(snapshot)[0] == OK
         yield self._single("asyncrl_run_healthy", "1 unless the run is degraded or has failed", is_well)
-        for key, about in (
-            ("step", "Learner steps done (unit: steps)"),
-            ("steps", "Learner steps that the run shall take (unit: steps)"),
-            ("resumed_step", "The step that this life of the run went on from (unit: steps)"),
-            ("accuracy", "Share of held-out prompts answered right, newest evaluation (unit: share)"),
+        resumed = "The step that this life of the run went on from (unit: steps)"
+        accuracy = "Share of held-out prompts answered right, newest evaluation (unit: share)"
+        for name, value, about in (
+            ("step", snapshot.step, "Learner steps done (unit: steps)"),
+            ("steps", snapshot.steps, "Learner steps that the run shall take (unit: steps)"),
+            ("resumed_step", snapshot.resumed_step, resumed),
+            ("accuracy", snapshot.accuracy, accuracy),
         ):
-            if snapshot.get(key) is not None:
-                yield self._single(f"asyncrl_run_{key}", about, snapshot[key])
+            if value is not None:
+                yield self._single(f"asyncrl_run_{name}", about, value)
 
     def _of_services(self) -> Iterator[Family]:
-        services: Mapping[str, Mapping[str, Any]] = snapshot_part(self._snapshot, "services")
-        states = {name: str(status.get("state")) for name, status in services.items()}
+        services = self._snapshot.services
+        states = {name: service.state for name, service in services.items()}
         up = [_Sample({"service": name}, state not in NOT_UP) for name, state in states.items()]
         yield self._family("asyncrl_service_up", "1 if the service answers and has not failed", up)
         held = [_Sample({"service": name, "state": state}, 1) for name, state in states.items()]
         yield self._family("asyncrl_service_state", "1 for the state of the service", held)
-        for key, name, about in (
-            ("version", "version", "Policy version that the service holds"),
-            ("heartbeat_age_s", "heartbeat_age_s", "Since its last sign of life (unit: s)"),
-            ("restarts", "restarts_total", "Times that it was started again (unit: count)"),
-        ):
-            samples = [
-                _Sample({"service": service}, _first(status[key]))
-                for service, status in services.items()
-                if status.get(key) is not None
-            ]
+        versions = {name: service.number for name, service in services.items()}
+        ages_s = {name: service.heartbeat_age_s for name, service in services.items()}
+        restarts = {name: service.restarts for name, service in services.items()}
+        values: tuple[tuple[str, Mapping[str, float | None], str], ...] = (
+            ("version", versions, "Policy version that the service holds"),
+            ("heartbeat_age_s", ages_s, "Since its last sign of life (unit: s)"),
+            ("restarts_total", restarts, "Times that it was started again (unit: count)"),
+        )
+        for name, told, about in values:
+            samples = [_Sample({"service": one}, value) for one, value in told.items() if value is not None]
             if samples:
                 yield self._family(f"asyncrl_service_{name}", about, samples)
 
     def _of_ledger(self) -> Iterator[Family]:
-        ledger = snapshot_part(self._snapshot, "ledger")
-        for key, about in (
-            ("issued", "Tickets issued so far (unit: tickets)"),
-            ("trained", "Tickets trained so far (unit: tickets)"),
-            ("prompts_drawn", "Prompts drawn so far (unit: prompts)"),
-            ("given_up", "Prompts given up so far (unit: prompts)"),
-            ("open", "Prompts under way (unit: prompts)"),
-            ("residue", "What the laws of the ledger leave unexplained (unit: tickets)"),
-            ("stored_groups", "Complete groups that wait for the learner (unit: groups)"),
+        ledger = self._snapshot.ledger
+        if ledger is None:
+            return
+        for name, value, about in (
+            ("issued", ledger.issued, "Tickets issued so far (unit: tickets)"),
+            ("trained", ledger.trained, "Tickets trained so far (unit: tickets)"),
+            ("prompts_drawn", ledger.prompts_drawn, "Prompts drawn so far (unit: prompts)"),
+            ("given_up", ledger.given_up, "Prompts given up so far (unit: prompts)"),
+            ("open", ledger.open, "Prompts under way (unit: prompts)"),
+            ("residue", ledger.residue, "What the laws of the ledger leave unexplained (unit: tickets)"),
+            (
+                "stored_groups",
+                ledger.stored_groups,
+                "Complete groups that wait for the learner (unit: groups)",
+            ),
         ):
-            if key in ledger:
-                yield self._single(f"asyncrl_ledger_{key}", about, ledger[key])
-        for key, label, about in (
-            ("dropped", "reason", "Tickets dropped so far (unit: tickets)"),
-            ("pending", "state", "Tickets that are neither trained nor dropped (unit: tickets)"),
+            yield self._single(f"asyncrl_ledger_{name}", about, value)
+        pending = msgspec.structs.asdict(ledger.pending)
+        for name, label, counts, about in (
+            ("dropped", "reason", ledger.dropped, "Tickets dropped so far (unit: tickets)"),
+            ("pending", "state", pending, "Tickets that are neither trained nor dropped (unit: tickets)"),
         ):
-            samples = [_Sample({label: name}, count) for name, count in snapshot_part(ledger, key).items()]
-            if samples:
-                yield self._family(f"asyncrl_ledger_{key}", about, samples)
+            if samples := [_Sample({label: one}, count) for one, count in counts.items()]:
+                yield self._family(f"asyncrl_ledger_{name}", about, samples)
 
     def _single(self, name: str, about: str, value: float) -> Family:
         return self._family(name, about, [_Sample({}, value)])
@@ -154,14 +162,3 @@ class _Collector:
         for labels, value in samples:
             made.add_sample(name, {"run": self._run, **labels}, float(value))
         return made
-
-
-def snapshot_part(values: Snapshot, key: str) -> Mapping[str, Any]:
-    """Return the mapping under `key`; empty where the service behind it has said nothing yet."""
-    found = values.get(key)
-    return found if isinstance(found, Mapping) else {}
-
-
-def _first(value: Any) -> float:
-    """Return the number of a version, which some services tell together with its step."""
-    return float(value[0] if isinstance(value, list | tuple) else value)

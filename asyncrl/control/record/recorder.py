@@ -10,9 +10,10 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from asyncrl.control.record.row_files import Row, RowWriter, is_evaluation
+from asyncrl.control.record.row_files import RowWriter, is_evaluation
 from asyncrl.control.record.sinks.outbox import Outbox
 from asyncrl.metrics import unknown_names
+from asyncrl.metrics.metric import Row
 from asyncrl.runtime import Runtime
 
 log = logging.getLogger(__name__)

@@ -14,12 +14,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from asyncrl.durable import append_lines
 from asyncrl.errors import DataError
+from asyncrl.metrics.metric import Row
 
-Row = dict[str, Any]
 log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 << 20
@@ -122,7 +121,7 @@ def newest_rows(path: Path, num_bytes: int = TAIL_BYTES) -> list[Row]:
     return rows
 
 
-def is_evaluation(row: Mapping[str, Any]) -> bool:
+def is_evaluation(row: Mapping[str, object]) -> bool:
     """Tell whether a row holds an evaluation (verl's `val-core/` names) and not a step."""
     return any(name.startswith("val-core/") for name in row)
 
@@ -169,11 +168,12 @@ def _cut_torn_line(path: Path) -> None:
 
 def _read_row(line: str, place: str) -> Row:
     try:
-        row = json.loads(line)
+        found: object = json.loads(line)
     except ValueError as error:
         raise _no_row(place, str(error)) from error
-    if not isinstance(row, dict) or not isinstance(row.get("training/global_step"), int | float):
+    if not isinstance(found, dict) or not isinstance(found.get("training/global_step"), int | float):
         raise _no_row(place, "it has no number 'training/global_step'")
+    row: Row = found
     return row
 
 

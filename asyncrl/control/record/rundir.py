@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl.control.record.live import read_live
 from asyncrl.durable import replace_text
 from asyncrl.metrics import row_log
 
@@ -136,7 +138,8 @@ class RunDir:
 
         None if there is no log.
         """
-        before = (read_json(self.live) or {}).get("log_sizes", {}).get(name, 0)
+        live = read_live(self.live)
+        before = live.log_sizes.get(name, 0) if live is not None else 0
         try:
             with self.log(name).open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -147,24 +150,9 @@ class RunDir:
         return [line for line in lines if STATE_DUMP not in line][-num_lines:]
 
 
-def write_json(path: Path, value: dict[str, Any], mode: int = 0o644, is_synced: bool = False) -> None:
+def write_json(path: Path, value: Mapping[str, object], mode: int = 0o644, is_synced: bool = False) -> None:
     """Write `value` so that a reader sees the old file or the new one, never a part; see `replace_text`."""
     replace_text(path, json.dumps(value, indent=2) + "\n", mode, is_synced)
-
-
-def write_outcome(folder: RunDir, outcome: dict[str, Any]) -> str:
-    """Write down how a run ended: in the room that was reserved for it, and also if its folder was removed.
-
-    Returns:
-        Why that is not possible, empty if it is done.
-    """
-    try:
-        folder.path.mkdir(exist_ok=True)
-        folder.reserve.unlink(missing_ok=True)
-        write_json(folder.outcome, outcome, is_synced=True)
-    except OSError as error:
-        return f"{error}"
-    return ""
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from asyncrl.config.tree import Config
 from asyncrl.control.record.history import STEP, Column, History, read_history
+from asyncrl.control.record.live import read_live
+from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.row_files import iterate_rows
-from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.service_status import Statuses
 
 LAST_EVALUATIONS = 3
 GUARD, STATES_OF_GUARD = "guard/", ("guard/lr_scale", "guard/is_kl_off")
@@ -32,20 +34,19 @@ NAMES = (
 """Of the metrics: what a summary and its picture read."""
 
 
-def write_summary(
-    run_dir: RunDir, config: Config, statuses: dict[str, dict[str, Any]], outcome: dict[str, Any]
-) -> None:
+def write_summary(run_dir: RunDir, config: Config, statuses: Statuses, outcome: Outcome) -> None:
     """Write `summary.json` and `curves.png` from the rows on disk and the last statuses."""
     history = read_history(iterate_rows(run_dir.metrics), NAMES)
-    began = (read_json(run_dir.live) or {}).get("began")
-    write_json(run_dir.summary, summarise(history, config, statuses, began) | {"state": outcome["state"]})
+    live = read_live(run_dir.live)
+    began = live.began if live is not None else None
+    write_json(run_dir.summary, summarise(history, config, statuses, began) | {"state": outcome.state})
     if len(history):
         draw_curves(history, run_dir.curves, config.staleness.max_lag, config.run.name)
 
 
 def summarise(
-    history: History, config: Config, statuses: dict[str, dict[str, Any]], began: float | None = None
-) -> dict[str, Any]:
+    history: History, config: Config, statuses: Statuses, began: float | None = None
+) -> dict[str, object]:
     """Return the figures of a run; None where it gives none.
 
     `began` is the wall-clock time of this life's `up`. `first_step_s` runs from there, once everything is
@@ -53,6 +54,7 @@ def summarise(
     and the shares cover the other steps, without the first of each life; `rollout_tokens_per_s` covers all
     time from the first token on.
     """
+    buffer = statuses.buffer
     accuracies = [found for _, found in history.held_out]
     last = accuracies[-LAST_EVALUATIONS:]
     is_first = history[FIRST_OF_LIFE] > 0
@@ -74,8 +76,12 @@ def summarise(
         "lag_max_trained": _largest(history["staleness/lag_max_trained"]),
         "max_lag": config.staleness.max_lag,
         "masked_share": masked_tokens / max(1, masked_tokens + trained_tokens),
-        "ledger_residue": statuses.get("buffer.0", {}).get("residue"),
-        "ledger": {key: statuses.get("buffer.0", {}).get(key) for key in ("issued", "trained", "dropped")},
+        "ledger_residue": buffer.residue if buffer is not None else None,
+        "ledger": {
+            "issued": buffer.issued if buffer is not None else None,
+            "trained": buffer.trained if buffer is not None else None,
+            "dropped": buffer.dropped if buffer is not None else None,
+        },
         "learner_tokens_per_s": _ratio(_sum(later["perf/total_num_tokens"]), train_s),
         "learner_idle_share": _ratio(_sum(later["timing_s/wait"]), train_s),
         "rollout_tokens_per_s": _ratio(
@@ -86,7 +92,7 @@ def summarise(
     }
 
 
-def _guard_counters(last: Mapping[str, Any]) -> dict[str, float]:
+def _guard_counters(last: Mapping[str, float]) -> dict[str, float]:
     """Return the last row's counters of the guard, without `guard/`; all are 0 in a healthy run."""
     names = [name for name in last if name.startswith(GUARD) and name not in STATES_OF_GUARD]
     return {name.removeprefix(GUARD): last[name] for name in names}

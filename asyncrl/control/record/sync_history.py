@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from asyncrl.control.record.syncing import WeightsAnswer
 from asyncrl.errors import ConfigError, UnknownRun
 
 JOURNAL_FILE = "weight_sync.jsonl"
@@ -36,7 +39,7 @@ def find_newest_folder(runs_dir: str) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
-def report_weights(folder: Path, living: Mapping[str, Any] | None) -> dict[str, Any]:
+def report_weights(folder: Path, living: WeightsAnswer | None) -> dict[str, Any]:
     """Return how versions reached the replicas of a run.
 
     Args:
@@ -96,24 +99,21 @@ def _from_journal(lines: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> 
     }
 
 
-def _from_coordinator(living: Mapping[str, Any]) -> dict[str, Any]:
-    status = living["coordinator"]
-    if "members" not in status:
+def _from_coordinator(living: WeightsAnswer) -> dict[str, Any]:
+    status = living.coordinator
+    if status is None:
         return {}
+    deferred = living.publisher.counters.get("deferred", 0) if living.publisher is not None else 0
     return {
         "told_by": "coordinator",
-        "token": status["token"],
-        "version": status["version"],
-        "digest": status["digest"],
-        "num_bytes": status["num_bytes"],
-        "under_way": status["rounds"],
-        "replicas": {name: dict(member) for name, member in status["members"].items()},
-        "counters": {**status["counters"], "deferred": _deferred(living)},
+        "token": status.token,
+        "version": status.version,
+        "digest": status.digest,
+        "num_bytes": status.num_bytes,
+        "under_way": msgspec.to_builtins(status.rounds),
+        "replicas": msgspec.to_builtins(status.members),
+        "counters": {**status.counters, "deferred": deferred},
     }
-
-
-def _deferred(living: Mapping[str, Any]) -> int:
-    return int(living["publisher"].get("counters", {}).get("deferred", 0))
 
 
 def _membership(rounds: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from asyncrl.message import Message
+from asyncrl.service_status import CoordinatorStatus, PublisherStatus, ReplicaStatus, Statuses
+from asyncrl.states import ServiceState
 
-Statuses = Mapping[str, Mapping[str, Any]]
-COORDINATOR, PUBLISHER = "weight_sync.0", "publisher.0"
 COUNTS = {
     "weights/rounds": "rounds",
     "weights/rounds_failed": "rounds_failed",
@@ -26,45 +25,61 @@ def weights_metrics(statuses: Statuses) -> dict[str, float]:
 
 
 def _replica_metrics(statuses: Statuses) -> dict[str, float]:
-    replicas = [status for name, status in statuses.items() if name.startswith("rollout.")]
-    serving = [status for status in replicas if status.get("version")]
+    serving = [one for one in statuses.told_replicas.values() if one.version]
     if not serving:
         return {}
     return {
-        "weights/version": float(min(status["version"] for status in serving)),
-        "weights/apply_s": float(max(status.get("last_swap_s", 0.0) for status in serving)),
+        "weights/version": float(min(one.version for one in serving)),
+        "weights/apply_s": max(one.engine.last_swap_s if one.engine is not None else 0.0 for one in serving),
     }
 
 
 def _coordinator_metrics(statuses: Statuses) -> dict[str, float]:
-    status = statuses.get(COORDINATOR, {})
-    counters = status.get("counters")
-    if counters is None:
+    status = statuses.coordinator
+    if status is None:
         return {}
+    counters = status.counters
     found = {name: float(counters.get(key, 0)) for name, key in COUNTS.items()}
     failed = {name.removeprefix(FAILED): count for name, count in counters.items() if name.startswith(FAILED)}
     found |= {f"weights/failed/{cause}": float(count) for cause, count in failed.items()}
-    members = status.get("members", {}).values()
-    found["weights/fenced"] = float(sum(member["fenced"] for member in members))
-    if status.get("version"):
-        found["weights/published"] = float(status["version"][0])
-        found["weights/bytes"] = float(status.get("num_bytes", 0))
-    if status.get("last_round_s") is not None:
-        found["weights/transfer_s"] = float(status["last_round_s"])
+    found["weights/fenced"] = float(sum(member.fenced for member in status.members.values()))
+    if status.version is not None:
+        found["weights/published"] = float(status.version[0])
+        found["weights/bytes"] = float(status.num_bytes)
+    if status.last_round_s is not None:
+        found["weights/transfer_s"] = status.last_round_s
     return found
 
 
 def _publisher_metrics(statuses: Statuses) -> dict[str, float]:
-    counters = statuses.get(PUBLISHER, {}).get("counters")
-    return {} if counters is None else {"weights/deferred": float(counters.get("deferred", 0))}
+    publisher = statuses.publisher
+    return {} if publisher is None else {"weights/deferred": float(publisher.counters.get("deferred", 0))}
 
 
-def weights_answer(statuses: Statuses) -> dict[str, Any]:
+class ServedWeights(Message, frozen=True, kw_only=True):
+    """What a replica says of its weights; None for what it does not say."""
+
+    state: ServiceState
+    version: int | None = None
+    last_swap_s: float | None = None
+
+
+class WeightsAnswer(Message, frozen=True, kw_only=True):
+    """What the services of weight sync said last, those that have spoken, and the replicas."""
+
+    coordinator: CoordinatorStatus | None
+    publisher: PublisherStatus | None
+    replicas: dict[str, ServedWeights]
+
+
+def weights_answer(statuses: Statuses) -> WeightsAnswer:
     """Return what the coordinator and the publisher say, and each replica's own version and last swap."""
-    replicas = {name: status for name, status in statuses.items() if name.startswith("rollout.")}
-    keys = ("state", "version", "last_swap_s")
-    return {
-        "coordinator": dict(statuses.get(COORDINATOR, {})),
-        "publisher": dict(statuses.get(PUBLISHER, {})),
-        "replicas": {name: {key: status.get(key) for key in keys} for name, status in replicas.items()},
-    }
+    replicas = {}
+    for name, one in statuses.replicas.items():
+        told = one if isinstance(one, ReplicaStatus) else None
+        replicas[name] = ServedWeights(
+            state=one.state,
+            version=told.version if told is not None else None,
+            last_swap_s=told.engine.last_swap_s if told is not None and told.engine is not None else None,
+        )
+    return WeightsAnswer(coordinator=statuses.coordinator, publisher=statuses.publisher, replicas=replicas)

@@ -10,9 +10,9 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable
 
+from asyncrl import service_command
 from asyncrl.control.fleet.messages import (
     Cause,
     Drain,
@@ -26,12 +26,13 @@ from asyncrl.control.fleet.messages import (
     Retire,
     Start,
 )
-from asyncrl.control.launch.host import DUMP_STACKS
 from asyncrl.control.launch.processes import end_service, is_of_service, remove_segments
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.record.events import EventLog, Kind
 from asyncrl.control.roster import Roster
 from asyncrl.errors import DeadlineExceeded, ServiceFailed
+from asyncrl.service_command import A, Command, DumpStacks, RetireReplica, Tighten
+from asyncrl.service_status import BUFFER, ReplicaStatus, ServiceStatus
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,12 @@ class Hands:
         self._pids: dict[str, int] = {}
         self._children: dict[str, Collection[int]] = {}
 
-    def note_processes(self, name: str, status: Mapping[str, Any]) -> None:
+    def note_processes(self, name: str, status: ServiceStatus) -> None:
         """Remember the process of a service, and those that it has started: they die with it."""
-        if "pid" in status:
-            self._pids[name] = status["pid"]
-        if "child_pids" in status:
-            self._children[name] = status["child_pids"]
+        if status.pid is not None:
+            self._pids[name] = status.pid
+        if isinstance(status, ReplicaStatus):
+            self._children[name] = status.child_pids
 
     def carry_out(self, effect: Effect, num_restarts: int) -> Gone | None:
         """Do it; return what came of it, if a service turned out to be gone."""
@@ -68,11 +69,11 @@ class Hands:
                 self._launcher.stop([name], FAREWELL_DEADLINE_S)
                 self.kill(name)
             case Drain(index):
-                return self.tell_replica(index, "drain")
+                return self.tell_replica(index, service_command.Drain())
             case Promote(index):
                 name = f"rollout.{index}"
                 self._events.add("scale", name, f"{name} stood by, and leases from here on")
-                return self.tell_replica(index, "promote")
+                return self.tell_replica(index, service_command.Promote())
             case Forgo(service, reason):
                 log.error("%s", reason)
                 self._events.add("scale", service, reason)
@@ -107,25 +108,25 @@ class Hands:
     def _retire(self, name: str) -> None:
         """Have the buffer take back what a dead replica held. If that fails its leases run out."""
         try:
-            self._launcher.command("buffer.0", "retire", {"replica": name}, SHORT_DEADLINE_S)
+            self._launcher.command(BUFFER, RetireReplica(name), SHORT_DEADLINE_S)
         except (ServiceFailed, DeadlineExceeded) as error:
             log.warning("the leases of %s are left to run out: %s", name, error)
 
-    def tell_replica(self, index: int, command: str) -> Gone | None:
+    def tell_replica(self, index: int, command: Command[A]) -> Gone | None:
         """Tell a replica; one that does not take it shows that in its status, or by its silence."""
         name = f"rollout.{index}"
         try:
-            self._launcher.command(name, command, {}, COMMAND_DEADLINE_S)
+            self._launcher.command(name, command, COMMAND_DEADLINE_S)
         except DeadlineExceeded as error:
             log.warning("%s", error)
         except ServiceFailed as error:
             return Gone(name, f"failed: {error}", Cause.DEATH)
         return None
 
-    def tighten(self, bound: dict[str, Any]) -> bool:
+    def tighten(self, max_lag: int) -> bool:
         """Tell the buffer under which bound it admits; return whether it took it."""
         try:
-            self._launcher.command("buffer.0", "tighten", bound, COMMAND_DEADLINE_S)
+            self._launcher.command(BUFFER, Tighten(max_lag), COMMAND_DEADLINE_S)
         except (ServiceFailed, DeadlineExceeded) as error:
             log.warning("the buffer does not admit under the tightened bound yet: %s", error)
             return False
@@ -135,7 +136,7 @@ class Hands:
         """Have services write the stacks of all their threads into their logs."""
         for name in names:
             try:
-                self._launcher.command(name, DUMP_STACKS, {}, SHORT_DEADLINE_S)
+                self._launcher.command(name, DumpStacks(), SHORT_DEADLINE_S)
             except (ServiceFailed, DeadlineExceeded):
                 self._signal(name)
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any
 
+import msgspec
+
+from asyncrl import service_command
+from asyncrl.control.api.operations import Begun
 from asyncrl.control.fleet.machine import FleetMachine, FleetRules
 from asyncrl.control.fleet.messages import (
     Begin,
@@ -28,18 +31,23 @@ from asyncrl.control.fleet.messages import (
     Wanted,
 )
 from asyncrl.control.fleet.rules import make_rules
-from asyncrl.control.fleet.saved import dump, restore
+from asyncrl.control.fleet.saved import SavedMachine, SavedUnit, dump, restore
 from asyncrl.control.fleet.units import LEARNER, Stage, Unit, key_of
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.process_limit import RefusedProcesses
 from asyncrl.control.record.events import EventLog, Kind
+from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
+from asyncrl.control.snapshot import ServiceFacts
 from asyncrl.control.upkeep.hands import COMMAND_DEADLINE_S, Hands
 from asyncrl.control.upkeep.oom import OomKills
 from asyncrl.control.upkeep.reading import at_home, events_of, in_order
 from asyncrl.errors import ConfigError, ServiceFailed
+from asyncrl.message import fields_of
 from asyncrl.runtime import Runtime
+from asyncrl.service_command import A, Command, Tighten
+from asyncrl.service_status import ServiceStatus, Statuses
 from asyncrl.states import ServiceState
 
 log = logging.getLogger(__name__)
@@ -52,17 +60,23 @@ DEAD, RETIRED = ServiceState.DEAD, ServiceState.RETIRED
 """The states that a service is shown in between two lives; the second for minutes."""
 ENDED_AT_ONCE = ("rollout", "receiver", "learner", "publisher", "weight_sync")
 """Services that have nothing to hand over before the first step of this life of the run."""
-UNKNOWN: dict[str, Any] = {
-    "heartbeat_age_s": None,
-    "restarts": 0,
-    "stage": "",
-    "standby": False,
-    "reason": "",
-    "back_in_s": None,
-}
+UNKNOWN = ServiceFacts()
 """Of a service that no pulse has found yet."""
 
-Statuses = dict[str, dict[str, Any]]
+
+class SavedBound(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The bound on lag that the buffer was told, None for the configured one."""
+
+    max_lag: int | None = None
+
+
+class SavedFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """What a supervisor that takes over has to know: `fleet.json`."""
+
+    run_id: str
+    bound: SavedBound
+    ending: Outcome | None
+    machine: SavedMachine
 
 
 def rules_of(roster: Roster) -> FleetRules:
@@ -94,17 +108,17 @@ class Upkeep:
         self._lock = runtime.lock()
         self._machine = FleetMachine(rules_of(roster), runtime.now())
         self._path = RunDir(roster.run_dir).fleet
-        self._saved: dict[str, Any] = {}
+        self._saved: SavedFleet | None = None
         self.write_error = ""
         self._stages: dict[str, Stage] = {}
-        self._bound: dict[str, Any] = {}
+        self._max_lag: int | None = None
         self._is_bound_told = False
         self._oom_kills = OomKills()
         self._refused = RefusedProcesses()
-        self._facts: dict[str, dict[str, Any]] = {}
+        self._facts: dict[str, ServiceFacts] = {}
         self._failures: dict[str, str] = {}  # why a service failed last, until its unit is up again
         self._is_degraded = False
-        self.ending: dict[str, Any] | None = None
+        self.ending: Outcome | None = None
 
     # --- reading --------------------------------------------------------------------------
 
@@ -161,13 +175,8 @@ class Upkeep:
             unit = self._machine.units.get(key_of(name))
             return unit.num_restarts if unit else 0
 
-    def describe(self, name: str) -> dict[str, Any]:
-        """Return what the last pulse found of a service beyond its own word.
-
-        Returns:
-            `heartbeat_age_s`, `restarts`, `stage`, `standby`; of one without a process why (`reason`), and in
-            how many seconds it is started again (`back_in_s`).
-        """
+    def describe(self, name: str) -> ServiceFacts:
+        """Return what the last pulse found of a service beyond its own word."""
         return self._facts.get(name, UNKNOWN)
 
     # --- what may be asked ----------------------------------------------------------------
@@ -177,14 +186,14 @@ class Upkeep:
         with self._lock:
             found = read_json(self._path)
             if found is not None and found.get("run_id") == self._roster.run_id:
-                self._take_over(found)
+                self._take_over(msgspec.convert(found, SavedFleet))
                 return True
             log.info("starting %d replicas and %d that stand by", replicas, standby)
             self._events.add("start", "run", f"the run starts with {replicas} replicas", replicas=replicas)
             self._apply(Begin(replicas, standby))
             return False
 
-    def scale(self, replicas: int, why: str = "") -> dict[str, Any]:
+    def scale(self, replicas: int, why: str = "") -> Begun:
         """Want so many replicas; `why` is the autoscaler's reason. Returns what was begun."""
         with self._lock:
             self._refuse_if_ending()
@@ -193,28 +202,30 @@ class Upkeep:
             begun = self._describe_begun(self._apply(Wanted(replicas)))
         kind: Kind = "autoscale" if why else "scale"
         text = why or f"{replicas} replicas are wanted"
-        self._events.add(kind, "rollout", text, replicas=replicas, **begun)
-        log.info("%s: %s", text, begun)
-        return {"replicas": replicas, **begun}
+        told = fields_of(begun)
+        self._events.add(kind, "rollout", text, **told)
+        log.info("%s: %s", text, told)
+        return begun
 
-    def drain(self, index: int) -> dict[str, Any]:
+    def drain(self, index: int) -> Begun:
         """Let a replica drain and leave; another is started in its place."""
         with self._lock:
             self._refuse_if_ending()
             begun = self._describe_begun(self._apply(Leave(index)))
-        self._events.add("scale", f"rollout.{index}", f"rollout.{index} is to drain and leave", **begun)
-        return {"replicas": self.wanted, **begun}
+        told = {"started": begun.started, "draining": begun.draining}
+        self._events.add("scale", f"rollout.{index}", f"rollout.{index} is to drain and leave", **told)
+        return begun
 
-    def ask(self, service: str, command: str, args: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, service: str, command: Command[A]) -> A:
         """Pass a command on to a service. Raises ServiceFailed or DeadlineExceeded."""
         with self._lock:
             is_there = service in self._machine.names
         if not is_there:
-            raise ServiceFailed(f"{service} is not running and cannot '{command}'")
-        answer = self._launcher.command(service, command, args, COMMAND_DEADLINE_S)
-        if (service, command) == ("buffer.0", "tighten"):
+            raise ServiceFailed(f"{service} is not running and cannot '{command.word}'")
+        answer = self._launcher.command(service, command, COMMAND_DEADLINE_S)
+        if isinstance(command, Tighten):
             with self._lock:
-                self._bound, self._is_bound_told = dict(args), True
+                self._max_lag, self._is_bound_told = command.max_lag, True
                 self._save()
         return answer
 
@@ -240,9 +251,9 @@ class Upkeep:
             found = {name: self._explained(at_home(run_id, name, status)) for name, status in heard.items()}
             for name, status in found.items():
                 self._hands.note_processes(name, status)
-            for name in self._apply_batch([*events_of(run_id, found), Tick()]):
+            for name in self._apply_batch([*events_of(run_id, Statuses(found)), Tick()]):
                 found.pop(name, None)
-            self._repeat_promotions(found)
+            self._repeat_promotions(Statuses(found))
             self._tell_of_stages()
             self._tell_bound()
             self._save()
@@ -250,16 +261,16 @@ class Upkeep:
             self._is_degraded = self._machine.is_degraded or self._machine.is_short
             return self._told(found)
 
-    def _explained(self, status: dict[str, Any]) -> dict[str, Any]:
+    def _explained(self, status: ServiceStatus) -> ServiceStatus:
         """Add to why a service is gone what the kernel killed for want of memory, or did not start."""
         now = self._runtime.now()
         why = "; ".join(filter(None, (self._oom_kills.recent(now), self._refused.recent(now))))
-        if not why or status.get("state") not in (ServiceState.FAILED, DEAD):
+        if not why or status.state not in (ServiceState.FAILED, DEAD):
             return status
-        return {**status, "error": f"{status.get('error') or 'it is gone'}; {why}"}
+        return msgspec.structs.replace(status, error=f"{status.error or 'it is gone'}; {why}")
 
     def stop(
-        self, deadline_s: float, outcome: dict[str, Any], *, has_work: bool = True
+        self, deadline_s: float, outcome: Outcome, *, has_work: bool = True
     ) -> tuple[set[str], Statuses]:
         """End every service, those that depend on others first; at once those that have nothing to hand over.
 
@@ -279,7 +290,7 @@ class Upkeep:
             if not has_work:
                 useless |= {name for name in left if name.split(".")[0] in ENDED_AT_ONCE}
         unstopped: set[str] = set()
-        statuses: Statuses = {}
+        statuses = Statuses()
         for kinds in (("rollout", "learner"), ("receiver", "publisher"), ("weight_sync", "buffer")):
             names = [name for name in left if name.split(".")[0] in kinds]
             awake = [name for name in names if left[name] and name not in useless]
@@ -338,15 +349,16 @@ class Upkeep:
         unit = self._machine.units.get(key_of(effect.name)) if isinstance(effect, Start) else None
         return unit.num_restarts if unit else 0
 
-    def _repeat_promotions(self, statuses: Mapping[str, Mapping[str, Any]]) -> None:
+    def _repeat_promotions(self, statuses: Statuses) -> None:
         """Tell those again that lease by now and have not heard of it."""
         for unit in self._machine.replicas:
-            if statuses.get(f"rollout.{unit.index}", {}).get("standby"):
-                self._hands.tell_replica(unit.index, "promote")
+            told = statuses.told_replicas.get(f"rollout.{unit.index}")
+            if told is not None and told.standby:
+                self._hands.tell_replica(unit.index, service_command.Promote())
 
-    def _take_over(self, found: dict[str, Any]) -> None:
-        self._machine = restore(rules_of(self._roster), found["machine"], self._runtime.now())
-        self._bound, self.ending = found["bound"], found["ending"]
+    def _take_over(self, found: SavedFleet) -> None:
+        self._machine = restore(rules_of(self._roster), found.machine, self._runtime.now())
+        self._max_lag, self.ending = found.bound.max_lag, found.ending
         living, known = self._launcher.adopt(), set(self._machine.names)
         self._stages = self._machine.stages()
         log.info("taking over %d services of %d", len(living & known), len(known))
@@ -361,16 +373,16 @@ class Upkeep:
         )
 
     def _save(self) -> None:
-        state = {
-            "run_id": self._roster.run_id,
-            "bound": self._bound,
-            "ending": self.ending,
-            "machine": dump(self._machine),
-        }
+        state = SavedFleet(
+            run_id=self._roster.run_id,
+            bound=SavedBound(self._max_lag),
+            ending=self.ending,
+            machine=dump(self._machine),
+        )
         settled = _without_ages(state)
         if settled != self._saved:
             try:
-                write_json(self._path, state)
+                write_json(self._path, msgspec.to_builtins(state))
                 self._saved, self.write_error = settled, ""
             except OSError as error:  # a full disk: it is tried again in every pulse
                 self.write_error = f"{error}"
@@ -396,26 +408,26 @@ class Upkeep:
         """Tell a buffer the bound that was tightened, until it has taken it."""
         if not self._machine.units["buffer"].is_up:
             self._is_bound_told = False
-        elif self._bound and not self._is_bound_told:
-            self._is_bound_told = self._hands.tighten(self._bound)
+        elif self._max_lag is not None and not self._is_bound_told:
+            self._is_bound_told = self._hands.tighten(self._max_lag)
 
     def _all_names(self) -> list[str]:
         return [name for unit in self._machine.units.values() for name in unit.members]
 
-    def _describe(self, name: str) -> dict[str, Any]:
+    def _describe(self, name: str) -> ServiceFacts:
         silence_s, unit = self._machine.silence_of(name), self._machine.units[key_of(name)]
         is_down = unit.members[name].is_down
         back_in_s = unit.due - self._machine.lived if is_down and unit.due is not None else None
-        return {
-            "heartbeat_age_s": None if silence_s is None else round(silence_s, 1),
-            "restarts": unit.num_restarts,
-            "stage": str(self._stages.get(unit.key, "")),
-            "standby": unit.is_standby,
-            "reason": unit.last_reason if is_down else "",
-            "back_in_s": None if back_in_s is None else round(max(0.0, back_in_s), 1),
-        }
+        return ServiceFacts(
+            heartbeat_age_s=None if silence_s is None else round(silence_s, 1),
+            restarts=unit.num_restarts,
+            stage=self._stages.get(unit.key),
+            standby=unit.is_standby,
+            reason=unit.last_reason if is_down else "",
+            back_in_s=None if back_in_s is None else round(max(0.0, back_in_s), 1),
+        )
 
-    def _told(self, found: Statuses) -> Statuses:
+    def _told(self, found: Mapping[str, ServiceStatus]) -> Statuses:
         """Return the statuses with those that are between two lives, without those that have left."""
         units = self._machine.units.values()
         dead = {
@@ -425,44 +437,49 @@ class Upkeep:
             if member.is_down
         }
         living = set(self._machine.names)
-        told = {name: status for name, status in found.items() if name in living} | {
-            **{name: {"state": ServiceState.STARTING} for name in living - set(found)},
-            **dead,
-        }
+        starting = ServiceStatus(state=ServiceState.STARTING)
+        told = {name: status for name, status in found.items() if name in living}
+        told |= {**dict.fromkeys(living - set(found), starting), **dead}
         up = {name for unit in units if unit.is_up for name in unit.members}
         self._failures = {
             name: why for name, why in self._failures.items() if name in told and name not in up
         }
         again = {name: why for name, why in self._failures.items() if name not in dead}
-        return told | {name: {**told[name], "failure": why} for name, why in again.items()}
+        failed = {name: msgspec.structs.replace(told[name], failure=why) for name, why in again.items()}
+        return Statuses(told | failed)
 
-    def _describe_down(self, unit: Unit) -> dict[str, Any]:
+    def _describe_down(self, unit: Unit) -> ServiceStatus:
         """Return the status of a service without a process; that one is retired is an obstacle, `failure`."""
         if not unit.is_retired:
-            return {"state": DEAD, "error": unit.last_reason}
+            return ServiceStatus(state=DEAD, error=unit.last_reason)
         back_in_s = max(0.0, (unit.due or 0.0) - self._machine.lived)
         why = f"{unit.last_reason}; it is retired, its restarts being spent, and started again in "
         why += f"{back_in_s:.0f} s, or by 'asyncrl scale rollout={self._machine.wanted}'"
-        return {"state": RETIRED, "error": unit.last_reason, "failure": why}
+        return ServiceStatus(state=RETIRED, error=unit.last_reason, failure=why)
 
-    def _describe_begun(self, effects: list[Effect]) -> dict[str, list[str]]:
+    def _describe_begun(self, effects: list[Effect]) -> Begun:
         started = [one.name for one in effects if isinstance(one, Start) and one.name.startswith("rollout.")]
         promoted = [f"rollout.{one.index}" for one in effects if isinstance(one, Promote)]
         drained = [f"rollout.{one.index}" for one in effects if isinstance(one, Drain)]
         ended = [one.name for one in effects if isinstance(one, Kill) and one.name.startswith("rollout.")]
-        return {"started": [*promoted, *started], "draining": [*drained, *ended]}
+        return Begun(self._machine.wanted, (*promoted, *started), (*drained, *ended))
 
     def _num_startable(self) -> int:
         return MAX_REPLICAS - len(self._machine.leavers) - len(self._machine.standbys)
 
 
-def _without_ages(state: dict[str, Any]) -> dict[str, Any]:
+def _without_ages(state: SavedFleet) -> SavedFleet:
     """Return what of the saved state is worth writing it anew: not that time has passed."""
-    return {**state, "machine": {**state["machine"], "units": [*map(_settled, state["machine"]["units"])]}}
+    units = tuple(map(_settled, state.machine.units))
+    return msgspec.structs.replace(state, machine=msgspec.structs.replace(state.machine, units=units))
 
 
-def _settled(unit: dict[str, Any]) -> dict[str, Any]:
-    ages = {key: value is not None for key, value in unit.items() if key.endswith("_s")}
-    if unit["due_in_s"] is not None:  # the next supervisor is not to wait for it all over again
-        ages["due_in_s"] = unit["due_in_s"] // SAVED_EVERY_S
-    return {**unit, **ages, "restarts": len(unit["restart_ages_s"])}
+def _settled(unit: SavedUnit) -> SavedUnit:
+    """Return a unit whose times only tell whether there are any, and of its next start roughly when."""
+    due_in_s = None if unit.due_in_s is None else unit.due_in_s // SAVED_EVERY_S  # not waited for all anew
+    return msgspec.structs.replace(
+        unit,
+        restart_ages_s=(0.0,) * len(unit.restart_ages_s),
+        leaving_for_s=None if unit.leaving_for_s is None else 0.0,
+        due_in_s=due_in_s,
+    )

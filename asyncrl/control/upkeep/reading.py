@@ -5,20 +5,22 @@ A service counts as halted also when its own process answers but a process that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+
+import msgspec
 
 from asyncrl.control.fleet.messages import Cause, Event, Gone, Halted, Heard
 from asyncrl.control.launch.processes import is_of_service, is_stopped, stopped_services
+from asyncrl.service_status import LearnerStatus, ReplicaStatus, ServiceStatus, Statuses
 from asyncrl.states import ServiceState
 
 FINAL_ERRORS = frozenset({"ConfigError", "DataError", "UnstableTraining", "RewardsFailed"})
 """Classes of errors that starting a service again cannot cure."""
 
 
-def events_of(run_id: str, statuses: Mapping[str, Mapping[str, Any]]) -> list[Event]:
+def events_of(run_id: str, statuses: Statuses) -> list[Event]:
     """Return what the statuses of a run's services mean for the fleet; silence means nothing yet."""
-    is_any_silent = any(status.get("state") == ServiceState.SILENT for status in statuses.values())
+    is_any_silent = any(status.state == ServiceState.SILENT for status in statuses.values())
     stopped = stopped_services(run_id) if is_any_silent else set()
     found = [event_of(name, status, is_halted=name in stopped) for name, status in statuses.items()]
     return in_order(event for event in found if event is not None)
@@ -43,34 +45,38 @@ def _rank(event: Event) -> int:
     return 1 if event.cause is Cause.DEATH else 2
 
 
-def at_home(run_id: str, name: str, status: Mapping[str, Any]) -> dict[str, Any]:
+def at_home(run_id: str, name: str, status: ServiceStatus) -> ServiceStatus:
     """Return `status` without the pids of children if they mean nothing here: it lives on another node.
 
     Whether it does its own process tells, which is marked as that service's.
     """
-    pid = status.get("pid")
-    is_away = pid is not None and not is_of_service(pid, run_id, name)
-    return {key: value for key, value in status.items() if key != "child_pids" or not is_away}
+    if not isinstance(status, ReplicaStatus) or status.pid is None:
+        return status
+    is_home = is_of_service(status.pid, run_id, name)
+    return status if is_home else msgspec.structs.replace(status, child_pids=())
 
 
-def event_of(name: str, status: Mapping[str, Any], *, is_halted: bool = False) -> Event | None:
+def event_of(name: str, status: ServiceStatus, *, is_halted: bool = False) -> Event | None:
     """Return what one status means."""
-    state = str(status.get("state"))
-    if state in (ServiceState.FAILED, ServiceState.DEAD):
-        return _gone(name, state, status)
-    if is_halted or any(is_stopped(pid) for pid in status.get("child_pids", ())):
+    if status.state in (ServiceState.FAILED, ServiceState.DEAD):
+        return _gone(name, status)
+    children = status.child_pids if isinstance(status, ReplicaStatus) else ()
+    if is_halted or any(map(is_stopped, children)):
         return Halted(name)
-    if state == ServiceState.SILENT:
+    if status.state == ServiceState.SILENT:
         return None
-    done = "trajectories" if name.startswith("rollout.") else "step"
-    return Heard(name, state, int(status.get(done, 0)))
+    return Heard(name, status.state, _num_done(status))
 
 
-def _gone(name: str, state: str, status: Mapping[str, Any]) -> Gone:
-    error = str(status.get("error", ""))
-    kinds = {*status.get("error_kinds", ()), error.partition(":")[0]}
-    cause = (
-        Cause.DEATH if state == ServiceState.DEAD else Cause.FINAL if kinds & FINAL_ERRORS else Cause.ERROR
-    )
-    word = "gone" if state == ServiceState.DEAD else "failed"
-    return Gone(name, f"{word}: {error}", cause)
+def _num_done(status: ServiceStatus) -> int:
+    """Return what shows that a service works: an engine's answers, the learner's steps."""
+    if isinstance(status, ReplicaStatus):
+        return status.engine.trajectories if status.engine is not None else 0
+    return status.step if isinstance(status, LearnerStatus) else 0
+
+
+def _gone(name: str, status: ServiceStatus) -> Gone:
+    is_dead = status.state == ServiceState.DEAD
+    kinds = {*status.error_kinds, status.error.partition(":")[0]}
+    cause = Cause.DEATH if is_dead else Cause.FINAL if kinds & FINAL_ERRORS else Cause.ERROR
+    return Gone(name, f"{'gone' if is_dead else 'failed'}: {status.error}", cause)

@@ -43,6 +43,7 @@ from asyncrl.sim.actors.weights import (
 from asyncrl.sim.rates import Rates
 from asyncrl.sim.setting import NEVER, Setting
 from asyncrl.sim.world import Actor, World
+from asyncrl.states import ServiceState
 
 NAME = "supervisor"
 
@@ -113,7 +114,7 @@ class SupervisorActor(Actor):
             return
         self._heard[actor.name] = said
         done = actor.num_done if isinstance(actor, ReplicaActor) else int(getattr(actor, "step", 0))
-        self.hear(Heard(actor.name, said[1], done))
+        self.hear(Heard(actor.name, ServiceState(said[1]), done))
 
     def _perform(self, effect: Effect) -> None:
         match effect:

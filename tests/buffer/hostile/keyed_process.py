@@ -38,7 +38,7 @@ def main() -> None:
     service = make(Path(sys.argv[2]), keys.server)
     client = keys.client
     told = [
-        service.status()["address"],
+        service.status().address,
         *(one.decode() for one in (client.public, client.secret, client.server)),
     ]
     print(json.dumps(told), flush=True)

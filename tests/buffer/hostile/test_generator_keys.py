@@ -35,7 +35,7 @@ def serving(kind: str, folder: Path, keys: RunKeys) -> Iterator[str]:
     thread = threading.Thread(target=service.run, args=(stop,))
     thread.start()
     try:
-        yield service.status()["address"]
+        yield service.status().address
     finally:
         stop.set()
         thread.join(10.0)

@@ -21,7 +21,7 @@ from asyncrl.buffer.store import ExperienceStore
 from asyncrl.clock import ManualClock
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.experience import encode_group
-from asyncrl.obstacle import OBSTACLES, Cause
+from asyncrl.obstacle import Cause
 from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.journals.journal_parts import Place, begin, push, settle
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group
@@ -63,10 +63,10 @@ def test_events_that_do_not_fit_are_written_when_they_do(store: ExperienceStore,
     (found,) = journal.obstacles()
     assert found.cause is Cause.DISK_FULL and "database or disk is full" in found.reason
     assert str(tmp_path) in found.reason and "bytes free" in found.reason
-    assert journal.status()["is_away"] and journal.counters["disk_full"] == 1
+    assert journal.status().is_away and journal.counters["disk_full"] == 1
     limit_pages(journal, 0)
     settle(store)
-    assert journal.obstacles() == [] and not journal.status()["is_away"]
+    assert journal.obstacles() == [] and not journal.status().is_away
     last_number = store.ledger.state.versions.last_number
     journal.close()
     again = Place("file", tmp_path).open_store()
@@ -220,14 +220,14 @@ def test_a_service_on_a_full_disk_says_so_at_once_and_goes_on_when_there_is_room
     try:
         fill(ballast)
         end = time.monotonic() + 10.0
-        while not service.status()[OBSTACLES]:
+        while not service.status().obstacles:
             with pytest.raises(DeadlineExceeded):
                 lease_and_release(client)
             assert time.monotonic() < end, "a full disk is told within ten seconds"
-        (found,) = service.status()[OBSTACLES]
-        assert found["cause"] == "disk_full" and "is full (" in found["reason"]
+        (found,) = service.status().obstacles
+        assert found.cause == "disk_full" and "is full (" in found.reason
         ballast.unlink()
-        while service.status()[OBSTACLES]:
+        while service.status().obstacles:
             assert time.monotonic() < end + 10.0
             time.sleep(0.05)
         lease_and_release(client)

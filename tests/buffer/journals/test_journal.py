@@ -252,7 +252,7 @@ def test_a_power_cut_costs_what_was_committed_in_the_last_two_syncs(
         acknowledged[ticket] = at
         journal.tick(0.0)
         time.sleep(0.02)
-    unsynced_s, cut = journal.status()["unsynced_s"], time.monotonic() - began
+    unsynced_s, cut = journal.status().unsynced_s, time.monotonic() - began
     image = tmp_path / "image"
     shutil.copytree(disk, image)
     journal.close()
@@ -297,7 +297,7 @@ def test_a_sync_that_fails_is_said_counted_and_tried_again(
     journal = FileJournal(tmp_path, sync=sync)
     journal.commit([Opened(1, "learner")], 0.0)
     end = time.monotonic() + 20.0
-    while journal.status()["unsynced_s"] > 0.0:
+    while journal.status().unsynced_s > 0.0:
         journal.tick(0.0)
         assert time.monotonic() < end
         time.sleep(0.01)

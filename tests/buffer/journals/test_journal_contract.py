@@ -57,7 +57,7 @@ def test_any_journal_takes_what_a_buffer_gives_it(journal: Journal) -> None:
     journal.write_snapshot({"any": 1})
     assert journal.commit([], 0.0)
     assert journal.need is Need.NOTHING
-    assert journal.status()["is_away"] is False
+    assert journal.status().is_away is False
 
 
 # Journals that remember

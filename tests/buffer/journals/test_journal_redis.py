@@ -76,12 +76,12 @@ def test_while_redis_is_away_nothing_is_settled_and_afterwards_nothing_is_lost(
     push(store)
     assert not store.settle(0.0)
     assert not store.is_settled
-    assert store.journal.status()["is_away"] is True
+    assert store.journal.status().is_away is True
     store.ledger.open("successor")
     assert not store.settle(0.0)
     own_redis.ensure()
     settle(store)
-    assert store.journal.status()["is_away"] is False
+    assert store.journal.status().is_away is False
     assert store.journal.counters["redis_away"] == 1
     check_same_after_restart(place, store).journal.close()
 
@@ -134,7 +134,7 @@ def test_a_service_answers_nobody_while_redis_is_away_and_goes_on_afterwards(
     begin(store)
     settle(store)
     with serving(store) as service:
-        client = Client(ThreadRuntime(), service.status()["address"])
+        client = Client(ThreadRuntime(), service.status().address)
         lease = {"replica": "a", "version": 1, "want": 2, "wait_s": 0.0}
         assert len(client.call("lease", **lease).args["grants"]) == 2
         kill(own_redis)
@@ -142,7 +142,7 @@ def test_a_service_answers_nobody_while_redis_is_away_and_goes_on_afterwards(
         for ticket in (1, 2):
             with pytest.raises(DeadlineExceeded):
                 client.call("push", encode_group(make_group(ticket)), ticket=ticket, **named)
-        assert service.status()["journal"]["is_away"] is True
+        assert service.status().journal.is_away is True
         own_redis.ensure()
         named["deadline_s"] = 20.0
         answers = [
@@ -165,7 +165,7 @@ def test_a_service_that_was_taken_over_ends_with_an_error(place: Place) -> None:
     settle(store)
     service = BufferService(store, ThreadRuntime())
     successor = place.open_store()
-    client = Client(ThreadRuntime(), service.status()["address"])
+    client = Client(ThreadRuntime(), service.status().address)
 
     def open_late() -> None:
         with contextlib.suppress(DeadlineExceeded):
@@ -175,7 +175,7 @@ def test_a_service_that_was_taken_over_ends_with_an_error(place: Place) -> None:
     thread.start()
     with pytest.raises(FencedError, match="another buffer has taken over"):
         service.run(ThreadEvent())
-    assert service.status()["state"] == "FAILED"
+    assert service.status().state == "FAILED"
     thread.join(15.0)
     successor.journal.close()
 
@@ -261,7 +261,7 @@ def test_a_wiped_redis_gets_ledger_and_payloads_from_memory(
     filled.ledger.lease("a", 2, 1, 0.0)
     settle(filled)
     assert "lost acknowledged data" in caplog.text
-    assert filled.journal.counters["redis_wiped"] == filled.journal.status()["wiped"] == 1
+    assert filled.journal.counters["redis_wiped"] == filled.journal.status().wiped == 1
     assert filled.journal.need is Need.NOTHING
     assert filled.counters["lost_payloads"] == 0
     counts = filled.ledger.state.counts
@@ -323,7 +323,7 @@ def test_a_redis_that_lost_its_last_turns_gets_them_again(
     filled.ledger.open("successor")
     settle(filled)
     assert filled.journal.counters["redis_wiped"] == 1
-    (loss,) = filled.journal.status()["losses"]
+    (loss,) = filled.journal.status().losses
     assert "lost acknowledged data (it stands after turn" in loss
     assert filled.counters["lost_payloads"] == 0
     check_same_after_restart(place, filled).journal.close()

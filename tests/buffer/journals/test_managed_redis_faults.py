@@ -83,7 +83,7 @@ def test_a_server_whose_files_were_removed_is_replaced_and_gets_all_again(
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     turn_until(store, lambda: server.pid not in {None, pid})
     settle(store)
-    assert len(store.journal.status()["losses"]) == is_wiped
+    assert len(store.journal.status().losses) == is_wiped
     kill(server)
     store.ledger.open("successor")
     settle(store)

@@ -59,7 +59,7 @@ def test_a_journal_behind_tls_keeps_what_it_acknowledged_through_a_cut_and_a_res
         front.cut()
         second = push(store)
         settle(store)
-        assert store.journal.status()["redis"] == f"rediss://127.0.0.1:{front.port}/0"
+        assert store.journal.status().redis == f"rediss://127.0.0.1:{front.port}/0"
         assert store.journal.counters["redis_wiped"] == 0
         store.journal.close()
         again = open_store(url, "kept")

@@ -13,6 +13,7 @@ from asyncrl.control.record.metering import Meter
 from asyncrl.errors import WireError
 from asyncrl.experience import UNFINISHED, Group, Trajectory, encode_group
 from tests.buffer.parts import GROUP_SIZE, make_group, make_store
+from tests.statuses import statuses_of
 
 SAME, DIFFERENT = (0.5,) * GROUP_SIZE, (0.0, 1.0)
 
@@ -92,7 +93,7 @@ def test_what_was_dropped_is_counted_by_reason_in_the_metrics() -> None:
     store, _ = begin()
     push(store, lease(store), rewards=SAME)
     census = take_census(store.ledger.state).as_values()
-    row = Meter().update(1.0, {"buffer.0": census})
+    row = Meter().update(1.0, statuses_of({"buffer.0": census}))
     assert row["buffer/dropped/uniform"] == 1
     assert [row[f"buffer/dropped/{reason}"] for reason in ("stale", "poison", "guard")] == [0, 0, 0]
 

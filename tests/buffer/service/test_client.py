@@ -55,7 +55,7 @@ def test_a_batch_larger_than_one_answer_comes_whole_and_in_order(raw: Client, le
 def test_what_was_prefetched_is_not_sent_again(raw: Client, learner: LearnerClient) -> None:
     tickets = push(raw, NUM_GROUPS)
     learner.prefetch(3)
-    assert learner.status().pending["reserved"] == 0, "prefetching reserves nothing"
+    assert learner.status().pending.reserved == 0, "prefetching reserves nothing"
     reserve(learner)
     groups = learner.fetch(tickets)
     assert [group.ticket for group in groups] == tickets

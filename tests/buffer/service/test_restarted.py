@@ -19,7 +19,9 @@ from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.service import BufferService
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.experience import encode_group
+from asyncrl.message import Done
 from asyncrl.rpc import Client, Request, Server
+from asyncrl.service_command import RetireReplica
 from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.parts import make_group, make_store
 from tests.threads import in_thread
@@ -171,8 +173,8 @@ def test_grants_whose_answer_was_lost_go_to_who_asks_next(address: Address, raw:
         assert lease(raw, 1, held=[[2, 1]]) == [(1, 2)], "it never heard of the first"
         assert lease(raw, 1, held=[[2, 1], [1, 1]]) == [(1, 3)], "an earlier attempt is not this one"
         service._desk.refresh_status()
-        assert service.status()["counters"]["grants_lost"] == 2
-        assert service.status()["leases"] == {"a": 2}
+        assert service.status().counters["grants_lost"] == 2
+        assert service.status().leases == {"a": 2}
 
 
 def test_what_a_dead_replica_held_is_issued_again_when_the_buffer_is_told(
@@ -180,7 +182,7 @@ def test_what_a_dead_replica_held_is_issued_again_when_the_buffer_is_told(
 ) -> None:
     with address.serving() as service:
         assert lease(raw, 2, "dead") == [(1, 1), (2, 1)]
-        assert service.command("retire", {"replica": "dead"}) == {"replica": "dead"}
+        assert service.command(RetireReplica("dead")) == Done()
         while learner.status().leases:
             pass
         assert lease(raw, 2, "other") == [(1, 2), (2, 2)]
@@ -196,7 +198,7 @@ def test_what_a_dead_replica_waits_for_is_granted_to_another(
         parked = dead.begin("lease", deadline_s=2 * WAIT_S, **wanted)
         while learner.status().parked == 0:
             pass
-        service.command("retire", {"replica": "dead"})
+        service.command(RetireReplica("dead"))
         assert parked.end().args["grants"] == []
         raw.call("release", replica="other", tickets=[list(pair) for pair in all_that_may_be_open])
         assert lease(raw, 2, "third") == [(1, 2), (2, 2)]

@@ -16,15 +16,17 @@ from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import build, ledger_settings, max_group_bytes
 from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.ledger.events import Event, Opened
-from asyncrl.buffer.messages import EvaluationOrder, FinishedEvaluation
+from asyncrl.buffer.messages import EvaluationOrder
 from asyncrl.buffer.service import BufferService, Desk
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.config.tree import Config
-from asyncrl.errors import AsyncrlError, DataError, FencedError, LedgerError, WireError
+from asyncrl.errors import AsyncrlError, ConfigError, DataError, FencedError, LedgerError, WireError
 from asyncrl.experience import encode_group
 from asyncrl.metrics.tallies import tally_values
 from asyncrl.rpc import Client, Request
 from asyncrl.service import ServiceContext
+from asyncrl.service_command import Drain
+from asyncrl.service_status import FinishedEvaluation
 from asyncrl.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
 
@@ -395,7 +397,7 @@ def test_build_makes_a_service_that_reports_itself(tmp_path: Path) -> None:
     stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
     thread.start()
-    client = Client(ThreadRuntime(), service.status()["address"])
+    client = Client(ThreadRuntime(), service.status().address)
     status = client.call("status").args
     assert {
         "residue",
@@ -407,13 +409,13 @@ def test_build_makes_a_service_that_reports_itself(tmp_path: Path) -> None:
         "given_up",
         "open",
     } <= {*status}
-    assert service.status()["state"] == "READY"
-    with pytest.raises(LedgerError, match="no command"):
-        service.command("drain", {})
+    assert service.status().state == "READY"
+    with pytest.raises(ConfigError, match="no command"):
+        service.command(Drain())
     stop.set()
     thread.join(WAIT_S)
     client.close()
-    assert service.status()["state"] == "ENDED"
+    assert service.status().state == "ENDED"
 
 
 def test_the_room_promised_for_a_group_fits_the_largest_one() -> None:

@@ -108,7 +108,7 @@ def test_a_command_reaches_the_run_however_it_is_named(tmp_path: Path, form: str
 
     def scale(body: dict[str, Any]) -> dict[str, Any]:
         asked.append(body)
-        return {}
+        return {"replicas": 3}
 
     with live_run(tmp_path, "one", {"POST /scale": scale}) as folder:
         words = {"name": ["one"], "folder": [str(folder.path)], "option": ["--run", "one"]}[form]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from asyncrl.control.operations import COMMANDS, Operations
+from asyncrl.control.api.routes import operation_routes
+from asyncrl.control.operations import Operations
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.roster import Roster
+from asyncrl.control.snapshot import values_of
 from tests.cli.commands.calling import RUN_ID, asyncrl, head_of, live_run, make_config, make_folder
 from tests.control.scripted_crew import ScriptedCrew
+from tests.statuses import snapshot_of
 from tests.threads import RUNTIME
 
 
@@ -33,8 +35,8 @@ def run(tmp_path: Path, crew: ScriptedCrew) -> Iterator[RunDir]:
         EventLog(tmp_path / "events.jsonl", RUNTIME),
         RUNTIME.lock(),
     )
-    routes = {f"POST /{name}": partial(operations.perform, name) for name in COMMANDS}
-    told = {"ledger": {"checkpoints": [7]}}
+    routes = operation_routes(operations.perform)
+    told = values_of(snapshot_of(ledger={"checkpoints": [7]}))
     with live_run(tmp_path, "one", {**routes, "GET /status": lambda _: told}) as folder:
         yield folder
 
@@ -107,7 +109,7 @@ def test_more_replicas_than_there_is_room_for_is_a_failed_command(tmp_path: Path
     config = make_config("one", tmp_path, rollout={"cpus": 10_000.0})
     roster = Roster(config, tmp_path / "one", RUN_ID, tmp_path, "")
     operations = Operations(roster, crew, EventLog(tmp_path / "events.jsonl", RUNTIME), RUNTIME.lock())
-    with live_run(tmp_path, "one", {"POST /scale": partial(operations.perform, "scale")}):
+    with live_run(tmp_path, "one", operation_routes(operations.perform)):
         done = asyncrl("scale", "rollout=2", "--dir", tmp_path)
     assert done.code == 1 and "this machine has" in done.err and crew.told == []
 

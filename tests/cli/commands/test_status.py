@@ -13,22 +13,33 @@ import pytest
 from asyncrl.cli.reports import status
 from asyncrl.control.api.client import RunClient, find_run
 from asyncrl.control.record.rundir import write_json
+from asyncrl.control.snapshot import Snapshot, values_of
 from tests.cli.commands.calling import asyncrl, head_of, live_run, make_folder
+from tests.statuses import snapshot_of
 
-SNAPSHOT = {
-    "run": "one",
-    "state": "running",
-    "health": "ok",
-    "step": 12,
-    "steps": 300,
-    "paused": False,
-    "metrics": {"critic/rewards/mean": 0.51234, "staleness/lag_mean": 1.25, "perf/learner_idle_share": 0.4},
-    "services": {"rollout.0": {"state": "READY", "version": 9}},
-    "bottleneck": {"who": "rollout", "why": "generation is slower", "learner_waits_for": "rollout"},
-    "ledger": {"issued": 200, "checkpoints": [4, 8]},
-    "accuracy": 0.625,
-    "error": None,
-}
+SNAPSHOT = values_of(
+    snapshot_of(
+        {
+            "run": "one",
+            "state": "running",
+            "health": "ok",
+            "step": 12,
+            "steps": 300,
+            "paused": False,
+            "metrics": {
+                "critic/rewards/mean": 0.51234,
+                "staleness/lag_mean": 1.25,
+                "perf/learner_idle_share": 0.4,
+            },
+            "services": {"rollout.0": {"state": "READY", "version": 9}},
+            "bottleneck": {"who": "rollout", "why": "generation is slower", "learner_waits_for": "rollout"},
+            "ledger": {"issued": 200, "checkpoints": [4, 8]},
+            "accuracy": 0.625,
+            "error": None,
+        }
+    )
+)
+"""As its supervisor tells of it."""
 
 
 def answering(**changes: Any) -> dict[str, Any]:
@@ -46,7 +57,7 @@ def test_a_live_run_is_shown_with_its_bottleneck_and_why(tmp_path: Path) -> None
 def test_json_is_the_snapshot_as_the_run_gave_it(tmp_path: Path) -> None:
     with live_run(tmp_path, "one", answering()):
         done = asyncrl("status", "--json", "--run", "one", "--dir", tmp_path)
-    assert json.loads(done.out) == SNAPSHOT
+    assert json.loads(done.out) == json.loads(json.dumps(SNAPSHOT))
 
 
 def test_a_degraded_run_is_told_by_the_exit_code(tmp_path: Path) -> None:
@@ -144,8 +155,8 @@ def test_the_newest_checkpoint_at_or_after_a_step_is_awaited() -> None:
     class Run:
         looks = itertools.count()
 
-        def status(self) -> dict[str, Any]:
-            return {"ledger": {"checkpoints": [4, 8] if next(self.looks) < 2 else [8, 12]}}
+        def status(self) -> Snapshot:
+            return snapshot_of(ledger={"checkpoints": [4, 8] if next(self.looks) < 2 else [8, 12]})
 
     clock = status.SystemClock()
     assert status.await_checkpoint(Run(), 9, 5.0, clock) == {"step": 12}  # type: ignore[arg-type]
@@ -157,7 +168,7 @@ def test_a_checkpoint_is_awaited_over_a_supervisor_that_is_started_again(tmp_pat
     looks = itertools.count()
 
     def look(_: object) -> dict[str, Any]:
-        return {"ledger": {"checkpoints": [4, 8][: next(looks)]}}
+        return values_of(snapshot_of(ledger={"checkpoints": [4, 8][: next(looks)]}))
 
     with live_run(tmp_path, "one", {"GET /status": look}) as folder:
         client = find_run(str(tmp_path), "one")

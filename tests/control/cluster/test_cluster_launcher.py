@@ -22,6 +22,9 @@ from asyncrl.control.roster import INTERFACE_VARIABLES
 from asyncrl.errors import ConfigError, ServiceFailed
 from asyncrl.private import make_private
 from asyncrl.service import ServiceContext
+from asyncrl.service_command import Drain
+from asyncrl.service_status import Statuses
+from tests.statuses import status_of, statuses_of
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
 CLUSTER = Config(**SECTIONS, launcher={"ray": "10.0.0.1:6379"})
@@ -37,11 +40,11 @@ class MemoryLauncher:
     def start(self, spec: ServiceSpec) -> None:
         self.running[spec.name] = spec.node
 
-    def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
-        return {name: {"state": "READY", "node": self.running[name]} for name in names}
+    def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
+        return statuses_of({name: {"node": self.running[name]} for name in names})
 
-    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        return {"told": name}
+    def command(self, name: str, command: Any, deadline_s: float) -> Any:
+        raise AssertionError("nobody is commanded")
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
         return {name for name in names if self.running.pop(name, None) is not None}
@@ -103,12 +106,12 @@ def test_a_replica_without_room_waits_and_is_started_when_a_node_joins(
         launcher.start(spec(f"rollout.{index}", cpus=1.0))
     names = [*inner.running, "rollout.2"]
     found = launcher.statuses(names, 1.0)
-    assert found["rollout.2"]["state"] == WAITING
-    assert "no node has room for rollout.2" in found["rollout.2"]["error"]
+    assert found["rollout.2"].state == WAITING
+    assert "no node has room for rollout.2" in found["rollout.2"].error
     with pytest.raises(ServiceFailed, match=r"rollout\.2 waits for a node"):
-        launcher.command("rollout.2", "drain", {}, 1.0)
+        launcher.command("rollout.2", Drain(), 1.0)
     nodes.append(Node("c", "10.0.0.3", cpus=1.0))
-    assert launcher.statuses(names, 1.0)["rollout.2"] == {"state": "READY", "node": "c"}
+    assert launcher.statuses(names, 1.0)["rollout.2"] == status_of("rollout.2", node="c")
 
 
 def test_a_replica_without_room_is_started_in_the_place_of_one_that_is_gone(
@@ -117,7 +120,7 @@ def test_a_replica_without_room_is_started_in_the_place_of_one_that_is_gone(
     for index in range(3):
         launcher.start(spec(f"rollout.{index}", cpus=1.0))
     launcher.kill("rollout.0")
-    assert launcher.statuses(["rollout.2"], 1.0)["rollout.2"]["state"] == "READY"
+    assert launcher.statuses(["rollout.2"], 1.0)["rollout.2"].state == "READY"
     assert inner.running["rollout.2"] == "b"
 
 
@@ -134,8 +137,8 @@ def test_a_replica_that_could_not_be_started_once_there_was_room_waits_on(
     with monkeypatch.context() as patch:
         patch.setattr(inner, "start", refuse)
         found = launcher.statuses(["rollout.2"], 1.0)["rollout.2"]
-        assert found["state"] == WAITING and "still taken" in found["error"]
-    assert launcher.statuses(["rollout.2"], 1.0)["rollout.2"] == {"state": "READY", "node": "c"}
+        assert found.state == WAITING and "still taken" in found.error
+    assert launcher.statuses(["rollout.2"], 1.0)["rollout.2"] == status_of("rollout.2", node="c")
 
 
 def test_who_waits_ends_at_once(launcher: ClusterLauncher, inner: MemoryLauncher) -> None:

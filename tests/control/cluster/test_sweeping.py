@@ -9,15 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from asyncrl.control.cluster import membership
-from asyncrl.control.cluster.membership import Life, living_heads, sweep_node
+from asyncrl.control.cluster.membership import living_heads, sweep_node
 from asyncrl.control.launch.processes import pids_of_run
 from asyncrl.control.launch.run import MAX_EARLIER_LIVES, _earlier_lives
 from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.control.record.live import Life, LiveRun, write_live
 from asyncrl.control.record.rundir import RunDir, write_json
 
 OLD, OLDER, OTHER = (f"{kind}{os.getpid()}" for kind in ("old", "older", "other"))
@@ -61,15 +61,16 @@ def test_a_node_is_swept_of_every_earlier_life_of_the_run_and_of_nothing_else(tm
 
 def test_a_life_knows_those_before_it_also_when_the_last_one_swept_nothing(tmp_path: Path) -> None:
     folder = RunDir(tmp_path)
-    assert _earlier_lives(folder) == []
-    known: list[dict[str, Any]] = []
+    known = _earlier_lives(folder)
+    assert known == ()
     for number in range(MAX_EARLIER_LIVES + 2):
-        life = {"run_id": f"r{number}", "sockets": f"/tmp/asyncrl-r{number}", "pid": number}
-        write_json(folder.live, {**life, "key": "secret", "earlier": known})
+        life = Life(f"r{number}", f"/tmp/asyncrl-r{number}", number)
+        live = LiveRun(run_id=life.run_id, sockets=life.sockets, pid=number, key="secret", earlier=known)
+        write_live(folder.live, live)
         known = _earlier_lives(folder)
         assert known[-1] == life
-    assert [life["run_id"] for life in known] == [f"r{n}" for n in range(2, MAX_EARLIER_LIVES + 2)]
-    assert Life(**known[-1]).pid == MAX_EARLIER_LIVES + 1, "by which a node is asked whether its head lives"
+    assert [life.run_id for life in known] == [f"r{n}" for n in range(2, MAX_EARLIER_LIVES + 2)]
+    assert known[-1].pid == MAX_EARLIER_LIVES + 1, "by which a node is asked whether its head lives"
 
 
 def test_only_a_head_that_lives_and_is_of_the_run_counts_as_living(tmp_path: Path) -> None:
@@ -100,11 +101,12 @@ from pathlib import Path
 import ray
 from asyncrl.config.tree import Config
 from asyncrl.control.cluster import opening
+from asyncrl.control.record.live import Life
 from asyncrl.errors import ConfigError
 address, folder, *lives = sys.argv[1:]
 sections = {"model": {"path": folder}, "data": {"train": folder}, "reward": {"fn": "gsm8k"}}
 config = Config(**sections, run={"name": "swept", "dir": folder}, launcher={"ray": address})
-lives = [opening.Life(name, sockets, int(pid)) for name, sockets, pid in (one.split("=") for one in lives)]
+lives = [Life(name, sockets, int(pid)) for name, sockets, pid in (one.split("=") for one in lives)]
 try:
     opening.enter(config, lives, lambda told: print("told:", told))
 except ConfigError:

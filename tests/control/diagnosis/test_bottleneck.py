@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from asyncrl.control.diagnosis.bottleneck import diagnose
+from asyncrl.control.diagnosis.bottleneck import Diagnosis, diagnose
 from asyncrl.obstacle import Cause, Obstacle
+from asyncrl.service_status import Statuses
+from tests.statuses import statuses_of
 
 UP = {
     "buffer.0": {"state": "READY", "paused": False, "journal": {"kind": "file", "is_away": False}},
@@ -19,11 +21,13 @@ UP = {
     "rollout.1": {"state": "READY", "step": 6, "in_flight_groups": 4, "in_flight_requests": 8},
 }
 
+CORE = ("buffer.0", "learner.0")
 
-def up(**changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+
+def up(**changes: dict[str, Any]) -> Statuses:
     """The services, all well, but for `changes` (`rollout_0={...}`)."""
     named = {f"{key.rpartition('_')[0]}.{key.rpartition('_')[2]}": change for key, change in changes.items()}
-    return {name: {**status, **named.get(name, {})} for name, status in UP.items()}
+    return statuses_of({name: {**status, **named.get(name, {})} for name, status in UP.items()})
 
 
 def idle(learner: float, rollout: float, **more: float) -> dict[str, float]:
@@ -99,15 +103,15 @@ SCORING = {"in_flight_groups": 4, "in_flight_requests": 0}
         (idle(0.5, 0.5), up(rollout_0=NOT_BUSY, rollout_1=NOT_BUSY), "buffer.0", "rollout", "too few leases"),
         ({}, up(), "rollout", "rollout", "the first batch"),
         ({}, up(rollout_0=SCORING, rollout_1=SCORING), "reward", "reward", "8 groups are open"),
-        ({}, {}, "", "", "nothing was measured"),
+        ({}, Statuses(), "", "", "nothing was measured"),
     ],
 )
 def test_idle_shares_and_what_is_in_flight_name_the_bottleneck(
-    metrics: dict[str, float], statuses: dict[str, Any], who: str, waits_for: str, said: str
+    metrics: dict[str, float], statuses: Statuses, who: str, waits_for: str, said: str
 ) -> None:
     found = diagnose(metrics, statuses)
-    assert (found["who"], found["learner_waits_for"]) == (who, waits_for)
-    assert said in found["why"]
+    assert (found.who, found.learner_waits_for) == (who, waits_for)
+    assert said in found.why
 
 
 @pytest.mark.parametrize(
@@ -124,37 +128,39 @@ def test_idle_shares_and_what_is_in_flight_name_the_bottleneck(
             "rollout",
             "rollout.0 DEAD, rollout.1 STARTING",
         ),
-        ({name: UP[name] for name in ("buffer.0", "learner.0")}, "rollout", "no rollout replicas"),
+        (
+            statuses_of({name: UP[name] for name in ("buffer.0", "learner.0")}),
+            "rollout",
+            "no rollout replicas",
+        ),
     ],
 )
-def test_what_stops_everything_is_told_before_any_share(
-    statuses: dict[str, Any], who: str, said: str
-) -> None:
+def test_what_stops_everything_is_told_before_any_share(statuses: Statuses, who: str, said: str) -> None:
     found = diagnose(idle(0.0, 0.9), statuses)
     waits_for = "" if who.startswith("learner.") else who
-    assert (found["who"], found["learner_waits_for"]) == (who, waits_for)
-    assert said in found["why"]
+    assert (found.who, found.learner_waits_for) == (who, waits_for)
+    assert said in found.why
 
 
 def test_a_dead_service_is_named_before_a_pause_and_a_pause_before_replicas_that_are_gone() -> None:
     gone = up(publisher_0={"state": "DEAD"}, buffer_0={"paused": True}, rollout_0={"state": "DEAD"})
-    assert diagnose({}, gone)["who"] == "publisher.0"
+    assert diagnose({}, gone).who == "publisher.0"
     paused = up(buffer_0={"paused": True}, rollout_0={"state": "DEAD"}, rollout_1={"state": "DEAD"})
-    assert diagnose({}, paused)["who"] == "operator"
+    assert diagnose({}, paused).who == "operator"
 
 
 def test_one_replica_that_is_lost_stops_nothing() -> None:
-    assert diagnose(idle(0.0, 0.6), up(rollout_0={"state": "DEAD"}))["who"] == "learner"
+    assert diagnose(idle(0.0, 0.6), up(rollout_0={"state": "DEAD"})).who == "learner"
 
 
 def test_an_obstacle_is_told_in_the_words_of_its_service_before_any_guess() -> None:
     away = Obstacle("buffer.0", Cause.JOURNAL_AWAY, "Redis at localhost:1 is away: Connection refused")
     nobody = Obstacle("rollout.0", Cause.NO_AGENT, "no agent asks")
     found = diagnose(idle(0.0, 0.9), up(), [away, nobody])
-    assert found == {"who": "buffer.0", "why": away.reason, "learner_waits_for": "buffer.0"}
+    assert found == Diagnosis("buffer.0", away.reason, "buffer.0")
     paused = up(buffer_0={"paused": True})
-    assert diagnose({}, paused, [nobody])["who"] == "operator", "no replica is held up by more than the pause"
-    assert diagnose({}, paused, [away])["who"] == "buffer.0"
-    assert diagnose({}, up(), [nobody])["why"] == "no agent asks", "and not that rewards are slow"
+    assert diagnose({}, paused, [nobody]).who == "operator", "no replica is held up by more than the pause"
+    assert diagnose({}, paused, [away]).who == "buffer.0"
+    assert diagnose({}, up(), [nobody]).why == "no agent asks", "and not that rewards are slow"
     hindrance = replace(nobody, blocks=False)
-    assert diagnose(idle(0.0, 0.6), up(), [hindrance])["who"] == "learner"
+    assert diagnose(idle(0.0, 0.6), up(), [hindrance]).who == "learner"

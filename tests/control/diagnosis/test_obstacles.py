@@ -6,16 +6,22 @@ from typing import Any
 
 import pytest
 
-from asyncrl.control.diagnosis.obstacles import MAX_TRIES, gather, verdict
+from asyncrl.control.diagnosis import obstacles
+from asyncrl.control.diagnosis.obstacles import MAX_TRIES, verdict
 from asyncrl.control.diagnosis.watch import AWAY_S, GROWTH, ObstacleWatch
 from asyncrl.obstacle import MAX_REASON_CHARACTERS, Cause, Obstacle
+from tests.statuses import statuses_of
 
 REFUSED = "vLLM refused the load of version 16: the probe does not match"
 
 
-def told(cause: Cause, reason: str = "it did not work", count: int = 1) -> list[dict[str, Any]]:
+def told(cause: Cause, reason: str = "it did not work", count: int = 1) -> list[Obstacle]:
     """What a service reports."""
-    return [Obstacle("", cause, reason, count).as_values()]
+    return [Obstacle("", cause, reason, count)]
+
+
+def gather(statuses: dict[str, dict[str, Any]], stall: str = "") -> list[Obstacle]:
+    return obstacles.gather(statuses_of(statuses), stall)
 
 
 def replica(state: str = "READY", cause: Cause | None = None, count: int = 1, **more: Any) -> dict[str, Any]:
@@ -27,11 +33,6 @@ def test_an_obstacle_is_told_under_its_services_name_and_in_its_words() -> None:
     (found,) = gather({"buffer.0": {"state": "READY", "obstacles": away}, "learner.0": {"state": "READY"}})
     assert (found.service, found.cause, found.blocks) == ("buffer.0", Cause.JOURNAL_AWAY, True)
     assert found.sentence == "Redis at localhost:1 is away: Connection refused"
-
-
-@pytest.mark.parametrize("reported", ["words", [{}], [{"cause": "new", "reason": "", "count": 1}], [3], None])
-def test_what_has_not_the_form_of_an_obstacle_is_left_out(reported: Any) -> None:
-    assert gather({"rollout.0": {"state": "READY", "obstacles": reported}}) == []
 
 
 def test_a_reason_is_cut_to_a_length_that_a_status_can_carry() -> None:
@@ -117,14 +118,14 @@ REFUSING = replica("SYNCING", Cause.WEIGHTS_REFUSED, MAX_REFUSALS)
 def test_a_run_ends_when_all_its_replicas_have_refused_every_version_often_enough(
     statuses: dict[str, Any], is_over: bool
 ) -> None:
-    found = verdict(gather(statuses), statuses)
+    found = verdict(gather(statuses), statuses_of(statuses))
     assert (found is not None) is is_over
     assert found is None or (found.reason, found.count) == (REFUSED, MAX_REFUSALS)
 
 
 def undelivered(*receivers: str, count: int = MAX_TRANSFERS) -> dict[str, Any]:
     """Return a coordinator whose last transfers to these receivers have failed."""
-    met = [Obstacle(name, Cause.WEIGHTS_UNDELIVERED, "no room", count).as_values() for name in receivers]
+    met = [Obstacle(name, Cause.WEIGHTS_UNDELIVERED, "no room", count) for name in receivers]
     return {"state": "READY", "obstacles": met}
 
 
@@ -146,7 +147,7 @@ def test_a_run_ends_when_versions_reach_or_enter_no_replica(
     first: dict[str, Any], second: dict[str, Any], coordinator: dict[str, Any], ends_for: str
 ) -> None:
     statuses = {"rollout.0": first, "rollout.1": second, "weight_sync.0": coordinator}
-    found = verdict(gather(statuses), statuses)
+    found = verdict(gather(statuses), statuses_of(statuses))
     assert (found.service if found else "") == ends_for
 
 

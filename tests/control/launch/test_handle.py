@@ -17,6 +17,7 @@ from asyncrl.control.api.server import ControlApi
 from asyncrl.control.launch.handle import FIRST_START, RunHandle, attach
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.control.snapshot import Snapshot, values_of
 
 RUN_ID = f"held{os.getpid()}"
 SLEEP = "import time; time.sleep(60)"
@@ -64,7 +65,7 @@ def test_a_run_is_found_live_before_it_has_an_api_and_not_when_its_head_is_dead(
     head = start_head()
     handle = found(folder)
     assert not handle.is_over
-    assert handle.poll() == {
+    assert values_of(handle.poll()) == {
         "run": folder.path.name,
         "state": "starting",
         "phase": "starting the head process",
@@ -80,7 +81,7 @@ def test_while_no_supervisor_answers_the_head_says_what_it_is_busy_with(
 ) -> None:
     start_head(url="http://127.0.0.1:9")
     write_json(folder.phase, {"state": "stopping", "phase": "ending Ray", "time": 0.0})
-    assert found(folder).poll()["phase"] == "ending Ray"
+    assert found(folder).poll().phase == "ending Ray"
 
 
 def test_a_supervisor_that_has_answered_and_does_not_any_more_is_not_said_to_start(
@@ -88,9 +89,9 @@ def test_a_supervisor_that_has_answered_and_does_not_any_more_is_not_said_to_sta
 ) -> None:
     start_head(url="http://127.0.0.1:9")
     write_json(folder.phase, {"state": "starting", "phase": FIRST_START, "time": 0.0})
-    assert found(folder).poll()["phase"] == "the supervisor does not answer"
+    assert found(folder).poll().phase == "the supervisor does not answer"
     write_json(folder.phase, {"state": "starting", "phase": f"{FIRST_START} again", "time": 0.0})
-    assert found(folder).poll()["phase"] == "starting the supervisor again"
+    assert found(folder).poll().phase == "starting the supervisor again"
 
 
 def test_a_run_without_services_is_stopped_by_its_head(folder: RunDir, start_head: StartHead) -> None:
@@ -112,7 +113,7 @@ def test_a_run_with_an_api_is_asked_and_everything_that_it_shows_meanwhile_is_pa
     routes = {"GET /status": lambda _: {"state": "stopping", "phase": "writing"}, "POST /stop": stop}
     api = ControlApi(0, "k", routes)
     head = start_head(url=api.url)
-    shown: list[dict[str, Any]] = []
+    shown: list[Snapshot] = []
     found(folder).stop(10.0, shown.append)
     api.close()
     assert len(asked) == 1 and shown
@@ -168,7 +169,7 @@ def test_a_run_whose_head_died_without_a_word_is_failed(folder: RunDir, start_he
     folder.logs.mkdir()
     folder.log("head.0").write_text("last words\n")
     result = found(folder).result()
-    assert (result["state"], result["service"], result["tail"]) == ("failed", "head.0", ["last words"])
+    assert (result.state, result.service, result.tail) == ("failed", "head.0", ("last words",))
 
 
 def test_how_a_head_was_killed_that_the_terminal_had_started_is_told(
@@ -179,4 +180,4 @@ def test_how_a_head_was_killed_that_the_terminal_had_started_is_told(
     handle.head = head
     head.kill()
     head.wait(5)
-    assert handle.result()["error"] == "the head process died of SIGKILL"
+    assert handle.result().error == "the head process died of SIGKILL"

@@ -22,6 +22,7 @@ from pathlib import Path
 from asyncrl.config.tree import Config
 from asyncrl.control.cluster import opening
 from asyncrl.control.launch import head
+from asyncrl.control.record.live import LiveRun
 from asyncrl.control.record.rundir import RunDir
 
 def leave(*_):
@@ -32,7 +33,7 @@ def leave(*_):
 opening.leave, head.TEAR_DOWN_DEADLINE_S = leave, float(sys.argv[4])
 sections = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
 config = Config(**sections, launcher={"ray": "10.0.0.1:6379"})
-head._tear_down(RunDir(Path(sys.argv[1])), json.loads(sys.argv[2]), config)
+head._tear_down(RunDir(Path(sys.argv[1])), LiveRun(**json.loads(sys.argv[2])), config)
 """
 
 
@@ -94,8 +95,10 @@ GIVE_UP = """
 import sys
 from pathlib import Path
 from asyncrl.control.launch import head
+from asyncrl.control.record.live import LiveRun
 from asyncrl.control.record.rundir import RunDir
-head._give_up(RunDir(Path(sys.argv[1])), {"run_id": sys.argv[2], "sockets": sys.argv[3]}, "raylet")
+live = LiveRun(run_id=sys.argv[2], sockets=sys.argv[3])
+head._give_up(RunDir(Path(sys.argv[1])), live, "raylet")
 """
 
 

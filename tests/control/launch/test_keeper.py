@@ -23,6 +23,8 @@ from asyncrl.control.launch.keeper import SILENCE_LIMIT_S, keep, watching_ray
 from asyncrl.control.launch.spec import RUN_VARIABLE, ServiceSpec
 from asyncrl.errors import ServiceFailed
 from asyncrl.service import SERVICE_VARIABLE, ServiceContext
+from asyncrl.service_status import ServiceStatus, Statuses, SupervisorStatus
+from asyncrl.states import RunState, ServiceState
 
 NAME = "supervisor.0"
 RUN_ID = f"kept{os.getpid()}"
@@ -41,12 +43,18 @@ class ScriptedLauncher:
     def start(self, spec: ServiceSpec) -> None:
         self.done.append("start")
 
-    def statuses(self, names: Iterable[str], deadline_s: float) -> dict[str, dict[str, Any]]:
+    def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
         state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
         state, _, step = state.partition(" ")
-        return {name: {"state": state, "error": f"{state} it is", "step": int(step or 0)} for name in names}
+        error = f"{state} it is"
+        if state in list(RunState):
+            told = SupervisorStatus(
+                state=ServiceState.READY, error=error, run=RunState(state), step=int(step or 0)
+            )
+            return Statuses(dict.fromkeys(names, told))
+        return Statuses(dict.fromkeys(names, ServiceStatus(state=ServiceState(state), error=error)))
 
-    def command(self, name: str, command: str, args: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    def command(self, name: str, command: Any, deadline_s: float) -> Any:
         raise AssertionError("nobody is commanded")
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
@@ -63,7 +71,7 @@ def make_spec(folder: Path) -> ServiceSpec:
 
 def run(
     folder: Path, launcher: ScriptedLauncher, max_restarts: int = 2
-) -> tuple[dict[str, Any], list[str], ManualClock]:
+) -> tuple[ServiceStatus, list[str], ManualClock]:
     clock, told = ManualClock(), list[str]()
     status = keep(launcher, make_spec(folder), Budget(max_restarts), clock, told.append)
     return status, told, clock
@@ -73,7 +81,7 @@ def run(
 def test_a_supervisor_that_ended_by_itself_is_not_started_again(tmp_path: Path, end: str) -> None:
     launcher = ScriptedLauncher("STARTING", "running", end)
     status, told, _ = run(tmp_path, launcher)
-    assert (status["state"], launcher.done, told) == (end, ["start"], [])
+    assert (status.state, launcher.done, told) == (end, ["start"], [])
 
 
 def test_a_supervisor_whose_process_dies_is_started_again_with_the_reason_told(tmp_path: Path) -> None:
@@ -126,7 +134,7 @@ def test_a_supervisor_may_die_as_often_as_it_likes_while_steps_are_trained_in_be
         ScriptedLauncher(*lives, "ENDED") if step else ScriptedLauncher(*["running", "running", "DEAD"] * 9)
     )
     if ends_well:
-        assert run(tmp_path, launcher, max_restarts=2)[0]["state"] == "ENDED"
+        assert run(tmp_path, launcher, max_restarts=2)[0].state == "ENDED"
         assert launcher.done.count("start") == 10
     else:
         with pytest.raises(ServiceFailed, match="without a step in between"):

@@ -235,7 +235,7 @@ def client(folder: RunDir) -> Iterator[LearnerClient]:
     config = make_config(folder.path.parent)
     journal = open_journal(config.buffer, folder.path)
     store = ExperienceStore(ledger_settings(config), journal, GROUP_SIZE, True, now=0.0)
-    with serving(store) as service, closing(LearnerClient(service.status()["address"])) as client:
+    with serving(store) as service, closing(LearnerClient(service.status().address)) as client:
         yield client
 
 

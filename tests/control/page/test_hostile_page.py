@@ -11,6 +11,8 @@ from browser import Browser
 from page_runs import EVIL, make_snapshot, write_rows
 from test_page_in_browser import EXECUTABLE, visit
 
+from tests.statuses import snapshot_of
+
 pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no chromium on this machine")
 HOSTILE = {
     "markup": EVIL,
@@ -31,8 +33,8 @@ def fill(snapshot: dict[str, Any], text: str) -> None:
     """Put `text` into every place of the snapshot that somebody outside words."""
     snapshot["events"] = [{"time": 0.0, "kind": text, "service": text, "text": text}]
     snapshot["bottleneck"] = {"who": text, "why": text, "learner_waits_for": text}
-    snapshot["services"][text] = {"state": text, "version": 1, "heartbeat_age_s": 0.1, "gateway": text}
-    snapshot["obstacles"] = [{"service": text, "reason": text, "cause": text, "count": 2, "blocks": True}]
+    snapshot["services"][text] = {"state": "READY", "version": 1, "heartbeat_age_s": 0.1, "gateway": text}
+    snapshot["obstacles"] = [{"service": text, "reason": text, "count": 2, "blocks": True}]
     snapshot["ledger"]["dropped"] = {text: 3}
     snapshot["ledger"]["journal"] = {"kind": "redis", "redis": text, "losses": [text]}
     snapshot["metrics"][text] = 1.0
@@ -59,4 +61,4 @@ def test_whatever_others_word_the_page_stays_whole(tmp_path: Path) -> None:
             assert await browser.ask("document.querySelectorAll('main img, main script').length") == 0, kind
             assert not await browser.ask(f"{raw}.test(document.body.innerText)"), kind
 
-    visit(tmp_path, lambda: snapshot, look)
+    visit(tmp_path, lambda: snapshot_of(snapshot), look)

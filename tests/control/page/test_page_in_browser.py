@@ -15,13 +15,15 @@ from page_runs import EVIL, make_config, make_snapshot, write_groups, write_rows
 from asyncrl.control.api.access import page_url
 from asyncrl.control.api.server import ControlApi
 from asyncrl.control.page.routes import page_routes
+from asyncrl.control.snapshot import Snapshot
+from tests.statuses import snapshot_of
 
 EXECUTABLE = find_browser()
 pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason="there is no chromium on this machine")
 
 
 def visit(
-    folder: Path, snapshot: Callable[[], dict[str, Any]], look: Callable[[Browser, str], Awaitable[None]]
+    folder: Path, snapshot: Callable[[], Snapshot], look: Callable[[Browser, str], Awaitable[None]]
 ) -> None:
     """Serve the run in `folder / "run"` and look at its page."""
     routes = page_routes(snapshot, make_config(folder / "run"), folder / "run")
@@ -88,7 +90,7 @@ def test_the_page_shows_a_run_on_a_desk_a_phone_and_in_the_dark(tmp_path: Path) 
         assert (await browser.ask(text_of("#bottleneck"))).strip() == "The run has finished."
         assert await browser.ask("document.querySelectorAll('.edge.moving, .node.bottleneck').length") == 0
 
-    visit(tmp_path, lambda: make_snapshot() | state, look)
+    visit(tmp_path, lambda: snapshot_of(make_snapshot() | state), look)
 
 
 async def check_zoom(browser: Browser) -> None:
@@ -139,7 +141,7 @@ def test_what_a_model_or_a_name_says_is_never_markup(tmp_path: Path) -> None:
     write_groups(tmp_path / "run", words=[f"{place}{EVIL}" for place in range(14)])
     snapshot = make_snapshot(name=EVIL)
     snapshot["events"][0]["text"] = snapshot["bottleneck"]["why"] = snapshot["error"] = EVIL
-    snapshot["services"][EVIL] = {"state": EVIL}
+    snapshot["services"][EVIL] = {"state": "READY"}
     snapshot["obstacles"] = [{"service": "buffer.0", "reason": EVIL, "count": 1, "blocks": True}]
     snapshot["ledger"]["dropped"] = {EVIL: 3}
 
@@ -157,13 +159,15 @@ def test_what_a_model_or_a_name_says_is_never_markup(tmp_path: Path) -> None:
         assert await browser.ask(refused) == "TypeError", "the policy forbids markup from strings"
         browser.said.clear()  # of the refusal just now
 
-    visit(tmp_path, lambda: snapshot, look)
+    visit(tmp_path, lambda: snapshot_of(snapshot), look)
 
 
 @pytest.mark.long
 def test_a_page_finds_its_run_again_after_the_server_was_away(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    routes = page_routes(make_snapshot, make_config(tmp_path / "run"), tmp_path / "run")
+    routes = page_routes(
+        lambda: snapshot_of(make_snapshot()), make_config(tmp_path / "run"), tmp_path / "run"
+    )
     first = ControlApi(0, "key", routes)
     port = int(first.url.rpartition(":")[2])
     servers: list[ControlApi] = []

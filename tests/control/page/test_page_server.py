@@ -19,6 +19,8 @@ from asyncrl.control.api.client import RunClient
 from asyncrl.control.api.server import MAX_CONNECTIONS, MAX_STREAMS, ControlApi, Route
 from asyncrl.control.page.routes import page_routes
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.snapshot import values_of
+from tests.statuses import snapshot_of
 
 KEY = "key"
 TOKEN = page_token(KEY)
@@ -37,9 +39,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def api(folder: Path) -> Iterator[ControlApi]:
     routes: dict[str, Route] = {
-        "GET /status": lambda _: dict(SNAPSHOT),
+        "GET /status": lambda _: values_of(snapshot_of(SNAPSHOT)),
         "POST /stop": lambda _: {"state": "stopping"},
-        **page_routes(lambda: dict(SNAPSHOT), make_config(folder), folder),
+        **page_routes(lambda: snapshot_of(SNAPSHOT), make_config(folder), folder),
     }
     api = ControlApi(0, KEY, routes)
     yield api
@@ -148,7 +150,7 @@ def test_many_pages_leave_room_for_the_command_line(api: ControlApi, tmp_path: P
         answers = [end.recv(12) for end in ends]
         assert answers.count(b"HTTP/1.0 200") == MAX_STREAMS
         assert answers.count(b"HTTP/1.0 503") == len(ends) - MAX_STREAMS
-        assert RunClient(RunDir(tmp_path), api.url, KEY, 0).status()["state"] == "running"
+        assert RunClient(RunDir(tmp_path), api.url, KEY, 0).status().state == "running"
     finally:
         for end in ends:
             end.close()
@@ -156,7 +158,9 @@ def test_many_pages_leave_room_for_the_command_line(api: ControlApi, tmp_path: P
 
 def test_a_reader_that_does_not_read_is_hung_up_on_and_holds_up_nobody(folder: Path) -> None:
     SNAPSHOT["error"] = "x" * (8 << 20)  # more than the sockets take in
-    api = ControlApi(0, KEY, page_routes(lambda: dict(SNAPSHOT), make_config(folder), folder), deadline_s=1.0)
+    api = ControlApi(
+        0, KEY, page_routes(lambda: snapshot_of(SNAPSHOT), make_config(folder), folder), deadline_s=1.0
+    )
     slow = open_stream(api)
     wait_for(lambda: b"event: view" in slow.recv(4096, socket.MSG_PEEK))
     SNAPSHOT["error"] = None

@@ -15,11 +15,13 @@ from asyncrl.control.page.figures import DASH
 from asyncrl.control.page.pipeline import counters_of
 from asyncrl.control.page.trends import FlowMeter
 from asyncrl.control.page.view import view_of
+from asyncrl.errors import WireError
+from tests.statuses import snapshot_of
 
 
 def view(snapshot: dict[str, Any], meter: FlowMeter | None = None, now: float = 0.0) -> dict[str, Any]:
-    rates = (meter or FlowMeter()).update(now, counters_of(snapshot, snapshot.get("ledger") or {}))
-    found = view_of(snapshot, rates)
+    rates = (meter or FlowMeter()).update(now, counters_of(snapshot_of(snapshot)))
+    found = view_of(snapshot_of(snapshot), rates)
     json.dumps(found, allow_nan=False)
     return found
 
@@ -202,9 +204,8 @@ def test_obstacles_stand_with_reason_count_and_since_when() -> None:
 
 
 FIGURES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[str, ...]]] = {
-    "snapshot": (lambda one: one, ("step", "steps", "time_left_s", "accuracy", "max_lag", "ready_groups")),
-    "service": (lambda one: one["services"]["rollout.0"], ("version", "restarts", "heartbeat_age_s")),
-    "ledger": (lambda one: one["ledger"], ("issued", "trained", "residue", "prompts_drawn", "stored_groups")),
+    "snapshot": (lambda one: one, ("time_left_s", "accuracy")),
+    "service": (lambda one: one["services"]["rollout.0"], ("heartbeat_age_s",)),
     "event": (lambda one: one["events"][0], ("time",)),
     "metrics": (lambda one: one["metrics"], tuple(make_snapshot()["metrics"])),
 }
@@ -214,7 +215,16 @@ FIGURES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[str, 
 @pytest.mark.parametrize("place", FIGURES)
 def test_a_figure_that_is_no_number_leaves_the_others_on_the_page(place: str, value: float) -> None:
     find, names = FIGURES[place]
+    if value == 10**400 and place in ("snapshot", "service"):
+        pytest.skip("a number of a snapshot that no float holds is refused where it is read")
     for name in names:
         snapshot = make_snapshot()
         find(snapshot)[name] = value
-        json.dumps(view_of(snapshot), allow_nan=False)
+        json.dumps(view_of(snapshot_of(snapshot)), allow_nan=False)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, "many"])
+@pytest.mark.parametrize("name", ["step", "steps", "max_lag", "ready_groups"])
+def test_a_snapshot_whose_counts_are_no_numbers_is_refused(name: str, value: object) -> None:
+    with pytest.raises(WireError, match=rf"cannot be read: .*{name}"):
+        snapshot_of(make_snapshot() | {name: value})

@@ -7,9 +7,12 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.control.record.ending import paragraph
+from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.states import RunState
 
 BEGAN_S = 1000.0
 
@@ -26,7 +29,7 @@ def folder(tmp_path: Path) -> RunDir:
     folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     ledger = {"issued": 2200, "trained": 2096, "dropped": {"stale": 3, "poison": 1}}
     write_json(folder.summary, {"ledger": ledger, "ledger_residue": 0})
-    write_json(folder.live, {"command": "asyncrl up a.yaml", "began": BEGAN_S})
+    write_json(folder.live, {"run_id": "a", "command": "asyncrl up a.yaml", "began": BEGAN_S})
     write_json(folder.outcome, {"state": "failed", "error": "no memory.", "service": "learner.0", "tail": []})
     return folder
 
@@ -60,7 +63,7 @@ def test_an_account_of_an_earlier_life_is_not_given_for_this_ones(folder: RunDir
 
 
 def test_a_run_that_saved_nothing_says_so(tmp_path: Path) -> None:
-    text = paragraph(RunDir(tmp_path), {"state": "failed", "error": "it died", "service": "head.0"})
+    text = paragraph(RunDir(tmp_path), Outcome(state=RunState.FAILED, error="it died", service="head.0"))
     assert "Saved: no checkpoint; no step was trained." in text
     assert f"To go on: asyncrl up {tmp_path / 'resolved.yaml'} --set run.dir={tmp_path.parent}" in text
 
@@ -70,12 +73,12 @@ REASON = "8 of the last 8 answers could not be scored: the reward 'mine' raised 
 
 def test_a_reason_is_told_once_and_not_with_its_traceback(folder: RunDir) -> None:
     error = f"rollout.0 failed: ServiceFailed: rollout.0 cannot go on: {REASON}. Mend the reward"
-    tail = ["Traceback (most recent call last):", f"RewardsFailed: {REASON}", f"asyncrl.errors.{error}"]
-    outcome = {"state": "failed", "error": error, "service": "rollout.0", "tail": tail}
-    text = paragraph(folder, outcome | {"would_repeat": True})
+    tail = ("Traceback (most recent call last):", f"RewardsFailed: {REASON}", f"asyncrl.errors.{error}")
+    outcome = Outcome(state=RunState.FAILED, error=error, service="rollout.0", tail=tail)
+    text = paragraph(folder, replace(outcome, would_repeat=True))
     assert text.startswith(f"the run failed in rollout.0: {REASON}. Mend the reward. Saved: ")
     assert text.count("could not be scored") == 1 and "Traceback" not in text
     assert "It would fail in the same way again: mend that first; then asyncrl up a.yaml" in text
     assert "To go on" not in text
-    other = paragraph(folder, outcome | {"tail": ["CUDA error: device lost"], "would_repeat": False})
+    other = paragraph(folder, replace(outcome, tail=("CUDA error: device lost",)))
     assert "  | CUDA error: device lost" in other and "To go on: asyncrl up a.yaml" in other

@@ -17,6 +17,7 @@ from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.metrics.row_log import RowLog, read_rows
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
+from tests.statuses import told_by
 
 STEP = "training/global_step"
 
@@ -31,12 +32,12 @@ def test_rows_that_a_learner_handed_over_to_nobody_are_taken_from_its_own_log(
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
     wait_for(lambda: "learner.0" in launcher.adopt())
-    wait_for(lambda: launcher.service("learner.0").status()["step"] == 5)
+    wait_for(lambda: launcher.service("learner.0").status().step == 5)
     launcher.gone.add("learner.0")
     wait_for(lambda: launcher.started.count("learner.0") == 2)
-    wait_for(lambda: STEP in supervisor.status()["metrics"])
+    wait_for(lambda: STEP in told_by(supervisor)["metrics"])
     if mute == "0":
-        wait_for(lambda: [supervisor.status()["metrics"].get(key) for key in (STEP, "life")] == [5, 1])
+        wait_for(lambda: [told_by(supervisor)["metrics"].get(key) for key in (STEP, "life")] == [5, 1])
         lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         steps = [row["training/global_step"] for row in training_rows(lines)]
         assert steps[:2] == [1, 2], "they are taken down when the second life is seen, before what it does"

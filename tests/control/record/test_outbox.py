@@ -22,6 +22,7 @@ from asyncrl.control.record.sinks.outbox import REOPEN_S, Outbox
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.metrics import unknown_names
+from tests.statuses import snapshot_of, told_by
 from tests.threads import RUNTIME
 
 WAIT_S = 10.0
@@ -192,11 +193,11 @@ def test_a_run_finishes_and_its_scrape_tells_of_the_sink_whatever_it_does(tmp_pa
     supervisor = Supervisor(roster, ThreadLauncher(REPLACE), recorder, RUNTIME)
     supervisor.run(threading.Event())
     sink.goes_on.set()
-    snapshot = supervisor.status()
+    snapshot = told_by(supervisor)
     assert snapshot["state"] == "finished"
     assert len(training_rows(load_rows(tmp_path / "metrics.jsonl"))) == 3
     assert 'metrics_sink_waiting_sink{run="run",sink="awkward"}' in prometheus_text(
-        {**snapshot, "run": "run"}, snapshot["metrics"]
+        snapshot_of({**snapshot, "run": "run"}), snapshot["metrics"]
     )
 
 

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.control.record.prometheus import CONTENT_TYPE, health_answer, prometheus_name, prometheus_text
 from asyncrl.metrics import METRICS, find
+from tests.statuses import snapshot_of
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = json.loads((ROOT / "docs" / "grafana.json").read_text())
@@ -34,11 +35,12 @@ SNAPSHOT = {
     "services": {
         "rollout.0": {"state": "READY", "version": 8, "heartbeat_age_s": 0.1, "restarts": 1, "pid": 1},
         "rollout.1": {"state": "DEAD", "version": None, "heartbeat_age_s": 61.0, "restarts": 0},
-        "weight_sync.0": {"state": "running", "version": [8, 7]},
+        "weight_sync.0": {"state": "READY", "version": [8, 7]},
     },
     "ledger": {
         "issued": 12, "trained": 6, "dropped": {"stale": 1}, "pending": {"stored": 3, "leased": 2},
-        "prompts_drawn": 11, "given_up": 0, "open": 5, "residue": 0, "stored_groups": 3, "journal": "file",
+        "prompts_drawn": 11, "given_up": 0, "open": 5, "residue": 0, "stored_groups": 3,
+        "journal": {"kind": "file"},
     },
 }  # fmt: skip
 
@@ -53,7 +55,7 @@ ROW = {example_of(metric.name): float(number) for number, metric in enumerate(ME
 def scrape(snapshot, row):
     """Return {(name, labels without the run's): value}, as Prometheus reads it."""
     found = {}
-    for family in text_string_to_metric_families(prometheus_text(snapshot, row)):
+    for family in text_string_to_metric_families(prometheus_text(snapshot_of(snapshot), row)):
         assert family.documentation, family.name
         for sample in family.samples:
             labels = dict(sample.labels)
@@ -65,7 +67,7 @@ def scrape(snapshot, row):
 
 
 def test_every_registered_metric_of_a_row_is_there_with_its_value_meaning_and_unit():
-    text = prometheus_text(SNAPSHOT, ROW)
+    text = prometheus_text(snapshot_of(SNAPSHOT), ROW)
     found = scrape(SNAPSHOT, ROW)
     for number, metric in enumerate(METRICS):
         name = prometheus_name(metric.name)
@@ -136,13 +138,13 @@ def test_a_label_may_hold_what_the_text_format_quotes():
     ],
 )
 def test_health_is_200_while_the_run_is_well_and_503_otherwise(state, health, expected):
-    code, body = health_answer(SNAPSHOT | {"state": state, "health": health})
+    code, body = health_answer(snapshot_of(SNAPSHOT | {"state": state, "health": health}))
     assert (code, body["status"]) == expected
     assert set(body) == {"status", "run", "state", "step", "error"}
 
 
 def test_a_run_that_has_failed_is_not_well_while_it_is_being_ended():
-    assert health_answer(SNAPSHOT | {"state": "stopping", "error": "no memory"})[0] == 503
+    assert health_answer(snapshot_of(SNAPSHOT | {"state": "stopping", "error": "no memory"}))[0] == 503
 
 
 def queries():
@@ -160,7 +162,7 @@ def test_every_metric_that_the_dashboard_queries_is_scraped():
 
 def test_every_label_that_the_dashboard_names_exists():
     labels = {"run"}
-    for family in text_string_to_metric_families(prometheus_text(SNAPSHOT, ROW)):
+    for family in text_string_to_metric_families(prometheus_text(snapshot_of(SNAPSHOT), ROW)):
         labels |= {label for sample in family.samples for label in sample.labels}
     for title, expr in queries():
         used = set(re.findall(r"(\w+)\s*=~?\s*\"", expr))

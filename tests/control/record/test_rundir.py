@@ -18,7 +18,7 @@ def folder(tmp_path: Path) -> RunDir:
 
 
 def test_the_tail_of_a_log_is_of_this_life_of_the_run(folder: RunDir) -> None:
-    write_json(folder.live, {"log_sizes": folder.log_sizes()})
+    write_json(folder.live, {"run_id": "a", "log_sizes": folder.log_sizes()})
     assert folder.tail("head.0") == []
     with folder.log("head.0").open("a") as file:
         file.write("this life's\n")

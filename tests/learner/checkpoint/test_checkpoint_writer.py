@@ -198,8 +198,8 @@ def test_scores_are_taken_at_every_order_however_few_evaluations_the_buffer_tell
     )
     with (
         serving(make_store()) as service,
-        contextlib.closing(LearnerClient(service.status()["address"])) as client,
-        contextlib.closing(Client(ThreadRuntime(), service.status()["address"])) as replica,
+        contextlib.closing(LearnerClient(service.status().address)) as client,
+        contextlib.closing(Client(ThreadRuntime(), service.status().address)) as replica,
     ):
         client.open("learner")
         client.register_version(0)

@@ -48,5 +48,5 @@ def test_weights_that_the_publisher_has_lost_are_published_again(
             run.go()
             book = run.store.ledger.state.versions
         assert [*map(book.step_of, range(1, book.last_number + 1))] == [0, 1, 1, 2, 3]
-        assert cluster.publisher.status()["version"] == [5, 3]
+        assert cluster.publisher.status().version == (5, 3)
     assert "the publisher has lost the weights of step 1: they are published again" in caplog.text

@@ -15,7 +15,6 @@ import pytest
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.ledger.events import Checkpointed
 from asyncrl.errors import CheckpointError
-from asyncrl.obstacle import OBSTACLES
 from learner import leader
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.writer import BackgroundWriter, CheckpointKeeper
@@ -42,7 +41,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_one_of_a_later_step_is_
     def before_write(number: int) -> None:
         if number == 1:
             full(number)
-        told.extend(run.learner.status()[OBSTACLES])
+        told.extend(run.learner.status().obstacles)
 
     def await_failure(update: int) -> bool:
         """Let the failure of step 3 be there before step 4 is done."""
@@ -58,10 +57,10 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_one_of_a_later_step_is_
     ):
         run.go()
         assert len(run.rows()) == NUM_STEPS
-        assert run.learner.status()[OBSTACLES] == []
+        assert run.learner.status().obstacles == ()
         assert not list((tmp_path / "checkpoints").glob(".step-*"))
-    assert told[0]["cause"] == "checkpoint_fails"
-    assert "step 3 could not be written: rank 0: [Errno 28] No space left on device" in told[0]["reason"]
+    assert told[0].cause == "checkpoint_fails"
+    assert "step 3 could not be written: rank 0: [Errno 28] No space left on device" in told[0].reason
     steps = [event.step for event in run.events() if isinstance(event, Checkpointed)]
     assert (steps[0], steps[-1]) == (4, NUM_STEPS)
 
@@ -103,7 +102,7 @@ def test_a_disk_that_takes_no_folder_is_told_as_a_checkpoint_that_cannot_be_writ
         (tmp_path / "checkpoints").rmdir()
         assert not one._begin_checkpoint()
     (told,) = one.failures.report()
-    assert "step 0 could not be written: [Errno 2] No such file" in told["reason"]
+    assert "step 0 could not be written: [Errno 2] No such file" in told.reason
 
 
 def wait_for(claim: Callable[[], bool]) -> None:

@@ -16,11 +16,12 @@ import torch
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.events import Reserved, Resumed, Trained
-from asyncrl.buffer.messages import BufferStatus
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.config.tree import Config
 from asyncrl.experience import Group
 from asyncrl.runtime import Runtime
+from asyncrl.service_command import HandOverRows
+from asyncrl.service_status import BufferStatus
 from asyncrl.threads import ThreadEvent, ThreadRuntime
 from learner.backend import Models
 from learner.checkpoint import CheckpointStore
@@ -138,7 +139,7 @@ class Run:
             return client.status()
 
     def rows(self) -> list[dict[str, Any]]:
-        return self.learner.command("rows", {"after": 0})["rows"]
+        return [dict(row) for row in self.learner.command(HandOverRows(0)).rows]
 
     def events(self) -> list[Any]:
         """Read the journal, once the run is closed."""
@@ -181,7 +182,7 @@ def running(
     kept = {name: getattr(config.learner, name) for name in names}
     models = open_models(model, objective, faults, config.critic.lr, warmup_steps=0, **kept)
     with serving(store) as service, contextlib.ExitStack() as stack:
-        address = service.status()["address"]
+        address = service.status().address
         client, fetching = (stack.enter_context(contextlib.closing(LearnerClient(address))) for _ in range(2))
 
         def connect(token: int) -> Handoff:

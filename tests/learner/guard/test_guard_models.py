@@ -143,7 +143,7 @@ def test_a_checkpoint_that_is_due_at_the_end_is_not_skipped_for_one_that_is_stil
 ):
     def write_until_the_end(number: int) -> None:
         end = time.monotonic() + 60.0
-        while number == 1 and run.learner.status()["step"] < NUM_STEPS and time.monotonic() < end:
+        while number == 1 and run.learner.status().step < NUM_STEPS and time.monotonic() < end:
             time.sleep(0.01)
 
     sections = {"checkpoint": {"every_steps": 2, "max_stall_s": 0.0}}

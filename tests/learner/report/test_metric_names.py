@@ -14,9 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from asyncrl.config.tree import KlSection
 from asyncrl.control.record.metering import Meter, evaluation_row
 from asyncrl.control.record.prometheus import prometheus_name, prometheus_text
+from asyncrl.control.snapshot import Snapshot
 from asyncrl.metrics import METRICS, find, unknown_names
 from asyncrl.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.metrics.tallies import conclude
+from asyncrl.service_status import FinishedEvaluation
 from learner.backend import Models
 from learner.megatron.value import MegatronValueBackend
 from learner.report import Stopwatch, make_efficiency
@@ -25,6 +27,7 @@ from tests.buffer.ledger.ledger_runs import Run
 from tests.learner.guard.guarded_run import Faults, running
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_backend, open_objective, take_step, take_streamed_step
+from tests.statuses import statuses_of
 from tests.weight_sync.cluster import Cluster, running_cluster
 
 GROUPS = [dataclasses.replace(group, baseline_reward=0.5) for group in make_groups(4, versions=(1, 2))]
@@ -96,11 +99,12 @@ def watched_names() -> set[str]:
     }
     sinks = {"metrics/sink_dropped/wandb", "metrics/sink_waiting/wandb"}
     meter = Meter()
-    meter.update(0.0, {"rollout.0": status | {"scored": 0, "reward_parts": {}}, "buffer.0": {}})
-    made = meter.update(1.0, {"rollout.0": status, "buffer.0": {}, **syncing})
+    before = status | {"scored": 0, "reward_parts": {}}
+    meter.update(0.0, statuses_of({"rollout.0": before, "buffer.0": {}}))
+    made = meter.update(1.0, statuses_of({"rollout.0": status, "buffer.0": {}, **syncing}))
     judged = JudgedPrompt("source", (Judged(True, 1.0, "1", 3, False), None))
     measured = conclude(tally_prompts([judged], 2, {})) | refused_metrics()
-    evaluation = {"step": 1, "id": 1, "version": 1, "metrics": measured}
+    evaluation = FinishedEvaluation(1, 1, 1, measured)
     return {*made, *evaluation_row(evaluation), FIRST_OF_LIFE, *sinks}
 
 
@@ -125,7 +129,7 @@ def test_prometheus_tells_every_metric_of_a_real_row(step_rows, run_rows):
     for row in [*step_rows.values(), *run_rows]:
         told = {
             (sample.name, sample.value)
-            for family in text_string_to_metric_families(prometheus_text({"run": "r"}, row))
+            for family in text_string_to_metric_families(prometheus_text(Snapshot(run="r"), row))
             for sample in family.samples
         }
         metrics = {name: find(name) for name in row if "/" in name}

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.buffer.ledger.events import Reserved, Trained
+from asyncrl.service_command import Pause, Unpause, WriteCheckpoint
 from asyncrl.threads import ThreadEvent
 from tests.learner.guard.guarded_run import (
     Faults,
@@ -117,12 +118,12 @@ def test_a_checkpoint_asked_for_within_a_step_is_written_though_the_rest_never_c
 ):
     def ask_and_look(run: Run, step: int, num_groups: int) -> None:
         if (step, num_groups) == (1, 1):
-            run.learner.command("pause", {})
-            run.learner.command("checkpoint", {})
+            run.learner.command(Pause())
+            run.learner.command(WriteCheckpoint())
         if (step, num_groups) == (1, 2):
             assert run.leader.keeper.commit_finished(60.0)
             assert run.leader.checkpointed_step == 1, "it waits for groups that come after the pause"
-            run.learner.command("unpause", {})
+            run.learner.command(Unpause())
 
     _, weights, _ = live(model, cluster, tmp_path, ask_and_look, stream=True)
     assert all(torch.equal(weights[name], tensor) for name, tensor in streamed[1].items())

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.client import ReplicaClient
-from asyncrl.buffer.messages import EvaluationOrder, FinishedEvaluation, LeaseReply
+from asyncrl.buffer.messages import EvaluationOrder, LeaseReply
 from asyncrl.buffer.rules.replica import CALL_ATTEMPTS
 from asyncrl.metrics.tallies import Tally
+from asyncrl.service_status import FinishedEvaluation
 from rollout_service.engine.protocol import Interrupted
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.matching import score_digit_sort
@@ -41,7 +42,7 @@ def test_a_lone_replica_answers_all_parts_pinned_once(tmp_path: Path):
         stage.learner.request_evaluation(0)
         found = finished(stage)
         wait_for(lambda: stage.state() == "READY", "READY")
-        assert stage.replica.status()["counters"]["evaluations"] == 2
+        assert stage.replica.status().counters["evaluations"] == 2
     metrics = found.metrics
     assert found.version == number
     assert (metrics["val-aux/num_prompts"], metrics["val-aux/num_failed"]) == (NUM_PROMPTS, 0)
@@ -87,7 +88,7 @@ def test_the_part_of_a_replica_that_falls_silent_is_answered_by_another(tmp_path
         asyncio.run(take_part(client, number))  # and never a word again
         metrics = finished(stage).metrics
         assert metrics["val-aux/num_prompts"] == NUM_PROMPTS
-        wait_for(lambda: stage.replica.status()["counters"]["evaluations"] == 2, "the second answer's answer")
+        wait_for(lambda: stage.replica.status().counters["evaluations"] == 2, "the second answer's answer")
         client.close()
 
 
@@ -104,7 +105,7 @@ class LateClient(ReplicaClient):
             stage = self.stage
             number = await asyncio.to_thread(stage.learner.register_version, 0)
             stage.receiver.offer(number, 0)
-            while stage.replica.status()["version"] != number:
+            while stage.replica.status().version != number:
                 await asyncio.sleep(0.01)
         return reply
 
@@ -119,7 +120,7 @@ def test_an_order_that_a_swap_overtook_is_answered_at_the_new_version(tmp_path: 
         assert found.metrics["val-aux/num_prompts"] == NUM_PROMPTS
         counters = stage.census().counters
         assert counters.get("evaluations_unasked", 0) == 0, "no answer was thrown away"
-        assert stage.replica.status()["counters"]["evaluations"] == 1
+        assert stage.replica.status().counters["evaluations"] == 1
 
 
 def test_an_answer_that_fails_is_a_wrong_one_and_is_counted(tmp_path: Path):
@@ -147,7 +148,7 @@ def test_an_interrupted_evaluation_reports_nothing(tmp_path: Path):
         stage.engine.generate = interrupt  # type: ignore[method-assign]
         stage.serve_first_version()
         stage.learner.request_evaluation(0)
-        wait_for(lambda: stage.replica.status()["counters"].get("evaluation_errors"), "the interruption")
+        wait_for(lambda: stage.replica.status().counters.get("evaluation_errors"), "the interruption")
         assert stage.census().evaluations == ()
         stage.engine.generate = generate  # type: ignore[method-assign]
         assert finished(stage).metrics["val-aux/num_failed"] == 0

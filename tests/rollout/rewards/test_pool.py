@@ -54,9 +54,9 @@ def test_every_misbehaviour_fails_its_own_answer_with_its_kind_and_the_pool_goes
         *(1.0, "raised", "timeout", "died", 1.0, "died"),
         *("not_finite", "not_a_number", "not_a_number", 0.0, 0.0, 1.0),
     ]
-    counts = reward.counts()
-    assert counts["reward_parts"] == {"score": [5, 3.0]}
-    assert counts["reward_errors"] == {
+    counts = reward.status()
+    assert counts.parts == {"score": (5, 3.0)}
+    assert counts.errors == {
         "raised": 1,
         "timeout": 1,
         "died": 2,

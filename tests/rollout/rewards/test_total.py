@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from asyncrl.config.tree import RewardSection
 from asyncrl.control.record.metering import Meter
 from asyncrl.errors import AsyncrlError, ServiceFailed
 from asyncrl.experience import MAX_REWARD_PARTS
 from asyncrl.service import ServiceContext
+from asyncrl.service_status import RewardStatus, Statuses
 from rollout_service import composition
 from rollout_service.data.prompts import PromptSet
 from rollout_service.rewards.calling import FunctionReward
@@ -68,7 +70,7 @@ def test_parts_are_weighed_and_summed_and_each_is_told_before_weighting():
         assert score.parts == {"gsm8k": 1.0, "gsm8k_flexible": 1.0, "box": 1.0, "exact_match": 0.0}
         assert score.value == 1.0 + 0.5 - 2.0
         assert (await reward.for_evaluation().score(answer("4"))).value == 0.5
-        assert reward.counts()["reward_parts"]["gsm8k"] == [1, 1.0]
+        assert reward.status().parts["gsm8k"] == (1, 1.0)
 
     judge(reward_of(fn), work)
 
@@ -89,10 +91,7 @@ def test_one_part_that_fails_fails_the_answer_and_ends_the_other_calls():
     (error,) = ask(reward, "bad")
     assert isinstance(error, RewardError) and "KeyError" in error.message
     assert ended == ["slow"]
-    assert reward.counts() == {
-        "reward_parts": {"slow": [0, 0.0], "bad": [0, 0.0]},
-        "reward_errors": {"raised": 1},
-    }
+    assert reward.status() == RewardStatus({"slow": (0, 0.0), "bad": (0, 0.0)}, {"raised": 1})
 
 
 def test_a_sum_that_is_not_finite_is_an_error():
@@ -111,16 +110,16 @@ def test_where_none_was_ever_scored_fewer_answers_are_enough():
     told = ask(reward, *["bad"] * FIRST_ANSWERS)
     assert {type(one) for one in told[:-1]} == {RewardError} and type(told[-1]) is RewardsFailed
     (failing,) = reward.obstacles()
-    assert (failing["cause"], failing["count"]) == ("rewards_fail", FIRST_ANSWERS)
-    assert failing["reason"] == "the reward 'mine' raised KeyError: 'bad' (row 7)"
+    assert (failing.cause, failing.count) == ("rewards_fail", FIRST_ANSWERS)
+    assert failing.reason == "the reward 'mine' raised KeyError: 'bad' (row 7)"
 
 
 def test_failures_are_told_until_an_answer_is_scored_and_a_reason_once():
     reward = total_of(score_or_refuse)
     ask(reward, "good", "bad", "bad")
-    assert [one["count"] for one in reward.obstacles()] == [2]
+    assert [one.count for one in reward.obstacles()] == [2]
     ask(reward, "good")
-    assert reward.obstacles() == []
+    assert reward.obstacles() == ()
     rate = ErrorRate(0.2)
     for row in range(FIRST_ANSWERS):
         rate.add_failed(RewardError(f"took longer than 30 s (row {row})"))
@@ -143,13 +142,11 @@ def test_a_trial_tells_at_once_of_a_part_that_fails_on_a_ground_truth_and_counts
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         (told,) = reward.obstacles()
-        assert (told["cause"], told["count"]) == ("rewards_fail", 1)
-        assert told["reason"].startswith(
-            "tried on a ground truth: the reward 'bad' raised KeyError: 'answer'"
-        )
-        assert reward.counts()["reward_errors"] == {} and reward.counts()["reward_parts"]["good"] == [0, 0.0]
+        assert (told.cause, told.count) == ("rewards_fail", 1)
+        assert told.reason.startswith("tried on a ground truth: the reward 'bad' raised KeyError: 'answer'")
+        assert reward.status().errors == {} and reward.status().parts["good"] == (0, 0.0)
         reward.note_scored(Score(1.0))
-        assert reward.obstacles() == []
+        assert reward.obstacles() == ()
         await reward.close()
 
     asyncio.run(work())
@@ -230,17 +227,17 @@ def test_a_replica_counts_parts_and_failures_and_drops_the_groups_that_failed(tm
     with open_stage(tmp_path, reward) as stage:
         stage.serve_first_version()
         wait_for(lambda: stage.learner.status().stored_groups >= 4, "a batch")
-        wait_for(lambda: stage.replica.status()["counters"].get("groups_failed"), "a failed group")
+        wait_for(lambda: stage.replica.status().counters.get("groups_failed"), "a failed group")
         reservation = stage.learner.reserve(0, 20.0)
         assert reservation is not None
         groups = stage.learner.fetch([ticket.ticket for ticket in reservation.tickets])
         told = [one.reward_parts for group in groups for one in group.trajectories]
         assert told == [{"mine": -1.0}] * 4 * GROUP_SIZE
-        status = stage.replica.status() | reward.counts()
-        empty = {"reward_parts": {"mine": [0, 0.0]}, "reward_errors": {}}
+        status = replace(stage.replica.status(), reward=reward.status())
+        empty = replace(status, reward=RewardStatus({"mine": (0, 0.0)}))
         meter = Meter()
-        meter.update(0.0, {"rollout.0": status | empty})
-        row = meter.update(1.0, {"rollout.0": status})
+        meter.update(0.0, Statuses({"rollout.0": empty}))
+        row = meter.update(1.0, Statuses({"rollout.0": status}))
         assert row["reward/mine/mean"] == -1.0
         assert row["rollout/reward_errors/not_a_number"] >= 1
 
@@ -250,9 +247,9 @@ def test_what_an_environment_scores_or_fails_by_itself_is_counted_too():
     for _ in range(MIN_ANSWERS - 1):
         reward.note_scored(Score(0.5, {"game": 0.5}))
     reward.note_failed(RewardError("the game broke", kind="raised"))
-    counts = reward.counts()
-    assert counts["reward_parts"] == {"mine": [0, 0.0], "game": [MIN_ANSWERS - 1, 0.5 * (MIN_ANSWERS - 1)]}
-    assert counts["reward_errors"] == {"raised": 1}
+    counts = reward.status()
+    assert counts.parts == {"mine": (0, 0.0), "game": (MIN_ANSWERS - 1, 0.5 * (MIN_ANSWERS - 1))}
+    assert counts.errors == {"raised": 1}
     for _ in range(4):  # 5 of 24 are too many
         with contextlib.suppress(RewardError):
             reward.note_failed(RewardError("the game broke"))
@@ -264,7 +261,7 @@ def test_an_environment_cannot_bring_more_parts_than_a_group_holds():
     reward = total_of(score_or_refuse)
     for number in range(2 * MAX_REWARD_PARTS):
         reward.note_scored(Score(0.0, {f"part {number}": 0.0}))
-    assert len(reward.counts()["reward_parts"]) == MAX_REWARD_PARTS
+    assert len(reward.status().parts) == MAX_REWARD_PARTS
 
 
 def test_a_part_that_arrives_while_another_thread_asks_for_the_counts_ends_nothing():
@@ -277,8 +274,8 @@ def test_a_part_that_arrives_while_another_thread_asks_for_the_counts_ends_nothi
 
     reward = total_of(score_or_refuse)
     reward._sums["mine"] = Busy([0, 0.0])
-    assert reward.counts()["reward_parts"]["mine"] == [0, 0.0]
-    assert reward.counts()["reward_parts"]["late"][0] >= 1
+    assert reward.status().parts["mine"] == (0, 0.0)
+    assert reward.status().parts["late"][0] >= 1
 
 
 def test_a_replica_tries_its_reward_on_the_first_prompt_before_its_engine_starts(tmp_path: Path) -> None:
@@ -301,9 +298,9 @@ def test_a_replica_tries_its_reward_on_the_first_prompt_before_its_engine_starts
         first = parts.prompts
         assert isinstance(first, PromptSet)
         truth = first.at(0).prompt.ground_truth
-        assert f"KeyError: ({truth!r}, {truth!r}) (row 0)" in told[0]["reason"]
+        assert f"KeyError: ({truth!r}, {truth!r}) (row 0)" in told[0].reason
         parts.buffer.close()
         parts.weights.close()
-        return str(told[0]["cause"])
+        return str(told[0].cause)
 
     assert asyncio.run(work()) == "rewards_fail"

@@ -81,11 +81,11 @@ class Learner:
         coordinator, publisher = self._cluster.coordinator, self._cluster.publisher
 
         def is_over() -> bool:
-            return publisher.status()["counters"].get("transfers", 0) >= num_transfers
+            return publisher.status().counters.get("transfers", 0) >= num_transfers
 
         wait_until(is_over, f"{num_transfers} transfers")
-        wait_until(lambda: coordinator.status()["round"] is None, "the round to be closed")
-        counters = publisher.status()["counters"] | coordinator.status()["counters"]
+        wait_until(lambda: coordinator.status().round is None, "the round to be closed")
+        counters = publisher.status().counters | coordinator.status().counters
         before, self._seen = self._seen, {name: counters.get(name, 0) for name in self._seen}
         return self._seen["bytes_sent"] - before["bytes_sent"], self._seen["deltas"] - before["deltas"]
 
@@ -128,7 +128,7 @@ def test_who_has_missed_versions_gets_everything(cluster):
     learner.publish(1)
     assert first.load() == second.load() == 1
     second.receiver.client.call("pin", deadline_s=5.0)
-    wait_until(lambda: cluster.members()["receiver.1"]["state"] == "PINNED", "the pin")
+    wait_until(lambda: cluster.members()["receiver.1"].state == "PINNED", "the pin")
     for number in range(2, 7):
         learner.publish(number)
         assert first.load() == number
@@ -156,7 +156,7 @@ def test_a_wrong_difference_is_refused_and_everything_follows(cluster):
     assert follower.load() == 2
     num_bytes, _ = learner.sent(3)
     assert num_bytes > NUM_BYTES, "what was refused, and everything"
-    assert follower.receiver.status()["counters"]["failed/digest"] == 1
+    assert follower.receiver.status().counters["failed/digest"] == 1
 
 
 def test_a_byte_that_flips_on_its_way_never_reaches_the_engine_and_costs_the_base(cluster):
@@ -165,7 +165,7 @@ def test_a_byte_that_flips_on_its_way_never_reaches_the_engine_and_costs_the_bas
     learner.publish(1)
     assert follower.load() == 1
     learner.publish(2)
-    wait_until(lambda: follower.receiver.status()["counters"].get("failed/digest", 0) >= 1, "the mismatch")
+    wait_until(lambda: follower.receiver.status().counters.get("failed/digest", 0) >= 1, "the mismatch")
     learner.publish(3)
     assert follower.load() == 3
 

@@ -21,7 +21,7 @@ def check_transfers(stage: Stage, victims: Sequence[str] = ()) -> None:
     for name in stage.names():
         if name != "publisher" and not name.startswith("receiver"):
             continue
-        longest_s = stage.status(name)["longest_transfer_s"]
+        longest_s = stage.status(name).longest_transfer_s
         assert name in victims or longest_s <= stage.timing.deadline_s + SLACK_S, name
 
 

@@ -207,9 +207,9 @@ class Stage:
 
     def states(self) -> set[str]:
         """Return the states in which the coordinator sees replicas."""
-        return {member["state"] for member in self.status("coordinator")["members"].values()}
+        return {member.state for member in self.status("coordinator").members.values()}
 
-    def status(self, name: str) -> dict[str, Any]:
+    def status(self, name: str) -> Any:
         return self.service(name).status()
 
     def end(self) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 
 
 def counters(stage: Stage) -> dict[str, int]:
-    return dict(stage.status("coordinator")["counters"])
+    return dict(stage.status("coordinator").counters)
 
 
 @pytest.mark.parametrize("bucket", [FIRST, MIDDLE, LAST])
@@ -92,7 +92,7 @@ def test_members_of_a_group_may_meet_in_any_order(late, tmp_path):
         stage.tell_learner(1)
         stage.wait_for_strike(late)
         others = {"publisher", "receiver.0", "receiver.1"} - {late}
-        wait_until(lambda: all(stage.status(name)["transfers"] == 1 for name in others), "the others to meet")
+        wait_until(lambda: all(stage.status(name).transfers == 1 for name in others), "the others to meet")
         stage.bring_back(late)
         stage.hear_learner()
         stage.wait_served(1, stage.replicas, bound_s(stage))

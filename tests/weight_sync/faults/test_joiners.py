@@ -14,11 +14,11 @@ SLOW_S = 0.3
 
 
 def counters(stage: Stage) -> dict[str, int]:
-    return dict(stage.status("coordinator")["counters"])
+    return dict(stage.status("coordinator").counters)
 
 
 def wait_for_transfer(stage: Stage, name: str) -> None:
-    wait_until(lambda: stage.status(name)["transfers"] == 1, f"a transfer to {name} to begin")
+    wait_until(lambda: stage.status(name).transfers == 1, f"a transfer to {name} to begin")
 
 
 def test_a_late_joiner_is_ready_after_one_transfer_and_one_load(tmp_path):
@@ -31,9 +31,9 @@ def test_a_late_joiner_is_ready_after_one_transfer_and_one_load(tmp_path):
         stage.replicas.append(1)
         stage.wait_served(1, [1])
         (load,) = stage.loads(1)
-        allowed_s = stage.status("receiver.1")["longest_transfer_s"] + load.at_s - load.began_s + 1.0
+        allowed_s = stage.status("receiver.1").longest_transfer_s + load.at_s - load.began_s + 1.0
         assert load.at_s - stage.hello_s("receiver.1") <= allowed_s + SLACK_S
-        wait_until(lambda: stage.status("coordinator")["members"]["receiver.1"]["state"] == "READY", "READY")
+        wait_until(lambda: stage.status("coordinator").members["receiver.1"].state == "READY", "READY")
         assert not stage.blamed() and counters(stage).get("rounds_failed", 0) == 0
         stage.start("learner")
         check_transfers(stage)
@@ -67,7 +67,7 @@ def test_who_joins_in_the_middle_of_a_transfer_gets_the_version_and_breaks_nothi
         stage.publish(2)
         wait_for_transfer(stage, "receiver.0")
         stage.add_replica(2)
-        assert stage.status("receiver.0")["transfers"] == 1, "the transfer ended too early for this test"
+        assert stage.status("receiver.0").transfers == 1, "the transfer ended too early for this test"
         stage.wait_served(2, stage.replicas, bound_s(stage))
         assert counters(stage).get("rounds_failed", 0) == 0 and not stage.blamed()
         check_transfers(stage)
@@ -119,4 +119,4 @@ def test_a_replica_pinned_in_the_middle_of_a_transfer_stays_at_its_version(tmp_p
 
 
 def is_pinned(stage: Stage) -> bool:
-    return bool(stage.status("coordinator")["members"]["receiver.0"]["pinned"])
+    return bool(stage.status("coordinator").members["receiver.0"].pinned)

@@ -46,7 +46,7 @@ def test_five_hundred_syncs_in_a_row_leave_every_process_as_it_was(tmp_path):
             assert held.num_threads <= before[name].num_threads + MAX_MORE_THREADS, name
             assert held.resident_bytes - before[name].resident_bytes <= MAX_GROWTH_BYTES, name
         assert segments_of(stage) == segments_before
-        counters = stage.status("coordinator")["counters"]
+        counters = stage.status("coordinator").counters
         assert counters.get("rounds_failed", 0) == 0 and not stage.blamed()
         assert all(len(stage.loads(index)) == NUM_SYNCS for index in stage.replicas)
         finish(stage)

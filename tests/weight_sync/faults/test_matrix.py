@@ -74,8 +74,8 @@ def endure(stage: Stage, case: Case, stop_s: float) -> None:
     elif case.victims == ("coordinator",):
         wait_until(lambda: is_missed(stage), "the others to miss the coordinator", bound_s(stage))
     for victim in [name for name in case.victims if name.startswith("receiver")]:
-        member = stage.status("coordinator")["members"][victim]
-        assert member["fenced"] and member["state"] == "SUSPECT", member
+        member = stage.status("coordinator").members[victim]
+        assert member.fenced and member.state == "SUSPECT", member
     if case.kind == "stop":
         wait_seconds(max(0.0, struck_s + stop_s - time.monotonic()))
     stage.bring_back(*case.victims)
@@ -87,7 +87,7 @@ def endure(stage: Stage, case: Case, stop_s: float) -> None:
 def is_named(stage: Stage, case: Case) -> bool:
     """Tell whether everyone who is to blame is named, in the log and in the status."""
     lines = stage.blamed()
-    is_counted = stage.status("coordinator")["counters"].get("culprits", 0) >= len(case.blamed)
+    is_counted = stage.status("coordinator").counters.get("culprits", 0) >= len(case.blamed)
     return is_counted and all(any(line.startswith(start) for line in lines) for start in case.blamed)
 
 
@@ -122,5 +122,5 @@ def check_waits(stage: Stage, case: Case) -> None:
     """No service waited longer than its deadline, by its own clock."""
     check_transfers(stage, case.victims)
     if "coordinator" not in case.victims:
-        longest_s = stage.status("coordinator")["longest_round_s"]
+        longest_s = stage.status("coordinator").longest_round_s
         assert longest_s <= stage.timing.deadline_s + SLACK_S

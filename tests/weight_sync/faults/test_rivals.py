@@ -64,7 +64,7 @@ def test_two_coordinators_at_once_do_no_harm_and_the_younger_one_remains(tmp_pat
         older = stage.cluster.children["weight_sync.0"]
         stage.start("coordinator")  # under the same address: who connects from here on finds this one
         stage.add_replica(2)
-        wait_until(lambda: "receiver.2" in stage.status("coordinator")["members"], "the joiner to be known")
+        wait_until(lambda: "receiver.2" in stage.status("coordinator").members, "the joiner to be known")
         older.signal(signal.SIGCONT)
         stage.publish(3)
         stage.wait_served(3, [0, 1], 2 * bound_s(stage))
@@ -89,7 +89,7 @@ def test_a_thawed_receiver_whose_place_was_taken_does_not_get_it_back(tmp_path):
         zombie.signal(signal.SIGCONT)
         refused = "refused_hellos"
         wait_until(
-            lambda: stage.status("coordinator")["counters"].get(refused, 0) > 0, "the older to be refused"
+            lambda: stage.status("coordinator").counters.get(refused, 0) > 0, "the older to be refused"
         )
         for number in (3, 4):
             stage.publish(number)

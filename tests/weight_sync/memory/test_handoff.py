@@ -40,7 +40,7 @@ def next_version() -> PolicyVersion:
 
 
 def published(cluster: Cluster) -> list[int]:
-    return list(cluster.publisher.status()["version"] or [])
+    return list(cluster.publisher.status().version or [])
 
 
 @pytest.mark.parametrize(

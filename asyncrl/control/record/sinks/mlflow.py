@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from asyncrl.control.record.sinks.protocol import DEFAULT_PROJECT, RunLabel, load_library
 
@@ -25,12 +24,13 @@ class MlflowSink:
 
     name = "mlflow"
 
-    def __init__(self, label: RunLabel, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, label: RunLabel, arguments: Mapping[str, object]) -> None:
         self._label = label
         self._uri = arguments.get("tracking_uri")
         self._experiment = str(arguments.get("experiment", DEFAULT_PROJECT))
         self._run_name = str(arguments.get("run_name", label.name))
-        self._tags = {**arguments.get("tags", {}), ID_TAG: label.id}
+        tags = arguments.get("tags")
+        self._tags = {**(tags if isinstance(tags, dict) else {}), ID_TAG: label.id}
 
     def open(self) -> None:
         self._library = load_library("mlflow")
@@ -77,7 +77,7 @@ def plain_name(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
 
 
-def leaves_of(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield (section.key, value) of nested settings.
 
     >>> list(leaves_of({"run": {"name": "a"}}))

@@ -8,7 +8,6 @@ import string
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
@@ -21,7 +20,7 @@ from asyncrl.control.record.sinks.trackio import TrackioSink
 from asyncrl.control.record.sinks.wandb import WandbSink
 from asyncrl.errors import ConfigError
 
-SERVICES: Mapping[str, Callable[[RunLabel, Mapping[str, Any]], Sink]] = {
+SERVICES: Mapping[str, Callable[[RunLabel, Mapping[str, object]], Sink]] = {
     "wandb": WandbSink,
     "mlflow": MlflowSink,
     "trackio": TrackioSink,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from asyncrl.clock import Clock, SystemClock
 from asyncrl.control.record.sinks.protocol import Sink
+from asyncrl.metrics.metric import Row
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Outbox:
         self._thread = threading.Thread(target=self._run, name=f"sink-{sink.name}", daemon=True)
         self._thread.start()
 
-    def put(self, row: Mapping[str, Any], step: int) -> None:
+    def put(self, row: Row, step: int) -> None:
         """Queue the numbers of `row`; with a full queue the row is dropped. Never waits for the sink."""
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
         values = {name: float(value) for name, value in numbers.items() if "/" in name}

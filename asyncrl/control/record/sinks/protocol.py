@@ -25,7 +25,7 @@ class RunLabel:
     name: str
     id: str
     folder: Path
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
 class Sink(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from asyncrl.control.record.sinks.protocol import DEFAULT_PROJECT, RunLabel, load_library
 
@@ -13,7 +12,7 @@ class SwanLabSink:
 
     name = "swanlab"
 
-    def __init__(self, label: RunLabel, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, label: RunLabel, arguments: Mapping[str, object]) -> None:
         self._folder = label.folder / "swanlog"
         self._arguments = {
             "project": DEFAULT_PROJECT,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from asyncrl.control.record.sinks.protocol import DEFAULT_PROJECT, RunLabel, load_library
 
@@ -15,7 +14,7 @@ class WandbSink:
 
     name = "wandb"
 
-    def __init__(self, label: RunLabel, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, label: RunLabel, arguments: Mapping[str, object]) -> None:
         self._arguments = {
             "project": DEFAULT_PROJECT,
             "name": label.name,

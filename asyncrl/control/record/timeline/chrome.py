@@ -6,7 +6,6 @@ Every service is a process, every lane a thread of it. Times are whole microseco
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from asyncrl.control.record.timeline.spans import Span, Timeline, clip, lay_out
 
@@ -14,7 +13,7 @@ ORDER = ("run", "learner", "publisher", "weight_sync", "buffer", "rollout", "rec
 _MAIN_THREAD = 0
 
 
-def chrome_trace(timelines: Sequence[Timeline], about: Mapping[str, Any]) -> dict[str, Any]:
+def chrome_trace(timelines: Sequence[Timeline], about: Mapping[str, object]) -> dict[str, object]:
     """Return the JSON object of a trace.
 
     Args:
@@ -36,7 +35,7 @@ def chrome_trace(timelines: Sequence[Timeline], about: Mapping[str, Any]) -> dic
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {**about, "start_unix_s": start_s}}
 
 
-def _spans(timelines: Sequence[Timeline], pids: Mapping[str, int], start_s: float) -> list[dict[str, Any]]:
+def _spans(timelines: Sequence[Timeline], pids: Mapping[str, int], start_s: float) -> list[dict[str, object]]:
     events = []
     window = timelines[0].window
     laid = lay_out(span for timeline in timelines for span in clip(timeline.spans, window))
@@ -54,7 +53,7 @@ def _spans(timelines: Sequence[Timeline], pids: Mapping[str, int], start_s: floa
     return events
 
 
-def _complete(span: Span, pid: int, tid: int, start_s: float) -> dict[str, Any]:
+def _complete(span: Span, pid: int, tid: int, start_s: float) -> dict[str, object]:
     ts = _micros(span.start_s - start_s)
     # Both ends are rounded, not the duration: spans that touch still do.
     dur = _micros(span.end_s - start_s) - ts
@@ -81,7 +80,7 @@ def _rank(service: str) -> tuple[int, int, str]:
     )
 
 
-def _meta(pid: int, tid: int, kind: str, **args: Any) -> dict[str, Any]:
+def _meta(pid: int, tid: int, kind: str, **args: object) -> dict[str, object]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 

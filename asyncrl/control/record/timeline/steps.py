@@ -6,14 +6,13 @@ they first began; one that ran several times in a step is one span. They fill th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
 
 from asyncrl.control.record.timeline.spans import Moment, Span, Window
 from asyncrl.errors import ConfigError
+from asyncrl.metrics.metric import Row
 
-Row = Mapping[str, Any]
 LEARNER = "learner.0"
 STEPS, STAGES = "steps", "stages"
 _TIMING, _STEP, _FIRST_OF_BATCH = "timing_s/", "step", "fetch"

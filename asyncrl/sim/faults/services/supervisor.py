@@ -7,7 +7,7 @@ so the next supervisor finds every service. It looks at processes directly, as R
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from asyncrl.control.fleet.machine import FleetMachine, FleetRules
 from asyncrl.control.fleet.messages import (
@@ -27,10 +27,11 @@ from asyncrl.control.fleet.messages import (
     Tick,
     Wanted,
 )
-from asyncrl.control.fleet.saved import dump, restore
+from asyncrl.control.fleet.saved import SavedMachine, dump, restore
 from asyncrl.sim.faults.kernel.process import Process
 from asyncrl.sim.faults.services.replica import ReplicaProcess
 from asyncrl.sim.world import World
+from asyncrl.states import ServiceState
 
 PULSE_S = 0.5
 RULES = FleetRules(start_deadline_s=60.0, max_replicas=8, silence_s=4.0, long_silence_s=6.0, suspect_s=1.0)
@@ -70,7 +71,7 @@ class Supervisor:
     def __init__(self, crew: Crew, replicas: int) -> None:
         self._crew, self._replicas = crew, replicas
         self._machine: FleetMachine | None = None
-        self._saved: dict[str, Any] | None = None
+        self._saved: SavedMachine | None = None
         self._life = 0
         self.given_up: GiveUp | None = None
 
@@ -125,7 +126,7 @@ class Supervisor:
         if process.is_stopped:
             return Halted(name)
         done = process.num_done if isinstance(process, ReplicaProcess) else getattr(process, "step", 0)
-        return Heard(name, process.state, done)
+        return Heard(name, ServiceState(process.state), done)
 
     def _apply_all(self, events: Iterable[Event]) -> None:
         """Apply what was seen at one moment; what a service did that was renewed since, says nothing."""

@@ -1,0 +1,62 @@
+"""`outcome.json`: how a run has ended."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from asyncrl.durable import replace_text
+from asyncrl.states import RunState
+
+if TYPE_CHECKING:
+    from asyncrl.control.record.rundir import RunDir
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run has ended, or is being ended.
+
+    Attributes:
+        service: Who it failed for. tail: The last lines of that service's log.
+        would_repeat: The next start would meet the same failure.
+        is_removed: The run's folder was removed meanwhile.
+        command: Starts the run once more; only in memory, of who started or found it.
+    """
+
+    state: RunState
+    error: str = ""
+    service: str = ""
+    tail: tuple[str, ...] = ()
+    would_repeat: bool = False
+    is_removed: bool = False
+    command: str = ""
+
+    def as_values(self) -> dict[str, object]:
+        """Return what stands in JSON."""
+        found: dict[str, object] = msgspec.to_builtins(self)
+        unsaid = ("command",) if self.state is RunState.FAILED else ("command", "would_repeat", "is_removed")
+        return {name: value for name, value in found.items() if name not in unsaid}
+
+
+def read_outcome(folder: RunDir) -> Outcome | None:
+    """Return how the run in `folder` has ended, None while it has not, or if nobody can tell."""
+    try:
+        return msgspec.json.decode(folder.outcome.read_bytes(), type=Outcome)
+    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
+        return None
+
+
+def write_outcome(folder: RunDir, outcome: Outcome) -> str:
+    """Write down how a run ended: in the room that was reserved for it, and also if its folder was removed.
+
+    Returns:
+        Why that is not possible, empty if it is done.
+    """
+    try:
+        folder.path.mkdir(exist_ok=True)
+        folder.reserve.unlink(missing_ok=True)
+        replace_text(folder.outcome, json.dumps(outcome.as_values(), indent=2) + "\n", is_synced=True)
+    except OSError as error:
+        return f"{error}"
+    return ""

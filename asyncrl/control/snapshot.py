@@ -1,0 +1,224 @@
+"""The snapshot of a run: what its control API tells of it, and the CLI and the page show (pure).
+
+Owns its form as JSON. Where that has an empty text or object for what is not known, the struct has None.
+Invariant: a snapshot of an older or newer asyncrl can be read: what is not known is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import ClassVar
+
+import msgspec
+
+from asyncrl.control.diagnosis.bottleneck import Diagnosis
+from asyncrl.control.fleet.units import Stage
+from asyncrl.errors import WireError
+from asyncrl.obstacle import Obstacle
+from asyncrl.service_status import (
+    AnyJournalStatus,
+    BufferStatus,
+    CoordinatorStatus,
+    PendingTickets,
+    PublisherStatus,
+    ReceiverStatus,
+    ReplicaStatus,
+    ServiceStatus,
+)
+from asyncrl.states import RunState, ServiceState
+
+
+class Health(StrEnum):
+    """Whether a run does all that it shall."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+
+
+class ServiceFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the supervisor knows of a service beyond its own word.
+
+    Attributes:
+        stage: Of its unit, None before the first pulse.
+        reason: Why it has no process. back_in_s: In how many seconds it is started again.
+    """
+
+    heartbeat_age_s: float | None = None
+    restarts: int = 0
+    stage: Stage | None = None
+    standby: bool = False
+    reason: str = ""
+    back_in_s: float | None = None
+
+
+class ServiceView(ServiceFacts, frozen=True, kw_only=True):
+    """A service as a snapshot tells of it; `version` is a number, or (number, step)."""
+
+    state: ServiceState
+    version: int | tuple[int, int] | None = None
+    pid: int | None = None
+    address: str | None = None
+    gateway: str | None = None
+    node: str | None = None
+    trajectories: int | None = None
+
+    @property
+    def number(self) -> int | None:
+        """The number of its version."""
+        return self.version[0] if isinstance(self.version, tuple) else self.version
+
+
+class LedgerView(msgspec.Struct, frozen=True, kw_only=True):
+    """The buffer's account, see `BufferStatus`."""
+
+    issued: int
+    trained: int
+    dropped: Mapping[str, int]
+    pending: PendingTickets
+    prompts_drawn: int
+    given_up: int
+    open: int
+    residue: int
+    stored_groups: int
+    checkpoints: tuple[int, ...]
+    counters: Mapping[str, int]
+    journal: AnyJournalStatus
+
+    @property
+    def num_dropped(self) -> int:
+        """Tickets that were dropped for any reason."""
+        return sum(self.dropped.values())
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run; all of it from its supervisor, less from who speaks while there is none.
+
+    Attributes:
+        state: None of a run that has told nothing yet.
+        time_left_s: A guess, None without one.
+        ready_groups: Complete groups that the buffer holds at most. torn: Checkpoints that were damaged.
+        metrics: The newest row. evaluation: The newest row of one.
+        events: The newest, the oldest of them first; their fields differ by kind.
+        outcome: How the run has ended, before its state says so.
+        is_over: There is nobody any more who could tell more.
+    """
+
+    TOLD: ClassVar[tuple[str, ...]] = ()
+    """The fields that stand in JSON, empty for all."""
+
+    run: str = ""
+    run_id: str = ""
+    folder: str = ""
+    state: RunState | None = None
+    phase: str = ""
+    health: Health | None = None
+    step: int | None = None
+    steps: int | None = None
+    time_left_s: float | None = None
+    max_lag: int | None = None
+    ready_groups: int | None = None
+    torn: tuple[str, ...] = ()
+    resumed_step: int = 0
+    paused: bool = False
+    metrics: Mapping[str, object] = {}
+    services: Mapping[str, ServiceView] = {}
+    bottleneck: Diagnosis = Diagnosis()
+    obstacles: tuple[Obstacle, ...] = ()
+    events: tuple[Mapping[str, object], ...] = ()
+    error: str | None = None
+    outcome: RunState | None = None
+    ledger: LedgerView | None = None
+    accuracy: float | None = None
+    evaluation: Mapping[str, object] = {}
+    is_over: bool = False
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether the supervisor says so."""
+        return self.health is Health.DEGRADED
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the supervisor says so, or does not answer."""
+        return self.is_degraded or self.state is RunState.SILENT
+
+
+class HeadWord(Snapshot, frozen=True, kw_only=True):
+    """What the head says while no supervisor answers."""
+
+    TOLD: ClassVar[tuple[str, ...]] = ("run", "state", "phase")
+
+
+class LastWord(Snapshot, frozen=True, kw_only=True):
+    """What a run that is over has left."""
+
+    TOLD: ClassVar[tuple[str, ...]] = ("run", "state", "step", "accuracy", "error", "is_over")
+
+
+SUPERVISORS = tuple(name for name in Snapshot.__struct_fields__ if name != "is_over")
+EMPTY: Mapping[str, object] = {"outcome": "", "ledger": {}}
+"""What stands in JSON for None."""
+
+
+def values_of(snapshot: Snapshot) -> dict[str, object]:
+    """Return a snapshot as its JSON has it."""
+    found: dict[str, object] = msgspec.to_builtins(snapshot)
+    if snapshot.services:
+        found["services"] = {name: _values_of_service(one) for name, one in snapshot.services.items()}
+    found |= {name: empty for name, empty in EMPTY.items() if found[name] is None}
+    return {name: found[name] for name in snapshot.TOLD or SUPERVISORS}
+
+
+def _values_of_service(service: ServiceView) -> dict[str, object]:
+    found: dict[str, object] = msgspec.to_builtins(service)
+    return {**found, "stage": service.stage or ""}
+
+
+def read_snapshot(values: Mapping[str, object]) -> Snapshot:
+    """Return the snapshot in its JSON.
+
+    Raises:
+        WireError: It is none.
+    """
+    known = {name: value for name, value in values.items() if value not in (None, EMPTY.get(name))}
+    services = known.get("services")
+    if isinstance(services, Mapping):
+        known["services"] = {name: _without_empty_stage(one) for name, one in services.items()}
+    try:
+        return msgspec.convert(known, Snapshot)
+    except msgspec.ValidationError as error:
+        raise WireError(f"what the run tells of itself cannot be read: {error}") from None
+
+
+def _without_empty_stage(service: object) -> object:
+    if not isinstance(service, Mapping) or service.get("stage") != "":
+        return service
+    return {name: value for name, value in service.items() if name != "stage"}
+
+
+VERSIONED = (ReplicaStatus, ReceiverStatus, CoordinatorStatus, PublisherStatus)
+SERVERS = (BufferStatus, ReceiverStatus, CoordinatorStatus, PublisherStatus)
+"""Services that say where they listen."""
+
+
+def view_service(status: ServiceStatus, facts: ServiceFacts) -> ServiceView:
+    """Return a service as a snapshot tells of it."""
+    replica = status if isinstance(status, ReplicaStatus) else None
+    return ServiceView(
+        state=status.state,
+        version=status.version if isinstance(status, VERSIONED) else None,
+        pid=status.pid,
+        address=status.address if isinstance(status, SERVERS) else None,
+        gateway=replica.gateway.url if replica and replica.gateway else None,
+        node=status.node,
+        trajectories=replica.engine.trajectories if replica and replica.engine else None,
+        **msgspec.structs.asdict(facts),
+    )
+
+
+def view_ledger(buffer: BufferStatus | None) -> LedgerView | None:
+    """Return what a snapshot tells of the buffer's account, None while the buffer has said nothing."""
+    if buffer is None:
+        return None
+    return LedgerView(**{name: getattr(buffer, name) for name in LedgerView.__struct_fields__})
