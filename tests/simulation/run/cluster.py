@@ -17,6 +17,7 @@ from asyncrl.buffer.messages import EvaluationOrder, Opening
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.experience import Group, Trajectory
+from asyncrl.service_command import AnyCommand, Pause, RetireReplica, Unpause
 from learner.checkpoint import CheckpointStore
 from learner.intake import Intake
 from learner.leader import Leader
@@ -86,19 +87,19 @@ class RunCluster(SyncCluster):
     def _tell_buffer(self, name: str) -> None:
         """Have the buffer take back at once what a dead replica held, as a supervisor does."""
         if name.startswith("rollout."):
-            self.world.after(RETIRE_S, self.command_buffer, "retire", {"replica": name})
+            self.world.after(RETIRE_S, self.command_buffer, RetireReplica(name))
 
-    def command_buffer(self, command: str, args: dict[str, Any]) -> None:
+    def command_buffer(self, command: AnyCommand) -> None:
         """Tell the buffer something, as soon as it can be reached."""
         service = self.living("buffer.0")
         if service is not None:
-            service.command(command, args)
+            service.command(command)
         else:
-            self.world.after(RETIRE_S, self.command_buffer, command, args)
+            self.world.after(RETIRE_S, self.command_buffer, command)
 
     def pause(self, is_paused: bool) -> None:
         """Pause or unpause the run, and have a checkpoint written."""
-        self.command_buffer("pause" if is_paused else "unpause", {})
+        self.command_buffer(Pause() if is_paused else Unpause())
         if self.leader is not None:
             self.leader.is_paused = is_paused
             self.leader.ask_checkpoint(self.leader.step)

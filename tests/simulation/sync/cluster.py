@@ -15,6 +15,7 @@ from typing import Any
 
 from asyncrl.buffer.messages import EvaluationOrder, LeaseReply
 from asyncrl.service import Service
+from asyncrl.service_command import Drain
 from asyncrl.versions import PolicyVersion
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.parts import ReplicaParts, ReplicaSettings
@@ -122,7 +123,7 @@ class SyncCluster:
         """Ask every service how it is, as a supervisor does."""
         for name in self.services:
             service = self.living(name)
-            if service is not None and "state" not in service.status():
+            if service is not None and not service.status().state:
                 self.judge.say(f"bug: the status of {name} has no state")
         self.world.after(STATUS_S, self._ask_statuses)
 
@@ -142,7 +143,7 @@ class SyncCluster:
         self.crew.retire(receiver)
         service = self.services.get(name)
         if service is not None:
-            service.command("drain", {"grace_s": 0.0})
+            service.command(Drain(0.0))
         for retired, after_s in ((receiver, 2.0), (name, 4.0)):
             self.world.after(after_s, self.crew.processes[retired].kill)
 
