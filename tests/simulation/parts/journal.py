@@ -24,6 +24,7 @@ from asyncrl.buffer.journals.journal import (
 )
 from asyncrl.buffer.ledger.events import Checkpointed, Event
 from asyncrl.obstacle import Obstacle
+from asyncrl.service_status import JournalStatus
 from asyncrl.wire import Frame
 
 SYNC_EVERY_S = 1.0
@@ -179,8 +180,8 @@ class SimulatedJournal:
         self._disk.num_synced = len(self._disk.turns)
         self._disk.synced = set(self._disk.payloads)
 
-    def status(self) -> dict[str, Any]:
-        return {"kind": "simulated", "is_away": self._disk.is_away}
+    def status(self) -> JournalStatus:
+        return JournalStatus(is_away=self._disk.is_away)
 
     def close(self) -> None:
         pass
