@@ -29,7 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.core.errors import AsyncrlError
 from benchmarks.buffer_peers.crew import (
     Crew,
     Figures,

@@ -28,16 +28,16 @@ from typing import Any
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.composition import build
 from asyncrl.cli.up import find_config
-from asyncrl.config.load import find_run_folder, load_config
-from asyncrl.config.tree import Config
 from asyncrl.control.record.recorder import training_rows
 from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.service import ServiceContext
-from asyncrl.sim.calibration import base_rates, rates_of_run, steady_rows, taken_with
-from asyncrl.sim.rates import Rates
-from asyncrl.sim.setting import Setting
-from asyncrl.threads import ThreadEvent
+from asyncrl.core.config.load import find_run_folder, load_config
+from asyncrl.core.config.tree import Config
+from asyncrl.core.runtime.threads import ThreadEvent
+from asyncrl.core.service import ServiceContext
+from asyncrl.planner.calibration import base_rates, rates_of_run, steady_rows, taken_with
+from asyncrl.planner.rates import Rates
+from asyncrl.planner.setting import Setting
 from benchmarks.options import end_on_sigterm, make_parser
 from benchmarks.planner.engine_curve import measure_curve
 from benchmarks.planner.live import live_run

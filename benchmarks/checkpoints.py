@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.tree import LearnerSection
+from asyncrl.core.config.tree import LearnerSection
 from benchmarks.inputs import save_qwen3
 from benchmarks.options import Verdict, judge, make_parser, report
 from learner.backend import Placement

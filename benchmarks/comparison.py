@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.control.record.row_files import lines_of, older_files
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 from benchmarks.options import writable
 from benchmarks.plots import draw_ratios
 from benchmarks.ratios import Ratio

@@ -33,17 +33,17 @@ import numpy as np
 import psutil
 import zmq
 
-from asyncrl import wire
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.experience import Group, Trajectory, encode_group
-from asyncrl.keys import ClientKeys, RunKeys, ServerKeys, make_run_keys
-from asyncrl.sockets.options import prepare_client
-from asyncrl.threads import ThreadEvent, ThreadRuntime
-from asyncrl.versions import Span
+from asyncrl.core import wire
+from asyncrl.core.experience import Group, Trajectory, encode_group
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.sockets.keys import ClientKeys, RunKeys, ServerKeys, make_run_keys
+from asyncrl.core.sockets.options import prepare_client
+from asyncrl.core.staleness import Span
 from benchmarks import options
 
 TARGET_SHARE = 0.95

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.experience import Trajectory
-from asyncrl.versions import Span
+from asyncrl.core.experience import Trajectory
+from asyncrl.core.staleness import Span
 
 
 def save_qwen3(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **fields: Any) -> int:

@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from asyncrl.config.tree import LearnerSection
-from asyncrl.experience import Group
+from asyncrl.core.config.tree import LearnerSection
+from asyncrl.core.experience import Group
 from benchmarks import verl_loss
 from benchmarks.inputs import make_trajectory, save_qwen3
 from benchmarks.options import Verdict, judge, make_parser, report

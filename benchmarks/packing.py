@@ -23,8 +23,8 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 import numpy as np
 import torch
 
-from asyncrl.config.tree import LearnerSection
-from asyncrl.experience import Group
+from asyncrl.core.config.tree import LearnerSection
+from asyncrl.core.experience import Group
 from benchmarks.inputs import make_trajectory, save_qwen3
 from benchmarks.options import Verdict, judge, make_parser, report
 from learner.backend import Placement

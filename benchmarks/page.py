@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 from benchmarks.rows import Row, RowFile
 
 RESULTS = Path(__file__).parent / "results"

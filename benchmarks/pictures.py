@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 from benchmarks.options import writable
 from benchmarks.plots import draw
 from benchmarks.rows import Row, RowFile

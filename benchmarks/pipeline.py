@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import ConfigError, ServiceFailed
+from asyncrl.core.errors import ConfigError, ServiceFailed
 from benchmarks.options import Verdict, end_on_sigterm, judge, make_parser, report
 from benchmarks.pipeline_parts.bounded import bounded_share
 from benchmarks.pipeline_parts.cases import COLOCATED, SETTINGS, Case, make_task, run_case

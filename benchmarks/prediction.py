@@ -20,21 +20,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.load import load_config
-from asyncrl.config.tree import Config
-from asyncrl.sim.calibration import (
+from asyncrl.core.config.load import load_config
+from asyncrl.core.config.tree import Config
+from asyncrl.planner.calibration import (
     Measured,
     base_rates,
     measure,
     prompt_tokens_of_rows,
     rates_of_rows,
 )
-from asyncrl.sim.calibration import Row as LearnerRow
-from asyncrl.sim.outcome import Outcome
-from asyncrl.sim.rates import Rates
-from asyncrl.sim.setting import Setting
-from asyncrl.sim.simulation import Simulation
-from asyncrl.sim.sweep import predict
+from asyncrl.planner.calibration import Row as LearnerRow
+from asyncrl.planner.outcome import Outcome
+from asyncrl.planner.rates import Rates
+from asyncrl.planner.setting import Setting
+from asyncrl.planner.simulation import Simulation
+from asyncrl.planner.sweep import predict
 from benchmarks.options import Verdict, end_on_sigterm, judge, make_parser, report
 from benchmarks.planner.live import builtin_paths, live_run
 from benchmarks.rows import Row

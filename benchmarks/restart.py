@@ -26,12 +26,12 @@ from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import SystemClock
-from asyncrl.config.tree import BufferSection
-from asyncrl.experience import Group, Trajectory, encode_group
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadEvent, ThreadRuntime
-from asyncrl.versions import Span
+from asyncrl.core.config.tree import BufferSection
+from asyncrl.core.experience import Group, Trajectory, encode_group
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.clock import SystemClock
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.staleness import Span
 from benchmarks import options
 
 TARGET_S = 2.0

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from asyncrl.service import ServiceContext
+from asyncrl.core.service import ServiceContext
 from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.rollout_ways import setting
 from benchmarks.rollout_ways.agents import run_agents

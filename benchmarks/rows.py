@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 from benchmarks.machine import describe_hardware, describe_versions
 
 FORMAT = 1

@@ -2,7 +2,7 @@
 
 Log-normal lengths (sigma 0.5, 1.2, 1.8) x `max_lag` (1, 2, 4, 8) x slots for 1.5 and 3 batches in flight x
 our `mask`, `drop`, `wait` and the rules of AReaL, prime-rl and verl V1's `wait`, over the same lengths.
-`--quick` takes sigma 1.2 and `max_lag` 4 and 8. Definitions of the words: `asyncrl.sim.studies.tally`.
+`--quick` takes sigma 1.2 and `max_lag` 4 and 8. Definitions of the words: `asyncrl.planner.studies.tally`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncrl
-from asyncrl.sim.studies.experiment import GENERATION_LOAD, RULES, Cell, Sizes, run_cell
+from asyncrl.planner.studies.experiment import GENERATION_LOAD, RULES, Cell, Sizes, run_cell
 from benchmarks.options import Verdict, judge, make_parser, report
 
 SIGMAS, MAX_LAGS, BATCHES_IN_FLIGHT = (0.5, 1.2, 1.8), (1, 2, 4, 8), (1.5, 3.0)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 from benchmarks.options import command_of, end_on_sigterm, writable
 from benchmarks.rows import Row, RowFile
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.tree import WeightSyncSection
+from asyncrl.core.config.tree import WeightSyncSection
 from benchmarks.figures import make_rows
 from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.plots import save

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.config.tree import LearnerSection
-from asyncrl.experience import Group
+from asyncrl.core.config.tree import LearnerSection
+from asyncrl.core.experience import Group
 from benchmarks.inputs import make_trajectory, save_qwen3
 from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.weight_sync_peers import learning_runs

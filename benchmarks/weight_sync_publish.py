@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.tree import LearnerSection
 from asyncrl.control.launch.ports import HeldPort
-from asyncrl.errors import ServiceFailed
-from asyncrl.service import ServiceContext
-from asyncrl.threads import ThreadRuntime
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.config.tree import LearnerSection
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.staleness import PolicyVersion
 from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.weight_sync_peers.peers import Peer, obey
 from benchmarks.weight_sync_peers.services import COORDINATOR_NAME, PUBLISHER_NAME, make_context, run_service

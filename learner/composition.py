@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.allocation import keep_freed_memory
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.config.tree import Config
-from asyncrl.service import ServiceContext
+from asyncrl.core.config.tree import Config
+from asyncrl.core.runtime.allocation import keep_freed_memory
+from asyncrl.core.service import ServiceContext
 from learner.algorithms.objective import Objective, describe, make_objective
 from learner.backend import LearnerBackend, Models, Placement, ValueBackend
 from learner.checkpoint import CheckpointStore

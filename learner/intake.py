@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.experience import Group
+from asyncrl.core.experience import Group
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from asyncrl.buffer.client import LearnerClient, Reservation
 from asyncrl.buffer.rules import learner as rules
-from asyncrl.config.tree import Config
-from asyncrl.errors import CheckpointError, ConfigError, DeadlineExceeded, LedgerError
-from asyncrl.faults import fault_point
-from asyncrl.obstacle import Cause, FailureStreak
-from asyncrl.runtime import Event, Runtime
-from asyncrl.service_status import GuardFinding
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import CheckpointError, ConfigError, DeadlineExceeded, LedgerError
+from asyncrl.core.obstacle import Cause, FailureStreak
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.interface import Event, Runtime
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.service_status import GuardFinding
 from learner.checkpoint import CheckpointStore, Commit
 from learner.checkpoint.store import Cut
 from learner.checkpoint.writer import WRITE_DEADLINE_S, CheckpointKeeper

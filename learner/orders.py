@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from asyncrl import wire
+from asyncrl.core import wire
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-from asyncrl.config.tree import Config
-from asyncrl.message import Message
-from asyncrl.metrics.row_log import RowLog
-from asyncrl.obstacle import Cause, Obstacle
-from asyncrl.runtime import Event, Runtime
-from asyncrl.service_command import (
+from asyncrl.core.config.tree import Config
+from asyncrl.core.metrics.row_log import RowLog
+from asyncrl.core.obstacle import Cause, Obstacle
+from asyncrl.core.rpc.message import Message
+from asyncrl.core.runtime.interface import Event, Runtime
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.service_command import (
     AnyCommand,
     HandOverRows,
     Pause,
@@ -27,10 +28,9 @@ from asyncrl.service_command import (
     WriteCheckpoint,
     unknown_command,
 )
-from asyncrl.service_status import LearnerStatus
-from asyncrl.states import ServiceState
-from asyncrl.threads import ThreadRuntime
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.service_status import LearnerStatus
+from asyncrl.core.staleness import PolicyVersion
+from asyncrl.core.states import ServiceState
 from learner.algorithms.diagnostics.summary import throughput_metrics
 from learner.algorithms.objective import Objective
 from learner.backend import Models
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 
 class LearnerService:
-    """Implements `asyncrl.service.Service`. `leader` is given on rank 0, `recorder` with `run.record`."""
+    """Implements `core.service.Service`. `leader` is given on rank 0, `recorder` with `run.record`."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.experience import Group
+from asyncrl.core.experience import Group
 from learner.algorithms.objective import Objective
 from learner.algorithms.rows import Sum
 from learner.backend import LearnerBackend, Models

@@ -4,7 +4,7 @@
     at the end:   divide the gradient by what the whole batch counts -> update -> metrics of the whole batch
 
 The weights do not change before the end, so each token has the lag, the prox log-prob and the advantage that
-it would have in the whole batch: `asyncrl.config.rules.streaming` names what else is refused. Losses are sums
+it would have in the whole batch: `core.config.rules.streaming` names what else is refused. Losses are sums
 until the denominators are known. Invariant: the gradient is that of the whole batch up to the rounding of
 float32 sums; the same parts in the same order give the same bits.
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.metrics import extreme_of
+from asyncrl.core.metrics import extreme_of
 from learner.algorithms.aggregation import find_divisor
 from learner.algorithms.objective import Objective
 from learner.algorithms.wording import ONE_AGGREGATION

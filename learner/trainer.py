@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.tree import Config
-from asyncrl.faults import fault_point
+from asyncrl.core.config.tree import Config
+from asyncrl.core.runtime.faults import fault_point
 from learner.algorithms.objective import Objective
 from learner.backend import Models
 from learner.guard.models import GuardedModels

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from asyncrl.experience import UNFINISHED, Trajectory
-from asyncrl.versions import Span
+from asyncrl.core.experience import UNFINISHED, Trajectory
+from asyncrl.core.staleness import Span
 from rollout_service.engine.protocol import Completion, Sampling
 
 NOTHING = Completion(np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.allocation import keep_freed_memory
 from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.rules.replica import count_max_groups
-from asyncrl.config.conflicts import WITH_GREEDY
-from asyncrl.config.lengths import parse_lengths
-from asyncrl.config.tree import Config
-from asyncrl.errors import ConfigError
-from asyncrl.service import ServiceContext
+from asyncrl.core.config.conflicts import WITH_GREEDY
+from asyncrl.core.config.lengths import parse_lengths
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.runtime.allocation import keep_freed_memory
+from asyncrl.core.service import ServiceContext
 from rollout_service.engine.core_nursery import open_nursery
 from rollout_service.engine.environment import prepare_environment
 from rollout_service.engine.metered import MeteredEngine

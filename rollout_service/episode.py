@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from asyncrl.experience import Trajectory
+from asyncrl.core.experience import Trajectory
 from rollout_service import carry
 from rollout_service.data.prompts import TokenizedPrompt
 from rollout_service.engine.protocol import Completion, Engine, Interrupted, Sampling

@@ -19,10 +19,10 @@ import numpy as np
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.buffer.rules.replica import count_free_groups
-from asyncrl.config.lengths import Lengths
-from asyncrl.errors import AsyncrlError, EngineError
-from asyncrl.experience import CUT_REASONS, UNFINISHED, Group, Trajectory, check_reward
-from asyncrl.faults import fault_point
+from asyncrl.core.config.lengths import Lengths
+from asyncrl.core.errors import AsyncrlError, EngineError
+from asyncrl.core.experience import CUT_REASONS, UNFINISHED, Group, Trajectory, check_reward
+from asyncrl.core.runtime.faults import fault_point
 from rollout_service import carry
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.engine.protocol import Interrupted, Sampling

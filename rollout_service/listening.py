@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from asyncrl.runtime import Event
+from asyncrl.core.runtime.interface import Event
 
 
 def listen_to(*events: Event) -> asyncio.Event:

@@ -27,16 +27,16 @@ from typing import TypeVar
 from asyncrl.buffer.messages import EvaluationOrder, LeaseGrant
 from asyncrl.buffer.rules import replica as rules
 from asyncrl.buffer.rules.replica import DrainStage, LeaseCall, Leasing, Tries
-from asyncrl.errors import AsyncrlError, DataError, DeadlineExceeded, EngineError, ServiceFailed
-from asyncrl.experience import Group
-from asyncrl.faults import fault_point
-from asyncrl.message import Done, Message
-from asyncrl.obstacle import Cause, FailureStreak, Obstacle
-from asyncrl.runtime import Event, Runtime
-from asyncrl.service_command import AnyCommand, Drain, Promote, Standing, unknown_command
-from asyncrl.service_status import ReplicaStatus
-from asyncrl.states import ServiceState
-from asyncrl.versions import UNLOADED
+from asyncrl.core.errors import AsyncrlError, DataError, DeadlineExceeded, EngineError, ServiceFailed
+from asyncrl.core.experience import Group
+from asyncrl.core.obstacle import Cause, FailureStreak, Obstacle
+from asyncrl.core.rpc.message import Done, Message
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.interface import Event, Runtime
+from asyncrl.core.service_command import AnyCommand, Drain, Promote, Standing, unknown_command
+from asyncrl.core.service_status import ReplicaStatus
+from asyncrl.core.staleness import UNLOADED
+from asyncrl.core.states import ServiceState
 from rollout_service.engine.protocol import EngineDied, Interrupted
 from rollout_service.evaluation.evaluator import Evaluator
 from rollout_service.gateway.refusal import NobodyCame

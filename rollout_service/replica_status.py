@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from asyncrl.obstacle import Obstacle
-from asyncrl.service_status import EngineStatus, ReplicaStatus
+from asyncrl.core.obstacle import Obstacle
+from asyncrl.core.service_status import EngineStatus, ReplicaStatus
 from rollout_service.engine.metered import BUSY, MeteredEngine
 from rollout_service.parts import ReplicaParts
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 
 
 def import_file(path: Path, what: str, hint: str = "") -> ModuleType:

@@ -9,13 +9,13 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from asyncrl.clock import ManualClock
-from asyncrl.keys import ClientKeys, ServerKeys
-from asyncrl.rpc import Limits
-from asyncrl.runtime import Line, Listener
-from asyncrl.sockets.line import ZmqLine
-from asyncrl.sockets.listener import ZmqListener
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.rpc import Limits
+from asyncrl.core.runtime.clock import ManualClock
+from asyncrl.core.runtime.interface import Line, Listener
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.sockets.keys import ClientKeys, ServerKeys
+from asyncrl.core.sockets.line import ZmqLine
+from asyncrl.core.sockets.listener import ZmqListener
 
 T = TypeVar("T")
 

@@ -12,8 +12,8 @@ import msgspec
 
 from asyncrl.control.snapshot import HeadWord, LedgerView, ServiceView, Snapshot, read_snapshot, values_of
 from asyncrl.control.supervisor import Supervisor
-from asyncrl.obstacle import Obstacle
-from asyncrl.service_status import (
+from asyncrl.core.obstacle import Obstacle
+from asyncrl.core.service_status import (
     KINDS,
     EngineStatus,
     FileJournalStatus,

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from asyncrl.runtime import Event
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.runtime.interface import Event
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 
 END_S = 30.0
 RUNTIME = ThreadRuntime()

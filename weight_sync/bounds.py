@@ -9,10 +9,10 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 
-from asyncrl.config.tree import Config
-from asyncrl.rpc import Limits
-from asyncrl.weight_files import read_shapes
-from asyncrl.wire import MAX_REQUEST_BYTES
+from asyncrl.core.config.tree import Config
+from asyncrl.core.files.weight_files import read_shapes
+from asyncrl.core.rpc import Limits
+from asyncrl.core.wire import MAX_REQUEST_BYTES
 from weight_sync.memory.manifest import ANY_VERSION, ITEM_BYTES, VersionBounds
 
 SPARE = 2

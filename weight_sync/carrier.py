@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.errors import DeadlineExceeded, SyncError
-from asyncrl.runtime import Queue, Runtime
-from asyncrl.versions import UNLOADED
+from asyncrl.core.errors import DeadlineExceeded, SyncError
+from asyncrl.core.runtime.interface import Queue, Runtime
+from asyncrl.core.staleness import UNLOADED
 from weight_sync.backends.contract import Broadcast, Group, Transport
 from weight_sync.encoding.courier import CarryBucket, carry_whole
 from weight_sync.protocol.messages import Transfer

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 from torch.distributed import TCPStore
 
-from asyncrl.private import make_private
-from asyncrl.runtime import Runtime
-from asyncrl.service import ServiceContext
+from asyncrl.core.files.private import make_private
+from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.service import ServiceContext
 from weight_sync.backends import nccl
 from weight_sync.backends.choice import GLOO, NCCL
 from weight_sync.backends.contract import Transport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.service import ServiceContext
+from asyncrl.core.service import ServiceContext
 from weight_sync.backends.choice import choose_backend
 from weight_sync.bounds import bounds_of
 from weight_sync.coordination.journal import read_fences, take_token

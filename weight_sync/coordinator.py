@@ -15,18 +15,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from asyncrl.clock import Clock
-from asyncrl.errors import FencedError, WireError
-from asyncrl.faults import fault_point
-from asyncrl.keys import ServerKeys
-from asyncrl.message import A, Answer, Message, Operation
-from asyncrl.rpc import Request, Server
-from asyncrl.rpc.operations import Operations, send_answer
-from asyncrl.runtime import Event, Runtime
-from asyncrl.service_command import AnyCommand, unknown_command
-from asyncrl.service_status import CoordinatorStatus, MemberStatus
-from asyncrl.states import ServiceState
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import FencedError, WireError
+from asyncrl.core.rpc import Request, Server
+from asyncrl.core.rpc.message import A, Answer, Message, Operation
+from asyncrl.core.rpc.operations import Operations, send_answer
+from asyncrl.core.runtime.clock import Clock
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.interface import Event, Runtime
+from asyncrl.core.service_command import AnyCommand, unknown_command
+from asyncrl.core.service_status import CoordinatorStatus, MemberStatus
+from asyncrl.core.sockets.keys import ServerKeys
+from asyncrl.core.staleness import PolicyVersion
+from asyncrl.core.states import ServiceState
 from weight_sync.bounds import limits_of
 from weight_sync.coordination.callers import card_of, seat_of
 from weight_sync.coordination.journal import Journal

@@ -18,12 +18,19 @@ from typing import Protocol
 
 import torch
 
-from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, SegmentGone, SyncError, WireError
-from asyncrl.faults import fault_point
-from asyncrl.keys import ClientKeys
-from asyncrl.rpc import Client
-from asyncrl.runtime import Runtime
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import (
+    AsyncrlError,
+    ConnectionLost,
+    DeadlineExceeded,
+    SegmentGone,
+    SyncError,
+    WireError,
+)
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.sockets.keys import ClientKeys
+from asyncrl.core.staleness import PolicyVersion
 from weight_sync import messages as wire
 from weight_sync.memory.manifest import Bucket, Layout, Manifest, Planner, Probe, TensorSpec, plan
 from weight_sync.memory.parts import Part

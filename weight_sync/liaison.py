@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import AsyncrlError, DeadlineExceeded, FencedError, WireError
-from asyncrl.keys import ClientKeys
-from asyncrl.message import Answer, fields_of
-from asyncrl.rpc import Client
-from asyncrl.runtime import Queue, Runtime, Task
+from asyncrl.core.errors import AsyncrlError, DeadlineExceeded, FencedError, WireError
+from asyncrl.core.rpc import Client
+from asyncrl.core.rpc.message import Answer, fields_of
+from asyncrl.core.runtime.interface import Queue, Runtime, Task
+from asyncrl.core.sockets.keys import ClientKeys
 from weight_sync.protocol import messages as wire
 from weight_sync.protocol.peer import Allegiance, Hearing
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-from asyncrl.errors import DeadlineExceeded, FencedError
-from asyncrl.keys import ClientKeys
-from asyncrl.rpc import AsyncClient
-from asyncrl.runtime import Runtime
+from asyncrl.core.errors import DeadlineExceeded, FencedError
+from asyncrl.core.rpc import AsyncClient
+from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.sockets.keys import ClientKeys
 from weight_sync import messages as wire
 from weight_sync.memory.manifest import Manifest
 from weight_sync.memory.staging import Staged

@@ -19,18 +19,18 @@ from functools import partial
 import msgspec
 import torch
 
-from asyncrl.clock import Clock
-from asyncrl.errors import SyncError, WireError
-from asyncrl.faults import fault_point
-from asyncrl.keys import RunKeys
-from asyncrl.message import Done, Message
-from asyncrl.rpc import Request, Server
-from asyncrl.rpc.operations import Operations
-from asyncrl.runtime import Event, Runtime
-from asyncrl.service_command import AnyCommand, unknown_command
-from asyncrl.service_status import PublisherStatus
-from asyncrl.states import ServiceState
-from asyncrl.versions import UNLOADED
+from asyncrl.core.errors import SyncError, WireError
+from asyncrl.core.rpc import Request, Server
+from asyncrl.core.rpc.message import Done, Message
+from asyncrl.core.rpc.operations import Operations
+from asyncrl.core.runtime.clock import Clock
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.interface import Event, Runtime
+from asyncrl.core.service_command import AnyCommand, unknown_command
+from asyncrl.core.service_status import PublisherStatus
+from asyncrl.core.sockets.keys import RunKeys
+from asyncrl.core.staleness import UNLOADED
+from asyncrl.core.states import ServiceState
 from weight_sync import messages as wire
 from weight_sync.backends.contract import Transport
 from weight_sync.bounds import limits_of

@@ -23,18 +23,18 @@ import msgspec
 import torch
 import xxhash
 
-from asyncrl.clock import Clock
-from asyncrl.errors import AsyncrlError, SyncError, WireError
-from asyncrl.faults import fault_point
-from asyncrl.keys import RunKeys
-from asyncrl.message import Answer, Message, Operation
-from asyncrl.rpc import Request, Server
-from asyncrl.rpc.operations import Operations, send_answer
-from asyncrl.runtime import Event, Runtime
-from asyncrl.service_command import AnyCommand, Drain, Standing, unknown_command
-from asyncrl.service_status import ReceiverStatus
-from asyncrl.states import ServiceState
-from asyncrl.versions import UNLOADED
+from asyncrl.core.errors import AsyncrlError, SyncError, WireError
+from asyncrl.core.rpc import Request, Server
+from asyncrl.core.rpc.message import Answer, Message, Operation
+from asyncrl.core.rpc.operations import Operations, send_answer
+from asyncrl.core.runtime.clock import Clock
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.interface import Event, Runtime
+from asyncrl.core.service_command import AnyCommand, Drain, Standing, unknown_command
+from asyncrl.core.service_status import ReceiverStatus
+from asyncrl.core.sockets.keys import RunKeys
+from asyncrl.core.staleness import UNLOADED
+from asyncrl.core.states import ServiceState
 from weight_sync import messages as wire
 from weight_sync.backends.contract import Transport
 from weight_sync.bounds import limits_of

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.errors import WireError
-from asyncrl.experience import Outline
+from asyncrl.core.errors import WireError
+from asyncrl.core.experience import Outline
 
 UNTOLD = 1 << 31
 """Of a bound that nobody told."""

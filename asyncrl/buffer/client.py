@@ -26,16 +26,16 @@ from asyncrl.buffer.messages import (
 )
 from asyncrl.buffer.payloads import Prefetched, read_fetched, split_frames
 from asyncrl.buffer.rules.replica import HeldOrder
-from asyncrl.errors import ConnectionLost, DeadlineExceeded, WireError
-from asyncrl.experience import Group, decode_group, encode_group
-from asyncrl.keys import ClientKeys
-from asyncrl.message import A, Answer, AskStatus, Operation, Q
-from asyncrl.metrics.tallies import Tally
-from asyncrl.rpc import AsyncClient, Client, PendingCall
-from asyncrl.runtime import Runtime
-from asyncrl.service_status import BufferStatus
-from asyncrl.threads import ThreadRuntime
-from asyncrl.wire import Frame
+from asyncrl.core.errors import ConnectionLost, DeadlineExceeded, WireError
+from asyncrl.core.experience import Group, decode_group, encode_group
+from asyncrl.core.metrics.tallies import Tally
+from asyncrl.core.rpc import AsyncClient, Client, PendingCall
+from asyncrl.core.rpc.message import A, Answer, AskStatus, Operation, Q
+from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.service_status import BufferStatus
+from asyncrl.core.sockets.keys import ClientKeys
+from asyncrl.core.wire import Frame
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -47,7 +47,7 @@ FETCHED_AT_ONCE = 4
 """Groups per answer: the next ones travel while these are decoded."""
 FETCHES_AT_ONCE = 32
 """Calls of one `fetch` in flight. A service drops replies beyond what it keeps for a client that is behind
-(`asyncrl.sockets.options.UNSENT_REPLIES`)."""
+(`asyncrl.core.sockets.options.UNSENT_REPLIES`)."""
 PREFETCH_DEADLINE_S = 2.0
 """After that the next `fetch` asks for everything itself: the buffer may have died in between."""
 
@@ -74,7 +74,7 @@ class ReplicaClient:
     Args:
         address: Of the buffer.
         replica: The replica's name; call `retire` first if an earlier process had it.
-        keys: Of the run, if its sockets have any (`asyncrl.keys`).
+        keys: Of the run, if its sockets have any (`asyncrl.core.sockets.keys`).
         runtime: Of the process; a program of its own needs none.
     """
 

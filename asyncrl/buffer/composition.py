@@ -9,7 +9,6 @@ from pathlib import Path
 
 import xxhash
 
-from asyncrl.allocation import keep_freed_memory
 from asyncrl.buffer.bounds import UNTOLD, GroupBounds
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import Journal, MemoryJournal
@@ -19,13 +18,14 @@ from asyncrl.buffer.journals.redis_server import START_DEADLINE_S, RedisServer
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.config.conflicts import WITH_GREEDY
-from asyncrl.config.tree import BufferSection, Config
-from asyncrl.durable import replace_text
-from asyncrl.errors import ConfigError
-from asyncrl.obstacle import Tell, tell_nobody
-from asyncrl.runtime import Runtime
-from asyncrl.service import ServiceContext
+from asyncrl.core.config.conflicts import WITH_GREEDY
+from asyncrl.core.config.tree import BufferSection, Config
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.files.durable import replace_text
+from asyncrl.core.obstacle import Tell, tell_nobody
+from asyncrl.core.runtime.allocation import keep_freed_memory
+from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.service import ServiceContext
 
 _MAX_SPANS = 256
 """Versions that one trajectory can see in the worst case that memory is reserved for."""

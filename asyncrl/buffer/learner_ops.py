@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from asyncrl.buffer import messages as wire
 from asyncrl.buffer.parking import Desk
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.errors import LedgerError, WireError
-from asyncrl.message import MAX_NAME_CHARACTERS, Answer, Done
-from asyncrl.rpc import Request
-from asyncrl.rpc.operations import Operations
-from asyncrl.wire import Frame
+from asyncrl.core.errors import LedgerError, WireError
+from asyncrl.core.rpc import Request
+from asyncrl.core.rpc.message import MAX_NAME_CHARACTERS, Answer, Done
+from asyncrl.core.rpc.operations import Operations
+from asyncrl.core.wire import Frame
 
 
 class LearnerOps:

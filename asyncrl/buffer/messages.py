@@ -1,7 +1,7 @@
 """Messages between the buffer and its callers: a struct per request and answer (pure).
 
 Replicas lease, push and report; the learner reserves, fetches and commits. Payloads of groups travel as
-frames beside these (`asyncrl.experience`).
+frames beside these (`asyncrl.core.experience`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import msgspec
 from msgspec import Meta, field
 
 from asyncrl.buffer.ledger.events import UNSAID
-from asyncrl.errors import WireError
-from asyncrl.message import MAX_NAME_CHARACTERS, AskStatus, Done, Message, Name, Operation, Wait
-from asyncrl.metrics.tallies import Tally
-from asyncrl.service_status import BufferStatus
+from asyncrl.core.errors import WireError
+from asyncrl.core.metrics.tallies import Tally
+from asyncrl.core.rpc.message import MAX_NAME_CHARACTERS, AskStatus, Done, Message, Name, Operation, Wait
+from asyncrl.core.service_status import BufferStatus
 
 MAX_WANT = 4096
 MAX_METRICS = 1024

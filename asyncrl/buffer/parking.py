@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from asyncrl.buffer.messages import FETCH, FETCH_CARRY, LEASE, STATUS
-from asyncrl.clock import Clock
-from asyncrl.message import Message
-from asyncrl.rpc import Request
+from asyncrl.core.rpc import Request
+from asyncrl.core.rpc.message import Message
+from asyncrl.core.runtime.clock import Clock
 
 R = TypeVar("R")
 """A request, as whoever parks it knows it."""

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.buffer.messages import Fetched, PrefetchedGroups
-from asyncrl.errors import LedgerError, WireError
-from asyncrl.experience import Group, decode_group
-from asyncrl.message import Answer
-from asyncrl.wire import Frame
+from asyncrl.core.errors import LedgerError, WireError
+from asyncrl.core.experience import Group, decode_group
+from asyncrl.core.rpc.message import Answer
+from asyncrl.core.wire import Frame
 
 
 def split_frames(answer: Answer[Fetched] | Answer[PrefetchedGroups]) -> list[list[Frame]]:

@@ -8,10 +8,10 @@ from asyncrl.buffer import messages as wire
 from asyncrl.buffer.ledger.tickets import Part
 from asyncrl.buffer.parking import Desk
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.errors import WireError
-from asyncrl.message import Answer, Done
-from asyncrl.rpc import Request
-from asyncrl.rpc.operations import Operations
+from asyncrl.core.errors import WireError
+from asyncrl.core.rpc import Request
+from asyncrl.core.rpc.message import Answer, Done
+from asyncrl.core.rpc.operations import Operations
 
 
 class ReplicaOps:

@@ -31,15 +31,14 @@ from asyncrl.buffer.messages import (
 from asyncrl.buffer.parking import QUIET_OPS, Attempt, Owner, Parked, ParkingLot
 from asyncrl.buffer.replica_ops import ReplicaOps
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import Clock
-from asyncrl.errors import AsyncrlError
-from asyncrl.faults import fault_point
-from asyncrl.keys import ServerKeys
-from asyncrl.message import Answer, Done, Message, read_message
-from asyncrl.rpc import Limits, Request, Server
-from asyncrl.rpc.operations import Operations, send_answer
-from asyncrl.runtime import Event, Runtime
-from asyncrl.service_command import (
+from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.rpc import Limits, Request, Server
+from asyncrl.core.rpc.message import Answer, Done, Message, read_message
+from asyncrl.core.rpc.operations import Operations, send_answer
+from asyncrl.core.runtime.clock import Clock
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.interface import Event, Runtime
+from asyncrl.core.service_command import (
     AnyCommand,
     Bound,
     Pause,
@@ -49,8 +48,9 @@ from asyncrl.service_command import (
     Unpause,
     unknown_command,
 )
-from asyncrl.service_status import BufferStatus, FinishedEvaluation, PendingTickets
-from asyncrl.states import ServiceState
+from asyncrl.core.service_status import BufferStatus, FinishedEvaluation, PendingTickets
+from asyncrl.core.sockets.keys import ServerKeys
+from asyncrl.core.states import ServiceState
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from asyncrl.buffer.bounds import UNBOUNDED, GroupBounds
 from asyncrl.buffer.journals.journal import Journal, Need
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.tickets import PAYLOAD_STATES, LedgerSettings, State, Ticket
-from asyncrl.errors import LedgerError, WireError
-from asyncrl.experience import CUT_REASONS, UNFINISHED, Outline, outline_group
-from asyncrl.faults import fault_point
-from asyncrl.wire import Frame
+from asyncrl.core.errors import LedgerError, WireError
+from asyncrl.core.experience import CUT_REASONS, UNFINISHED, Outline, outline_group
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.wire import Frame
 
 SHOWN_DROPPED_BYTES, MAX_SHOWN_DROPPED = 16 << 20, 64
 """Most bytes and number of the newest dropped groups that the journal keeps for inspection: none that would

@@ -19,7 +19,7 @@ from asyncrl import __version__
 from asyncrl.cli import exits
 from asyncrl.cli.commands import bench, data, models, operating, preparing, reading, running
 from asyncrl.cli.options import PLAIN, show_help
-from asyncrl.errors import AsyncrlError
+from asyncrl.core.errors import AsyncrlError
 
 app = typer.Typer(help="Asynchronous reinforcement learning for language models.", **PLAIN)
 app.add_typer(running.app)

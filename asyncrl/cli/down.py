@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from asyncrl.cli import exits
 from asyncrl.cli.exits import say
 from asyncrl.cli.watch import PhaseTimer, tell_failure
-from asyncrl.clock import SystemClock
-from asyncrl.errors import DeadlineExceeded
+from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.core.runtime.clock import SystemClock
 
 if TYPE_CHECKING:
     from asyncrl.control.record.rundir import RunDir

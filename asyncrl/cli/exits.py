@@ -7,9 +7,9 @@ import sys
 import tempfile
 import traceback
 
-from asyncrl.config.problems import ConfigProblems
-from asyncrl.errors import AsyncrlError, ConfigError, DataError
-from asyncrl.printable import INDENTED, printable
+from asyncrl.core.config.problems import ConfigProblems
+from asyncrl.core.errors import AsyncrlError, ConfigError, DataError
+from asyncrl.core.files.printable import INDENTED, printable
 
 OK = 0
 FAILED = 1

@@ -23,8 +23,8 @@ from asyncrl.control.page.pipeline import Node
 from asyncrl.control.page.snapshot import shown
 from asyncrl.control.page.view import view_of
 from asyncrl.control.snapshot import Snapshot
-from asyncrl.metrics.run_names import FIRST_OF_LIFE
-from asyncrl.printable import ESCAPED, INDENTED, printable
+from asyncrl.core.files.printable import ESCAPED, INDENTED, printable
+from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
 
 TONE_STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "busy": "yellow"}
 PANEL_WIDTH = 100

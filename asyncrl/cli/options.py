@@ -93,7 +93,7 @@ def find_folder(runs_dir: str, *names: str | None) -> Path:
     name = one_of(*names)
     if not name:
         return find_newest_folder(runs_dir)
-    from asyncrl.config.load import find_run_folder
+    from asyncrl.core.config.load import find_run_folder
 
     return find_run_folder(name, runs_dir)
 

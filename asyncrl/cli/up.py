@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 
 from asyncrl.cli import exits
 from asyncrl.cli.exits import say
-from asyncrl.clock import SystemClock
-from asyncrl.config.problems import ConfigProblems, Problem, suggest
 from asyncrl.control.services import function
-from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.faults import fault_point
-from asyncrl.states import RUN_ENDS, RunState
+from asyncrl.core.config.problems import ConfigProblems, Problem, suggest
+from asyncrl.core.errors import AsyncrlError, ConfigError
+from asyncrl.core.runtime.clock import SystemClock
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.states import RUN_ENDS, RunState
 
 if TYPE_CHECKING:
-    from asyncrl.config.load import Loaded
-    from asyncrl.config.tree import Config
     from asyncrl.control.launch.handle import RunHandle
     from asyncrl.control.record.rundir import RunDir
+    from asyncrl.core.config.load import Loaded
+    from asyncrl.core.config.tree import Config
 
 AUTO, NEVER = "auto", "never"
 KEY = re.compile(r"[a-z_]+(\.\w+)+|[a-z_]+(?=:)")
@@ -63,7 +63,7 @@ def _up(configs: Sequence[str], overrides: Sequence[str], is_detached: bool, res
     if sys.stderr.isatty():  # before anything heavy is imported: a person waits
         say(f"reading {', '.join(configs)}")
     from asyncrl.cli import watch
-    from asyncrl.config.load import load
+    from asyncrl.core.config.load import load
 
     fault_point("up.reading")
     loaded = load([find_config(name) for name in configs], overrides)
@@ -181,9 +181,9 @@ def _go_back(folder: RunDir, step: int) -> None:
 
 def _refuse_difference(folder: RunDir, config: Config, resume: str) -> None:
     """Raise ConfigError unless the live run in `folder` was started with `config`."""
-    from asyncrl.config.load import load_config
     from asyncrl.control.launch.lineage import differences
     from asyncrl.control.launch.run import with_absolute_dir
+    from asyncrl.core.config.load import load_config
 
     end_it = f"End it first: asyncrl down {folder.path.name} --dir {folder.path.parent}"
     if resume != AUTO:

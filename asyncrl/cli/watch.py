@@ -19,9 +19,9 @@ from asyncrl.cli import exits
 from asyncrl.cli.exits import say, show
 from asyncrl.cli.live import table_of
 from asyncrl.cli.views import View, view_on
-from asyncrl.clock import Clock, SystemClock
 from asyncrl.control.snapshot import HeadWord, Snapshot
-from asyncrl.states import RUN_ENDS, RunState
+from asyncrl.core.runtime.clock import Clock, SystemClock
+from asyncrl.core.states import RUN_ENDS, RunState
 
 if TYPE_CHECKING:
     from asyncrl.control.record.outcome import Outcome

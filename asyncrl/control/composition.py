@@ -16,7 +16,7 @@ from asyncrl.control.record.sinks.opening import open_sinks
 from asyncrl.control.roster import Roster
 from asyncrl.control.snapshot import values_of
 from asyncrl.control.supervisor import Supervisor
-from asyncrl.service import ServiceContext
+from asyncrl.core.service import ServiceContext
 
 
 def build(context: ServiceContext) -> Supervisor:

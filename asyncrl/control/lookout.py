@@ -9,11 +9,11 @@ from asyncrl.control.diagnosis.watch import ObstacleWatch
 from asyncrl.control.fleet.units import STARTING_STATES
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.upkeep.reading import FINAL_ERRORS
-from asyncrl.errors import ServiceFailed, WouldRepeat
-from asyncrl.obstacle import Cause, Obstacle
-from asyncrl.runtime import Runtime
-from asyncrl.service_status import ServiceStatus, Statuses
-from asyncrl.states import SERVICE_ENDS, ServiceState
+from asyncrl.core.errors import ServiceFailed, WouldRepeat
+from asyncrl.core.obstacle import Cause, Obstacle
+from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.service_status import ServiceStatus, Statuses
+from asyncrl.core.states import SERVICE_ENDS, ServiceState
 
 log = logging.getLogger(__name__)
 

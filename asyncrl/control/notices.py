@@ -6,7 +6,7 @@ What holds for a while is an obstacle instead (`asyncrl.control.lookout`).
 from __future__ import annotations
 
 from asyncrl.control.record.events import KEPT, EventLog, Kind
-from asyncrl.service_status import BUFFER, LEARNER, Statuses
+from asyncrl.core.service_status import BUFFER, LEARNER, Statuses
 
 
 class Notices:

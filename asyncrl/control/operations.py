@@ -22,13 +22,13 @@ from asyncrl.control.api import operations as api
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
-from asyncrl.errors import ConfigError, DeadlineExceeded, Refused, RemoteError, ServiceFailed
-from asyncrl.message import Message
-from asyncrl.runtime import Lock
-from asyncrl.service import read_paused, write_paused
-from asyncrl.service_command import A, Command, Pause, Tighten, Unpause, WriteCheckpoint
-from asyncrl.service_status import BUFFER, LEARNER, Statuses
-from asyncrl.states import RUN_ENDS, RunState, ServiceState
+from asyncrl.core.errors import ConfigError, DeadlineExceeded, Refused, RemoteError, ServiceFailed
+from asyncrl.core.rpc.message import Message
+from asyncrl.core.runtime.interface import Lock
+from asyncrl.core.service import read_paused, write_paused
+from asyncrl.core.service_command import A, Command, Pause, Tighten, Unpause, WriteCheckpoint
+from asyncrl.core.service_status import BUFFER, LEARNER, Statuses
+from asyncrl.core.states import RUN_ENDS, RunState, ServiceState
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from asyncrl.control.diagnosis.bottleneck import is_scoring
-from asyncrl.service_status import BUFFER, LEARNER, ServiceStatus, Statuses
-from asyncrl.states import RunState, ServiceState
+from asyncrl.core.service_status import BUFFER, LEARNER, ServiceStatus, Statuses
+from asyncrl.core.states import RunState, ServiceState
 
 ANSWERS_WAIT = "answers wait for their rewards, tools or environments"
 

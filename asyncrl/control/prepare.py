@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from asyncrl.config.tree import Config, RewardPart, RolloutSection
 from asyncrl.control.sources import resolve_function, resolve_sources
-from asyncrl.errors import ConfigError, DataError
-from asyncrl.faults import fault_point
+from asyncrl.core.config.tree import Config, RewardPart, RolloutSection
+from asyncrl.core.errors import ConfigError, DataError
+from asyncrl.core.runtime.faults import fault_point
 
 BUILTIN = "builtin:"
 BUILTINS = {

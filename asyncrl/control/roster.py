@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.config.tree import Config, LearnerSection, RolloutSection
 from asyncrl.control.launch.spec import ServiceSpec
-from asyncrl.service import ServiceContext
+from asyncrl.core.config.tree import Config, LearnerSection, RolloutSection
+from asyncrl.core.service import ServiceContext
 
 if TYPE_CHECKING:
-    from asyncrl.keys import RunKeys
+    from asyncrl.core.sockets.keys import RunKeys
 
 FACTORIES = {
     "buffer": "asyncrl.buffer.composition:build",

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from asyncrl.control.launch.ray_launcher import Launcher
-from asyncrl.errors import DeadlineExceeded, ServiceFailed
-from asyncrl.runtime import Event, Runtime
-from asyncrl.service_command import HandOverRows, Rows
-from asyncrl.service_status import LEARNER
+from asyncrl.core.errors import DeadlineExceeded, ServiceFailed
+from asyncrl.core.runtime.interface import Event, Runtime
+from asyncrl.core.service_command import HandOverRows, Rows
+from asyncrl.core.service_status import LEARNER
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.tree import Config
-from asyncrl.weight_files import read_shapes
+from asyncrl.core.config.tree import Config
+from asyncrl.core.files.weight_files import read_shapes
 
 SHM_DIR = Path("/dev/shm")
 NUM_AT_PUBLISHER, NUM_AT_RECEIVER = 3, 2

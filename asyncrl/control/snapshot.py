@@ -14,9 +14,9 @@ import msgspec
 
 from asyncrl.control.diagnosis.bottleneck import Diagnosis
 from asyncrl.control.fleet.units import Stage
-from asyncrl.errors import WireError
-from asyncrl.obstacle import Obstacle
-from asyncrl.service_status import (
+from asyncrl.core.errors import WireError
+from asyncrl.core.obstacle import Obstacle
+from asyncrl.core.service_status import (
     AnyJournalStatus,
     BufferStatus,
     CoordinatorStatus,
@@ -26,7 +26,7 @@ from asyncrl.service_status import (
     ReplicaStatus,
     ServiceStatus,
 )
-from asyncrl.states import RunState, ServiceState
+from asyncrl.core.states import RunState, ServiceState
 
 
 class Health(StrEnum):

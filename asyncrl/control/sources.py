@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from asyncrl.config.tree import DataSection, SourceSection
 from asyncrl.control.services import function
+from asyncrl.core.config.tree import DataSection, SourceSection
 
 
 def check_sources(

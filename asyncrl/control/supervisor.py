@@ -40,17 +40,17 @@ from asyncrl.control.roster import Roster
 from asyncrl.control.row_fetcher import RowFetcher
 from asyncrl.control.snapshot import Health, Snapshot, view_ledger, view_service
 from asyncrl.control.upkeep.keeper import Upkeep
-from asyncrl.durable import reserve_room
-from asyncrl.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFailed, WouldRepeat
-from asyncrl.faults import fault_point
-from asyncrl.message import Message
-from asyncrl.metrics.metric import Row
-from asyncrl.metrics.row_log import read_rows
-from asyncrl.metrics.run_names import FIRST_OF_LIFE
-from asyncrl.runtime import Event, Runtime
-from asyncrl.service_command import A, AnyCommand, Command, unknown_command
-from asyncrl.service_status import BUFFER, LEARNER, ServiceStatus, Statuses, SupervisorStatus
-from asyncrl.states import SERVICE_ENDS, RunState, ServiceState
+from asyncrl.core.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFailed, WouldRepeat
+from asyncrl.core.files.durable import reserve_room
+from asyncrl.core.metrics.metric import Row
+from asyncrl.core.metrics.row_log import read_rows
+from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.rpc.message import Message
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.interface import Event, Runtime
+from asyncrl.core.service_command import A, AnyCommand, Command, unknown_command
+from asyncrl.core.service_status import BUFFER, LEARNER, ServiceStatus, Statuses, SupervisorStatus
+from asyncrl.core.states import SERVICE_ENDS, RunState, ServiceState
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ SAME_ROW = ("training/global_step", "timing_s/step")
 
 
 class Supervisor:
-    """Implements `asyncrl.service.Service` for the run as a whole, and what operations need of it.
+    """Implements `asyncrl.core.service.Service` for the run as a whole, and what operations need of it.
 
     Attributes:
         see_off: Called when the outcome is in the status, before the final state, by which the head ends Ray.

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from asyncrl.errors import AsyncrlError, ServiceFailed
+from asyncrl.core.errors import AsyncrlError, ServiceFailed
 from benchmarks.buffer_peers.load import Turn
 
 ROOT = Path.cwd()

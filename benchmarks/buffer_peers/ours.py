@@ -17,9 +17,9 @@ import zmq
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.messages import LeaseGrant
-from asyncrl.experience import Group, Trajectory
-from asyncrl.threads import ThreadEvent, ThreadRuntime
-from asyncrl.versions import Span
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.staleness import Span
 from benchmarks.buffer_peers.load import Log, Turn, make_pool
 
 GROUPS_PER_STEP = 16
@@ -54,7 +54,7 @@ class Ours:
         from asyncrl.buffer.composition import open_journal  # only the server's process needs it
         from asyncrl.buffer.service import BufferService
         from asyncrl.buffer.store import ExperienceStore
-        from asyncrl.config.tree import BufferSection
+        from asyncrl.core.config.tree import BufferSection
 
         kind = turn.options["journal"]
         url = "managed" if kind == "redis" else None

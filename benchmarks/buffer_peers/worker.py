@@ -15,7 +15,7 @@ import sys
 import traceback
 from typing import Any
 
-from asyncrl.allocation import keep_freed_memory
+from asyncrl.core.runtime.allocation import keep_freed_memory
 from benchmarks.buffer_peers.load import Turn, Way
 
 

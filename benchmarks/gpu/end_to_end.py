@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.load import load_config
-from asyncrl.config.tree import Config
 from asyncrl.control.launch import run
-from asyncrl.errors import ServiceFailed
+from asyncrl.core.config.load import load_config
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ServiceFailed
 from benchmarks.inputs import save_qwen3
 from benchmarks.options import Verdict, end_on_sigterm, judge, make_parser, report
 from benchmarks.rollout_ways.setting import build_tokenizer, make_prompt

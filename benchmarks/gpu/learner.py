@@ -25,8 +25,8 @@ if not torch.cuda.is_available():
 
 import numpy as np
 
-from asyncrl.config.tree import LearnerSection
-from asyncrl.experience import Group
+from asyncrl.core.config.tree import LearnerSection
+from asyncrl.core.experience import Group
 from benchmarks.inputs import make_trajectory, save_qwen3
 from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.packing import loss

@@ -22,9 +22,9 @@ import torch
 import torch.multiprocessing as torch_processes
 import xxhash
 
-from asyncrl.clock import SystemClock
-from asyncrl.errors import ServiceFailed
-from asyncrl.private import make_secret
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.files.private import make_secret
+from asyncrl.core.runtime.clock import SystemClock
 from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.weight_sync_peers.peers import FORKED
 from benchmarks.weight_sync_peers.weights import NamedTensors, count_bytes, make_weights

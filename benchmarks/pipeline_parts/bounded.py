@@ -16,7 +16,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-from asyncrl.config.lengths import Lengths
+from asyncrl.core.config.lengths import Lengths
 
 NUM_STEPS, NUM_SETTLING = 1000, 20
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.lengths import Lengths
-from asyncrl.config.load import load_config
-from asyncrl.config.tree import Config
-from asyncrl.errors import ServiceFailed
-from asyncrl.metrics.row_log import read_rows
+from asyncrl.core.config.lengths import Lengths
+from asyncrl.core.config.load import load_config
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.metrics.row_log import read_rows
 from benchmarks.pipeline_parts.bounded import Work
 from benchmarks.pipeline_parts.crew import LAUNCHER, Crew, seats_of
 from benchmarks.pipeline_parts.sleepers import Pace

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.config.lengths import Lengths
+from asyncrl.core.config.lengths import Lengths
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from asyncrl.config.load import dump_resolved, load_resolved
-from asyncrl.config.tree import Config
 from asyncrl.control.launch.ports import HeldPort
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.roster import Roster
-from asyncrl.errors import ServiceFailed
-from asyncrl.log_records import log_to_stderr
-from asyncrl.private import make_secret
-from asyncrl.threads import ThreadEvent
+from asyncrl.core.config.load import dump_resolved, load_resolved
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.files.log_records import log_to_stderr
+from asyncrl.core.files.private import make_secret
+from asyncrl.core.runtime.threads import ThreadEvent
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = (

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from asyncrl.config.tree import Config
-from asyncrl.service import ServiceContext
-from asyncrl.versions import UNLOADED, PolicyVersion, Span
+from asyncrl.core.config.tree import Config
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.staleness import UNLOADED, PolicyVersion, Span
 from learner import composition as learner_composition
 from learner.algorithms.objective import Objective
 from learner.backend import LossFn, Models, Placement

@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from asyncrl.config.tree import Config
+from asyncrl.core.config.tree import Config
 
 POINTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DECODED_TOKENS = 48

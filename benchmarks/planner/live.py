@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncrl.config.tree import Config
 from asyncrl.control.api.client import NotRunning, RunClient, connect
 from asyncrl.control.launch import run
 from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.record.recorder import training_rows
 from asyncrl.control.record.row_files import load_rows
-from asyncrl.errors import AsyncrlError, ServiceFailed
-from asyncrl.sim.calibration import Row, steady_rows
-from asyncrl.states import ServiceState
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import AsyncrlError, ServiceFailed
+from asyncrl.core.states import ServiceState
+from asyncrl.planner.calibration import Row, steady_rows
 
 START_S, CHANGE_S, STOP_S = 240.0, 90.0, 20.0
 POLL_S = 0.5

@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 
 import httpx
 
-from asyncrl.config.lengths import parse_lengths
-from asyncrl.errors import ServiceFailed
+from asyncrl.core.config.lengths import parse_lengths
+from asyncrl.core.errors import ServiceFailed
 from benchmarks.rollout_ways import setting
 from benchmarks.weight_sync_peers.peers import obey
 

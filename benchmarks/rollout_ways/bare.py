@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from asyncrl.config.lengths import parse_lengths
+from asyncrl.core.config.lengths import parse_lengths
 from benchmarks.rollout_ways import setting
 from benchmarks.rollout_ways.setting import Count, Rate, make_prompt, rate_between
 from benchmarks.weight_sync_peers.peers import now_s

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncrl.errors import ServiceFailed
-from asyncrl.service import ServiceContext
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.service import ServiceContext
 from benchmarks.rollout_ways import setting
 from benchmarks.rollout_ways.bare import Bare
 from benchmarks.rollout_ways.ours import POLL_S, Ours

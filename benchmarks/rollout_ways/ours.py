@@ -14,11 +14,11 @@ from typing import Any
 
 from asyncrl.buffer import composition as buffer_composition
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.errors import ServiceFailed
-from asyncrl.service import ServiceContext
-from asyncrl.service_status import ReplicaStatus
-from asyncrl.states import ServiceState
-from asyncrl.threads import ThreadEvent
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.runtime.threads import ThreadEvent
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.service_status import ReplicaStatus
+from asyncrl.core.states import ServiceState
 from benchmarks.rollout_ways.bare import tokens_in_flight
 from benchmarks.rollout_ways.setting import START_S, Count
 from benchmarks.weight_sync_peers.peers import now_s, obey

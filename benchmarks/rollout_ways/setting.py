@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.tree import Config
+from asyncrl.core.config.tree import Config
 from benchmarks.inputs import save_qwen3
 from benchmarks.weight_sync_peers.engine import MODEL
 

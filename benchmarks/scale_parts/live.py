@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.load import load_config
 from asyncrl.control.api.client import RunClient, connect
 from asyncrl.control.launch import run
 from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.snapshot import ServiceView
-from asyncrl.errors import ServiceFailed
-from asyncrl.metrics.metric import Row
-from asyncrl.metrics.row_log import read_rows
+from asyncrl.core.config.load import load_config
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.metrics.metric import Row
+from asyncrl.core.metrics.row_log import read_rows
 from benchmarks.pipeline_parts.cases import FOREVER, make_task
 from configs import shipped
 

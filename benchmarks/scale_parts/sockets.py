@@ -24,18 +24,18 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.allocation import keep_freed_memory
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import open_journal
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.config.tree import BufferSection
-from asyncrl.errors import DeadlineExceeded, ServiceFailed
-from asyncrl.experience import Group, Trajectory
-from asyncrl.threads import ThreadEvent, ThreadRuntime
-from asyncrl.versions import Span
+from asyncrl.core.config.tree import BufferSection
+from asyncrl.core.errors import DeadlineExceeded, ServiceFailed
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.runtime.allocation import keep_freed_memory
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.staleness import Span
 
 FORKS = multiprocessing.get_context("forkserver")
 GROUP_SIZE, NUM_TOKENS, PROMPT_TOKENS = 16, 4096, 64

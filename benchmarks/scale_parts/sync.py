@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from asyncrl.errors import SyncError
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import SyncError
+from asyncrl.core.staleness import PolicyVersion
 from weight_sync.protocol.members import Card, PublisherSeat
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import Order, Timing
@@ -19,7 +19,7 @@ DEADLINE_S = 60.0
 ABILITIES = frozenset({"gloo"})
 INCARNATION = "1"
 MAX_TURN = 256
-"""Reports that the coordinator's server takes before it looks at what they led to, see `asyncrl.rpc`."""
+"""Reports that the coordinator's server takes before it looks at what they led to, see `asyncrl.core.rpc`."""
 
 
 class SyncFleet:

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl import wire
 from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.tickets import LedgerSettings
@@ -32,12 +31,13 @@ from asyncrl.buffer.rules.learner import RESERVE_WAIT_S, is_checkpoint_due
 from asyncrl.buffer.rules.replica import LeaseCall, Leasing, count_free_groups, renewal_interval_s
 from asyncrl.buffer.service import Desk
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import ManualClock
-from asyncrl.errors import AsyncrlError
-from asyncrl.experience import Group, Trajectory, encode_group
-from asyncrl.rpc import Request
-from asyncrl.versions import Span
-from asyncrl.wire import Frame
+from asyncrl.core import wire
+from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.experience import Group, Trajectory, encode_group
+from asyncrl.core.rpc import Request
+from asyncrl.core.runtime.clock import ManualClock
+from asyncrl.core.staleness import Span
+from asyncrl.core.wire import Frame
 
 GROUP_SIZE, NUM_TOKENS, PROMPT_TOKENS = 16, 4096, 64
 GPU_TOKENS_PER_S = 2_500.0

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.load import load_config
-from asyncrl.config.tree import Config
-from asyncrl.errors import ServiceFailed
+from asyncrl.core.config.load import load_config
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ServiceFailed
 from benchmarks.pipeline_parts.cases import FOREVER, make_task
 from benchmarks.planner.live import builtin_paths, live_run, step_of
 from benchmarks.soak_parts.sampling import Sample, read_values

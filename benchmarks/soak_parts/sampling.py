@@ -18,7 +18,7 @@ import psutil
 
 from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.launch.processes import pids_of_run, shared_memory_of
-from asyncrl.service import SERVICE_VARIABLE
+from asyncrl.core.service import SERVICE_VARIABLE
 
 MEMORY, DESCRIPTORS, THREADS = "memory_bytes", "descriptors", "threads"
 PROCESSES, SEGMENTS, SEGMENT_BYTES = "processes/run", "segments/run", "segment_bytes/run"

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config.tree import AlgorithmSection, LearnerSection
-from asyncrl.experience import Group, Trajectory
-from asyncrl.versions import Span
+from asyncrl.core.config.tree import AlgorithmSection, LearnerSection
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.staleness import Span
 from benchmarks.staleness.sampler import Sampler, Samples, Shape, Weights
 from learner.algorithms.objective import Objective, make_objective
 from learner.backend import LearnerBackend, Placement

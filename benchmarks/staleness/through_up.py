@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.load import load_config
 from asyncrl.control.launch import run
 from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.record.rundir import read_json
-from asyncrl.errors import ServiceFailed
+from asyncrl.core.config.load import load_config
+from asyncrl.core.errors import ServiceFailed
 from benchmarks.staleness.cell import MAX_TOKENS, METHODS, Cell, Recipe
 from configs import shipped
 

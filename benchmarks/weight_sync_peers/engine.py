@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from asyncrl.errors import ServiceFailed
-from asyncrl.keys import ClientKeys
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.sockets.keys import ClientKeys
 from benchmarks.inputs import save_qwen3
 from benchmarks.weight_sync_peers.peers import FRESH, WAIT_S, Peer, now_s, obey
 from benchmarks.weight_sync_peers.services import Fleet

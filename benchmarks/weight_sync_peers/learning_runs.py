@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.load import load_config
 from asyncrl.control.launch import run
-from asyncrl.errors import ServiceFailed
+from asyncrl.core.config.load import load_config
+from asyncrl.core.errors import ServiceFailed
 from benchmarks.inputs import save_qwen3
 from benchmarks.staleness.through_up import await_end
 from configs import shipped

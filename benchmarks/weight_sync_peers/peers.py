@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.errors import ServiceFailed
+from asyncrl.core.errors import ServiceFailed
 
 WAIT_S = 120.0
 END_S = 10.0

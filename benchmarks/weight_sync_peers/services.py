@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.tree import Config
-from asyncrl.errors import ServiceFailed
-from asyncrl.keys import make_run_keys
-from asyncrl.rpc import Client
-from asyncrl.service import ServiceContext
-from asyncrl.threads import ThreadEvent, ThreadRuntime
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.sockets.keys import make_run_keys
+from asyncrl.core.staleness import PolicyVersion
 from benchmarks.weight_sync_peers.peers import WAIT_S, Peer, now_s, obey
 from benchmarks.weight_sync_peers.weights import count_bytes, make_weights, read_weights
 from weight_sync import composition

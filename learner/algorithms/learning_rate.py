@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.config.tree import LearnerSection
+from asyncrl.core.config.tree import LearnerSection
 
 
 def schedule_lr(peak: float, step: int, config: LearnerSection) -> float:

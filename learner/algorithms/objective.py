@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.config.tree import AlgorithmSection, KlSection
-from asyncrl.errors import ConfigError, DataError
-from asyncrl.versions import UNLOADED
+from asyncrl.core.config.tree import AlgorithmSection, KlSection
+from asyncrl.core.errors import ConfigError, DataError
+from asyncrl.core.staleness import UNLOADED
 from learner.algorithms.advantage import ADVANTAGES, AdvantageFn, AdvantageInput, is_constant
 from learner.algorithms.advantage.terms import on_one_rank
 from learner.algorithms.aggregation import aggregate, aggregate_rows

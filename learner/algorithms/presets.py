@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.config.tree import AlgorithmSection
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.tree import AlgorithmSection
+from asyncrl.core.errors import ConfigError
 from learner.algorithms.registry import resolve
 
 OPTIONS = (

@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from asyncrl.config.problems import suggest
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.problems import suggest
+from asyncrl.core.errors import ConfigError
 
 F = TypeVar("F")
 

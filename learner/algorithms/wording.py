@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.config.tree import AlgorithmSection
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.tree import AlgorithmSection
+from asyncrl.core.errors import ConfigError
 from learner.algorithms.presets import Correction, find_correction, is_policy_gradient
 from learner.algorithms.registry import check_name
 from learner.algorithms.variants import ADVANTAGES, LOSSES, PROX, VALUES, needing

@@ -11,7 +11,7 @@ import heapq
 import itertools
 from collections.abc import Sequence
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 
 LINEAR_COST = 24_576
 """Tokens at which attention costs as much as all else: six times the hidden size of a 7 B model."""

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncrl.errors import DataError, LedgerError
-from asyncrl.experience import Group
-from asyncrl.versions import UNLOADED
+from asyncrl.core.errors import DataError, LedgerError
+from asyncrl.core.experience import Group
+from asyncrl.core.staleness import UNLOADED
 from learner.batching.balance import karmarkar_karp, plan_microbatches
 
 Array = npt.NDArray[np.generic]

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncrl.errors import ConfigError
-from asyncrl.experience import Group, Trajectory
-from asyncrl.versions import Span
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.staleness import Span
 from learner.backend import LearnerBackend
 from learner.batching.batch import PackedBatch, build_batch
 from weight_sync.memory.manifest import Probe

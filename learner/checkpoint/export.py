@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.load import find_run_folder, load_resolved
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.load import find_run_folder, load_resolved
+from asyncrl.core.errors import ConfigError
 from learner.checkpoint.pretrained import write_folder
 from learner.checkpoint.reader import StateReader
 from learner.checkpoint.store import CheckpointStore

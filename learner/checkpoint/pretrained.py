@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 
 WEIGHTS = "model.safetensors"
 _SIDE_FILES = (

@@ -18,7 +18,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
-from asyncrl.errors import CheckpointError
+from asyncrl.core.errors import CheckpointError
 from learner.checkpoint.pieces import Piece, matrix_shape, whole
 from learner.checkpoint.snapshot import piece_key, tensor_file
 

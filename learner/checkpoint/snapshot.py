@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from asyncrl.durable import sync_path
+from asyncrl.core.files.durable import sync_path
 from learner.checkpoint.pieces import Piece, record_file
 
 KINDS = ("main", "exp_avg", "exp_avg_sq")

@@ -19,9 +19,9 @@ import xxhash
 
 import asyncrl
 from asyncrl.buffer.rules.learner import kept_checkpoints
-from asyncrl.durable import sync_path
-from asyncrl.errors import CheckpointError
-from asyncrl.faults import fault_point
+from asyncrl.core.errors import CheckpointError
+from asyncrl.core.files.durable import sync_path
+from asyncrl.core.runtime.faults import fault_point
 from learner.checkpoint.pieces import record_file
 
 FORMAT = 3

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from asyncrl.errors import CheckpointError, DeadlineExceeded
-from asyncrl.faults import fault_point
-from asyncrl.runtime import Runtime, Task
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.errors import CheckpointError, DeadlineExceeded
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.interface import Runtime, Task
+from asyncrl.core.runtime.threads import ThreadRuntime
 from learner.checkpoint.snapshot import Snapshot, remove_files
 from learner.checkpoint.store import CheckpointStore, Cut
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.tree import LearnerSection
+from asyncrl.core.config.tree import LearnerSection
 from learner.backend import LossFn, Placement, ValueLossFn
 from learner.batching.batch import PackedBatch
 from learner.checkpoint.pretrained import PretrainedTensors

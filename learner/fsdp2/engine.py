@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from asyncrl.config.tree import LearnerSection
+from asyncrl.core.config.tree import LearnerSection
 from learner.algorithms.learning_rate import schedule_lr
 from learner.batching.batch import PackedBatch, Totals, restore_order
 from learner.checkpoint.snapshot import Snapshot

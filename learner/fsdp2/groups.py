@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from learner.backend import Placement
 from weight_sync.backends.meeting import join_store
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.tree import LearnerSection
+from asyncrl.core.config.tree import LearnerSection
 from learner.backend import Placement
 from learner.checkpoint.pretrained import write_folder
 from learner.checkpoint.snapshot import Snapshot

@@ -1,6 +1,6 @@
 """Metrics over microbatches and ranks, each reduced by its name's rule.
 
-What is reduced as maximum or minimum says `asyncrl.metrics.extreme_of`; all else is summed.
+What is reduced as maximum or minimum says `asyncrl.core.metrics.extreme_of`; all else is summed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from asyncrl.metrics import extreme_of
+from asyncrl.core.metrics import extreme_of
 from learner.fsdp2.groups import RankGroup
 
 _RULES = (

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.config.tree import GuardSection
-from asyncrl.errors import AsyncrlError
+from asyncrl.core.config.tree import GuardSection
+from asyncrl.core.errors import AsyncrlError
 from learner.guard.signals import (
     SMALLEST_FALL,
     UNLESS_RISEN,

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from asyncrl.config.sections.guard import WAYS
-from asyncrl.config.tree import GuardSection, LimitSection
+from asyncrl.core.config.sections.guard import WAYS
+from asyncrl.core.config.tree import GuardSection, LimitSection
 from weight_sync.memory.agreement import TOLERANCES, Tolerance
 
 FAR = 10.0

@@ -10,8 +10,8 @@ import logging
 from collections import deque
 from collections.abc import Collection, Mapping
 
-from asyncrl.config.tree import GuardSection
-from asyncrl.service_status import GuardFinding
+from asyncrl.core.config.tree import GuardSection
+from asyncrl.core.service_status import GuardFinding
 from learner.guard.explanations import describe, explain, summarise
 from learner.guard.guard import Action, Guard, Limits, UnstableTraining, Verdict
 from learner.orders import Adjust

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.tree import LearnerSection
+from asyncrl.core.config.tree import LearnerSection
 from learner.backend import LossFn, Placement
 from learner.batching.batch import PackedBatch
 from learner.megatron.engine import Engine

@@ -21,8 +21,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from asyncrl.config.tree import LearnerSection
-from asyncrl.metrics import extreme_of
+from asyncrl.core.config.tree import LearnerSection
+from asyncrl.core.metrics import extreme_of
 from learner.algorithms.learning_rate import schedule_lr
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, Totals, restore_order

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from learner.backend import Placement
 from learner.megatron.model.architecture import Parallelism
 from weight_sync.backends.meeting import join_store

@@ -18,7 +18,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import TransformerConfig
 
-from asyncrl.config.tree import LearnerSection
+from asyncrl.core.config.tree import LearnerSection
 from learner.megatron import cpu_adaptor
 
 OVERLAP_BUCKET_ELEMENTS: int | None = None

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from asyncrl.config.tree import Config
-from asyncrl.errors import CheckpointError, ConfigError, DataError
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import CheckpointError, ConfigError, DataError
 from learner.checkpoint.store import CheckpointStore
 from learner.record.lives import Life
 from learner.record.shelf import FOLDER, Shelf, name_steps

@@ -22,8 +22,8 @@ from typing import IO, TypedDict
 
 import msgspec
 
-from asyncrl import errors as named_errors
-from asyncrl.errors import AsyncrlError, ServiceFailed
+from asyncrl.core import errors as named_errors
+from asyncrl.core.errors import AsyncrlError, ServiceFailed
 from learner.record.comparison import ComparedStep, Comparison
 from learner.record.plan import Plan
 

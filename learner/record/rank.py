@@ -10,8 +10,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from asyncrl import errors as named_errors
-from asyncrl.errors import AsyncrlError
+from asyncrl.core import errors as named_errors
+from asyncrl.core.errors import AsyncrlError
 from learner.backend import Placement
 from learner.record.comparison import ComparedStep
 from learner.record.plan import Plan

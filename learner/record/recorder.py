@@ -16,8 +16,8 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from asyncrl.errors import WireError
-from asyncrl.experience import Group
+from asyncrl.core.errors import WireError
+from asyncrl.core.experience import Group
 from learner.intake import Source
 from learner.orders import Adjust, Train
 from learner.record.settings import Settings

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.load import find_run_folder, load_resolved
-from asyncrl.config.tree import Config
-from asyncrl.errors import CheckpointError, ConfigError, DataError
-from asyncrl.experience import Group
+from asyncrl.core.config.load import find_run_folder, load_resolved
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import CheckpointError, ConfigError, DataError
+from asyncrl.core.experience import Group
 from learner.algorithms.objective import Objective, make_objective
 from learner.backend import LearnerBackend, Models, Placement
 from learner.checkpoint.store import CheckpointStore

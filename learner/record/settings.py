@@ -15,9 +15,9 @@ from pathlib import Path
 import xxhash
 from pydantic import ValidationError
 
-from asyncrl.config.load import load_resolved
-from asyncrl.config.tree import Config
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.load import load_resolved
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 
 Settings = Mapping[str, Mapping[str, object]]
 """Values by section and key, as JSON has them."""

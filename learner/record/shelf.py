@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 import xxhash
 
-from asyncrl import wire
-from asyncrl.errors import CheckpointError, DataError, FencedError, WireError
-from asyncrl.experience import Group, decode_group, encode_group
+from asyncrl.core import wire
+from asyncrl.core.errors import CheckpointError, DataError, FencedError, WireError
+from asyncrl.core.experience import Group, decode_group, encode_group
 from learner.orders import Adjust, Train
 from learner.record.settings import Settings, digest_settings, encode_settings
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.errors import CheckpointError
+from asyncrl.core.errors import CheckpointError
 from learner.algorithms.objective import Objective
 from learner.backend import Models
 from learner.checkpoint.reader import StateReader

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from asyncrl.experience import Group, Trajectory
-from asyncrl.versions import UNLOADED
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.staleness import UNLOADED
 from learner.algorithms.diagnostics.moments import probability_moments, value_moments
 from learner.algorithms.diagnostics.summary import (
     length_metrics,

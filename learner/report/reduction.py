@@ -1,4 +1,4 @@
-"""From the values of updates and ranks to those of the step, by the rules of `asyncrl.metrics`.
+"""From the values of updates and ranks to those of the step, by the rules of `asyncrl.core.metrics`.
 
 Invariant: a metric of two data-parallel ranks is the metric of their rows together, whatever their
 shares weigh.
@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl import metrics as names
+from asyncrl.core import metrics as names
 from learner.algorithms.diagnostics.moments import explained_variance, probability_spread
 from learner.algorithms.diagnostics.summary import signal_and_noise
 

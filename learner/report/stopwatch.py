@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from asyncrl.clock import Clock, SystemClock
+from asyncrl.core.runtime.clock import Clock, SystemClock
 
 
 class Stopwatch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from asyncrl.clock import Clock, SystemClock
+from asyncrl.core.runtime.clock import Clock, SystemClock
 
 BATCH, PAUSED, BUFFER, CHECKPOINT, PUBLISHER = CAUSES = (
     "batch",

@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.core.errors import ConfigError, DataError
 from rollout_service.user_file import import_file
 
 Row = Mapping[str, object]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 DATA_SOURCE = "openai/gsm8k"

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl.config.tree import SourceSection
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.core.config.tree import SourceSection
+from asyncrl.core.errors import ConfigError, DataError
 from rollout_service.data.chat_template import ChatTemplate, has_no_template
 from rollout_service.data.filters import Filters, parse_filters
 from rollout_service.data.functions import load_key

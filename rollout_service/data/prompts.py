@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 from rollout_service.data.readers import read_rows
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 
 STATE = "state.json"
 BLOCK_BYTES = 1 << 20

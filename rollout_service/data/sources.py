@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncrl.config.tree import SourceSection
-from asyncrl.errors import DataError
+from asyncrl.core.config.tree import SourceSection
+from asyncrl.core.errors import DataError
 from rollout_service.data.filters import parse_filters
 from rollout_service.data.functions import Key, Row, load_key
 from rollout_service.data.prompts import Prompt, PromptSet, TokenizedPrompt, parse_row, tokenize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from asyncrl.private import keep_compiled_code_own
+from asyncrl.core.files.private import keep_compiled_code_own
 
 EVERYWHERE = {
     "VLLM_NO_USAGE_STATS": "1",

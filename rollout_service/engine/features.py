@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 
-from asyncrl.errors import EngineError
+from asyncrl.core.errors import EngineError
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from asyncrl.clock import Clock
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.runtime.clock import Clock
+from asyncrl.core.staleness import PolicyVersion
 from rollout_service.carry import NOTHING
 from rollout_service.engine.protocol import Completion, Engine, Interrupted, Sampling
 from rollout_service.states import START

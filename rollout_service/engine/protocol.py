@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.errors import EngineError
-from asyncrl.versions import PolicyVersion, Span
+from asyncrl.core.errors import EngineError
+from asyncrl.core.staleness import PolicyVersion, Span
 
 if TYPE_CHECKING:
     from weight_sync.memory.staging import Staged

@@ -25,8 +25,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from asyncrl.errors import SyncError
-from asyncrl.faults import is_wanted
+from asyncrl.core.errors import SyncError
+from asyncrl.core.runtime.faults import is_wanted
 from rollout_service.engine.vllm_objects import HasModules, LoadableModel, LoadedParameter
 
 # It warns at every load of the modules that have buffers only; `_find_missing` names what is really missing.

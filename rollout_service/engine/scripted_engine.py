@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncrl.errors import EngineError
-from asyncrl.versions import UNLOADED, PolicyVersion, Span
+from asyncrl.core.errors import EngineError
+from asyncrl.core.staleness import UNLOADED, PolicyVersion, Span
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import numpy as np
 
-from asyncrl.errors import EngineError
-from asyncrl.faults import fault_point
-from asyncrl.versions import UNLOADED, PolicyVersion, Span
+from asyncrl.core.errors import EngineError
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.staleness import UNLOADED, PolicyVersion, Span
 from rollout_service.engine import core_nursery
 from rollout_service.engine.core_log import CoreLog
 from rollout_service.engine.environment import prepare_environment

@@ -31,8 +31,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from asyncrl.errors import EngineError, SyncError
-from asyncrl.faults import is_wanted
+from asyncrl.core.errors import EngineError, SyncError
+from asyncrl.core.runtime.faults import is_wanted
 from rollout_service.engine.plugin import OTHER_WORKER
 from rollout_service.engine.probe import ProbeCheck
 from rollout_service.engine.reload import find_refused, find_shared, reload

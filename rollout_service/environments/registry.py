@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.problems import suggest
-from asyncrl.config.tree import EnvironmentSection
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.problems import suggest
+from asyncrl.core.config.tree import EnvironmentSection
+from asyncrl.core.errors import ConfigError
 from rollout_service.declared import find_definition, is_imported, methods_of, names_in, parse, stand_in
 from rollout_service.environments.adapters.gymnasium_text import GymnasiumText
 from rollout_service.environments.adapters.verifiers_library import VerifiersLibrary

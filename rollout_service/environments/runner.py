@@ -16,8 +16,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from asyncrl.errors import AsyncrlError, WireError
-from asyncrl.experience import Trajectory, check_reward
+from asyncrl.core.errors import AsyncrlError, WireError
+from asyncrl.core.experience import Trajectory, check_reward
 from rollout_service.data.prompts import TokenizedPrompt
 from rollout_service.engine.protocol import Completion, Engine, Sampling
 from rollout_service.environments.conversation import ChatTemplate, PlainText, Voice

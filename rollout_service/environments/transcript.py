@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from asyncrl.experience import Trajectory
-from asyncrl.versions import Span
+from asyncrl.core.experience import Trajectory
+from asyncrl.core.staleness import Span
 from rollout_service.engine.protocol import Completion
 from rollout_service.rewards.score import Score
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncrl.experience import Trajectory
+from asyncrl.core.experience import Trajectory
 from rollout_service.rewards.competition_math import find_box, normalize
 from rollout_service.rewards.dapo_math import INVALID, judge
 from rollout_service.rewards.gsm8k import extract_flexible, extract_strict

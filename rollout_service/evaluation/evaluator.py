@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from asyncrl.buffer.ledger.orders import evaluation_seed, prompts_of_part
 from asyncrl.buffer.messages import EvaluationOrder
-from asyncrl.errors import AsyncrlError
-from asyncrl.experience import Trajectory
-from asyncrl.metrics.tallies import Tally
+from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.experience import Trajectory
+from asyncrl.core.metrics.tallies import Tally
 from rollout_service.data.prompts import TokenizedPrompt
 from rollout_service.engine.protocol import EngineDied, Interrupted, Sampling
 from rollout_service.episode import EpisodeRunner

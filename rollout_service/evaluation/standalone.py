@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from asyncrl.buffer.messages import EvaluationOrder
-from asyncrl.config.tree import Config
-from asyncrl.errors import ConfigError
-from asyncrl.metrics.tallies import conclude
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.metrics.tallies import conclude
 from rollout_service.composition import build_engine
 from rollout_service.environments.registry import load_environment
 from rollout_service.evaluation.wiring import build_evaluator, load_held_out, load_tokenizer

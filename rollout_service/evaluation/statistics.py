@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from asyncrl.metrics.tallies import Tally, tally_shares, tally_values
+from asyncrl.core.metrics.tallies import Tally, tally_shares, tally_values
 
 ALL = "held_out"
 MAX_SOURCES = 32

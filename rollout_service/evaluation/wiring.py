@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asyncrl.config.tree import Config
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.data.sources import load_sources
 from rollout_service.engine.protocol import Engine

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from asyncrl.config.tree import Config
-from asyncrl.errors import ConfigError, ServiceFailed
-from asyncrl.obstacle import Cause, Obstacle
-from asyncrl.service import ServiceContext
-from asyncrl.service_status import GatewayStatus
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError, ServiceFailed
+from asyncrl.core.obstacle import Cause, Obstacle
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.service_status import GatewayStatus
 from rollout_service.engine.features import ENGINE, Feature, check_features
 from rollout_service.engine.protocol import Engine, EngineDied
 from rollout_service.engine.vllm_engine import VllmEngine

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 
 VARIABLE = "ASYNCRL_GATEWAY_KEY"
 MIN_KEY_CHARS = 16

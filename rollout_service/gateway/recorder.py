@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Protocol, TypedDict
 
-from asyncrl.versions import Span
+from asyncrl.core.staleness import Span
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.vllm_objects import (
     AskedSampling,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.core.errors import AsyncrlError
 
 
 class Refusal(AsyncrlError, ValueError):

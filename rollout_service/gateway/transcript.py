@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from asyncrl.experience import Trajectory
-from asyncrl.versions import Span
+from asyncrl.core.experience import Trajectory
+from asyncrl.core.staleness import Span
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.rewards.score import Answer, RewardError, Score, checked_number
 
 ScoreFunction = Callable[..., object]

@@ -23,9 +23,9 @@ from typing import IO, TypedDict
 import msgspec
 from pydantic import ValidationError
 
-from asyncrl.config.document import read_document
-from asyncrl.config.tree import RewardSection
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.core.config.document import read_document
+from asyncrl.core.config.tree import RewardSection
+from asyncrl.core.errors import ConfigError, DataError
 from rollout_service.rewards.registry import build_parts
 from rollout_service.rewards.score import Answer, RewardError, Score
 from rollout_service.rewards.total import TotalReward

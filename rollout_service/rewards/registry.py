@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from asyncrl.config.problems import suggest
-from asyncrl.config.tree import RewardPart, RewardSection
-from asyncrl.errors import ConfigError, WireError
-from asyncrl.experience import MAX_REWARD_PARTS, check_reward
+from asyncrl.core.config.problems import suggest
+from asyncrl.core.config.tree import RewardPart, RewardSection
+from asyncrl.core.errors import ConfigError, WireError
+from asyncrl.core.experience import MAX_REWARD_PARTS, check_reward
 from rollout_service.declared import find_definition, parse, returns_nothing, stand_in
 from rollout_service.rewards.calling import BoundFunction, FunctionReward, ScoreFunction
 from rollout_service.rewards.competition_math import score_math

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.core.errors import AsyncrlError
 
 Fault = Literal["raised", "timeout", "not_finite", "not_a_number", "died", "unreachable", "refused"]
 """The fault: the function raised, took too long, or returned NaN or no number at all; its process

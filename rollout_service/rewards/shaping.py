@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.service_status import ShapingStatus
+from asyncrl.core.service_status import ShapingStatus
 
 
 class Overlong:

@@ -12,10 +12,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.errors import WireError
-from asyncrl.experience import MAX_REWARD_PARTS, check_reward
-from asyncrl.obstacle import Cause, FailureStreak, Obstacle
-from asyncrl.service_status import RewardStatus
+from asyncrl.core.errors import WireError
+from asyncrl.core.experience import MAX_REWARD_PARTS, check_reward
+from asyncrl.core.obstacle import Cause, FailureStreak, Obstacle
+from asyncrl.core.service_status import RewardStatus
 from rollout_service.rewards.score import Answer, Part, RewardError, RewardsFailed, Score, Task
 
 WINDOW_ANSWERS = 256

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

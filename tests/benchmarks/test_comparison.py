@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
 from asyncrl.cli.commands.bench import BENCHMARKS
-from asyncrl.errors import DataError
-from asyncrl.metrics.registry import METRICS
+from asyncrl.core.errors import DataError
+from asyncrl.core.metrics.registry import METRICS
 from benchmarks import suite
 from benchmarks.comparison import (
     NOT_FIGURES,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl import wire
-from asyncrl.errors import WireError
-from asyncrl.experience import decode_group
+from asyncrl.core import wire
+from asyncrl.core.errors import WireError
+from asyncrl.core.experience import decode_group
 from benchmarks import hostile
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.commands.bench import MODULES
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 from benchmarks.page import NOT_OF_ROWS, RESULTS, caption, parse_directive, render, show, table
 from benchmarks.rows import Row, RowFile
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 from benchmarks.pictures import main, select
 from benchmarks.plots import MAX_LINES, MAX_PANELS, draw
 from benchmarks.rows import Row, RowFile

@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.config.lengths import Lengths
-from asyncrl.errors import ServiceFailed
-from asyncrl.versions import PolicyVersion, Span
+from asyncrl.core.config.lengths import Lengths
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.staleness import PolicyVersion, Span
 from benchmarks import pipeline
 from benchmarks.pipeline import (
     MIN_OF_IDEAL,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 from benchmarks import calibrate, comparison, pictures, suite
 from benchmarks.figures import make_rows
 from benchmarks.options import TERMINATED, command_of, make_parser, report

@@ -16,7 +16,7 @@ import pytest
 from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.service import SERVICE_VARIABLE
+from asyncrl.core.service import SERVICE_VARIABLE
 from benchmarks.soak import check, make_rows, table
 from benchmarks.soak_parts.sampling import Sample, read_values
 from benchmarks.soak_parts.trend import GIB, MIB, WEEK_S, find_trends

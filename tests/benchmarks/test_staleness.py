@@ -5,7 +5,7 @@ import torch
 from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
-from asyncrl.config.tree import AlgorithmSection
+from asyncrl.core.config.tree import AlgorithmSection
 from benchmarks.staleness.cell import METHODS, Cell, Recipe, make_method, run_cell, score
 from benchmarks.staleness.report import check, figures_of, table
 from benchmarks.staleness.sampler import Sampler, Samples, Shape, Weights
@@ -184,7 +184,7 @@ def test_cells_that_are_done_are_not_run_again(tmp_path, capsys):
 
 
 def test_a_cell_through_up_differs_from_the_demo_in_what_the_study_varies(tmp_path):
-    from asyncrl.config.load import load_config
+    from asyncrl.core.config.load import load_config
     from configs import shipped
 
     settings = settings_of(Cell("token TIS", 4, 2), Recipe(num_steps=7), tmp_path, tmp_path)

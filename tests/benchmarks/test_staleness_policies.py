@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
-from asyncrl.sim.studies.experiment import RULES, Sizes
+from asyncrl.planner.studies.experiment import RULES, Sizes
 from benchmarks import staleness_policies
 from benchmarks.staleness_policies import check, main, measure, select_cells, table
 

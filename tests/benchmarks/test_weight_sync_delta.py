@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from asyncrl.config.load import load_config
+from asyncrl.core.config.load import load_config
 from benchmarks.weight_sync_peers import learning_runs
 from benchmarks.weight_sync_peers.learning_runs import RUNS, share_changed
 from configs import shipped

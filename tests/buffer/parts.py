@@ -14,9 +14,9 @@ from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import Journal, MemoryJournal
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.experience import Group, Trajectory
-from asyncrl.threads import ThreadEvent, ThreadRuntime
-from asyncrl.versions import Span
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.staleness import Span
 from tests.buffer.ledger.ledger_runs import SETTINGS
 
 GROUP_SIZE = 2

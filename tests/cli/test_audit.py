@@ -15,10 +15,10 @@ from asyncrl.buffer.composition import ledger_settings, open_journal
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.cli.app import app
 from asyncrl.cli.reports.account import lines_of
-from asyncrl.config.load import dump_resolved
-from asyncrl.config.tree import Config
-from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.experience import encode_group
+from asyncrl.core.config.load import dump_resolved
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import CheckpointError, ConfigError
+from asyncrl.core.experience import encode_group
 from tests.buffer.parts import GROUP_SIZE, make_group
 
 JOURNALS = [{"journal": "file"}, {"journal": "redis", "url": "managed"}]

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from asyncrl.cli.reports.evaluation import Wishes, read_target, table_of
-from asyncrl.config.load import dump_resolved
-from asyncrl.config.tree import Config
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.load import dump_resolved
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 from learner.batching.batch import build_batch
 from learner.checkpoint import CheckpointStore
 from rollout_service.tasks.digit_sort.examples import draw_split

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.config.load import dump_resolved
-from asyncrl.config.tree import Config
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.core.config.load import dump_resolved
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import CheckpointError, ConfigError
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.export import export_run
 from tests.different import assert_all_differ, digests_of

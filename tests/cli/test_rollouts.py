@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.cli.app import app
 from asyncrl.cli.rollouts.pieces import token_texts
-from asyncrl.errors import ConfigError
-from asyncrl.experience import Group, Trajectory, encode_group
-from asyncrl.printable import printable
-from asyncrl.versions import Span
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.experience import Group, Trajectory, encode_group
+from asyncrl.core.files.printable import printable
+from asyncrl.core.staleness import Span
 from rollout_service.tasks.tiny_text.model import build_tokenizer
 from tests.cli.test_audit import JOURNALS, make_config, opened
 

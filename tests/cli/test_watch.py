@@ -17,13 +17,13 @@ from asyncrl.cli.watch import (
     sigterm_as_interrupt,
     watch,
 )
-from asyncrl.clock import ManualClock
-from asyncrl.config.load import load
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import HeadWord, Snapshot
-from asyncrl.errors import ConfigError
-from asyncrl.states import RunState
+from asyncrl.core.config.load import load
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.runtime.clock import ManualClock
+from asyncrl.core.states import RunState
 from tests.statuses import snapshot_of
 
 

@@ -13,15 +13,15 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from asyncrl.cli.app import app
-from asyncrl.config.load import dump_resolved
 from asyncrl.control.api.server import ControlApi
 from asyncrl.control.launch.processes import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.record.syncing import weights_answer, weights_metrics
-from asyncrl.errors import ConfigError
-from asyncrl.metrics import unknown_names
-from asyncrl.service_status import Statuses
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.config.load import dump_resolved
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.metrics import unknown_names
+from asyncrl.core.service_status import Statuses
+from asyncrl.core.staleness import PolicyVersion
 from tests.cli.test_audit import make_config
 from tests.weight_sync.cluster import (
     Child,

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.load import dump_resolved, load, load_config, load_resolved
-from asyncrl.config.problems import ConfigProblems
-from asyncrl.config.rules.format import FORMAT, OLDEST, STEPS
-from asyncrl.config.tree import Config
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.load import dump_resolved, load, load_config, load_resolved
+from asyncrl.core.config.problems import ConfigProblems
+from asyncrl.core.config.rules.format import FORMAT, OLDEST, STEPS
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 
 STORED = Path(__file__).parent / "stored"
 """`resolved_1.yaml` was written by asyncrl when the form had no number."""

@@ -19,9 +19,6 @@ import torch
 
 from asyncrl.buffer.composition import build as build_buffer
 from asyncrl.buffer.composition import ledger_settings, open_journal
-from asyncrl.config.architectures import ModelSize
-from asyncrl.config.schema import walk
-from asyncrl.config.tree import Config
 from asyncrl.control.cluster.inventory import needed_paths
 from asyncrl.control.cluster.opening import namespace_of, needs_of
 from asyncrl.control.launch.head import _make_keys
@@ -34,7 +31,10 @@ from asyncrl.control.record.sinks.opening import check_sinks, open_sinks
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import _autoscaler_of
 from asyncrl.control.upkeep.keeper import rules_of
-from asyncrl.service import ServiceContext
+from asyncrl.core.config.architectures import ModelSize
+from asyncrl.core.config.schema import walk
+from asyncrl.core.config.tree import Config
+from asyncrl.core.service import ServiceContext
 from learner.algorithms.learning_rate import schedule_lr
 from learner.algorithms.objective import make_objective
 from learner.batching.batch import build_batch

@@ -2,11 +2,11 @@ import pickle
 
 import pytest
 
-from asyncrl.config.explain import keys_of
-from asyncrl.config.load import dump_resolved, load, load_config
-from asyncrl.config.problems import ConfigProblems, Problem
-from asyncrl.config.rules.refusals import MOVED, NO_ADAPTER, NOT_THERE
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.explain import keys_of
+from asyncrl.core.config.load import dump_resolved, load, load_config
+from asyncrl.core.config.problems import ConfigProblems, Problem
+from asyncrl.core.config.rules.refusals import MOVED, NO_ADAPTER, NOT_THERE
+from asyncrl.core.errors import ConfigError
 from configs import shipped
 
 GOOD = """\

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.load import load, load_config
-from asyncrl.config.problems import ConfigProblems
+from asyncrl.core.config.load import load, load_config
+from asyncrl.core.config.problems import ConfigProblems
 
 BASE = """\
 model: {path: m}

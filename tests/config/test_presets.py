@@ -7,12 +7,12 @@ import json
 import pytest
 
 from asyncrl.cli.doctor.machine import MIN_MEMORY_GB, MIN_SHM_GB
-from asyncrl.config.architectures import ModelSize
-from asyncrl.config.load import load_config
 from asyncrl.control import plan
 from asyncrl.control.plan import checks, sizes
 from asyncrl.control.plan.capacity import Capacity
 from asyncrl.control.plan.memory import LEARNER_GPU
+from asyncrl.core.config.architectures import ModelSize
+from asyncrl.core.config.load import load_config
 from configs import shipped
 
 HERE = ("agents", "quickstart", "quickstart_redis", "tool_product")

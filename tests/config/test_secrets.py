@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.load import load_config
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.load import load_config
+from asyncrl.core.errors import ConfigError
 
 BASE = "model: {path: m}\ndata: {train: t}\n"
 PLANTED = "planted-7f31"

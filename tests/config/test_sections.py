@@ -3,9 +3,9 @@
 import pytest
 from pydantic import ValidationError
 
-from asyncrl.config.load import dump_resolved, load_config
-from asyncrl.config.problems import ConfigProblems
-from asyncrl.config.tree import GuardSection, MetricsSection, ReplicasSection, RolloutSection
+from asyncrl.core.config.load import dump_resolved, load_config
+from asyncrl.core.config.problems import ConfigProblems
+from asyncrl.core.config.tree import GuardSection, MetricsSection, ReplicasSection, RolloutSection
 
 GOOD = "model: {path: m}\ndata: {train: t}\nreward: {fn: f}\n"
 

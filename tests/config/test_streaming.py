@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.config.load import load_config
-from asyncrl.config.problems import ConfigProblems
+from asyncrl.core.config.load import load_config
+from asyncrl.core.config.problems import ConfigProblems
 
 GOOD = "model: {path: m}\ndata: {train: t}\nreward: {fn: f}\nlearner: {stream: true}\n"
 

@@ -3,7 +3,7 @@ import contextlib
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from asyncrl.config.tree import Config
+from asyncrl.core.config.tree import Config
 
 REQUIRED = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}}
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from asyncrl.control.api.operations import Begun
-from asyncrl.errors import ServiceFailed
-from asyncrl.service_command import Pause
-from asyncrl.states import RunState
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.service_command import Pause
+from asyncrl.core.states import RunState
 
 
 class ScriptedCrew:

@@ -9,12 +9,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from asyncrl.errors import ServiceFailed
-from asyncrl.message import Message
-from asyncrl.metrics.row_log import RowLog
-from asyncrl.obstacle import Cause, Obstacle
-from asyncrl.service import ServiceContext
-from asyncrl.service_command import (
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.metrics.row_log import RowLog
+from asyncrl.core.obstacle import Cause, Obstacle
+from asyncrl.core.rpc.message import Message
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.service_command import (
     AnyCommand,
     Drain,
     HandOverRows,
@@ -24,8 +24,8 @@ from asyncrl.service_command import (
     WriteCheckpoint,
     unknown_command,
 )
-from asyncrl.service_status import GuardFinding, RedisJournalStatus, ServiceStatus
-from asyncrl.states import ServiceState
+from asyncrl.core.service_status import GuardFinding, RedisJournalStatus, ServiceStatus
+from asyncrl.core.states import ServiceState
 from tests.statuses import status_of
 
 ROW = {

@@ -20,8 +20,8 @@ from asyncrl.control.api.client import NotRunning, RunClient, find_run
 from asyncrl.control.api.server import MAX_BODY_BYTES, MAX_CONNECTIONS, ControlApi
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.snapshot import Snapshot
-from asyncrl.errors import ConfigError, ConnectionLost, DeadlineExceeded, Refused, RemoteError
-from asyncrl.states import RunState
+from asyncrl.core.errors import ConfigError, ConnectionLost, DeadlineExceeded, Refused, RemoteError
+from asyncrl.core.states import RunState
 
 
 def refuse(body: dict[str, Any]) -> dict[str, Any]:

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from asyncrl.control.launch.host import kinds_of
 from asyncrl.control.launch.processes import remove_segments, shared_memory_of
-from asyncrl.errors import ConfigError, ServiceFailed
+from asyncrl.core.errors import ConfigError, ServiceFailed
 
 CODE = """
 import os, signal, sys
 from pathlib import Path
-from asyncrl.config.tree import Config
+from asyncrl.core.config.tree import Config
 from asyncrl.control.launch.host import ServiceHost
-from asyncrl.service_command import DumpStacks, pack_command
-from asyncrl.service import ServiceContext
+from asyncrl.core.service_command import DumpStacks, pack_command
+from asyncrl.core.service import ServiceContext
 config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"})
 context = ServiceContext(config, "a.0", Path(sys.argv[1]), "id")
 host = ServiceHost("trivial_service:" + sys.argv[2], context, sys.argv[1] + "/a.0.log")
@@ -66,9 +66,9 @@ def test_a_service_whose_new_thread_finds_no_memory_fails_and_is_not_waited_for(
 WAITS = """
 import sys, time
 from pathlib import Path
-from asyncrl.config.tree import Config
+from asyncrl.core.config.tree import Config
 from asyncrl.control.launch.host import ServiceHost
-from asyncrl.service import ServiceContext
+from asyncrl.core.service import ServiceContext
 folder = Path(sys.argv[1])
 config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"})
 host = ServiceHost("trivial_service:build_waiting", ServiceContext(config, "a.0", folder, "id"), sys.argv[2])
@@ -96,9 +96,9 @@ SEMAPHORES = """
 import multiprocessing, os, signal, sys
 from pathlib import Path
 from trivial_service import keep_semaphore
-from asyncrl.config.tree import Config
+from asyncrl.core.config.tree import Config
 from asyncrl.control.launch.host import ServiceHost
-from asyncrl.service import ServiceContext
+from asyncrl.core.service import ServiceContext
 config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"})
 context = ServiceContext(config, "a.0", Path(sys.argv[1]), sys.argv[2])
 host = ServiceHost("trivial_service:build", context, sys.argv[1] + "/a.0.log")

@@ -20,7 +20,6 @@ from ray._raylet import AuthenticationTokenLoader
 from ray._raylet import Config as RayConfig
 from thread_launcher import ThreadLauncher
 
-from asyncrl.config.tree import Config
 from asyncrl.control.cluster.membership import NEEDS_TOKEN
 from asyncrl.control.launch import ray_launcher
 from asyncrl.control.launch.processes import (
@@ -32,11 +31,12 @@ from asyncrl.control.launch.processes import (
 )
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.launch.spec import ServiceSpec
-from asyncrl.errors import ServiceFailed
-from asyncrl.service import ServiceContext
-from asyncrl.service_command import Bound, Drain, Promote, RetireReplica, Tighten
-from asyncrl.service_status import ServiceStatus
-from asyncrl.states import ServiceState
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.service_command import Bound, Drain, Promote, RetireReplica, Tighten
+from asyncrl.core.service_status import ServiceStatus
+from asyncrl.core.states import ServiceState
 from tests.other_user import NOBODY, acting_as
 
 RUN_ID = f"test{os.getpid()}"

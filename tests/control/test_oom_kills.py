@@ -11,7 +11,7 @@ from asyncrl.control.record.events import load_events
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.upkeep.oom import RECENT_S, OomKills
-from asyncrl.states import RunState
+from asyncrl.core.states import RunState
 
 V2, V1 = "0::/pod\n", "4:memory:/pod\n0::/\n"
 GROUP = "the kernel has just killed a process of its container for want of memory (oom_kill)"

@@ -16,19 +16,19 @@ import torch
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.composition import build
 from asyncrl.buffer.service import BufferService
-from asyncrl.config.tree import Config
 from asyncrl.control.api.routes import operation_routes
 from asyncrl.control.operations import Operations
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import Roster
-from asyncrl.errors import ConfigError, DeadlineExceeded, Refused, ServiceFailed
-from asyncrl.experience import encode_group
-from asyncrl.rpc import Client
-from asyncrl.service import ServiceContext, read_paused
-from asyncrl.service_command import Drain, Pause, PauseState, Unpause
-from asyncrl.threads import ThreadEvent
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError, DeadlineExceeded, Refused, ServiceFailed
+from asyncrl.core.experience import encode_group
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadEvent
+from asyncrl.core.service import ServiceContext, read_paused
+from asyncrl.core.service_command import Drain, Pause, PauseState, Unpause
+from asyncrl.core.staleness import PolicyVersion
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.pieces import whole
 from learner.checkpoint.snapshot import KINDS, PieceState, Snapshot

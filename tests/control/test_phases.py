@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.control.phases import ANSWERS_WAIT, phase_of
-from asyncrl.states import RunState
+from asyncrl.core.states import RunState
 from tests.statuses import statuses_of
 
 LEARNER = {"state": "READY", "step": 100, "resumed_step": 100}

@@ -13,10 +13,10 @@ import pytest
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models
 
-from asyncrl.config.tree import Config
 from asyncrl.control import plan, prepare, shared_memory
 from asyncrl.control.plan import checks
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 from tests.control.model_folder import write_model_folder
 from weight_sync.composition import build_publisher
 

@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 from asyncrl.control.launch import ports
 from asyncrl.control.launch.ports import HeldPort, held_row
-from asyncrl.errors import AsyncrlError
+from asyncrl.core.errors import AsyncrlError
 
 
 def test_nobody_gets_a_held_port_by_chance_and_everybody_gets_it_once_it_is_let_go():

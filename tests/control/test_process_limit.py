@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from test_repair import Run
 
-from asyncrl import service_command
 from asyncrl.control.plan import machine
 from asyncrl.control.process_limit import RECENT_S, RefusedProcesses, find_limit
 from asyncrl.control.record.events import load_events
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.row_fetcher import RowFetcher
-from asyncrl.states import RunState
+from asyncrl.core import service_command
+from asyncrl.core.states import RunState
 from tests.threads import RUNTIME
 
 V2, V1 = "0::/pod\n", "8:pids:/pod\n4:memory:/pod\n0::/\n"

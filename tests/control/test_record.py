@@ -6,11 +6,11 @@ import math
 import tracemalloc
 from pathlib import Path
 
-from asyncrl.config.tree import Config
 from asyncrl.control.record.history import read_history
 from asyncrl.control.record.metering import Meter
 from asyncrl.control.record.summary import NAMES, draw_curves, smooth, summarise
-from asyncrl.service_status import Statuses
+from asyncrl.core.config.tree import Config
+from asyncrl.core.service_status import Statuses
 from tests.statuses import statuses_of
 
 REQUIRED = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}}

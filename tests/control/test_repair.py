@@ -19,7 +19,6 @@ from scripted_services import REPLACE
 from test_supervisor import make_config, wait_for
 from thread_launcher import ThreadLauncher
 
-from asyncrl import obstacle
 from asyncrl.control.api import operations as api
 from asyncrl.control.fleet.messages import Halted, Heard
 from asyncrl.control.launch.processes import (
@@ -42,12 +41,13 @@ from asyncrl.control.supervisor import Supervisor
 from asyncrl.control.upkeep.hands import Hands
 from asyncrl.control.upkeep.keeper import Upkeep
 from asyncrl.control.upkeep.reading import at_home, event_of, events_of
-from asyncrl.errors import ConfigError, DeadlineExceeded, ServiceFailed
-from asyncrl.metrics.run_names import FIRST_OF_LIFE
-from asyncrl.service import SERVICE_VARIABLE
-from asyncrl.service_command import Bound, Tighten
-from asyncrl.states import RunState
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core import obstacle
+from asyncrl.core.errors import ConfigError, DeadlineExceeded, ServiceFailed
+from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.service import SERVICE_VARIABLE
+from asyncrl.core.service_command import Bound, Tighten
+from asyncrl.core.states import RunState
 from tests.statuses import status_of, statuses_of, told_by
 from tests.threads import RUNTIME
 

@@ -10,7 +10,7 @@ from asyncrl.control.diagnosis.obstacles import gather
 from asyncrl.control.fleet.messages import Heard
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.upkeep.reading import event_of
-from asyncrl.states import RunState
+from asyncrl.core.states import RunState
 from tests.statuses import status_of
 
 STOPPED = Outcome(state=RunState.STOPPED)

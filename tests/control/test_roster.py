@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.load import dump_resolved, load_config
-from asyncrl.config.tree import Config
 from asyncrl.control import plan
 from asyncrl.control.launch import head
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.roster import SERVERS, Roster
-from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.keys import RunKeys, make_run_keys, read_client_keys
+from asyncrl.core.config.load import dump_resolved, load_config
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import AsyncrlError, ConfigError
+from asyncrl.core.sockets.keys import RunKeys, make_run_keys, read_client_keys
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
 OTHER_HOST = "203.0.113.77"

@@ -14,9 +14,9 @@ from test_supervisor import wait_for
 
 from asyncrl.control.record.recorder import training_rows
 from asyncrl.control.row_fetcher import RowFetcher
-from asyncrl.errors import ServiceFailed
-from asyncrl.message import Message
-from asyncrl.service_command import AnyCommand, HandOverRows, Rows
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.rpc.message import Message
+from asyncrl.core.service_command import AnyCommand, HandOverRows, Rows
 from tests.control.thread_launcher import ThreadLauncher
 from tests.threads import RUNTIME
 

@@ -13,9 +13,6 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.load import dump_resolved, load_config, load_resolved
-from asyncrl.config.problems import ConfigProblems
-from asyncrl.config.tree import Config
 from asyncrl.control.api.client import NotRunning, find_live_folder
 from asyncrl.control.launch import lineage, run
 from asyncrl.control.launch.handle import attach
@@ -23,7 +20,10 @@ from asyncrl.control.launch.processes import end_leftovers, is_alive, remove_lef
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.plan.difference import compare_with_run
 from asyncrl.control.record.rundir import RunDir, write_json
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.load import dump_resolved, load_config, load_resolved
+from asyncrl.core.config.problems import ConfigProblems
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 from tests.control.model_folder import write_model_folder
 
 RUN_ID = f"past{os.getpid()}"

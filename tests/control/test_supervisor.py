@@ -13,7 +13,6 @@ import pytest
 from scripted_services import REPLACE, ROW
 from thread_launcher import ThreadLauncher
 
-from asyncrl.config.tree import Config
 from asyncrl.control.api import operations
 from asyncrl.control.api.routes import operation_routes
 from asyncrl.control.api.server import ControlApi, Text
@@ -27,9 +26,10 @@ from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.record.summary import NAMES, summarise
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import PULSE_S, Supervisor
-from asyncrl.errors import ConfigError, Refused
-from asyncrl.metrics.run_names import FIRST_OF_LIFE
-from asyncrl.service_status import Statuses
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError, Refused
+from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.service_status import Statuses
 from tests.statuses import statuses_of, told_by
 from tests.threads import RUNTIME
 

@@ -10,9 +10,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from asyncrl.control.launch.spec import ServiceSpec
-from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
-from asyncrl.message import Done
-from asyncrl.service_command import (
+from asyncrl.core.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
+from asyncrl.core.rpc.message import Done
+from asyncrl.core.runtime.threads import ThreadEvent
+from asyncrl.core.service_command import (
     A,
     Command,
     DumpStacks,
@@ -21,9 +22,8 @@ from asyncrl.service_command import (
     read_answer,
     read_command,
 )
-from asyncrl.service_status import ServiceStatus, Statuses, kind_of, pack_status, read_status
-from asyncrl.states import ServiceState
-from asyncrl.threads import ThreadEvent
+from asyncrl.core.service_status import ServiceStatus, Statuses, kind_of, pack_status, read_status
+from asyncrl.core.states import ServiceState
 
 
 class ThreadLauncher:

@@ -8,12 +8,12 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-from asyncrl.message import Done, Message
-from asyncrl.obstacle import Cause, Obstacle
-from asyncrl.service import ServiceContext
-from asyncrl.service_command import AnyCommand, Bound, Promote, RetireReplica, Tighten
-from asyncrl.service_status import ServiceStatus
-from asyncrl.states import ServiceState
+from asyncrl.core.obstacle import Cause, Obstacle
+from asyncrl.core.rpc.message import Done, Message
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.service_command import AnyCommand, Bound, Promote, RetireReplica, Tighten
+from asyncrl.core.service_status import ServiceStatus
+from asyncrl.core.states import ServiceState
 
 
 class TrivialService:

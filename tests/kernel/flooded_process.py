@@ -6,8 +6,8 @@ import math
 import sys
 import time
 
-from asyncrl.rpc import Limits, Request, Server
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.rpc import Limits, Request, Server
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 
 
 class Echo:

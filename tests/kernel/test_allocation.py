@@ -5,7 +5,7 @@ import sys
 
 CODE = """
 import resource
-from asyncrl.allocation import keep_freed_memory
+from asyncrl.core.runtime.allocation import keep_freed_memory
 
 def faults():
     for _ in range(200):

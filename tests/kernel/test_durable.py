@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.durable import append_lines, replace_text
-from asyncrl.threads import ThreadEvent
+from asyncrl.core.files.durable import append_lines, replace_text
+from asyncrl.core.runtime.threads import ThreadEvent
 from tests.small_disk import fill
 
 

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from asyncrl import errors
+from asyncrl.core import errors
 
 
 @pytest.mark.parametrize("cls", errors.BY_NAME.values(), ids=lambda cls: cls.__name__)

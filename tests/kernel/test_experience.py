@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl import wire
-from asyncrl.errors import WireError
-from asyncrl.experience import (
+from asyncrl.core import wire
+from asyncrl.core.errors import WireError
+from asyncrl.core.experience import (
     FINISH_REASONS,
     GROUP_SCHEMA,
     MAX_REWARD_PARTS,
@@ -19,7 +19,7 @@ from asyncrl.experience import (
     encode_group,
     outline_group,
 )
-from asyncrl.versions import Span
+from asyncrl.core.staleness import Span
 
 
 def make_group(lengths: list[int], reward: float = 1.0) -> Group:

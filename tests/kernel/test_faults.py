@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 
-from asyncrl.faults import VARIABLE, fault_point, is_wanted, set_hook
+from asyncrl.core.runtime.faults import VARIABLE, fault_point, is_wanted, set_hook
 
 PROGRAM = """
-from asyncrl.faults import fault_point
+from asyncrl.core.runtime.faults import fault_point
 for step in (1, 2):
     for bucket in (0, 1):
         print(step, bucket, flush=True)

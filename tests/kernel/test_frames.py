@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from asyncrl.errors import DeadlineExceeded, WireError
-from asyncrl.rpc import Client, Request, Server
-from asyncrl.sockets.frames import LONG_BYTES, _as_received, receive_parts, send_parts
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.errors import DeadlineExceeded, WireError
+from asyncrl.core.rpc import Client, Request, Server
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.sockets.frames import LONG_BYTES, _as_received, receive_parts, send_parts
 
 
 class Echo:

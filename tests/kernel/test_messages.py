@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncrl import wire
 from asyncrl.buffer import messages as buffer
-from asyncrl.errors import WireError
-from asyncrl.message import Message, Operation, fields_of, read_message
+from asyncrl.core import wire
+from asyncrl.core.errors import WireError
+from asyncrl.core.rpc.message import Message, Operation, fields_of, read_message
 from weight_sync import messages as weights
 from weight_sync.protocol import messages as coordination
 

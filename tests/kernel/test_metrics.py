@@ -5,13 +5,13 @@ import logging
 import re
 from pathlib import Path
 
-from asyncrl.config.tree import Config
 from asyncrl.control.record.metering import Meter, evaluation_row
 from asyncrl.control.record.recorder import Recorder
-from asyncrl.metrics import METRICS, extreme_of, find, unknown_names
-from asyncrl.metrics.page import render
-from asyncrl.metrics.tallies import conclude
-from asyncrl.service_status import FinishedEvaluation, Statuses
+from asyncrl.core.config.tree import Config
+from asyncrl.core.metrics import METRICS, extreme_of, find, unknown_names
+from asyncrl.core.metrics.page import render
+from asyncrl.core.metrics.tallies import conclude
+from asyncrl.core.service_status import FinishedEvaluation, Statuses
 from rollout_service.evaluation.statistics import Judged, JudgedPrompt, tally_prompts
 from tests.threads import RUNTIME
 
@@ -134,7 +134,7 @@ def test_the_recorder_records_an_unknown_name_and_says_so_once(tmp_path, caplog)
 
 def test_the_page_of_metrics_is_current():
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert page == render(), "run: python -m asyncrl.metrics > docs/metrics.md"
+    assert page == render(), "run: python -m asyncrl.core.metrics > docs/metrics.md"
 
 
 def rows_of_from_verl():

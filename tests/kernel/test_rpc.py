@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from asyncrl.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, FencedError, RemoteError
-from asyncrl.rpc import AsyncClient, Client, Request, Server
-from asyncrl.threads import ThreadEvent, ThreadRuntime
-from asyncrl.wire import pack_header, unpack_map
+from asyncrl.core.errors import AsyncrlError, ConnectionLost, DeadlineExceeded, FencedError, RemoteError
+from asyncrl.core.rpc import AsyncClient, Client, Request, Server
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.wire import pack_header, unpack_map
 
 
 class Echo:

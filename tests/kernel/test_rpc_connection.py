@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from asyncrl.errors import ConnectionLost, DeadlineExceeded
-from asyncrl.rpc import AsyncClient, Client
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.errors import ConnectionLost, DeadlineExceeded
+from asyncrl.core.rpc import AsyncClient, Client
+from asyncrl.core.runtime.threads import ThreadRuntime
 
 NUM_PARTS = 250
 """libzmq takes in what happened to a connection at every 100th part that is received."""
 
 BREAK_WITHIN_AN_ANSWER = f"""
 import sys, time, zmq
-from asyncrl.sockets.line import ZmqLine
+from asyncrl.core.sockets.line import ZmqLine
 
 router = zmq.Context().socket(zmq.ROUTER)
 router.setsockopt(zmq.LINGER, 0)

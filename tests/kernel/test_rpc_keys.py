@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import ConfigError, DeadlineExceeded, NotAllowed
-from asyncrl.keys import ClientKeys, RunKeys, make_run_keys, read_client_keys, write_client_keys
-from asyncrl.rpc import AsyncClient, Client, Request, Server
-from asyncrl.sockets.gate import ENDPOINT
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.errors import ConfigError, DeadlineExceeded, NotAllowed
+from asyncrl.core.rpc import AsyncClient, Client, Request, Server
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.sockets.gate import ENDPOINT
+from asyncrl.core.sockets.keys import ClientKeys, RunKeys, make_run_keys, read_client_keys, write_client_keys
 
 SOON_S = 0.4
 """Long for a connection on loopback, which takes about 5 ms."""

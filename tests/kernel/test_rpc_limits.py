@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import DeadlineExceeded, WireError
-from asyncrl.keys import Role
-from asyncrl.rpc import Client, Limits, Request, Server
-from asyncrl.rpc.delays import MAX_CALLERS, WINDOW_S, Delays
-from asyncrl.rpc.memory import MemoryGuard, resident_bytes
-from asyncrl.rpc.request import MAX_ERROR_CHARACTERS, read_request
-from asyncrl.rpc.server import MAX_TURN_OF_CALLER
-from asyncrl.runtime import Arrival
-from asyncrl.threads import ThreadEvent, ThreadRuntime
-from asyncrl.wire import RPC_VERSION
-from asyncrl.wire import pack_header as pack
+from asyncrl.core.errors import DeadlineExceeded, WireError
+from asyncrl.core.rpc import Client, Limits, Request, Server
+from asyncrl.core.rpc.delays import MAX_CALLERS, WINDOW_S, Delays
+from asyncrl.core.rpc.memory import MemoryGuard, resident_bytes
+from asyncrl.core.rpc.request import MAX_ERROR_CHARACTERS, read_request
+from asyncrl.core.rpc.server import MAX_TURN_OF_CALLER
+from asyncrl.core.runtime.interface import Arrival
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.sockets.keys import Role
+from asyncrl.core.wire import RPC_VERSION
+from asyncrl.core.wire import pack_header as pack
 from tests.buffer.hostile.hostile_parts import dealer, raw_part, raw_peer, raw_socket, shake_hands
 
 

@@ -10,10 +10,10 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from asyncrl.errors import DeadlineExceeded
-from asyncrl.rpc import Client, Request, Server
-from asyncrl.rpc.memory import LONGEST_PAUSE_S
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.core.rpc import Client, Request, Server
+from asyncrl.core.rpc.memory import LONGEST_PAUSE_S
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.runtimes import CountingRuntime
 
 LONG_S, SOON_S = 20.0, 0.5

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.errors import WireError
-from asyncrl.obstacle import Cause, Obstacle
-from asyncrl.service_status import (
+from asyncrl.core.errors import WireError
+from asyncrl.core.obstacle import Cause, Obstacle
+from asyncrl.core.service_status import (
     KINDS,
     BufferStatus,
     LearnerStatus,
@@ -18,7 +18,7 @@ from asyncrl.service_status import (
     pack_status,
     read_status,
 )
-from asyncrl.states import ServiceState
+from asyncrl.core.states import ServiceState
 from tests.statuses import filled, status_of
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.control.fleet.units import Stage
-from asyncrl.states import ServiceState
+from asyncrl.core.states import ServiceState
 from rollout_service.states import State
 from weight_sync.protocol.members import MemberState
 

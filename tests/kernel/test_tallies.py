@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.metrics.tallies import Tally, add_up, conclude, tally_shares, tally_values, wilson
+from asyncrl.core.metrics.tallies import Tally, add_up, conclude, tally_shares, tally_values, wilson
 
 
 def test_wilson_is_the_textbook_s():

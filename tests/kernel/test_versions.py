@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.versions import (
+from asyncrl.core.staleness import (
     Span,
     check_spans,
     is_admissible,

@@ -7,8 +7,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from asyncrl import wire
-from asyncrl.errors import WireError
+from asyncrl.core import wire
+from asyncrl.core.errors import WireError
 
 
 def packed(value: Any) -> bytes:

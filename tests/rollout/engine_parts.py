@@ -14,7 +14,7 @@ import torch
 import xxhash
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.staleness import PolicyVersion
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
 from rollout_service.tasks.digit_sort.warm_start import build_model
 from weight_sync.memory import segments

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
 from rollout_service.tasks.digit_sort.vocabulary import BOS, EOS, PAD
 from tests.rollout.engine_parts import LoopThread, save_model, stage

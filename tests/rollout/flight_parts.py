@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.versions import PolicyVersion, Span
+from asyncrl.core.staleness import PolicyVersion, Span
 from rollout_service.engine.protocol import Completion, Sampling
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings, read_output
 from tests.different import assert_all_differ

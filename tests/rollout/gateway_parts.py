@@ -17,12 +17,12 @@ from transformers import Qwen3ForCausalLM
 
 from asyncrl.buffer import composition
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
-from asyncrl.clock import SystemClock
-from asyncrl.config.tree import Config
-from asyncrl.experience import Group
-from asyncrl.service import ServiceContext
-from asyncrl.threads import ThreadRuntime
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.config.tree import Config
+from asyncrl.core.experience import Group
+from asyncrl.core.runtime.clock import SystemClock
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.staleness import PolicyVersion
 from rollout_service.data.sources import load_prompts
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings

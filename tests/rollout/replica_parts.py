@@ -13,14 +13,14 @@ from typing import Any
 
 from asyncrl.buffer import composition
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
-from asyncrl.clock import SystemClock
-from asyncrl.config.tree import Config, EvalSection, SourceSection
-from asyncrl.errors import AsyncrlError, DeadlineExceeded
-from asyncrl.runtime import Runtime
-from asyncrl.service import ServiceContext
-from asyncrl.service_status import BufferStatus
-from asyncrl.threads import ThreadEvent, ThreadRuntime
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.config.tree import Config, EvalSection, SourceSection
+from asyncrl.core.errors import AsyncrlError, DeadlineExceeded
+from asyncrl.core.runtime.clock import SystemClock
+from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.service_status import BufferStatus
+from asyncrl.core.staleness import PolicyVersion
 from rollout_service.data.prompts import PromptSet
 from rollout_service.data.sources import load_prompts, load_sources
 from rollout_service.engine.metered import MeteredEngine

@@ -10,11 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl.buffer.messages import EvaluationOrder
-from asyncrl.config.tree import Config, RewardSection
 from asyncrl.control.record.metering import Meter
-from asyncrl.experience import Group
-from asyncrl.metrics.tallies import conclude
-from asyncrl.service_status import ShapingStatus, Statuses
+from asyncrl.core.config.tree import Config, RewardSection
+from asyncrl.core.experience import Group
+from asyncrl.core.metrics.tallies import conclude
+from asyncrl.core.service_status import ShapingStatus, Statuses
 from rollout_service import composition
 from rollout_service.data.sources import load_prompts
 from rollout_service.engine.scripted_engine import ScriptedEngine

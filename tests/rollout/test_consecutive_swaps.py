@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.errors import EngineError
-from asyncrl.faults import VARIABLE
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import EngineError
+from asyncrl.core.runtime.faults import VARIABLE
+from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.protocol import Completion, Sampling
 from rollout_service.engine.vllm_engine import VllmEngine
 from tests.rollout.engine_parts import LoopThread, logprobs_of, make_model, probe_of, save_model, stage

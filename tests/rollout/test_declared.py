@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.tree import EnvironmentSection, RewardPart
+from asyncrl.core.config.tree import EnvironmentSection, RewardPart
 from rollout_service import declared
 from rollout_service.environments.registry import check_file as check_environment
 from rollout_service.rewards.registry import check_file as check_reward

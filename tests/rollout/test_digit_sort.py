@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 from rollout_service.data.sources import load_prompts
 from rollout_service.tasks.digit_sort.examples import MAX_DIGITS, MIN_DIGITS, draw_split
 from rollout_service.tasks.digit_sort.folder import Recipe, make_folder

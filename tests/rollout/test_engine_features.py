@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import EngineError
+from asyncrl.core.errors import EngineError
 from rollout_service.engine.features import NEEDED, Feature, check_features, find_missing
 from rollout_service.engine.limits import CPU_HEAD_SIZES, find_unsupported_head
 
@@ -38,7 +38,10 @@ def test_the_installed_vllm_has_all_that_is_needed():
         (Feature("json", "JSONEncoder.encode", ("o",)), []),
         (Feature("json", "JSONEncoder.pause", ("mode",)), ["json.JSONEncoder.pause"]),
         (Feature("json.reload", "initialize"), ["json.reload.initialize"]),
-        (Feature("asyncrl.versions", "Span", ("version", "color")), ["asyncrl.versions.Span(color)"]),
+        (
+            Feature("asyncrl.core.staleness", "Span", ("version", "color")),
+            ["asyncrl.core.staleness.Span(color)"],
+        ),
     ],
 )
 def test_a_module_a_name_or_a_parameter_that_is_missing_is_written_as_in_code(

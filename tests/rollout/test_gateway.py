@@ -15,10 +15,10 @@ import openai
 import pytest
 import torch
 
-from asyncrl.experience import Group, Trajectory
-from asyncrl.service_command import Drain
-from asyncrl.service_status import pack_status
-from asyncrl.versions import Span
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.service_command import Drain
+from asyncrl.core.service_status import pack_status
+from asyncrl.core.staleness import Span
 from rollout_service.gateway.app import MAX_BODY_BYTES
 from rollout_service.gateway.keys import GatewayKey
 from rollout_service.tasks.tiny_text.model import build_tokenizer

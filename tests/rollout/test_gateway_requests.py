@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.tree import Config
 from asyncrl.control.record.metering import Meter
-from asyncrl.service import ServiceContext
+from asyncrl.core.config.tree import Config
+from asyncrl.core.service import ServiceContext
 from rollout_service.data.prompts import PromptSet
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
 from rollout_service.gateway.gateway import build_gateway

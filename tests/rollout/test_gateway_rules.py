@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from asyncrl.buffer.messages import LeaseGrant
-from asyncrl.config.tree import Config
-from asyncrl.errors import ConfigError
-from asyncrl.experience import MAX_REWARD_PARTS, decode_group, encode_group
-from asyncrl.versions import Span, check_spans
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.experience import MAX_REWARD_PARTS, decode_group, encode_group
+from asyncrl.core.staleness import Span, check_spans
 from rollout_service.data.prompts import Prompt, PromptSet, TokenizedPrompt
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.gateway import sessions

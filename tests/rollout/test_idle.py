@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from asyncrl.service_command import Drain
+from asyncrl.core.service_command import Drain
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.matching import score_digit_sort
 from tests.rollout.replica_parts import open_stage, wait_for

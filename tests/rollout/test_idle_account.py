@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.clock import ManualClock
 from asyncrl.control.record.metering import Meter
+from asyncrl.core.runtime.clock import ManualClock
 from rollout_service.engine.metered import BUSY, SWAP, MeteredEngine
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.matching import score_digit_sort

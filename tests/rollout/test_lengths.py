@@ -4,8 +4,8 @@ import statistics
 
 import pytest
 
-from asyncrl.config.lengths import parse_lengths
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.lengths import parse_lengths
+from asyncrl.core.errors import ConfigError
 
 
 def test_lengths_follow_the_named_distribution_and_the_seed() -> None:

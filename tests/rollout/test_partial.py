@@ -16,13 +16,13 @@ from asyncrl.buffer import composition
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseGrant
-from asyncrl.clock import SystemClock
-from asyncrl.errors import EngineError
-from asyncrl.experience import UNFINISHED, Group, Trajectory
-from asyncrl.service import ServiceContext
-from asyncrl.service_command import Drain
-from asyncrl.threads import ThreadRuntime
-from asyncrl.versions import PolicyVersion, Span
+from asyncrl.core.errors import EngineError
+from asyncrl.core.experience import UNFINISHED, Group, Trajectory
+from asyncrl.core.runtime.clock import SystemClock
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.service_command import Drain
+from asyncrl.core.staleness import PolicyVersion, Span
 from rollout_service import carry
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.data.sources import load_prompts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.errors import SyncError
+from asyncrl.core.errors import SyncError
 from rollout_service.engine import probe as engine_probe
 from weight_sync.memory.agreement import FIRST_CHECKS
 from weight_sync.memory.manifest import Probe

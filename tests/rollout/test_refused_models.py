@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from asyncrl.errors import EngineError
+from asyncrl.core.errors import EngineError
 from rollout_service.engine.protocol import Sampling
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
 from tests.different import assert_all_differ

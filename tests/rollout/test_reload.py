@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from asyncrl.errors import SyncError
+from asyncrl.core.errors import SyncError
 from rollout_service.engine.reload import find_refused, find_shared, reload
 
 SIZE = 4

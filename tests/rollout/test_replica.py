@@ -12,12 +12,12 @@ import pytest
 from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseReply
-from asyncrl.errors import ConnectionLost, EngineError, ServiceFailed
-from asyncrl.message import Done
-from asyncrl.obstacle import Cause
-from asyncrl.service_command import Drain, Promote, Standing
-from asyncrl.states import ServiceState
-from asyncrl.threads import ThreadEvent
+from asyncrl.core.errors import ConnectionLost, EngineError, ServiceFailed
+from asyncrl.core.obstacle import Cause
+from asyncrl.core.rpc.message import Done
+from asyncrl.core.runtime.threads import ThreadEvent
+from asyncrl.core.service_command import Drain, Promote, Standing
+from asyncrl.core.states import ServiceState
 from rollout_service.engine.protocol import EngineDied
 from rollout_service.engine.scripted_engine import scripted_logprob
 from rollout_service.gateway.refusal import NobodyCame

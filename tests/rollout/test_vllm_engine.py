@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
-from asyncrl.errors import EngineError
-from asyncrl.experience import Trajectory
-from asyncrl.faults import VARIABLE
-from asyncrl.versions import PolicyVersion, Span
+from asyncrl.core.errors import EngineError
+from asyncrl.core.experience import Trajectory
+from asyncrl.core.runtime.faults import VARIABLE
+from asyncrl.core.staleness import PolicyVersion, Span
 from rollout_service.data.prompts import Prompt, TokenizedPrompt
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings

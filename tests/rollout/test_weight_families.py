@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl.errors import EngineError
-from asyncrl.faults import VARIABLE
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import EngineError
+from asyncrl.core.runtime.faults import VARIABLE
+from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.protocol import Sampling
 from rollout_service.engine.vllm_engine import VllmEngine
 from tests.different import assert_all_differ

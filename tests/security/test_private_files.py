@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.journals.redis_server import RedisServer
-from asyncrl.config.tree import Config
 from asyncrl.control.launch import run
 from asyncrl.control.record.rundir import write_json
-from asyncrl.keys import make_run_keys, write_client_keys
-from asyncrl.private import keep_others_out
+from asyncrl.core.config.tree import Config
+from asyncrl.core.files.private import keep_others_out
+from asyncrl.core.sockets.keys import make_run_keys, write_client_keys
 from tests.other_user import CHECKOUT
 
 
@@ -65,7 +65,7 @@ def test_nobody_else_can_open_what_a_run_makes(tmp_path: Path, hostile_umask: in
 @pytest.mark.parametrize(
     "first",
     [
-        "from asyncrl.private import keep_others_out; keep_others_out()",
+        "from asyncrl.core.files.private import keep_others_out; keep_others_out()",
         "from rollout_service.engine.environment import prepare_environment; prepare_environment(False)",
     ],
 )

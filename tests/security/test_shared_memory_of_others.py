@@ -13,9 +13,9 @@ import pytest
 
 from asyncrl.cli.doctor.machine import check_leftovers
 from asyncrl.control.launch.processes import SHM, remove_leftovers, remove_segments, shared_memory_of
-from asyncrl.errors import ConfigError
-from asyncrl.private import make_private
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.files.private import make_private
+from asyncrl.core.staleness import PolicyVersion
 from tests.other_user import NOBODY, SOMEBODY, acting_as
 from tests.weight_sync.cluster import load, model, running_cluster
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan

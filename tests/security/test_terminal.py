@@ -35,8 +35,8 @@ from asyncrl.control.record.ending import paragraph
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import Snapshot
-from asyncrl.printable import printable
-from asyncrl.states import RunState
+from asyncrl.core.files.printable import printable
+from asyncrl.core.states import RunState
 from tests.control.page.page_runs import make_group, make_snapshot
 from tests.statuses import snapshot_of
 
@@ -88,9 +88,9 @@ def test_each_payload_is_written_out_and_x(payload: str) -> None:
 SERVICE = """
 import sys, traceback
 from pathlib import Path
-from asyncrl.config.tree import Config
+from asyncrl.core.config.tree import Config
 from asyncrl.control.launch.host import ServiceHost
-from asyncrl.service import ServiceContext
+from asyncrl.core.service import ServiceContext
 import logging
 EVIL = sys.stdin.buffer.read().decode(errors="surrogatepass")
 def build(context):

@@ -17,7 +17,7 @@ import typer.main
 from ruamel.yaml import YAML
 
 from asyncrl.cli.app import app
-from asyncrl.config.load import load_config
+from asyncrl.core.config.load import load_config
 
 DEPLOY = Path("deploy")
 SLURM = DEPLOY / "slurm.sbatch"

@@ -1,4 +1,4 @@
-"""List of the modules that reach past the runtime (`asyncrl.runtime`) for time, threads, ids or sockets."""
+"""List of the modules that reach past the runtime for time, threads, ids or sockets."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ STORAGE = "storage that tests in virtual time play"
 LEARNING = "inside a learner's ranks, which tests in virtual time play"
 ENGINE = "beside an engine, a gateway or a reward, which tests in virtual time play"
 ALLOWED = {
-    "asyncrl/clock.py": RUNTIME,
-    "asyncrl/sockets/frames.py": RUNTIME,
-    "asyncrl/sockets/gate.py": RUNTIME,
-    "asyncrl/sockets/line.py": RUNTIME,
-    "asyncrl/sockets/listener.py": RUNTIME,
-    "asyncrl/sockets/options.py": RUNTIME,
-    "asyncrl/threads.py": RUNTIME,
-    "asyncrl/faults.py": "strikes real processes; the simulator has faults of its own",
-    "asyncrl/keys.py": SECRET,
-    "asyncrl/private.py": SECRET,
+    "asyncrl/core/runtime/clock.py": RUNTIME,
+    "asyncrl/core/sockets/frames.py": RUNTIME,
+    "asyncrl/core/sockets/gate.py": RUNTIME,
+    "asyncrl/core/sockets/line.py": RUNTIME,
+    "asyncrl/core/sockets/listener.py": RUNTIME,
+    "asyncrl/core/sockets/options.py": RUNTIME,
+    "asyncrl/core/runtime/threads.py": RUNTIME,
+    "asyncrl/core/runtime/faults.py": "strikes real processes; the simulator has faults of its own",
+    "asyncrl/core/sockets/keys.py": SECRET,
+    "asyncrl/core/files/private.py": SECRET,
     "asyncrl/control/record/sinks/opening.py": SECRET,
     "rollout_service/gateway/keys.py": SECRET,
     "weight_sync/memory/together.py": SECRET,
     "asyncrl/buffer/journals/redis_past.py": STORAGE,
     "asyncrl/buffer/journals/redis_server.py": STORAGE,
-    "asyncrl/metrics/row_log.py": STORAGE,
+    "asyncrl/core/metrics/row_log.py": STORAGE,
     "weight_sync/coordination/journal.py": STORAGE,
     "asyncrl/control/api/server.py": OUTSIDE,
     "asyncrl/control/cluster/launcher.py": LAUNCH,
@@ -134,7 +134,7 @@ def test_what_reaches_past_is_seen_in_each_of_its_forms() -> None:
 def test_every_client_server_and_journal_of_a_service_is_given_the_runtime_of_its_process() -> None:
     """Some can be built without, by a user's program; a service that did so would have a second runtime."""
     for name, tree in sources():
-        if name == "asyncrl/sim" or name.startswith(
+        if name == "asyncrl/planner" or name.startswith(
             ("asyncrl/buffer/audit", "asyncrl/control", "asyncrl/cli")
         ):
             continue  # they only read what a journal holds

@@ -9,13 +9,13 @@ from statistics import mean
 
 import pytest
 
-from asyncrl.sim.studies.experiment import RULES, Cell, Sizes, draw_lengths, run_cell
-from asyncrl.sim.studies.lengths import LONGEST, length_of, share_longer
-from asyncrl.sim.studies.queue import Queue
-from asyncrl.sim.studies.rules import AdmissionOnly, Batch
-from asyncrl.sim.studies.tally import Tally
-from asyncrl.sim.studies.work import Shape, Work, spans_of
-from asyncrl.versions import Span, check_spans
+from asyncrl.core.staleness import Span, check_spans
+from asyncrl.planner.studies.experiment import RULES, Cell, Sizes, draw_lengths, run_cell
+from asyncrl.planner.studies.lengths import LONGEST, length_of, share_longer
+from asyncrl.planner.studies.queue import Queue
+from asyncrl.planner.studies.rules import AdmissionOnly, Batch
+from asyncrl.planner.studies.tally import Tally
+from asyncrl.planner.studies.work import Shape, Work, spans_of
 
 SMALL = Sizes(groups_per_step=16, warm_up_steps=20, window_steps=40, num_seeds=1)
 

@@ -18,10 +18,10 @@ from tests.simulation.sync.scenario import draw_scenario as draw_sync
 
 GENERAL = "general"
 RPC_FILES = (
-    "asyncrl/rpc/client.py",
-    "asyncrl/rpc/operations.py",
-    "asyncrl/rpc/request.py",
-    "asyncrl/rpc/server.py",
+    "asyncrl/core/rpc/client.py",
+    "asyncrl/core/rpc/operations.py",
+    "asyncrl/core/rpc/request.py",
+    "asyncrl/core/rpc/server.py",
 )
 SYNC_FILES = (
     *RPC_FILES,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.faults import VARIABLE
+from asyncrl.core.runtime.faults import VARIABLE
 from tests.system.up_run import QUICKSTART, UpRun, asyncrl_command
 
 

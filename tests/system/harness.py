@@ -13,8 +13,6 @@ from types import TracebackType
 from typing import Self
 
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.config.load import dump_resolved
-from asyncrl.config.tree import Config
 from asyncrl.control.launch.ports import HeldPort
 from asyncrl.control.launch.processes import (
     end_leftovers,
@@ -23,10 +21,12 @@ from asyncrl.control.launch.processes import (
     remove_leftovers,
 )
 from asyncrl.control.launch.spec import RUN_VARIABLE
-from asyncrl.faults import VARIABLE as FAULT_VARIABLE
-from asyncrl.private import make_secret
-from asyncrl.service import SERVICE_VARIABLE
-from asyncrl.service_status import BufferStatus
+from asyncrl.core.config.load import dump_resolved
+from asyncrl.core.config.tree import Config
+from asyncrl.core.files.private import make_secret
+from asyncrl.core.runtime.faults import VARIABLE as FAULT_VARIABLE
+from asyncrl.core.service import SERVICE_VARIABLE
+from asyncrl.core.service_status import BufferStatus
 from tests.system.host_main import host
 
 FORKS = multiprocessing.get_context("forkserver")

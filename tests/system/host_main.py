@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.load import load_config
 from asyncrl.control.roster import Roster
-from asyncrl.threads import ThreadEvent
+from asyncrl.core.config.load import load_config
+from asyncrl.core.runtime.threads import ThreadEvent
 
 
 def host(run_dir: Path, name: str, environment: Mapping[str, str], *places: str) -> None:

@@ -116,7 +116,7 @@ def test_a_node_with_other_code_is_named_before_anything_starts(
     other = tmp_path / "other"
     for package in ("asyncrl", "rollout_service", "weight_sync"):
         shutil.copytree(ROOT / package, other / package)
-    with (other / "asyncrl" / "clock.py").open("a") as file:
+    with (other / "asyncrl" / "core" / "wire.py").open("a") as file:
         file.write("# another version\n")
     node = cluster.add_node(
         **SMALL, num_cpus=1, node_ip_address="127.0.0.4", env_vars={"PYTHONPATH": str(other)}

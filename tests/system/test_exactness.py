@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.messages import LeaseGrant
-from asyncrl.config.load import load_config
-from asyncrl.errors import DeadlineExceeded
-from asyncrl.experience import Group, Trajectory
-from asyncrl.threads import ThreadRuntime
-from asyncrl.versions import Span
+from asyncrl.core.config.load import load_config
+from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.staleness import Span
 from learner.batching.probe import NUM_ROWS
 from rollout_service.engine.protocol import Completion, Sampling
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings

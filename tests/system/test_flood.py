@@ -17,14 +17,14 @@ import psutil
 import pytest
 import zmq
 
-from asyncrl import wire
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.control.api.client import connect
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.keys import ClientKeys, make_run_keys, read_client_keys
-from asyncrl.rpc import Client
-from asyncrl.sockets.options import prepare_client
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core import wire
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.sockets.keys import ClientKeys, make_run_keys, read_client_keys
+from asyncrl.core.sockets.options import prepare_client
 from tests.system.up_run import UpRun, leftovers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]

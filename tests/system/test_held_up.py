@@ -17,7 +17,7 @@ from asyncrl.cli.reports.weights import inspect_weights
 from asyncrl.control.phases import ANSWERS_WAIT
 from asyncrl.control.record.events import load_events
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.faults import VARIABLE
+from asyncrl.core.runtime.faults import VARIABLE
 from tests.small_disk import fill
 from tests.system.up_run import QUICKSTART, UpRun
 

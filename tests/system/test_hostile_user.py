@@ -24,7 +24,7 @@ from asyncrl.control.launch.processes import (
     remove_leftovers,
     shared_memory_of,
 )
-from asyncrl.faults import VARIABLE
+from asyncrl.core.runtime.faults import VARIABLE
 from tests.other_user import CHECKOUT, NOBODY, acting_as, command_as
 from tests.system.hostile_user import PLACES
 from tests.system.up_run import QUICKSTART, UpRun, asyncrl_command

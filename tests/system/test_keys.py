@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.errors import DeadlineExceeded, NotAllowed
-from asyncrl.keys import make_run_keys, read_client_keys
+from asyncrl.core.errors import DeadlineExceeded, NotAllowed
+from asyncrl.core.sockets.keys import make_run_keys, read_client_keys
 from tests.system.up_run import UpRun, leftovers
 
 

@@ -13,7 +13,7 @@ import pytest
 from asyncrl.buffer.audit.report import verify_run
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.events import Reserved, Resumed, Trained
-from asyncrl.config.load import load_config
+from asyncrl.core.config.load import load_config
 from learner.checkpoint import CheckpointStore
 from tests.system.harness import Harness
 

@@ -13,13 +13,13 @@ import pytest
 
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.journals.redis_server import RedisServer
-from asyncrl.config.tree import Config
 from asyncrl.control.launch.host import ServiceHost
-from asyncrl.experience import encode_group
-from asyncrl.rpc import Client
-from asyncrl.service import ServiceContext
-from asyncrl.service_status import BufferStatus, read_status
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.config.tree import Config
+from asyncrl.core.experience import encode_group
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.service_status import BufferStatus, read_status
 from tests.buffer.parts import make_group
 
 NUM_GROUPS = 20

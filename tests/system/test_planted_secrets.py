@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl.control.api.access import page_token
 from asyncrl.control.launch.processes import pids_of_run
-from asyncrl.keys import read_client_keys
+from asyncrl.core.sockets.keys import read_client_keys
 from tests.buffer.journals.redis_parts import administer, plain_redis
 from tests.buffer.journals.test_journal_redis import RIGHTS
 from tests.system.up_run import UpRun

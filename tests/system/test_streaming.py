@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.buffer.audit.report import verify_run
-from asyncrl.config.load import load_config
+from asyncrl.core.config.load import load_config
 from tests.system.harness import Harness
 from tests.system.up_run import QUICKSTART, UpRun, leftovers
 

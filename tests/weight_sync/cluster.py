@@ -24,14 +24,14 @@ from typing import Any
 import msgspec
 import torch
 
-from asyncrl.config.tree import Config
-from asyncrl.faults import VARIABLE
-from asyncrl.keys import RunKeys
-from asyncrl.rpc import Client
-from asyncrl.service import ServiceContext
-from asyncrl.service_status import KINDS, MemberStatus, kind_of
-from asyncrl.threads import ThreadEvent, ThreadRuntime
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.config.tree import Config
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.faults import VARIABLE
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.service_status import KINDS, MemberStatus, kind_of
+from asyncrl.core.sockets.keys import RunKeys
+from asyncrl.core.staleness import PolicyVersion
 from weight_sync import composition, control_composition
 from weight_sync.handoff import Handoff
 from weight_sync.memory import segments
@@ -158,7 +158,7 @@ class Party:
         os.kill(self.pid, number)
 
     def arm(self, fault: str) -> None:
-        """Have it strike at a point that it will pass, see `asyncrl.faults`."""
+        """Have it strike at a point that it will pass, see `asyncrl.core.runtime.faults`."""
         self.lifeline.send({VARIABLE: fault})
         assert self.lifeline.poll(WAIT_S), "the child did not take up its fault"
         self.lifeline.recv()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from asyncrl.versions import UNLOADED, PolicyVersion
+from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from weight_sync.coordination.mail import Mailbox
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan
 from weight_sync.memory.shelf import Copy, Shelf

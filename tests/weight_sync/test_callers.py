@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import WireError
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.errors import WireError
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.weight_sync.test_protocol_peer import CARD, TIMING, WAIT_S
 from weight_sync.coordination.journal import JOURNAL_FILE, MAX_BYTES, Journal
 from weight_sync.coordinator import CoordinatorService

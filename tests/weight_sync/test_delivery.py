@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.control.shared_memory import NUM_AT_PUBLISHER, NUM_AT_RECEIVER
-from asyncrl.errors import FencedError
-from asyncrl.obstacle import Cause, Obstacle
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadRuntime
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import FencedError
+from asyncrl.core.obstacle import Cause, Obstacle
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.staleness import PolicyVersion
 from tests.weight_sync.cluster import (
     TIMING,
     WAIT_S,

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.tree import Config
-from asyncrl.errors import NotAllowed
-from asyncrl.keys import RunKeys, make_run_keys
-from asyncrl.rpc import Client
-from asyncrl.service import ServiceContext
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import NotAllowed
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.sockets.keys import RunKeys, make_run_keys
 from tests.threads import in_thread
 from tests.weight_sync.test_protocol_peer import WAIT_S
 from weight_sync.composition import build_publisher, build_receiver

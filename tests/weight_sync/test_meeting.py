@@ -11,7 +11,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from asyncrl.errors import SyncError
+from asyncrl.core.errors import SyncError
 from weight_sync.backends.meeting import connect_store, join_store, meet, open_store, own_address
 
 TIMEOUT = timedelta(seconds=20)

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.rpc import Request, Server
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.rpc import Request, Server
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from weight_sync.handoff import Handoff
 
 WAIT_S = 20.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.staleness import PolicyVersion
 from tests.weight_sync.world import GLOO, TIMING, PromptCoordination, World
 from weight_sync.protocol.members import ALLOWED, Card, Member, MemberState, PublisherSeat
 from weight_sync.protocol.protocol import PUBLISHER

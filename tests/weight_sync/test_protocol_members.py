@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.staleness import PolicyVersion
 from tests.weight_sync.world import GLOO, TIMING, World
 from weight_sync.protocol.members import ALLOWED, Card, Member, MemberState, PublisherSeat
 from weight_sync.protocol.protocol import PUBLISHER, Coordination

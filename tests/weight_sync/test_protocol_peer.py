@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import FencedError
-from asyncrl.rpc import Client, Request, Server
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.errors import FencedError
+from asyncrl.core.rpc import Client, Request, Server
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.threads import in_thread
 from weight_sync.coordination.journal import (
     JOURNAL_FILE,

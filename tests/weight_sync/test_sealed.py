@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from asyncrl.errors import DeadlineExceeded, SyncError
-from asyncrl.private import make_secret
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.errors import DeadlineExceeded, SyncError
+from asyncrl.core.files.private import make_secret
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.weight_sync.cluster import WAIT_S
 from weight_sync.backends.contract import Group
 from weight_sync.backends.gloo import GlooTransport

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import AsyncrlError, WireError
-from asyncrl.rpc import Client, Request, Server
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.errors import AsyncrlError, WireError
+from asyncrl.core.rpc import Client, Request, Server
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.runtimes import ManualRuntime
 from tests.threads import in_thread
 from tests.weight_sync.sides import ModelReceiver, Peer, manifest_of

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from asyncrl.config.tree import Config
-from asyncrl.errors import SyncError
-from asyncrl.keys import make_run_keys
-from asyncrl.private import make_secret
-from asyncrl.service import ServiceContext
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import SyncError
+from asyncrl.core.files.private import make_secret
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.sockets.keys import make_run_keys
 from tests.weight_sync.cluster import WAIT_S
 from weight_sync.backends.choice import GLOO
 from weight_sync.backends.contract import Broadcast, Group, Transport

@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from asyncrl.config.tree import Config
-from asyncrl.errors import DeadlineExceeded, SyncError
-from asyncrl.private import make_secret
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import DeadlineExceeded, SyncError
+from asyncrl.core.files.private import make_secret
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.weight_sync.cluster import WAIT_S, processes
 from weight_sync.backends import nccl
 from weight_sync.backends.choice import agree_on_backend, choose_backend

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import FencedError
-from asyncrl.rpc import Request
-from asyncrl.threads import ThreadEvent
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import FencedError
+from asyncrl.core.rpc import Request
+from asyncrl.core.runtime.threads import ThreadEvent
+from asyncrl.core.staleness import PolicyVersion
 from tests.runtimes import ManualRuntime
 from tests.weight_sync.world import GLOO, TIMING, World
 from weight_sync.coordination.journal import read_fences

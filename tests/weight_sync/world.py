@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.staleness import PolicyVersion
 from weight_sync.protocol.members import Card, Member, PublisherSeat
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 from weight_sync.protocol.rounds import Order, Timing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asyncrl.config.tree import Config
+from asyncrl.core.config.tree import Config
 
 GLOO, NCCL = "gloo", "nccl"
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.distributed import BroadcastOptions, DistError, ProcessGroupGloo, Store, TCPStore
 
-from asyncrl.clock import Clock
-from asyncrl.errors import DeadlineExceeded, SyncError
+from asyncrl.core.errors import DeadlineExceeded, SyncError
+from asyncrl.core.runtime.clock import Clock
 from weight_sync.backends.contract import Group
 from weight_sync.backends.meeting import connect_store, own_address
 from weight_sync.backends.sealed import SealedStore

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from torch.distributed import Store, TCPStore
 
-from asyncrl.errors import SyncError
+from asyncrl.core.errors import SyncError
 
 
 def open_store(host: str, port: int, timeout: timedelta) -> TCPStore:

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from asyncrl.clock import Clock
-from asyncrl.errors import DeadlineExceeded, SyncError
+from asyncrl.core.errors import DeadlineExceeded, SyncError
+from asyncrl.core.runtime.clock import Clock
 from weight_sync.backends.contract import Group
 from weight_sync.backends.meeting import connect_store, meet
 from weight_sync.backends.sealed import SealedStore

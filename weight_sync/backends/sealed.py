@@ -16,7 +16,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch.distributed import Store
 
-from asyncrl.private import derive_name
+from asyncrl.core.files.private import derive_name
 
 NONCE_BYTES = 12
 

@@ -17,8 +17,8 @@ import torch
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from asyncrl.errors import SyncError
-from asyncrl.private import derive_name
+from asyncrl.core.errors import SyncError
+from asyncrl.core.files.private import derive_name
 from weight_sync.backends.contract import Broadcast, Group, Transport
 
 NONCE_BYTES, PLACE_BYTES, MAC_BYTES = 12, 8, 16

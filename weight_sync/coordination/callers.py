@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from asyncrl.errors import WireError
+from asyncrl.core.errors import WireError
 from weight_sync.protocol.members import Card, PublisherSeat
 from weight_sync.protocol.messages import Hello
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from asyncrl.durable import append_lines
+from asyncrl.core.files.durable import append_lines
 from weight_sync.protocol.records import BlameRecord, LoadFailureRecord, Record, RoundRecord
 
 log = logging.getLogger(__name__)

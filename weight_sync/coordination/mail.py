@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from asyncrl.rpc import Request
+from asyncrl.core.rpc import Request
 from weight_sync.memory.manifest import Manifest
 from weight_sync.protocol.floor import ID_BITS
 from weight_sync.protocol.messages import NumberedOrder, Offer

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from asyncrl.obstacle import Cause, Obstacle
-from asyncrl.service_status import MemberStatus, RoundStatus
-from asyncrl.states import ServiceState
+from asyncrl.core.obstacle import Cause, Obstacle
+from asyncrl.core.service_status import MemberStatus, RoundStatus
+from asyncrl.core.states import ServiceState
 from weight_sync.protocol.members import Member
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Round

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from asyncrl.errors import SyncError, WireError
+from asyncrl.core.errors import SyncError, WireError
 from weight_sync.backends.contract import Broadcast, Transport
 from weight_sync.encoding.choice import choose
 from weight_sync.encoding.sparse import Code, Sparse, decode

@@ -23,7 +23,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.errors import WireError
+from asyncrl.core.errors import WireError
 
 BLOCK_ELEMENTS = 1 << 17
 """Compared at once: old, new and the mask of 2-byte elements stay in a cache of 2 MB."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgpack
 
-from asyncrl.errors import WireError
-from asyncrl.wire import field
+from asyncrl.core.errors import WireError
+from asyncrl.core.wire import field
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Manifest
 

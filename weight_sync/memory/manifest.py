@@ -16,9 +16,9 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.errors import SyncError, WireError
-from asyncrl.versions import PolicyVersion
-from asyncrl.wire import field, unpack_map
+from asyncrl.core.errors import SyncError, WireError
+from asyncrl.core.staleness import PolicyVersion
+from asyncrl.core.wire import field, unpack_map
 
 ALIGNMENT_BYTES = 64
 DIGEST_CHARS = 32

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import xxhash
 
-from asyncrl.errors import SyncError
+from asyncrl.core.errors import SyncError
 from weight_sync.memory.manifest import ITEM_BYTES, Layout, TensorEntry, align
 from weight_sync.memory.writer import PIECE_BYTES, Bytes, WriteTimes
 

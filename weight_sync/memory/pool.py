@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.errors import FencedError, SegmentGone, SyncError
-from asyncrl.versions import UNLOADED
+from asyncrl.core.errors import FencedError, SegmentGone, SyncError
+from asyncrl.core.staleness import UNLOADED
 from weight_sync.memory import segments
 from weight_sync.memory.legacy import Legacy, LegacyFile
 from weight_sync.memory.manifest import Manifest

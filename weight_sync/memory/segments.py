@@ -14,7 +14,7 @@ import mmap
 import os
 from pathlib import Path
 
-from asyncrl.errors import SegmentGone, SyncError
+from asyncrl.core.errors import SegmentGone, SyncError
 
 SHM_DIR = Path("/dev/shm")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.versions import UNLOADED
+from asyncrl.core.staleness import UNLOADED
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Layout, Manifest
 from weight_sync.protocol.copies import Copies

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.errors import SyncError
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import SyncError
+from asyncrl.core.staleness import PolicyVersion
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Manifest, TensorEntry
 

@@ -18,8 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from asyncrl.errors import AsyncrlError, SegmentGone, SyncError
-from asyncrl.faults import fault_point
+from asyncrl.core.errors import AsyncrlError, SegmentGone, SyncError
+from asyncrl.core.runtime.faults import fault_point
 from weight_sync.memory.manifest import Bucket, Layout, TensorSpec, plan
 from weight_sync.memory.parts import Part, PartWriter, merge_digests
 from weight_sync.memory.writer import Bytes, Mappings, WriteTimes

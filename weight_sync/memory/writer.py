@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from asyncrl.errors import SegmentGone, SyncError
+from asyncrl.core.errors import SegmentGone, SyncError
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import ALIGNMENT_BYTES, Bucket, align
 

@@ -11,7 +11,7 @@ import math
 
 import msgspec
 
-from asyncrl.versions import UNLOADED
+from asyncrl.core.staleness import UNLOADED
 from weight_sync.backends.choice import agree_on_backend
 from weight_sync.protocol.floor import PUBLISHER, Floor
 from weight_sync.protocol.judgement import Judgement

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from asyncrl.versions import UNLOADED
+from asyncrl.core.staleness import UNLOADED
 
 
 class Numbered(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from asyncrl.versions import UNLOADED, PolicyVersion
+from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from weight_sync.protocol.members import Member, PublisherSeat
 from weight_sync.protocol.messages import Instruction
 from weight_sync.protocol.records import BlameRecord, Record

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from asyncrl.versions import UNLOADED
+from asyncrl.core.staleness import UNLOADED
 
 
 class MemberState(StrEnum):

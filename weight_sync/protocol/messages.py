@@ -12,10 +12,10 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from asyncrl.errors import WireError
-from asyncrl.message import AskStatus, Message, Operation, read_message
-from asyncrl.service_status import CoordinatorStatus
-from asyncrl.versions import UNLOADED
+from asyncrl.core.errors import WireError
+from asyncrl.core.rpc.message import AskStatus, Message, Operation, read_message
+from asyncrl.core.service_status import CoordinatorStatus
+from asyncrl.core.staleness import UNLOADED
 
 MAX_TEXT = 200
 """Characters of a name or an address; further ones of a reason are cut."""

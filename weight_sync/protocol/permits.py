@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from asyncrl.versions import UNLOADED
+from asyncrl.core.staleness import UNLOADED
 from weight_sync.protocol.floor import Floor
 from weight_sync.protocol.members import Member, MemberState
 from weight_sync.protocol.messages import Commit, Withdraw

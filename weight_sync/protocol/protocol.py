@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from asyncrl.versions import UNLOADED, PolicyVersion
+from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from weight_sync.protocol.conduct import Conduct
 from weight_sync.protocol.floor import PUBLISHER, Floor
 from weight_sync.protocol.members import Card, Member, MemberState, PublisherSeat

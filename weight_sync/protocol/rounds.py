@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from asyncrl.message import fields_of
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.rpc.message import fields_of
+from asyncrl.core.staleness import PolicyVersion
 from weight_sync.protocol.messages import Instruction
 
 MAX_CACHED_GROUPS = 8

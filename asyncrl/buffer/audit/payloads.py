@@ -15,7 +15,7 @@ from asyncrl.buffer.journals.payload_index import PayloadIndex
 from asyncrl.buffer.journals.records import HEADER_BYTES, read_frames
 from asyncrl.buffer.journals.redis_past import Ask
 from asyncrl.buffer.journals.segments import scan_records
-from asyncrl.wire import Frame
+from asyncrl.core.wire import Frame
 
 Key = tuple[int, int]
 """A ticket and an attempt."""

@@ -22,9 +22,9 @@ from asyncrl.buffer.journals.redis_past import asking, keys_of, read_living
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.state import LedgerState
-from asyncrl.config.load import find_run_folder, load_resolved
-from asyncrl.config.tree import Config
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.load import find_run_folder, load_resolved
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from asyncrl.buffer.audit.account import TimedEvent
 from asyncrl.buffer.audit.recount import Recount
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.state import LedgerState
-from asyncrl.errors import ConfigError
-from asyncrl.experience import CUT_REASONS, Group, Trajectory
-from asyncrl.versions import Span
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.experience import CUT_REASONS, Group, Trajectory
+from asyncrl.core.staleness import Span
 
 TRAINED, OBSERVED, CUT, OVER_AGE = "", "observation", "cut", "over age"
 """Reason for which a token is not trained; empty if it is."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from asyncrl.runtime import Runtime, Task
+from asyncrl.core.runtime.interface import Runtime, Task
 
 log = logging.getLogger(__name__)
 

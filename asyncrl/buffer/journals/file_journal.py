@@ -38,13 +38,13 @@ from asyncrl.buffer.journals.journal import (
 )
 from asyncrl.buffer.journals.segments import SEGMENT_BYTES, SegmentFolder
 from asyncrl.buffer.ledger.events import Checkpointed, Event
-from asyncrl.errors import CheckpointError, ConfigError, NoJournal
-from asyncrl.faults import fault_point
-from asyncrl.obstacle import Cause, Obstacle
-from asyncrl.runtime import Runtime
-from asyncrl.service_status import FileJournalStatus
-from asyncrl.threads import ThreadRuntime
-from asyncrl.wire import Frame
+from asyncrl.core.errors import CheckpointError, ConfigError, NoJournal
+from asyncrl.core.obstacle import Cause, Obstacle
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.service_status import FileJournalStatus
+from asyncrl.core.wire import Frame
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ import msgpack
 import xxhash
 
 from asyncrl.buffer.ledger.events import Event, pack, unpack
-from asyncrl.errors import CheckpointError, WireError
-from asyncrl.obstacle import Obstacle
-from asyncrl.service_status import AnyJournalStatus, JournalStatus
-from asyncrl.wire import Frame
+from asyncrl.core.errors import CheckpointError, WireError
+from asyncrl.core.obstacle import Obstacle
+from asyncrl.core.service_status import AnyJournalStatus, JournalStatus
+from asyncrl.core.wire import Frame
 
 Fsync = Literal["everysec", "always", "never"]
 EVENTS_PER_SNAPSHOT = 50_000

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from asyncrl.wire import Frame
+from asyncrl.core.wire import Frame
 
 MAGIC = b"AXP1"
 _FIELDS = struct.Struct("<4sQIQQ")

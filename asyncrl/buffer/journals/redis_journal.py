@@ -33,13 +33,13 @@ from asyncrl.buffer.journals.redis_link import Argument, LinkDown, RedisLink, Re
 from asyncrl.buffer.journals.redis_past import FORMAT, keys_of, read_past, refuse_newer
 from asyncrl.buffer.journals.redis_settings import HINT, check_settings, read_eviction
 from asyncrl.buffer.ledger.events import Event
-from asyncrl.errors import ConfigError, DeadlineExceeded, FencedError, ServiceFailed
-from asyncrl.faults import fault_point, is_wanted
-from asyncrl.obstacle import Cause, Obstacle, Tell, tell_nobody
-from asyncrl.runtime import Runtime
-from asyncrl.service_status import RedisJournalStatus
-from asyncrl.threads import ThreadRuntime
-from asyncrl.wire import Frame
+from asyncrl.core.errors import ConfigError, DeadlineExceeded, FencedError, ServiceFailed
+from asyncrl.core.obstacle import Cause, Obstacle, Tell, tell_nobody
+from asyncrl.core.runtime.faults import fault_point, is_wanted
+from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.service_status import RedisJournalStatus
+from asyncrl.core.wire import Frame
 
 log = logging.getLogger(__name__)
 

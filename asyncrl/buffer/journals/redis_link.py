@@ -21,7 +21,7 @@ from redis.connection import parse_url
 from redis.retry import Retry
 
 from asyncrl.buffer.journals.redis_peer import Listener, find_own_listener
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 
 Argument = bytes | str
 OnReply = Callable[[object], None]

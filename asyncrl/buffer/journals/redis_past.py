@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl.buffer.journals.journal import Turn, unpack_snapshot, unpack_turn
 from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, Refusal, explain_refusal
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.core.errors import CheckpointError, ConfigError
 
 Ask = Callable[..., Any]
 """Carries out one command and returns Redis' reply."""

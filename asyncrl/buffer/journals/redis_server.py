@@ -27,8 +27,8 @@ import psutil
 
 from asyncrl.buffer.journals.journal import Fsync
 from asyncrl.buffer.journals.redis_link import OWN, LinkDown, RedisLink, Refusal, find_server
-from asyncrl.errors import ServiceFailed
-from asyncrl.service import SERVICE_VARIABLE
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.service import SERVICE_VARIABLE
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 
 from asyncrl.buffer.journals.redis_link import RedisLink, Refusal
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

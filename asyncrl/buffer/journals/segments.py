@@ -23,9 +23,9 @@ from asyncrl.buffer.journals.records import (
     read_frames,
     read_header,
 )
-from asyncrl.durable import sync_path
-from asyncrl.faults import fault_point, is_wanted
-from asyncrl.wire import Frame
+from asyncrl.core.files.durable import sync_path
+from asyncrl.core.runtime.faults import fault_point, is_wanted
+from asyncrl.core.wire import Frame
 
 SEGMENT_BYTES = 64 << 20
 RECENT_SEGMENTS = 3

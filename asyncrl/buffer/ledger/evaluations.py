@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import Evaluation, Part
-from asyncrl.errors import LedgerError
-from asyncrl.metrics.tallies import Tally, add_up, conclude
+from asyncrl.core.errors import LedgerError
+from asyncrl.core.metrics.tallies import Tally, add_up, conclude
 
 MAX_OPEN = 64
 """Orders that are not done: a lease looks at each."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from asyncrl.buffer.ledger.tickets import CarryLoss, DropReason, Reissue
-from asyncrl.errors import WireError
+from asyncrl.core.errors import WireError
 
 UNSAID = -1
 """The largest lag of a step whose learner did not report it."""

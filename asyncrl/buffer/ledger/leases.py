@@ -26,8 +26,8 @@ from asyncrl.buffer.ledger.tickets import (
     State,
     Ticket,
 )
-from asyncrl.errors import DataError, LedgerError
-from asyncrl.versions import is_admissible, max_open_tickets
+from asyncrl.core.errors import DataError, LedgerError
+from asyncrl.core.staleness import is_admissible, max_open_tickets
 
 MAX_SOURCES = 64
 """Of one run's prompts."""

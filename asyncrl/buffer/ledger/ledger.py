@@ -53,8 +53,8 @@ from asyncrl.buffer.ledger.tickets import (
     State,
     Ticket,
 )
-from asyncrl.errors import FencedError, LedgerError
-from asyncrl.versions import is_admissible, is_over_age, lag
+from asyncrl.core.errors import FencedError, LedgerError
+from asyncrl.core.staleness import is_admissible, is_over_age, lag
 
 
 class Ledger(ReplicaCommands):

@@ -22,8 +22,8 @@ from asyncrl.buffer.ledger.tickets import (
     State,
     Ticket,
 )
-from asyncrl.errors import WireError
-from asyncrl.metrics.tallies import Tally
+from asyncrl.core.errors import WireError
+from asyncrl.core.metrics.tallies import Tally
 
 SNAPSHOT_VERSION, READ_VERSIONS = 2, (1, 2)
 """2 has versions as runs; 1 had a row for each."""

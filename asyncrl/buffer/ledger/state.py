@@ -27,7 +27,7 @@ from asyncrl.buffer.ledger.tickets import (
     finish_evaluation,
     leave_parts,
 )
-from asyncrl.metrics.tallies import Tally
+from asyncrl.core.metrics.tallies import Tally
 
 MAX_DEADLINES_PER_LEASE = 8
 """Limit on piled-up entries of ended leases: listing them anew touches every lease."""

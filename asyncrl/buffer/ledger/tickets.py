@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from asyncrl.errors import ConfigError
-from asyncrl.metrics.tallies import Tally
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.metrics.tallies import Tally
 
 GIVEN_UP_LOST_LEASES = 8
 """Leases that a ticket may lose, per allowed attempt, before it counts as killing its replicas."""

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
-from asyncrl.states import ServiceState
+from asyncrl.core.states import ServiceState
 
 Attempt = tuple[int, int]
 """(ticket, attempt)."""

@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 
 from asyncrl.cli.doctor.finding import Finding, judge
-from asyncrl.config.load import load_resolved
-from asyncrl.config.tree import Config
 from asyncrl.control.api.client import find_folders
 from asyncrl.control.launch.handle import attach
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.services import function
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.load import load_resolved
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 
 OF_OTHERS = 0o077
 """Permissions of the group and of all others."""

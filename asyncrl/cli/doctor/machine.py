@@ -17,7 +17,7 @@ from asyncrl.cli.doctor.files import MAX_NAMED, look_at
 from asyncrl.cli.doctor.finding import Finding, judge
 from asyncrl.control.launch.processes import SHM, pids_of_run
 from asyncrl.control.plan import count_gpus
-from asyncrl.private import is_own
+from asyncrl.core.files.private import is_own
 
 GB = 10**9
 MIN_CPUS, MIN_MEMORY_GB, MIN_SHM_GB, MIN_DISK_GB = 2, 4.5, 1.0, 5.0
@@ -95,7 +95,7 @@ def check_sockets() -> Iterator[Finding]:
 def check_redis() -> Iterator[Finding]:
     """Yield whether `buffer.url: managed` would find a server."""
     from asyncrl.buffer.journals.redis_link import find_server
-    from asyncrl.errors import AsyncrlError
+    from asyncrl.core.errors import AsyncrlError
 
     try:
         yield Finding("redis", "ok", str(find_server()))

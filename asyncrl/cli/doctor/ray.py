@@ -28,7 +28,7 @@ from asyncrl.control.launch.processes import SHM
 from asyncrl.control.launch.ray_launcher import OBJECT_STORE_BYTES, base_folder, temporary_folder
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.roster import SERVERS
-from asyncrl.errors import AsyncrlError
+from asyncrl.core.errors import AsyncrlError
 
 GB = 10**9
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")

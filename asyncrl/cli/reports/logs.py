@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.clock import Clock, SystemClock
 from asyncrl.control.launch.handle import attach
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.errors import ConfigError
-from asyncrl.printable import printable
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.files.printable import printable
+from asyncrl.core.runtime.clock import Clock, SystemClock
 
 POLL_S = 0.25
 BLOCK_BYTES = 1 << 16

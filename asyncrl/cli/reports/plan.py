@@ -12,16 +12,16 @@ import psutil
 from asyncrl.cli import exits
 from asyncrl.cli.reports.table import align
 from asyncrl.cli.up import find_config, placed
-from asyncrl.config.load import find_run_folder, load
-from asyncrl.config.secrets import hide_passwords
-from asyncrl.config.tree import Config
 from asyncrl.control import plan
 from asyncrl.control.launch.handle import attach
 from asyncrl.control.plan.difference import Change, compare_with_run
 from asyncrl.control.plan.memory import HOST
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.shared_memory import SHM_DIR, free_bytes
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.load import find_run_folder, load
+from asyncrl.core.config.secrets import hide_passwords
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 
 GB = 10**9
 NO_DIFFERENCE = "nothing differs"
@@ -70,7 +70,7 @@ def _choose_check(is_live: bool, is_elsewhere: bool) -> Callable[[Config], plan.
 
 def print_schema() -> None:
     """Print the JSON Schema of a configuration, for editors."""
-    from asyncrl.config.schema import json_schema
+    from asyncrl.core.config.schema import json_schema
 
     print(json.dumps(json_schema(), indent=2))
 

@@ -13,23 +13,23 @@ from typing import Any
 from asyncrl.cli import exits
 from asyncrl.cli.reports.table import align
 from asyncrl.cli.up import find_config
-from asyncrl.config.hub_sizes import HUB_SIZES
-from asyncrl.config.load import find_run_folder, load, load_config
-from asyncrl.config.tree import Config
 from asyncrl.control.plan.checks import read_size
 from asyncrl.control.record.recorder import training_rows
 from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.errors import ConfigError, DataError
-from asyncrl.sim import calibration
-from asyncrl.sim.calibration import Measured
-from asyncrl.sim.caveats import find_caveats
-from asyncrl.sim.hardware import GPUS, assume_rates
-from asyncrl.sim.outcome import Outcome
-from asyncrl.sim.rates import Rates
-from asyncrl.sim.setting import LengthsModel, Setting
-from asyncrl.sim.simulation import MAX_PERIOD
-from asyncrl.sim.sweep import Choice, find_present, recommend, settle, sweep
+from asyncrl.core.config.hub_sizes import HUB_SIZES
+from asyncrl.core.config.load import find_run_folder, load, load_config
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError, DataError
+from asyncrl.planner import calibration
+from asyncrl.planner.calibration import Measured
+from asyncrl.planner.caveats import find_caveats
+from asyncrl.planner.hardware import GPUS, assume_rates
+from asyncrl.planner.outcome import Outcome
+from asyncrl.planner.rates import Rates
+from asyncrl.planner.setting import LengthsModel, Setting
+from asyncrl.planner.simulation import MAX_PERIOD
+from asyncrl.planner.sweep import Choice, find_present, recommend, settle, sweep
 
 STEPS = 60
 MAX_SWEPT_REPLICAS = 64

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from asyncrl.cli.up import find_config
-from asyncrl.config.load import load_config
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.load import load_config
+from asyncrl.core.errors import ConfigError
 from configs import find_recipe
 
 CONFIG, REWARD = "cluster.yaml", "my_reward.py"

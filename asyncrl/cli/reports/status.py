@@ -16,15 +16,15 @@ from pathlib import Path
 from asyncrl.cli import exits
 from asyncrl.cli.live import row_of, text_of
 from asyncrl.cli.reports.table import align
-from asyncrl.clock import Clock, SystemClock
 from asyncrl.control.api.access import page_url
 from asyncrl.control.api.client import NotRunning, RunClient, connect, find_folders, find_live_folder
 from asyncrl.control.launch.handle import attach
 from asyncrl.control.record.outcome import read_outcome
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.snapshot import LastWord, Snapshot, values_of
-from asyncrl.errors import DeadlineExceeded
-from asyncrl.states import RUN_ENDS, RunState
+from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.core.runtime.clock import Clock, SystemClock
+from asyncrl.core.states import RUN_ENDS, RunState
 
 REFRESH_S = 1.0
 CHECKPOINT_POLL_S = 0.2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl.printable import ESCAPED, printable
+from asyncrl.core.files.printable import ESCAPED, printable
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:

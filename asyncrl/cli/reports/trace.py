@@ -16,7 +16,7 @@ from asyncrl.control.record.timeline.groups import GroupBook
 from asyncrl.control.record.timeline.happenings import events_in, rounds_in
 from asyncrl.control.record.timeline.spans import Timeline, Window
 from asyncrl.control.record.timeline.steps import choose_steps, findings_in, spans_of_steps, window_of
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 
 TRACE_FILE = "trace.json"
 NEWEST_STEPS = 50

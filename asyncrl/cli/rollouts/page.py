@@ -11,7 +11,7 @@ from html import escape
 from asyncrl.buffer.audit.rollouts import CUT, OBSERVED, OVER_AGE
 from asyncrl.cli.rollouts.pieces import NUM_SHADES, SHADE_BOUNDS, Piece, badge_of
 from asyncrl.cli.rollouts.sheet import Entry, Sheet, fate_line_of, headline_of, masks_line_of
-from asyncrl.printable import printable
+from asyncrl.core.files.printable import printable
 
 CLASSES = {OBSERVED: "observation", CUT: "cut", OVER_AGE: "age"}
 HUES = {shade: round(130 - 130 * (shade - 1) / (NUM_SHADES - 2)) for shade in range(1, NUM_SHADES)}

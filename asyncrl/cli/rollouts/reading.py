@@ -16,9 +16,9 @@ from asyncrl.cli.exits import say
 from asyncrl.cli.rollouts.pieces import pieces_of
 from asyncrl.cli.rollouts.sheet import Entry, Sheet
 from asyncrl.control.page.decoding import decoder_of
-from asyncrl.errors import WireError
-from asyncrl.experience import decode_group
-from asyncrl.printable import printable
+from asyncrl.core.errors import WireError
+from asyncrl.core.experience import decode_group
+from asyncrl.core.files.printable import printable
 
 MAX_DROPPED_GROUPS = 4096
 """Of the newest ones; older payloads are long gone."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from asyncrl.buffer.audit.rollouts import WHY_DROPPED, Fate, Rollout
 from asyncrl.cli.rollouts.pieces import Piece
-from asyncrl.printable import ESCAPED, printable
+from asyncrl.core.files.printable import ESCAPED, printable
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.text import Text
 from asyncrl.buffer.audit.rollouts import CUT, OBSERVED, OVER_AGE
 from asyncrl.cli.rollouts.pieces import SHADE_BOUNDS, Piece, badge_of
 from asyncrl.cli.rollouts.sheet import Entry, Sheet, fate_line_of, headline_of, masks_line_of
-from asyncrl.printable import printable
+from asyncrl.core.files.printable import printable
 
 SHADES = ("", "green", "green_yellow", "yellow", "dark_orange", "red", "bold red")
 SIGNS = {OBSERVED: ("⟦", "⟧"), CUT: ("⟦", "⟧"), OVER_AGE: ("⟪", "⟫"), "": ("", "")}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlsplit
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.core.errors import AsyncrlError
 
 READ_METHODS = ("GET",)
 HOSTS = ("127.0.0.1", "localhost", "[::1]")

@@ -17,8 +17,8 @@ from asyncrl.control.record.live import read_live
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.syncing import WeightsAnswer
 from asyncrl.control.snapshot import Snapshot, read_snapshot
-from asyncrl.errors import AsyncrlError, ConfigError, ConnectionLost, DeadlineExceeded, RemoteError
-from asyncrl.message import A, Operation, Q, fields_of, read_message
+from asyncrl.core.errors import AsyncrlError, ConfigError, ConnectionLost, DeadlineExceeded, RemoteError
+from asyncrl.core.rpc.message import A, Operation, Q, fields_of, read_message
 
 CALL_DEADLINE_S = 10.0
 COMMAND_DEADLINE_S = 60.0

@@ -6,8 +6,8 @@ answer's.
 
 from __future__ import annotations
 
-from asyncrl.message import Message, Operation
-from asyncrl.states import RunState
+from asyncrl.core.rpc.message import Message, Operation
+from asyncrl.core.states import RunState
 
 
 class Scale(Message, frozen=True):

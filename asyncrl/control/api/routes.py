@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from asyncrl.control.api import operations as api
 from asyncrl.control.api.server import Answer, Route
-from asyncrl.errors import ConfigError, WireError
-from asyncrl.message import M, Message, Operation, Q, fields_of, read_message
+from asyncrl.core.errors import ConfigError, WireError
+from asyncrl.core.rpc.message import M, Message, Operation, Q, fields_of, read_message
 
 
 def operation_routes(perform: Callable[[api.AnyRequest], Message]) -> dict[str, Route]:

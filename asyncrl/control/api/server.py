@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
 from asyncrl.control.api.access import Gate, NoAccess, check_host
-from asyncrl.errors import AsyncrlError
+from asyncrl.core.errors import AsyncrlError
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import xxhash
 
-from asyncrl.config.tree import Config
 from asyncrl.control.cluster.comparison import Inventory
+from asyncrl.core.config.tree import Config
 
 PACKAGES = ("torch", "vllm", "transformers", "ray", "pyzmq", "msgpack", "numpy", "safetensors")
 """Whose versions must agree: what one writes, another reads, or computes again."""

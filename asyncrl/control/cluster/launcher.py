@@ -14,10 +14,10 @@ from dataclasses import replace
 from asyncrl.control.cluster.placement import Node, Placement
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.launch.spec import ServiceSpec
-from asyncrl.errors import ConfigError, ServiceFailed
-from asyncrl.service_command import A, Command
-from asyncrl.service_status import ServiceStatus, Statuses
-from asyncrl.states import ServiceState
+from asyncrl.core.errors import ConfigError, ServiceFailed
+from asyncrl.core.service_command import A, Command
+from asyncrl.core.service_status import ServiceStatus, Statuses
+from asyncrl.core.states import ServiceState
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from asyncrl.config.tree import Config
 from asyncrl.control.cluster.comparison import Inventory, find_differences
 from asyncrl.control.cluster.inventory import needed_paths, take_inventory
 from asyncrl.control.cluster.placement import Node
@@ -25,7 +24,8 @@ from asyncrl.control.launch.processes import (
 )
 from asyncrl.control.launch.ray_launcher import set_up_ray
 from asyncrl.control.record.live import Life
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 
 T = TypeVar("T")
 

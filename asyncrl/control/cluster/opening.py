@@ -9,14 +9,14 @@ from pathlib import Path
 
 import xxhash
 
-from asyncrl.config.tree import Config
 from asyncrl.control.cluster import membership
 from asyncrl.control.cluster.launcher import ClusterLauncher
 from asyncrl.control.cluster.placement import Placement
 from asyncrl.control.cluster.watching import is_open, watching
 from asyncrl.control.launch.ray_launcher import Launcher, RayLauncher, shut_down
 from asyncrl.control.record.live import Life
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 
 
 def namespace_of(config: Config) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 
 OF_REPLICA = ("rollout", "receiver")
 _SLACK = 1e-6

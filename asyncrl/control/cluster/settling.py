@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import psutil
 
 from asyncrl.control.roster import INTERFACE_VARIABLES
-from asyncrl.private import make_private
-from asyncrl.service import ServiceContext
+from asyncrl.core.files.private import make_private
+from asyncrl.core.service import ServiceContext
 
 TEMPORARY = "tmp"
 """The folder of temporary files, in the run's private one."""

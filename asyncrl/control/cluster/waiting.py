@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from asyncrl.control.cluster import membership
 from asyncrl.control.cluster.placement import Node
-from asyncrl.errors import AsyncrlError, DeadlineExceeded
+from asyncrl.core.errors import AsyncrlError, DeadlineExceeded
 
 DEADLINE_S = 300.0
 POLL_S = 1.0

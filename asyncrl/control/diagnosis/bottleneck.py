@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from asyncrl.message import Message
-from asyncrl.obstacle import Obstacle
-from asyncrl.service_status import LEARNER, ServiceStatus, Statuses
-from asyncrl.states import ServiceState
+from asyncrl.core.obstacle import Obstacle
+from asyncrl.core.rpc.message import Message
+from asyncrl.core.service_status import LEARNER, ServiceStatus, Statuses
+from asyncrl.core.states import ServiceState
 
 Metrics = Mapping[str, float]
 

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from asyncrl.obstacle import ADVISORY, Cause, Obstacle
-from asyncrl.service_status import ReplicaStatus, ServiceStatus, Statuses
-from asyncrl.states import ServiceState
+from asyncrl.core.obstacle import ADVISORY, Cause, Obstacle
+from asyncrl.core.service_status import ReplicaStatus, ServiceStatus, Statuses
+from asyncrl.core.states import ServiceState
 
 DOWN = (ServiceState.FAILED, ServiceState.DEAD)
 SERVING = (ServiceState.READY, ServiceState.PINNED)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.obstacle import Obstacle
+from asyncrl.core.obstacle import Obstacle
 
 AWAY_S = 10.0
 GROWTH = 4

@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from asyncrl.config.tree import Config
-from asyncrl.metrics.metric import Row
+from asyncrl.core.config.tree import Config
+from asyncrl.core.metrics.metric import Row
 
 GROW_AT = 0.2
 """The learner's idle share from which it wants more replicas, if the present ones are `BUSY`."""

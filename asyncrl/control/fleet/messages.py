@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from asyncrl.states import ServiceState
+from asyncrl.core.states import ServiceState
 
 
 class Cause(Enum):

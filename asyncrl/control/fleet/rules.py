@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from asyncrl.control.fleet.machine import FleetRules
 
 if TYPE_CHECKING:
-    from asyncrl.config.tree import Config
+    from asyncrl.core.config.tree import Config
 
 
 def make_rules(config: Config, num_ranks: int, max_replicas: int) -> FleetRules:

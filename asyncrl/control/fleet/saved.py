@@ -11,7 +11,7 @@ import msgspec
 from asyncrl.control.fleet.budget import Budget
 from asyncrl.control.fleet.machine import FleetMachine, FleetRules
 from asyncrl.control.fleet.units import Member, Unit
-from asyncrl.states import ServiceState
+from asyncrl.core.states import ServiceState
 
 FORMAT = 1
 

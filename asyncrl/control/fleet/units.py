@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from asyncrl.control.fleet.budget import Budget
-from asyncrl.states import ServiceState
+from asyncrl.core.states import ServiceState
 
 SYNCING, ENDED, WAITING = ServiceState.SYNCING, ServiceState.ENDED, ServiceState.WAITING
 STARTING_STATES = frozenset({ServiceState.STARTING, SYNCING, WAITING})

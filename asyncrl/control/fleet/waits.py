@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncrl.service_status import BUFFER, COORDINATOR, LEARNER, PUBLISHER, Statuses
-from asyncrl.states import SERVICE_ENDS, ServiceState
+from asyncrl.core.service_status import BUFFER, COORDINATOR, LEARNER, PUBLISHER, Statuses
+from asyncrl.core.states import SERVICE_ENDS, ServiceState
 
 WORKING = (ServiceState.READY, ServiceState.PINNED)
 ABSENT = (*SERVICE_ENDS, ServiceState.SILENT, ServiceState.STARTING, ServiceState.WAITING, None)

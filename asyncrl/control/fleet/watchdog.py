@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from asyncrl.control.fleet.waits import Edge, waiting_edges
-from asyncrl.obstacle import Obstacle
-from asyncrl.service_status import LEARNER, Statuses
-from asyncrl.states import ServiceState
+from asyncrl.core.obstacle import Obstacle
+from asyncrl.core.service_status import LEARNER, Statuses
+from asyncrl.core.states import ServiceState
 
 TIMES_USUAL = 10.0
 AT_LEAST_S = 60.0

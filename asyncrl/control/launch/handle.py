@@ -22,9 +22,9 @@ from asyncrl.control.record.live import read_live
 from asyncrl.control.record.outcome import Outcome, read_outcome
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.snapshot import HeadWord, Snapshot
-from asyncrl.durable import is_read_only
-from asyncrl.errors import AsyncrlError
-from asyncrl.states import RunState
+from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.files.durable import is_read_only
+from asyncrl.core.states import RunState
 
 STOP_POLL_S = 0.2
 REAP_S = 10.0

@@ -21,9 +21,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from asyncrl.clock import SystemClock
-from asyncrl.config.load import load_config
-from asyncrl.config.tree import Config
 from asyncrl.control import plan
 from asyncrl.control.cluster import opening
 from asyncrl.control.fleet.budget import Budget
@@ -39,14 +36,17 @@ from asyncrl.control.record.live import LiveRun, read_live, write_live
 from asyncrl.control.record.outcome import Outcome, write_outcome
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.roster import SERVERS
-from asyncrl.durable import replace_text
-from asyncrl.faults import fault_point
-from asyncrl.keys import RunKeys, make_run_keys, write_client_keys
-from asyncrl.log_records import log_to_stderr
-from asyncrl.service import ServiceContext
-from asyncrl.service_status import SupervisorStatus
-from asyncrl.states import RunState, ServiceState
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.config.load import load_config
+from asyncrl.core.config.tree import Config
+from asyncrl.core.files.durable import replace_text
+from asyncrl.core.files.log_records import log_to_stderr
+from asyncrl.core.runtime.clock import SystemClock
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.service_status import SupervisorStatus
+from asyncrl.core.sockets.keys import RunKeys, make_run_keys, write_client_keys
+from asyncrl.core.states import RunState, ServiceState
 
 HEAD, SUPERVISOR = "head.0", "supervisor.0"
 EXIT_FAILED, EXIT_TERMINATED = 1, 143

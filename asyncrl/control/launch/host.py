@@ -26,15 +26,15 @@ from msgspec.structs import replace as replace_fields
 
 from asyncrl.control.cluster.settling import settle
 from asyncrl.control.launch.spec import NODE_VARIABLE
-from asyncrl.errors import AsyncrlError
-from asyncrl.log_records import log_to_stderr
-from asyncrl.message import Done
-from asyncrl.obstacle import Obstacle
-from asyncrl.private import keep_others_out
-from asyncrl.service import Service, ServiceContext
-from asyncrl.service_command import DumpStacks, pack_answer, read_command
-from asyncrl.service_status import ServiceStatus, pack_status
-from asyncrl.states import ServiceState
+from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.files.log_records import log_to_stderr
+from asyncrl.core.files.private import keep_others_out
+from asyncrl.core.obstacle import Obstacle
+from asyncrl.core.rpc.message import Done
+from asyncrl.core.service import Service, ServiceContext
+from asyncrl.core.service_command import DumpStacks, pack_answer, read_command
+from asyncrl.core.service_status import ServiceStatus, pack_status
+from asyncrl.core.states import ServiceState
 
 log = logging.getLogger(__name__)
 

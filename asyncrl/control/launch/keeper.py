@@ -16,14 +16,14 @@ from contextlib import contextmanager
 
 import psutil
 
-from asyncrl.clock import Clock
 from asyncrl.control.fleet.budget import Budget
 from asyncrl.control.launch.processes import end_service
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.launch.spec import ServiceSpec
-from asyncrl.errors import ServiceFailed
-from asyncrl.service_status import ServiceStatus, SupervisorStatus
-from asyncrl.states import RUN_ENDS, RunState, ServiceState
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.runtime.clock import Clock
+from asyncrl.core.service_status import ServiceStatus, SupervisorStatus
+from asyncrl.core.states import RUN_ENDS, RunState, ServiceState
 
 POLL_S = 0.2
 STATUS_DEADLINE_S = 10.0

@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from asyncrl.config.load import load_resolved
-from asyncrl.config.rules.resume import find_breaks
-from asyncrl.config.tree import Config, CriticSection, ModelSection, RewardPart
 from asyncrl.control import prepare
 from asyncrl.control.record.row_files import is_evaluation, keep_rows
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.services import function
-from asyncrl.errors import CheckpointError, ConfigError, NoJournal
-from asyncrl.metrics.metric import Row
-from asyncrl.plain import JsonValue
-from asyncrl.weight_files import read_shapes
+from asyncrl.core.config.load import load_resolved
+from asyncrl.core.config.plain import JsonValue
+from asyncrl.core.config.rules.resume import find_breaks
+from asyncrl.core.config.tree import Config, CriticSection, ModelSection, RewardPart
+from asyncrl.core.errors import CheckpointError, ConfigError, NoJournal
+from asyncrl.core.files.weight_files import read_shapes
+from asyncrl.core.metrics.metric import Row
 
 FetchedSection = ModelSection | CriticSection
 """The sections whose `path` may be a hub id."""

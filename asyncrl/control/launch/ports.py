@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterator
 from typing import Self
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.core.errors import AsyncrlError
 
 PORTS = range(20_000, 32_000)
 """Below the range from which systems take ports for outgoing connections, and above Ray's."""

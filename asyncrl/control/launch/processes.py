@@ -15,8 +15,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from asyncrl.control.launch.spec import RUN_VARIABLE
-from asyncrl.private import is_own
-from asyncrl.service import SERVICE_VARIABLE
+from asyncrl.core.files.private import is_own
+from asyncrl.core.service import SERVICE_VARIABLE
 
 SHM, PROC = Path("/dev/shm"), Path("/proc")
 EXEC_S = 5.0

@@ -20,13 +20,13 @@ from typing import Any, Protocol
 import psutil
 
 from asyncrl.control.launch.spec import NODE_VARIABLE, RUN_VARIABLE, ServiceSpec
-from asyncrl.durable import replace_text
-from asyncrl.errors import AsyncrlError, DeadlineExceeded, ServiceFailed, WireError
-from asyncrl.private import make_secret
-from asyncrl.service import SERVICE_VARIABLE
-from asyncrl.service_command import A, Command, pack_command, read_answer
-from asyncrl.service_status import ServiceStatus, Statuses, kind_of, read_status
-from asyncrl.states import ServiceState
+from asyncrl.core.errors import AsyncrlError, DeadlineExceeded, ServiceFailed, WireError
+from asyncrl.core.files.durable import replace_text
+from asyncrl.core.files.private import make_secret
+from asyncrl.core.service import SERVICE_VARIABLE
+from asyncrl.core.service_command import A, Command, pack_command, read_answer
+from asyncrl.core.service_status import ServiceStatus, Statuses, kind_of, read_status
+from asyncrl.core.states import ServiceState
 
 log = logging.getLogger(__name__)
 

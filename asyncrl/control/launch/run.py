@@ -17,8 +17,6 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from asyncrl.config.load import dump_resolved
-from asyncrl.config.tree import Config
 from asyncrl.control import plan, prepare, shared_memory
 from asyncrl.control.cluster import opening
 from asyncrl.control.launch.handle import RunHandle, attach
@@ -30,11 +28,13 @@ from asyncrl.control.record.live import Life, LiveRun, read_live, write_live
 from asyncrl.control.record.outcome import read_outcome
 from asyncrl.control.record.row_files import remove_rows
 from asyncrl.control.record.rundir import RunDir, read_json
-from asyncrl.durable import replace_text
-from asyncrl.errors import ConfigError
-from asyncrl.faults import fault_point
-from asyncrl.private import keep_others_out, make_own
-from asyncrl.states import RunState
+from asyncrl.core.config.load import dump_resolved
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.files.durable import replace_text
+from asyncrl.core.files.private import keep_others_out, make_own
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.states import RunState
 
 LOCK = ".lock"
 MAX_EARLIER_LIVES = 8

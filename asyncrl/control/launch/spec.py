@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrl.service import ServiceContext
+from asyncrl.core.service import ServiceContext
 
 RUN_VARIABLE = "ASYNCRL_RUN_ID"
 """Marks every process of a run, so that what is left over can be found and ended by pid."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from asyncrl.control.page.figures import DASH, count_of, figure_of
-from asyncrl.experience import Group, Trajectory
-from asyncrl.printable import printable
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.files.printable import printable
 
 MAX_ANSWERS = 2
 HEAD_TOKENS, TAIL_TOKENS = 300, 100

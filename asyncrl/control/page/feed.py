@@ -28,9 +28,9 @@ from asyncrl.control.page.view import view_of
 from asyncrl.control.record.metering import accuracy
 from asyncrl.control.record.row_files import is_evaluation
 from asyncrl.control.snapshot import Snapshot
-from asyncrl.errors import AsyncrlError
-from asyncrl.experience import Group
-from asyncrl.states import RUN_ENDS
+from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.experience import Group
+from asyncrl.core.states import RUN_ENDS
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from asyncrl.plain import JsonValue
+from asyncrl.core.config.plain import JsonValue
 
 DASH = "\u2013"
 """Stands where there is no figure."""

@@ -8,8 +8,8 @@ from typing import TypedDict
 from asyncrl.control.page.figures import DASH, count_of, figure_of, seconds_of, share_of
 from asyncrl.control.page.snapshot import fill_of, metric_of, services_of, share_done, state_of
 from asyncrl.control.snapshot import Snapshot
-from asyncrl.service_status import LEARNER
-from asyncrl.states import ServiceState
+from asyncrl.core.service_status import LEARNER
+from asyncrl.core.states import ServiceState
 
 
 class Node(TypedDict):

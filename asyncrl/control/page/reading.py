@@ -20,11 +20,11 @@ from asyncrl.buffer.composition import expand_variables, run_key
 from asyncrl.buffer.journals.records import HEADER_BYTES, read_frames, read_header
 from asyncrl.buffer.journals.redis_past import asking, keys_of
 from asyncrl.buffer.journals.redis_server import RedisServer
-from asyncrl.config.tree import Config
 from asyncrl.control.record.row_files import lines_of, older_files
-from asyncrl.errors import ConfigError, WireError
-from asyncrl.experience import Group, decode_group
-from asyncrl.metrics.metric import Row
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError, WireError
+from asyncrl.core.experience import Group, decode_group
+from asyncrl.core.metrics.metric import Row
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
-from asyncrl.config.tree import Config
 from asyncrl.control.api.server import EventStream, Route, Text
 from asyncrl.control.page.decoding import decoder_of
 from asyncrl.control.page.feed import Feed, Payloads
@@ -16,6 +15,7 @@ from asyncrl.control.page.reading import FilePayloads, RedisPayloads, RowTail
 from asyncrl.control.record.prometheus import CONTENT_TYPE, health_answer, prometheus_text
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import Snapshot
+from asyncrl.core.config.tree import Config
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from asyncrl.control.diagnosis.bottleneck import Diagnosis
 from asyncrl.control.fleet.units import Stage
 from asyncrl.control.page.figures import finite_values
 from asyncrl.control.snapshot import ServiceView, Snapshot, read_snapshot, values_of
-from asyncrl.printable import printable_values
-from asyncrl.service_status import kind_of
-from asyncrl.states import SERVICE_ENDS, ServiceState
+from asyncrl.core.files.printable import printable_values
+from asyncrl.core.service_status import kind_of
+from asyncrl.core.states import SERVICE_ENDS, ServiceState
 
 DOUBTED_STAGES = (Stage.SUSPECT, Stage.DEAD, Stage.RETIRED)
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asyncrl.metrics.metric import Row
+from asyncrl.core.metrics.metric import Row
 
 WINDOW_S = 10.0
 MAX_POINTS = 400

@@ -16,8 +16,8 @@ from asyncrl.control.page.picture import Account, Bar, Event, Lag, Law, Obstacle
 from asyncrl.control.page.pipeline import edges_of, node_of, nodes_of
 from asyncrl.control.page.snapshot import at_rest, index_of, metric_of, share_done, shown, state_of
 from asyncrl.control.snapshot import LedgerView, ServiceView, Snapshot
-from asyncrl.service_status import PendingTickets, kind_of
-from asyncrl.states import RUN_ENDS, RunState, ServiceState
+from asyncrl.core.service_status import PendingTickets, kind_of
+from asyncrl.core.states import RUN_ENDS, RunState, ServiceState
 
 MAX_EVENTS = 50
 MAX_LAG_BARS = 33

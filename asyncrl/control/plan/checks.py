@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncrl.buffer.composition import check_redis, ledger_settings, max_group_bytes
-from asyncrl.config.architectures import ModelSize, read_max_positions
-from asyncrl.config.tree import Config
 from asyncrl.control import shared_memory
 from asyncrl.control.plan import capacity, derived, machine, memory, names, sizes
 from asyncrl.control.plan.capacity import Capacity
@@ -18,7 +16,9 @@ from asyncrl.control.plan.memory import SHM, VERSIONS, Part
 from asyncrl.control.plan.models import read_table
 from asyncrl.control.prepare import is_builtin
 from asyncrl.control.services import function
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.architectures import ModelSize, read_max_positions
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 
 NOT_CHECKED_ELSEWHERE = (
     "the CPUs, GPUs and memory of the machine that it will run on: they are checked there, at `up`",

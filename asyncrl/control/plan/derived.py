@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.config.tree import Config
-from asyncrl.versions import max_open_tickets
+from asyncrl.core.config.tree import Config
+from asyncrl.core.staleness import max_open_tickets
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config.load import load_config, load_resolved
-from asyncrl.config.rules.resume import find_breaks
-from asyncrl.config.tree import Config
 from asyncrl.control.launch.lineage import relocate
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.core.config.load import load_config, load_resolved
+from asyncrl.core.config.rules.resume import find_breaks
+from asyncrl.core.config.tree import Config
 
 OTHER_RUN = ("run.name", "run.dir")
 """Another of these is another run."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.buffer.composition import max_group_bytes
-from asyncrl.config.tree import Config
 from asyncrl.control import shared_memory
 from asyncrl.control.launch.ports import PORTS
 from asyncrl.control.plan import derived, folders, inputs, machine, models, names
@@ -27,7 +26,8 @@ from asyncrl.control.plan.memory import Part
 from asyncrl.control.record.sinks.opening import check_sinks
 from asyncrl.control.roster import SERVERS
 from asyncrl.control.shared_memory import SharedMemory
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     folders.check_run_folder,

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from asyncrl.config.tree import Config
-from asyncrl.weight_files import INDEX, WEIGHTS, read_header, read_index
+from asyncrl.core.config.tree import Config
+from asyncrl.core.files.weight_files import INDEX, WEIGHTS, read_header, read_index
 
 AGAIN = "fetch or copy it again"
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.txt",), ("vocab.json", "merges.txt"))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.config.tree import Config
 from asyncrl.control.prepare import is_builtin
 from asyncrl.control.sources import check_sources
+from asyncrl.core.config.tree import Config
 
 
 def check_lengths(config: Config) -> Iterator[str]:

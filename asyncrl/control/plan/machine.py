@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.config.tree import Config
 from asyncrl.control.process_limit import find_limit
+from asyncrl.core.config.tree import Config
 
 MIN_FILES, MIN_THREADS = 256, 512
 """Of each process, and of this user beside those that he has: else Ray does not start, and says no reason."""

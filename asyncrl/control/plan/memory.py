@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from asyncrl.config.conflicts import WITH_VALUES
-from asyncrl.config.tree import Config
+from asyncrl.core.config.conflicts import WITH_VALUES
+from asyncrl.core.config.tree import Config
 
 HOST, SHM = "host", "/dev/shm"
 PER_REPLICA = {HOST: "host, for each replica", SHM: "/dev/shm, for each replica"}

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config.architectures import find_unsupported, tensor_shapes
-from asyncrl.config.cuts import find_uneven_cuts
-from asyncrl.config.tree import Config, LearnerSection
 from asyncrl.control.plan.folders import find_bad_weights, find_missing_tokenizer
 from asyncrl.control.prepare import REWARD_MODEL, is_builtin, is_hub_id
 from asyncrl.control.services import function
+from asyncrl.core.config.architectures import find_unsupported, tensor_shapes
+from asyncrl.core.config.cuts import find_uneven_cuts
+from asyncrl.core.config.tree import Config, LearnerSection
 
 
 def check_models(config: Config) -> Iterator[str]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from asyncrl.config.tree import Config
 from asyncrl.control.services import function
 from asyncrl.control.sources import is_file_function, missing_function, missing_import
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 
 
 def check_algorithm(config: Config) -> Iterator[str]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.config.architectures import ModelSize
-from asyncrl.config.tree import Config
 from asyncrl.control.plan.memory import (
     BUFFER,
     ENGINE_CORES,
@@ -24,6 +22,8 @@ from asyncrl.control.plan.memory import (
     VERSIONS,
     Part,
 )
+from asyncrl.core.config.architectures import ModelSize
+from asyncrl.core.config.tree import Config
 
 if TYPE_CHECKING:
     from asyncrl.control.plan.capacity import Capacity

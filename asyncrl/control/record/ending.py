@@ -9,15 +9,15 @@ import re
 import shlex
 from pathlib import Path
 
-from asyncrl.config.load import load_resolved
 from asyncrl.control.record.live import read_live
 from asyncrl.control.record.outcome import Outcome, read_outcome
 from asyncrl.control.record.recorder import training_rows
 from asyncrl.control.record.row_files import is_evaluation, iterate_rows, newest_rows
 from asyncrl.control.record.rundir import RunDir, read_json
-from asyncrl.errors import ConfigError
-from asyncrl.printable import ESCAPED, INDENTED, printable
-from asyncrl.states import RunState
+from asyncrl.core.config.load import load_resolved
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.files.printable import ESCAPED, INDENTED, printable
+from asyncrl.core.states import RunState
 
 SHOWN_LINES = 20
 TOLD_CHARACTERS = 80

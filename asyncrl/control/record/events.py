@@ -13,8 +13,8 @@ from collections import deque
 from pathlib import Path
 from typing import Literal, get_args
 
-from asyncrl.durable import append_lines, reserve_room
-from asyncrl.runtime import Runtime
+from asyncrl.core.files.durable import append_lines, reserve_room
+from asyncrl.core.runtime.interface import Runtime
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from asyncrl.control.record.metering import accuracy
 from asyncrl.control.record.row_files import is_evaluation
-from asyncrl.metrics.metric import Row
+from asyncrl.core.metrics.metric import Row
 
 STEP = "training/global_step"
 Column = NDArray[np.float64]

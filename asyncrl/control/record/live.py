@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.durable import replace_text
+from asyncrl.core.files.durable import replace_text
 
 MODE = 0o600
 

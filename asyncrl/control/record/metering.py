@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from asyncrl.buffer.ledger.tickets import DropReason
 from asyncrl.control.record.syncing import weights_metrics
-from asyncrl.metrics.metric import Row
-from asyncrl.service_status import FinishedEvaluation, ReplicaStatus, Statuses
+from asyncrl.core.metrics.metric import Row
+from asyncrl.core.service_status import FinishedEvaluation, ReplicaStatus, Statuses
 
 WINDOW_S = 2.0
 _PART_COUNT, _PART_SUM, _REWARD_ERRORS = "part count/", "part sum/", "reward errors/"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncrl.durable import replace_text
-from asyncrl.states import RunState
+from asyncrl.core.files.durable import replace_text
+from asyncrl.core.states import RunState
 
 if TYPE_CHECKING:
     from asyncrl.control.record.rundir import RunDir

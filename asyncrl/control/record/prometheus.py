@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from asyncrl.control.snapshot import Health, Snapshot
-from asyncrl.metrics import find, variables_of
-from asyncrl.states import SERVICE_FAULTS, RunState, ServiceState
+from asyncrl.core.metrics import find, variables_of
+from asyncrl.core.states import SERVICE_FAULTS, RunState, ServiceState
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from asyncrl.control.record.row_files import RowWriter, is_evaluation
 from asyncrl.control.record.sinks.outbox import Outbox
-from asyncrl.metrics import unknown_names
-from asyncrl.metrics.metric import Row
-from asyncrl.runtime import Runtime
+from asyncrl.core.metrics import unknown_names
+from asyncrl.core.metrics.metric import Row
+from asyncrl.core.runtime.interface import Runtime
 
 log = logging.getLogger(__name__)
 

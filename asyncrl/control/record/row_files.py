@@ -15,9 +15,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from asyncrl.durable import append_lines
-from asyncrl.errors import DataError
-from asyncrl.metrics.metric import Row
+from asyncrl.core.errors import DataError
+from asyncrl.core.files.durable import append_lines
+from asyncrl.core.metrics.metric import Row
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.control.record.live import read_live
-from asyncrl.durable import replace_text
-from asyncrl.metrics import row_log
+from asyncrl.core.files.durable import replace_text
+from asyncrl.core.metrics import row_log
 
 TAIL_LINES, TAIL_BYTES = 20, 1 << 16
 STATE_DUMP = "[state-dump]"
@@ -73,7 +73,7 @@ class RunDir:
 
     @property
     def learner_rows(self) -> tuple[Path, ...]:
-        """The learner's own log of its rows, its older file first: see `asyncrl.metrics.row_log`."""
+        """The learner's own log of its rows, its older file first: see `asyncrl.core.metrics.row_log`."""
         return row_log.paths_of(self.path)
 
     def remove_learner_rows(self) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl.config.tree import Config
 from asyncrl.control.record.history import STEP, Column, History, read_history
 from asyncrl.control.record.live import read_live
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.row_files import iterate_rows
 from asyncrl.control.record.rundir import RunDir, write_json
-from asyncrl.metrics.run_names import FIRST_OF_LIFE
-from asyncrl.service_status import Statuses
+from asyncrl.core.config.tree import Config
+from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.service_status import Statuses
 
 LAST_EVALUATIONS = 3
 GUARD, STATES_OF_GUARD = "guard/", ("guard/lr_scale", "guard/is_kl_off")

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.control.record.syncing import WeightsAnswer
-from asyncrl.errors import ConfigError, UnknownRun
+from asyncrl.core.errors import ConfigError, UnknownRun
 
 JOURNAL_FILE = "weight_sync.jsonl"
 MAX_ROUNDS, MAX_FAILURES = 10, 20

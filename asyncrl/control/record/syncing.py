@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from asyncrl.message import Message
-from asyncrl.service_status import CoordinatorStatus, PublisherStatus, ReplicaStatus, Statuses
-from asyncrl.states import ServiceState
+from asyncrl.core.rpc.message import Message
+from asyncrl.core.service_status import CoordinatorStatus, PublisherStatus, ReplicaStatus, Statuses
+from asyncrl.core.states import ServiceState
 
 COUNTS = {
     "weights/rounds": "rounds",

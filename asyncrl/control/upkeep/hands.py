@@ -12,7 +12,6 @@ import os
 import signal
 from collections.abc import Collection, Iterable
 
-from asyncrl import service_command
 from asyncrl.control.fleet.messages import (
     Cause,
     Drain,
@@ -30,9 +29,10 @@ from asyncrl.control.launch.processes import end_service, is_of_service, remove_
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.record.events import EventLog, Kind
 from asyncrl.control.roster import Roster
-from asyncrl.errors import DeadlineExceeded, ServiceFailed
-from asyncrl.service_command import A, Command, DumpStacks, RetireReplica, Tighten
-from asyncrl.service_status import BUFFER, ReplicaStatus, ServiceStatus
+from asyncrl.core import service_command
+from asyncrl.core.errors import DeadlineExceeded, ServiceFailed
+from asyncrl.core.service_command import A, Command, DumpStacks, RetireReplica, Tighten
+from asyncrl.core.service_status import BUFFER, ReplicaStatus, ServiceStatus
 
 log = logging.getLogger(__name__)
 

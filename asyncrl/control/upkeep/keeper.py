@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from asyncrl import service_command
 from asyncrl.control.api.operations import Begun
 from asyncrl.control.fleet.machine import FleetMachine, FleetRules
 from asyncrl.control.fleet.messages import (
@@ -43,12 +42,13 @@ from asyncrl.control.snapshot import ServiceFacts
 from asyncrl.control.upkeep.hands import COMMAND_DEADLINE_S, Hands
 from asyncrl.control.upkeep.oom import OomKills
 from asyncrl.control.upkeep.reading import at_home, events_of, in_order
-from asyncrl.errors import ConfigError, ServiceFailed
-from asyncrl.message import fields_of
-from asyncrl.runtime import Runtime
-from asyncrl.service_command import A, Command, Tighten
-from asyncrl.service_status import ServiceStatus, Statuses
-from asyncrl.states import ServiceState
+from asyncrl.core import service_command
+from asyncrl.core.errors import ConfigError, ServiceFailed
+from asyncrl.core.rpc.message import fields_of
+from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.service_command import A, Command, Tighten
+from asyncrl.core.service_status import ServiceStatus, Statuses
+from asyncrl.core.states import ServiceState
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import msgspec
 
 from asyncrl.control.fleet.messages import Cause, Event, Gone, Halted, Heard
 from asyncrl.control.launch.processes import is_of_service, is_stopped, stopped_services
-from asyncrl.service_status import LearnerStatus, ReplicaStatus, ServiceStatus, Statuses
-from asyncrl.states import ServiceState
+from asyncrl.core.service_status import LearnerStatus, ReplicaStatus, ServiceStatus, Statuses
+from asyncrl.core.states import ServiceState
 
 FINAL_ERRORS = frozenset({"ConfigError", "DataError", "UnstableTraining", "RewardsFailed"})
 """Classes of errors that starting a service again cannot cure."""

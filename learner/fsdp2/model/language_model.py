@@ -20,7 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from learner.checkpoint.pretrained import PretrainedTensors
 from learner.fsdp2.model import attention
 from learner.fsdp2.model.rows import Rows, Unpad, lay_out_rows

@@ -17,10 +17,10 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
-from asyncrl.config.architectures import ModelSize, find_unsupported, read_rope, rope_type_of
-from asyncrl.config.cuts import find_uneven_cuts, pad_vocabulary
-from asyncrl.config.tree import LearnerSection
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.architectures import ModelSize, find_unsupported, read_rope, rope_type_of
+from asyncrl.core.config.cuts import find_uneven_cuts, pad_vocabulary
+from asyncrl.core.config.tree import LearnerSection
+from asyncrl.core.errors import ConfigError
 
 _RECOMPUTE: dict[str, dict[str, object]] = {
     "none": {},

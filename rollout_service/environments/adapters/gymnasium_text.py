@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, SupportsFloat, SupportsInt
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.environments.protocol import Environment, EnvironmentFailed, Observation, Step
 
 if TYPE_CHECKING:

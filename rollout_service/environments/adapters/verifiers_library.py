@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Protocol, SupportsFloat, TypedDict, TypeVar
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.environments.protocol import Environment, EnvironmentFailed, Step
 from rollout_service.rewards.score import Score
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.environments.protocol import Observation
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)

@@ -14,7 +14,7 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from pathlib import Path
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.environments.tools.tool import ToolExhausted, ToolRefused
 
 CHILD = Path(__file__).with_name("expression_child.py")

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.config.problems import suggest
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.problems import suggest
+from asyncrl.core.errors import ConfigError
 from rollout_service.environments.protocol import Environment, Step
 from rollout_service.environments.tools.calculator import Calculator
 from rollout_service.environments.tools.calls import Call, CallFormat, JsonCalls, PatternCalls

@@ -15,7 +15,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from pathlib import Path
 
-from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.core.errors import AsyncrlError, ConfigError
 from rollout_service.rewards.served.frames import HEAD_BYTES, body_bytes, pack_frame, unpack_body
 from rollout_service.rewards.served.surroundings import allowed_environment
 

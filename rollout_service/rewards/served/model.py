@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import msgspec
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.rewards.score import Answer, Fault, RewardError
 from rollout_service.rewards.served.batches import Batches, Outcome
 from rollout_service.rewards.served.child import Child, ChildDied

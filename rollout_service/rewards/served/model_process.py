@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.rewards.score import Fault
 from rollout_service.rewards.served.frames import ParentLink
 from rollout_service.rewards.served.messages import Batch, BatchScores, ModelItem, ModelSettings

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.rewards.score import Answer, RewardError, checked_number
 from rollout_service.rewards.served.child import Child, ChildDied
 from rollout_service.rewards.served.frames import pack_frame

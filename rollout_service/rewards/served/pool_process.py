@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.rewards.calling import BoundFunction, ScoreFunction
 from rollout_service.rewards.matching import score_format
 from rollout_service.rewards.score import Answer, RewardError

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.rewards.score import Answer, RewardError, checked_number
 from rollout_service.rewards.served.batches import Batches, Outcome
 from rollout_service.rewards.served.messages import PlainAnswer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asyncrl.config.secrets import has_password, is_secret_name
+from asyncrl.core.config.secrets import has_password, is_secret_name
 
 FOR_REWARDS = "REWARD_"
 """Start of the names that a user sets for a reward, its secrets too."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 
 
 def load_math_verify() -> Callable[..., float]:

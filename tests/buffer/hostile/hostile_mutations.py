@@ -9,8 +9,8 @@ from typing import Any
 
 import msgpack
 
-from asyncrl.experience import encode_group
-from asyncrl.wire import RPC_VERSION
+from asyncrl.core.experience import encode_group
+from asyncrl.core.wire import RPC_VERSION
 from tests.buffer.parts import make_group
 
 EDGES: tuple[Any, ...] = (

@@ -16,8 +16,8 @@ import msgpack
 import zmq
 
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
-from asyncrl.experience import encode_group
-from asyncrl.wire import RPC_VERSION
+from asyncrl.core.experience import encode_group
+from asyncrl.core.wire import RPC_VERSION
 from tests.buffer.parts import make_group
 
 NUM_PROMPTS = 1_000_000

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from asyncrl.buffer.service import BufferService
-from asyncrl.keys import ServerKeys, make_run_keys
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.sockets.keys import ServerKeys, make_run_keys
 from tests.buffer.parts import make_store
 from weight_sync.coordinator import CoordinatorService
 from weight_sync.memory.manifest import VersionBounds

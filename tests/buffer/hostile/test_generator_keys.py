@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.errors import AsyncrlError, NotAllowed
-from asyncrl.keys import ClientKeys, RunKeys, make_run_keys
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.errors import AsyncrlError, NotAllowed
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.sockets.keys import ClientKeys, RunKeys, make_run_keys
 from tests.buffer.hostile.hostile_mutations import CALLS
 from tests.buffer.hostile.keyed_process import make_buffer, make_coordinator
 

@@ -14,9 +14,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from asyncrl.errors import AsyncrlError, FencedError, LedgerError, WireError
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.errors import AsyncrlError, FencedError, LedgerError, WireError
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.hostile.hostile_parts import (
     GREETING,
     BufferProcess,

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import wire
 from asyncrl.buffer.service import Desk
-from asyncrl.clock import SystemClock
-from asyncrl.errors import AsyncrlError, WireError
-from asyncrl.experience import decode_group, encode_group
-from asyncrl.keys import Role
-from asyncrl.rpc.request import read_request
-from asyncrl.runtime import Arrival
+from asyncrl.core import wire
+from asyncrl.core.errors import AsyncrlError, WireError
+from asyncrl.core.experience import decode_group, encode_group
+from asyncrl.core.rpc.request import read_request
+from asyncrl.core.runtime.clock import SystemClock
+from asyncrl.core.runtime.interface import Arrival
+from asyncrl.core.sockets.keys import Role
 from tests.buffer.hostile.hostile_mutations import Mutator
 from tests.buffer.hostile.hostile_parts import BufferProcess, Honest, dealer
 from tests.buffer.parts import make_store

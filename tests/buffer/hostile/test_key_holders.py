@@ -18,12 +18,12 @@ import msgpack
 import pytest
 import zmq
 
-from asyncrl.errors import AsyncrlError
-from asyncrl.keys import ClientKeys
-from asyncrl.rpc import Client
-from asyncrl.sockets.options import prepare_client
-from asyncrl.threads import ThreadRuntime
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.sockets.keys import ClientKeys
+from asyncrl.core.sockets.options import prepare_client
+from asyncrl.core.staleness import PolicyVersion
 from tests.buffer.hostile.hostile_mutations import CALLS, EDGES, Mutator
 from tests.buffer.hostile.hostile_parts import header
 from weight_sync.coordination.journal import JOURNAL_FILE, MAX_BYTES

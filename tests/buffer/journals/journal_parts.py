@@ -16,7 +16,7 @@ from asyncrl.buffer.journals.redis_journal import RedisJournal
 from asyncrl.buffer.journals.redis_link import RedisLink
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.experience import encode_group
+from asyncrl.core.experience import encode_group
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group
 from tests.simulation.parts.journal import Disk, SimulatedJournal
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from asyncrl.buffer.service import BufferService
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.parts import make_store
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, find_server
-from asyncrl.threads import ThreadEvent
+from asyncrl.core.runtime.threads import ThreadEvent
 from tests.buffer.journals.journal_parts import raw_link
 
 

@@ -18,11 +18,11 @@ from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.service import BufferService, Desk
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import ManualClock
-from asyncrl.errors import DeadlineExceeded
-from asyncrl.experience import encode_group
-from asyncrl.obstacle import Cause
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.core.experience import encode_group
+from asyncrl.core.obstacle import Cause
+from asyncrl.core.runtime.clock import ManualClock
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.journals.journal_parts import Place, begin, push, settle
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group
 

@@ -22,10 +22,10 @@ from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.events import Checkpointed, Opened
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError, DeadlineExceeded, WireError
-from asyncrl.experience import encode_group
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.errors import AsyncrlError, CheckpointError, ConfigError, DeadlineExceeded, WireError
+from asyncrl.core.experience import encode_group
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.parts import make_group, make_store
 
 REPOSITORY = Path(__file__).parents[3]

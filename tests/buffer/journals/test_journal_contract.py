@@ -11,8 +11,8 @@ from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.events import Event, Opened
 from asyncrl.buffer.ledger.tickets import State
-from asyncrl.errors import CheckpointError
-from asyncrl.experience import encode_group
+from asyncrl.core.errors import CheckpointError
+from asyncrl.core.experience import encode_group
 from tests.buffer.journals.journal_parts import Place, begin, push, settle
 from tests.buffer.parts import make_group, make_store
 

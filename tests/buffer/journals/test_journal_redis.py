@@ -20,11 +20,11 @@ from asyncrl.buffer.ledger.events import DataDescribed, Opened, VersionRegistere
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.errors import CheckpointError, ConfigError, DeadlineExceeded, FencedError
-from asyncrl.experience import encode_group
-from asyncrl.obstacle import Cause
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.errors import CheckpointError, ConfigError, DeadlineExceeded, FencedError
+from asyncrl.core.experience import encode_group
+from asyncrl.core.obstacle import Cause
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.journals.journal_parts import Place, begin, kill, push, raw_link, settle, wipe
 from tests.buffer.journals.redis_parts import Wire, administer, plain_redis
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group, serving

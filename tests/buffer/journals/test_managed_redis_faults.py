@@ -17,12 +17,12 @@ import pytest
 from asyncrl.buffer.composition import open_journal
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.config.tree import BufferSection
 from asyncrl.control.launch.processes import pids_of_run, pids_of_service
 from asyncrl.control.launch.spec import RUN_VARIABLE
-from asyncrl.errors import ServiceFailed
-from asyncrl.obstacle import Cause
-from asyncrl.service import SERVICE_VARIABLE
+from asyncrl.core.config.tree import BufferSection
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.obstacle import Cause
+from asyncrl.core.service import SERVICE_VARIABLE
 from tests.buffer.journals.journal_parts import begin, kill, push, settle
 from tests.buffer.parts import GROUP_SIZE, SETTINGS
 from tests.small_disk import fill

@@ -14,7 +14,7 @@ from asyncrl.buffer.journals.redis_journal import RedisJournal
 from asyncrl.buffer.journals.redis_past import keys_of, read_run
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.ledger import events as ev
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from tests.buffer.journals.journal_parts import raw_link
 from tests.buffer.parts import make_store
 

@@ -20,11 +20,11 @@ from asyncrl.buffer.journals.redis_journal import RedisJournal
 from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, Refusal, find_server, label_of
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.ledger.events import Opened
-from asyncrl.config.explain import show
-from asyncrl.config.load import load_config
-from asyncrl.config.tree import BufferSection
-from asyncrl.errors import ConfigError
-from asyncrl.obstacle import Cause, Obstacle
+from asyncrl.core.config.explain import show
+from asyncrl.core.config.load import load_config
+from asyncrl.core.config.tree import BufferSection
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.obstacle import Cause, Obstacle
 from tests.buffer.journals.journal_parts import kill, raw_link
 from tests.buffer.journals.redis_parts import administer, plain_redis
 

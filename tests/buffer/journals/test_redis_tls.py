@@ -14,9 +14,9 @@ import pytest
 from asyncrl.buffer.journals.redis_journal import RedisJournal
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.errors import ConfigError
-from asyncrl.experience import encode_group
-from asyncrl.threads import ThreadEvent
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.experience import encode_group
+from asyncrl.core.runtime.threads import ThreadEvent
 from tests.buffer.journals.journal_parts import begin, push, settle
 from tests.buffer.journals.redis_parts import administer, plain_redis
 from tests.buffer.journals.test_journal_redis import RIGHTS

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.buffer.journals.redis_journal import LOOK_EVERY_S, RedisJournal
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.obstacle import Cause
+from asyncrl.core.obstacle import Cause
 from tests.buffer.journals.journal_parts import begin, push, settle
 from tests.buffer.journals.redis_parts import administer, plain_redis
 from tests.buffer.parts import GROUP_SIZE, SETTINGS

@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from asyncrl.faults import VARIABLE
+from asyncrl.core.runtime.faults import VARIABLE
 from tests.buffer.killed.killed_parties import play
 
 

@@ -23,12 +23,12 @@ from asyncrl.buffer.journals.redis_journal import RedisJournal
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.errors import AsyncrlError, DeadlineExceeded, LedgerError
-from asyncrl.experience import encode_group
-from asyncrl.faults import fault_point
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadEvent, ThreadRuntime
-from asyncrl.wire import Frame
+from asyncrl.core.errors import AsyncrlError, DeadlineExceeded, LedgerError
+from asyncrl.core.experience import encode_group
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.wire import Frame
 from tests.buffer.parts import GROUP_SIZE, make_group
 
 NUM_STEPS = 5

@@ -17,9 +17,9 @@ from typing import Any
 from asyncrl.buffer.journals.redis_server import RedisServer
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.tickets import PAYLOAD_STATES, State
-from asyncrl.errors import DeadlineExceeded
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.journals.redis_parts import free_port
 from tests.buffer.killed import killed_parties
 from tests.buffer.killed.killed_parties import NUM_STEPS, digest_of

@@ -19,7 +19,7 @@ from asyncrl.buffer.ledger.events import Event, pack, unpack
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import LedgerSettings, State, Ticket
-from asyncrl.errors import AsyncrlError
+from asyncrl.core.errors import AsyncrlError
 
 Trace = tuple[Any, ...]
 """What one step trained: equal traces on equal weights make equal weights."""

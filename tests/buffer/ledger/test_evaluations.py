@@ -11,7 +11,7 @@ from asyncrl.buffer.ledger.evaluations import MAX_OPEN, REFUSED, EvaluationOrder
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import MAX_KEPT_EVALUATIONS, Part
-from asyncrl.metrics.tallies import Tally
+from asyncrl.core.metrics.tallies import Tally
 from tests.buffer.ledger.ledger_model import Shadow
 from tests.buffer.ledger.ledger_runs import Run
 

@@ -9,8 +9,8 @@ from asyncrl.buffer.ledger.events import pack, unpack
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import MAX_DROPPED_TICKETS
 from asyncrl.buffer.ledger.tickets import GIVEN_UP_LOST_LEASES, State
-from asyncrl.errors import ConfigError, DataError, FencedError, LedgerError
-from asyncrl.metrics.tallies import Tally
+from asyncrl.core.errors import ConfigError, DataError, FencedError, LedgerError
+from asyncrl.core.metrics.tallies import Tally
 from tests.buffer.ledger.ledger_runs import GROUP_BYTES, SETTINGS, Run
 
 # Admission

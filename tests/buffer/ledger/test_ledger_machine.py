@@ -15,8 +15,8 @@ from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import POLICIES, Grant, State, Ticket
-from asyncrl.errors import AsyncrlError, FencedError, LedgerError
-from asyncrl.metrics.tallies import Tally
+from asyncrl.core.errors import AsyncrlError, FencedError, LedgerError
+from asyncrl.core.metrics.tallies import Tally
 from tests.buffer.ledger.ledger_model import Model, Shadow, check_indexes, check_refused, drive_to_next_step
 from tests.buffer.ledger.ledger_runs import GROUP_BYTES, SETTINGS
 

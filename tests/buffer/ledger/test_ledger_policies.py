@@ -10,7 +10,7 @@ from asyncrl.buffer.ledger.events import Dropped, Trained, pack, unpack
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import Grant, State
-from asyncrl.errors import LedgerError, WireError
+from asyncrl.core.errors import LedgerError, WireError
 from tests.buffer.ledger.ledger_runs import GROUP_BYTES, SETTINGS, Run
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from asyncrl.buffer.ledger.tickets import State
-from asyncrl.errors import DataError, FencedError, LedgerError
+from asyncrl.core.errors import DataError, FencedError, LedgerError
 from tests.buffer.ledger.ledger_model import check_refused
 from tests.buffer.ledger.ledger_runs import Run
 

@@ -14,7 +14,7 @@ from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.orders import BLOCK, NUM_STAGES, PromptOrder, Source, shares_of
 from asyncrl.buffer.ledger.state import LedgerState
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 from tests.buffer.ledger.ledger_model import Shadow
 from tests.buffer.ledger.ledger_runs import SETTINGS, Run
 from tests.buffer.parts import make_store

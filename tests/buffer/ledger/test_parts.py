@@ -9,7 +9,7 @@ from asyncrl.buffer.ledger.events import pack, unpack
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import Grant, State
-from asyncrl.errors import FencedError, LedgerError
+from asyncrl.core.errors import FencedError, LedgerError
 from tests.buffer.ledger.ledger_runs import GROUP_BYTES, Run
 
 SIZES = {"groups_per_step": 4, "memory_bytes": 16 * GROUP_BYTES}

@@ -17,7 +17,7 @@ from asyncrl.buffer.rules.replica import (
     may_lease,
     plan_drain,
 )
-from asyncrl.states import ServiceState
+from asyncrl.core.states import ServiceState
 
 HELD = ((1, 1), (2, 3))
 

@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.service import BufferService
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.parts import make_store, serving
 
 

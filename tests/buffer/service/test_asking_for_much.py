@@ -9,11 +9,11 @@ import pytest
 
 from asyncrl.buffer import service as service_module
 from asyncrl.buffer.service import BufferService, Desk
-from asyncrl.clock import ManualClock
-from asyncrl.errors import WireError
-from asyncrl.experience import encode_group
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.errors import WireError
+from asyncrl.core.experience import encode_group
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.clock import ManualClock
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
 
 SIZE = SETTINGS.groups_per_step

@@ -14,9 +14,9 @@ from asyncrl.buffer.composition import group_bounds
 from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.config.load import load_config
-from asyncrl.errors import WireError
-from asyncrl.experience import Group, encode_group
+from asyncrl.core.config.load import load_config
+from asyncrl.core.errors import WireError
+from asyncrl.core.experience import Group, encode_group
 from tests.buffer.ledger.ledger_runs import SETTINGS
 from tests.buffer.parts import GROUP_SIZE, make_group
 

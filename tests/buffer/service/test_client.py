@@ -10,12 +10,12 @@ import pytest
 
 from asyncrl.buffer.client import FETCHED_AT_ONCE, LearnerClient, ReplicaClient
 from asyncrl.buffer.service import BufferService, Desk
-from asyncrl.clock import ManualClock
-from asyncrl.errors import FencedError, LedgerError, WireError
-from asyncrl.experience import encode_group
-from asyncrl.metrics.tallies import Tally
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.errors import FencedError, LedgerError, WireError
+from asyncrl.core.experience import encode_group
+from asyncrl.core.metrics.tallies import Tally
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.clock import ManualClock
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
 
 NUM_GROUPS = 2 * FETCHED_AT_ONCE + 1

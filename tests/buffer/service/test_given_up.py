@@ -12,10 +12,10 @@ from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.ledger.events import Event
 from asyncrl.buffer.service import Desk
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import ManualClock
-from asyncrl.errors import DeadlineExceeded
-from asyncrl.rpc import Client, Request
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.core.rpc import Client, Request
+from asyncrl.core.runtime.clock import ManualClock
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, serving
 
 

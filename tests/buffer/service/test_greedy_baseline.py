@@ -8,10 +8,10 @@ import pytest
 
 from asyncrl.buffer.composition import build
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.config.tree import Config
-from asyncrl.errors import WireError
-from asyncrl.experience import encode_group
-from asyncrl.service import ServiceContext
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import WireError
+from asyncrl.core.experience import encode_group
+from asyncrl.core.service import ServiceContext
 from tests.buffer.parts import make_group, make_store
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}}

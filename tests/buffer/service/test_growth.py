@@ -10,7 +10,7 @@ from asyncrl.buffer.journals.journal import MemoryJournal
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.service import Desk
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.clock import ManualClock
+from asyncrl.core.runtime.clock import ManualClock
 from tests.buffer.parts import GROUP_SIZE, SETTINGS
 
 NUM_STEPS = 200

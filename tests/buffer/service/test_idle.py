@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.rpc import Client
+from asyncrl.core.rpc import Client
 from tests.buffer.parts import make_store
 from tests.runtimes import CountingRuntime
 from tests.threads import in_thread

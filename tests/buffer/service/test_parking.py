@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from asyncrl.buffer.parking import MIN_KEPT, Parked, ParkingLot
 from asyncrl.buffer.service import Desk
-from asyncrl.clock import ManualClock
-from asyncrl.experience import encode_group
-from asyncrl.rpc import Request
-from asyncrl.wire import Frame
+from asyncrl.core.experience import encode_group
+from asyncrl.core.rpc import Request
+from asyncrl.core.runtime.clock import ManualClock
+from asyncrl.core.wire import Frame
 from tests.buffer.parts import make_group, make_store
 
 

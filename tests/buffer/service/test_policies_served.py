@@ -13,10 +13,10 @@ from asyncrl.buffer.audit.report import verify_run
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import build
 from asyncrl.buffer.messages import LeaseGrant
-from asyncrl.config.load import dump_resolved
-from asyncrl.config.tree import Config
-from asyncrl.service import ServiceContext
-from asyncrl.threads import ThreadEvent
+from asyncrl.core.config.load import dump_resolved
+from asyncrl.core.config.tree import Config
+from asyncrl.core.runtime.threads import ThreadEvent
+from asyncrl.core.service import ServiceContext
 from tests.buffer.parts import GROUP_SIZE, make_group
 
 

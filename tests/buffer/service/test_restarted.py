@@ -17,12 +17,12 @@ import pytest
 
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.service import BufferService
-from asyncrl.errors import DeadlineExceeded
-from asyncrl.experience import encode_group
-from asyncrl.message import Done
-from asyncrl.rpc import Client, Request, Server
-from asyncrl.service_command import RetireReplica
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.core.experience import encode_group
+from asyncrl.core.rpc import Client, Request, Server
+from asyncrl.core.rpc.message import Done
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.service_command import RetireReplica
 from tests.buffer.parts import make_group, make_store
 from tests.threads import in_thread
 

@@ -19,15 +19,15 @@ from asyncrl.buffer.ledger.events import Event, Opened
 from asyncrl.buffer.messages import EvaluationOrder
 from asyncrl.buffer.service import BufferService, Desk
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.config.tree import Config
-from asyncrl.errors import AsyncrlError, ConfigError, DataError, FencedError, LedgerError, WireError
-from asyncrl.experience import encode_group
-from asyncrl.metrics.tallies import tally_values
-from asyncrl.rpc import Client, Request
-from asyncrl.service import ServiceContext
-from asyncrl.service_command import Drain
-from asyncrl.service_status import FinishedEvaluation
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import AsyncrlError, ConfigError, DataError, FencedError, LedgerError, WireError
+from asyncrl.core.experience import encode_group
+from asyncrl.core.metrics.tallies import tally_values
+from asyncrl.core.rpc import Client, Request
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.service_command import Drain
+from asyncrl.core.service_status import FinishedEvaluation
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
 
 WAIT_S = 20.0

@@ -14,11 +14,11 @@ from typing import Any
 from unittest import mock
 
 from asyncrl.cli.app import main
-from asyncrl.config.load import dump_resolved
-from asyncrl.config.tree import Config
 from asyncrl.control.api.server import ControlApi, Route
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.core.config.load import dump_resolved
+from asyncrl.core.config.tree import Config
 
 KEY = "key"
 RUN_ID = f"called{os.getpid()}"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli.reports.logs import BLOCK_BYTES, LogFile, Logs, Record, Writer, print_logs
-from asyncrl.clock import SystemClock
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.core.runtime.clock import SystemClock
 from tests.cli.commands.calling import asyncrl, head_of, make_folder
 
 

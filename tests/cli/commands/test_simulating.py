@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from asyncrl.cli.reports.prediction import Asked, count_learner_units, print_comparison, read_rates
-from asyncrl.config.hub_sizes import HUB_SIZES
-from asyncrl.config.load import dump_resolved, load_config
-from asyncrl.config.tree import Config
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.errors import ConfigError, DataError
-from asyncrl.sim.rates import Rates
-from asyncrl.sim.sweep import sweep
+from asyncrl.core.config.hub_sizes import HUB_SIZES
+from asyncrl.core.config.load import dump_resolved, load_config
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError, DataError
+from asyncrl.planner.rates import Rates
+from asyncrl.planner.sweep import sweep
 from benchmarks.calibrate import _values, of_run
 from configs import shipped
 from tests.cli.commands.calling import asyncrl
@@ -137,7 +137,7 @@ def test_rates_say_what_they_were_taken_with_and_another_plan_is_warned(tmp_path
     ],
 )
 def test_the_model_of_a_run_is_called_as_its_configuration_calls_it(path: str, name: str) -> None:
-    from asyncrl.sim.calibration import taken_with
+    from asyncrl.planner.calibration import taken_with
 
     config = make_config()
     found = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.tree import Config
 from asyncrl.control.cluster import launcher as cluster_launcher
 from asyncrl.control.cluster.launcher import WAITING, ClusterLauncher
 from asyncrl.control.cluster.opening import namespace_of
@@ -19,11 +18,12 @@ from asyncrl.control.cluster.placement import Node, Placement
 from asyncrl.control.cluster.settling import settle
 from asyncrl.control.launch.spec import ServiceSpec
 from asyncrl.control.roster import INTERFACE_VARIABLES
-from asyncrl.errors import ConfigError, ServiceFailed
-from asyncrl.private import make_private
-from asyncrl.service import ServiceContext
-from asyncrl.service_command import Drain
-from asyncrl.service_status import Statuses
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError, ServiceFailed
+from asyncrl.core.files.private import make_private
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.service_command import Drain
+from asyncrl.core.service_status import Statuses
 from tests.statuses import status_of, statuses_of
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}

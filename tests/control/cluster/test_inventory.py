@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.tree import Config
 from asyncrl.control.cluster.comparison import Inventory, find_differences
 from asyncrl.control.cluster.inventory import PACKAGES, digest_path, needed_paths, take_inventory
+from asyncrl.core.config.tree import Config
 
 KEYS = {"model.path": "/models/m", "data.train.0": "/data/p.parquet"}
 HERE = Inventory({"torch": "2.13.0", "vllm": "0.32.0"}, {"/models/m": "a1", "/data/p.parquet": "b2"})

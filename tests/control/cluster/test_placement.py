@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.tree import Config
 from asyncrl.control.cluster.opening import needs_of
 from asyncrl.control.cluster.placement import Node, Placement
 from asyncrl.control.roster import Roster
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 
 HOME = Node("home", "10.0.0.1", cpus=8, gpus=2)
 B = Node("b", "10.0.0.2", cpus=8, gpus=2)

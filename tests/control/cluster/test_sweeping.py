@@ -99,10 +99,10 @@ SWEEP = """
 import sys
 from pathlib import Path
 import ray
-from asyncrl.config.tree import Config
+from asyncrl.core.config.tree import Config
 from asyncrl.control.cluster import opening
 from asyncrl.control.record.live import Life
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 address, folder, *lives = sys.argv[1:]
 sections = {"model": {"path": folder}, "data": {"train": folder}, "reward": {"fn": "gsm8k"}}
 config = Config(**sections, run={"name": "swept", "dir": folder}, launcher={"ray": address})
@@ -126,7 +126,7 @@ def enter(address: str, folder: Path, life: str) -> subprocess.CompletedProcess[
 
 START = """
 import sys
-from asyncrl.config.tree import Config
+from asyncrl.core.config.tree import Config
 from asyncrl.control.launch import run
 address, folder = sys.argv[1:]
 sections = {"model": {"path": folder}, "data": {"train": folder}, "reward": {"fn": "gsm8k"}}

@@ -11,7 +11,7 @@ import pytest
 from asyncrl.control.cluster import waiting
 from asyncrl.control.cluster.placement import Node
 from asyncrl.control.cluster.watching import LOST_AFTER, is_open, watching
-from asyncrl.errors import DeadlineExceeded
+from asyncrl.core.errors import DeadlineExceeded
 
 
 def test_a_cluster_is_gone_after_many_silent_pulses_in_a_row_and_not_before() -> None:

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl.control.diagnosis.bottleneck import Diagnosis, diagnose
-from asyncrl.obstacle import Cause, Obstacle
-from asyncrl.service_status import Statuses
+from asyncrl.core.obstacle import Cause, Obstacle
+from asyncrl.core.service_status import Statuses
 from tests.statuses import statuses_of
 
 UP = {

@@ -9,7 +9,7 @@ import pytest
 from asyncrl.control.diagnosis import obstacles
 from asyncrl.control.diagnosis.obstacles import MAX_TRIES, verdict
 from asyncrl.control.diagnosis.watch import AWAY_S, GROWTH, ObstacleWatch
-from asyncrl.obstacle import MAX_REASON_CHARACTERS, Cause, Obstacle
+from asyncrl.core.obstacle import MAX_REASON_CHARACTERS, Cause, Obstacle
 from tests.statuses import statuses_of
 
 REFUSED = "vLLM refused the load of version 16: the probe does not match"

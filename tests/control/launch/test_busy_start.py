@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from asyncrl.control.launch.ray_launcher import start_local
-from asyncrl.errors import ServiceFailed
+from asyncrl.core.errors import ServiceFailed
 
 OVERRUN = (
     "The current node timed out during startup. This could happen because some of the raylet failed to "

@@ -19,7 +19,7 @@ RUN_ID = f"head{os.getpid()}"
 TEAR_DOWN = """
 import json, sys, threading
 from pathlib import Path
-from asyncrl.config.tree import Config
+from asyncrl.core.config.tree import Config
 from asyncrl.control.cluster import opening
 from asyncrl.control.launch import head
 from asyncrl.control.record.live import LiveRun

@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from asyncrl.clock import ManualClock
-from asyncrl.config.tree import Config
 from asyncrl.control.cluster.watching import is_open
 from asyncrl.control.fleet.budget import Budget
 from asyncrl.control.launch.keeper import SILENCE_LIMIT_S, keep, watching_ray
 from asyncrl.control.launch.spec import RUN_VARIABLE, ServiceSpec
-from asyncrl.errors import ServiceFailed
-from asyncrl.service import SERVICE_VARIABLE, ServiceContext
-from asyncrl.service_status import ServiceStatus, Statuses, SupervisorStatus
-from asyncrl.states import RunState, ServiceState
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.runtime.clock import ManualClock
+from asyncrl.core.service import SERVICE_VARIABLE, ServiceContext
+from asyncrl.core.service_status import ServiceStatus, Statuses, SupervisorStatus
+from asyncrl.core.states import RunState, ServiceState
 
 NAME = "supervisor.0"
 RUN_ID = f"kept{os.getpid()}"

@@ -13,8 +13,6 @@ import pytest
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.composition import ledger_settings, open_journal
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.config.load import dump_resolved
-from asyncrl.config.tree import Config
 from asyncrl.control.launch import run
 from asyncrl.control.launch.lineage import (
     ABANDONED,
@@ -26,9 +24,11 @@ from asyncrl.control.launch.lineage import (
 )
 from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.errors import CheckpointError, ConfigError
-from asyncrl.experience import encode_group
-from asyncrl.threads import ThreadEvent
+from asyncrl.core.config.load import dump_resolved
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import CheckpointError, ConfigError
+from asyncrl.core.experience import encode_group
+from asyncrl.core.runtime.threads import ThreadEvent
 from learner.checkpoint import CheckpointStore, Commit
 from learner.leader import Leader
 from learner.orders import Restore

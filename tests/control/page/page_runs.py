@@ -13,9 +13,9 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models
 
 from asyncrl.buffer.journals.segments import SegmentFolder
-from asyncrl.config.tree import Config
-from asyncrl.experience import Group, Trajectory, encode_group
-from asyncrl.versions import Span
+from asyncrl.core.config.tree import Config
+from asyncrl.core.experience import Group, Trajectory, encode_group
+from asyncrl.core.staleness import Span
 
 WORDS = ("<pad>", "<s>", *"0123456789=", "</s>")
 """What the token ids stand for. A prompt is 5 1 9 3 7 =, its answers 1 3 5 7 9 and the end."""

@@ -23,8 +23,8 @@ from asyncrl.control.page.reading import (
     RowTail,
 )
 from asyncrl.control.record.row_files import compress
-from asyncrl.errors import ConfigError
-from asyncrl.experience import encode_group
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.experience import encode_group
 
 
 def add(path: Path, *steps: int, end: str = "\n") -> None:

@@ -15,7 +15,7 @@ from asyncrl.control.page.figures import DASH
 from asyncrl.control.page.pipeline import counters_of
 from asyncrl.control.page.trends import FlowMeter
 from asyncrl.control.page.view import view_of
-from asyncrl.errors import WireError
+from asyncrl.core.errors import WireError
 from tests.statuses import snapshot_of
 
 

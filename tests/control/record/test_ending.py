@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from asyncrl.control.record.ending import paragraph
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir, write_json
-from asyncrl.states import RunState
+from asyncrl.core.states import RunState
 
 BEGAN_S = 1000.0
 
@@ -73,7 +73,7 @@ REASON = "8 of the last 8 answers could not be scored: the reward 'mine' raised 
 
 def test_a_reason_is_told_once_and_not_with_its_traceback(folder: RunDir) -> None:
     error = f"rollout.0 failed: ServiceFailed: rollout.0 cannot go on: {REASON}. Mend the reward"
-    tail = ("Traceback (most recent call last):", f"RewardsFailed: {REASON}", f"asyncrl.errors.{error}")
+    tail = ("Traceback (most recent call last):", f"RewardsFailed: {REASON}", f"asyncrl.core.errors.{error}")
     outcome = Outcome(state=RunState.FAILED, error=error, service="rollout.0", tail=tail)
     text = paragraph(folder, replace(outcome, would_repeat=True))
     assert text.startswith(f"the run failed in rollout.0: {REASON}. Mend the reward. Saved: ")

@@ -15,8 +15,8 @@ from test_supervisor import wait_for
 from asyncrl.control.record.recorder import lost_rows, training_rows
 from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
-from asyncrl.metrics.row_log import RowLog, read_rows
-from asyncrl.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.metrics.row_log import RowLog, read_rows
+from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
 from tests.statuses import told_by
 
 STEP = "training/global_step"

@@ -12,8 +12,6 @@ import pytest
 from scripted_services import REPLACE
 from thread_launcher import ThreadLauncher
 
-from asyncrl.clock import ManualClock
-from asyncrl.config.tree import Config
 from asyncrl.control.record.prometheus import prometheus_text
 from asyncrl.control.record.recorder import Recorder, training_rows
 from asyncrl.control.record.row_files import load_rows
@@ -21,7 +19,9 @@ from asyncrl.control.record.sinks import outbox as module
 from asyncrl.control.record.sinks.outbox import REOPEN_S, Outbox
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import Supervisor
-from asyncrl.metrics import unknown_names
+from asyncrl.core.config.tree import Config
+from asyncrl.core.metrics import unknown_names
+from asyncrl.core.runtime.clock import ManualClock
 from tests.statuses import snapshot_of, told_by
 from tests.threads import RUNTIME
 

@@ -18,7 +18,7 @@ from asyncrl.control.record.row_files import (
     older_files,
     remove_rows,
 )
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 
 STEP = "training/global_step"
 SEGMENT_BYTES = 2000

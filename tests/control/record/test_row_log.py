@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from asyncrl.metrics.row_log import RowLog, paths_of, read_rows
-from asyncrl.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.metrics.row_log import RowLog, paths_of, read_rows
+from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
 
 STEP = "training/global_step"
 

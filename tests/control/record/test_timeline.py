@@ -21,8 +21,6 @@ from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.cli.app import app
 from asyncrl.cli.reports.trace import make_trace, parse_steps
-from asyncrl.config.load import dump_resolved
-from asyncrl.config.tree import Config
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.timeline.chrome import chrome_trace
@@ -30,9 +28,11 @@ from asyncrl.control.record.timeline.groups import GROUPS, HELD, GroupBook
 from asyncrl.control.record.timeline.happenings import rounds_in
 from asyncrl.control.record.timeline.spans import Span, Timeline, Window, join, lay_out
 from asyncrl.control.record.timeline.steps import choose_steps, findings_in, spans_of_steps
-from asyncrl.errors import ConfigError
-from asyncrl.experience import encode_group
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.config.load import dump_resolved
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.experience import encode_group
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.parts import GROUP_SIZE, make_group
 
 MICROS = 1e6

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.config.tree import AlgorithmSection
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.tree import AlgorithmSection
+from asyncrl.core.errors import ConfigError
 from learner.algorithms import advantage
 from learner.algorithms.advantage import by_group, groups
 from learner.algorithms.aggregation import MODES, aggregate

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl import metrics as names
-from asyncrl.config.load import load_config
-from asyncrl.config.tree import AlgorithmSection
-from asyncrl.errors import ConfigError
+from asyncrl.core import metrics as names
+from asyncrl.core.config.load import load_config
+from asyncrl.core.config.tree import AlgorithmSection
+from asyncrl.core.errors import ConfigError
 from learner.algorithms.objective import describe, make_objective, rows_of
 from learner.batching.batch import build_batch
 from learner.guard.seams import KlFallback

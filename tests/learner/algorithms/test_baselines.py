@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.errors import DataError
-from asyncrl.metrics import unknown_names
+from asyncrl.core.errors import DataError
+from asyncrl.core.metrics import unknown_names
 from learner.algorithms.advantage import ADVANTAGES, AdvantageInput
 from learner.algorithms.objective import rows_of
 from learner.backend import Models

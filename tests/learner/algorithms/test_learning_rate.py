@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config.tree import Config, LearnerSection
+from asyncrl.core.config.tree import Config, LearnerSection
 from learner.algorithms.learning_rate import schedule_lr
 
 SECTIONS = st.builds(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.tree import LearnerSection
+from asyncrl.core.config.tree import LearnerSection
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, build_batch
 from learner.fsdp2.backend import Fsdp2Backend

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.errors import CheckpointError, ConfigError, DataError, LedgerError
+from asyncrl.core.errors import CheckpointError, ConfigError, DataError, LedgerError
 from learner.batching.batch import build_batch
 from learner.megatron.value import MegatronValueBackend
 from tests.learner.parts.contract import (

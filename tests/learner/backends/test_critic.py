@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from asyncrl.config.tree import AdaptiveKlSection, KlSection, LearnerSection
-from asyncrl.errors import ConfigError
-from asyncrl.metrics import unknown_names
+from asyncrl.core.config.tree import AdaptiveKlSection, KlSection, LearnerSection
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.metrics import unknown_names
 from learner.backend import Models, Placement
 from learner.megatron.backend import MegatronBackend
 from learner.megatron.value import MegatronValueBackend

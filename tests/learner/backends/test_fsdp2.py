@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config.tree import Config
-from asyncrl.errors import CheckpointError, ConfigError
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import CheckpointError, ConfigError
 from learner.backend import Placement
 from learner.batching.batch import build_batch
 from learner.fsdp2.backend import Fsdp2ValueBackend

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from learner.backend import Placement
 from learner.batching.batch import build_batch
 from learner.megatron import cpu_adaptor

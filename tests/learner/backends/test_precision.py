@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from asyncrl.config.tree import Config
+from asyncrl.core.config.tree import Config
 from learner.batching.batch import build_batch
 from learner.precision import GROWTH_UPDATES, LARGEST_SCALE, LossScale
 from tests.learner.parts.contract import weights_of

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.tree import Config
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.config.tree import Config
+from asyncrl.core.staleness import PolicyVersion
 from tests.learner.parts.training import open_backend, open_fsdp2
 from weight_sync.bounds import SPARE, SPARE_BYTES, bounds_of
 from weight_sync.memory.manifest import ANY_VERSION, Bucket, Manifest, TensorSpec, plan

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 from learner.batching import balance
 from learner.batching.balance import (
     estimate_workload,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.errors import DataError, LedgerError
-from asyncrl.experience import Group, Trajectory
-from asyncrl.versions import Span
+from asyncrl.core.errors import DataError, LedgerError
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.staleness import Span
 from learner.batching.batch import assign_shards, build_batch, plan_minibatches, restore_order
 from tests.learner.parts.samples import make_groups
 

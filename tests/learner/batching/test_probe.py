@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from learner.batching.probe import (
     NUM_ROWS,
     ROW_TOKENS,

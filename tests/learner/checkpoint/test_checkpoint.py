@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.errors import CheckpointError
+from asyncrl.core.errors import CheckpointError
 from learner.checkpoint import CheckpointStore, Commit, Cut
 from learner.checkpoint.pieces import whole
 from learner.checkpoint.snapshot import KINDS, PieceState, Snapshot

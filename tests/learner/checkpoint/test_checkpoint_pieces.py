@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.errors import CheckpointError
+from asyncrl.core.errors import CheckpointError
 from learner.checkpoint.pieces import Piece, RowRun, pieces_of_range, whole
 from learner.checkpoint.reader import StateReader
 from learner.checkpoint.snapshot import KINDS, HostCopies, PieceState, Snapshot

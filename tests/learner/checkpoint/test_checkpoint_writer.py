@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.config.tree import Config
-from asyncrl.errors import CheckpointError, DeadlineExceeded
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import CheckpointError, DeadlineExceeded
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from learner.checkpoint import CheckpointStore, Commit, Cut
 from learner.checkpoint.pieces import whole
 from learner.checkpoint.reader import StateReader

@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.ledger.events import Checkpointed
-from asyncrl.errors import CheckpointError
+from asyncrl.core.errors import CheckpointError
 from learner import leader
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.writer import BackgroundWriter, CheckpointKeeper

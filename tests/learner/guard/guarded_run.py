@@ -17,12 +17,12 @@ from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.ledger.events import Reserved, Resumed, Trained
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.config.tree import Config
-from asyncrl.experience import Group
-from asyncrl.runtime import Runtime
-from asyncrl.service_command import HandOverRows
-from asyncrl.service_status import BufferStatus
-from asyncrl.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.config.tree import Config
+from asyncrl.core.experience import Group
+from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.service_command import HandOverRows
+from asyncrl.core.service_status import BufferStatus
 from learner.backend import Models
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot

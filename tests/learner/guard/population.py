@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config.load import load_config
-from asyncrl.config.tree import Config
-from asyncrl.experience import Group, Trajectory
-from asyncrl.versions import Span
+from asyncrl.core.config.load import load_config
+from asyncrl.core.config.tree import Config
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.staleness import Span
 from learner.algorithms.objective import Objective, make_objective
 from learner.backend import Models, Placement
 from learner.composition import open_models

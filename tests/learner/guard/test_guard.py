@@ -8,7 +8,7 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from asyncrl.config.tree import GuardSection
+from asyncrl.core.config.tree import GuardSection
 from learner.guard.explanations import EXPLANATIONS, explain
 from learner.guard.guard import MAX_ROLLBACKS, Action, Guard
 from learner.guard.signals import Finding, make_signals

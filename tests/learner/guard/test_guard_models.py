@@ -9,7 +9,7 @@ import time
 import torch
 
 from asyncrl.buffer.ledger.events import Checkpointed, Resumed
-from asyncrl.config.tree import AdaptiveKlSection, KlSection
+from asyncrl.core.config.tree import AdaptiveKlSection, KlSection
 from learner.algorithms.kl import AdaptiveKl
 from learner.backend import Models
 from learner.guard.memory import GuardedModel

@@ -13,10 +13,10 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
-from asyncrl import faults
-from asyncrl.rpc import Client
-from asyncrl.threads import ThreadRuntime
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime import faults
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.staleness import PolicyVersion
 from learner.backend import Placement
 from learner.fsdp2.backend import Fsdp2Backend
 from learner.megatron.backend import MegatronBackend

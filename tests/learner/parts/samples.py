@@ -11,8 +11,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 import torch
 
-from asyncrl.experience import Group, Trajectory
-from asyncrl.versions import Span
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.staleness import Span
 
 KINDS = ("qwen2", "qwen2_tied", "qwen3", "llama", "llama_stretched")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config.tree import AlgorithmSection, LearnerSection
-from asyncrl.experience import Group
+from asyncrl.core.config.tree import AlgorithmSection, LearnerSection
+from asyncrl.core.experience import Group
 from learner.algorithms.objective import Objective, make_objective
 from learner.backend import LearnerBackend, Models, Placement, ValueBackend, ValueLossFn
 from learner.batching.batch import PackedBatch, assign_shards, build_batch, plan_minibatches

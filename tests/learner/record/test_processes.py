@@ -15,7 +15,7 @@ from typing import IO
 
 import pytest
 
-from asyncrl.errors import ConfigError, DataError, ServiceFailed
+from asyncrl.core.errors import ConfigError, DataError, ServiceFailed
 from learner.record import processes
 from learner.record.comparison import ComparedStep, Difference
 from learner.record.plan import Plan

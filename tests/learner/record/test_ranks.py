@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config.load import dump_resolved
+from asyncrl.core.config.load import dump_resolved
 from learner.batching.batch import assign_shards, plan_minibatches
 from learner.orders import Adjust, Train
 from learner.record.replay import replay_run

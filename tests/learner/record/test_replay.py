@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
-from asyncrl.config.load import dump_resolved
-from asyncrl.errors import CheckpointError, ConfigError, DataError, FencedError
-from asyncrl.threads import ThreadEvent
+from asyncrl.core.config.load import dump_resolved
+from asyncrl.core.errors import CheckpointError, ConfigError, DataError, FencedError
+from asyncrl.core.runtime.threads import ThreadEvent
 from learner.backend import Models
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import tensor_file

@@ -11,14 +11,14 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.config.tree import KlSection
 from asyncrl.control.record.metering import Meter, evaluation_row
 from asyncrl.control.record.prometheus import prometheus_name, prometheus_text
 from asyncrl.control.snapshot import Snapshot
-from asyncrl.metrics import METRICS, find, unknown_names
-from asyncrl.metrics.run_names import FIRST_OF_LIFE
-from asyncrl.metrics.tallies import conclude
-from asyncrl.service_status import FinishedEvaluation
+from asyncrl.core.config.tree import KlSection
+from asyncrl.core.metrics import METRICS, find, unknown_names
+from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.metrics.tallies import conclude
+from asyncrl.core.service_status import FinishedEvaluation
 from learner.backend import Models
 from learner.megatron.value import MegatronValueBackend
 from learner.report import Stopwatch, make_efficiency

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from asyncrl.config.architectures import ModelSize
-from asyncrl.metrics import unknown_names
+from asyncrl.core.config.architectures import ModelSize
+from asyncrl.core.metrics import unknown_names
 from learner.report import Efficiency, ProfilerWindow, Stopwatch, make_efficiency
 from learner.report.efficiency import read_model_size
 from tests.learner.parts.samples import KINDS, save_model

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.experience import Group
-from asyncrl.metrics import find, unknown_names
+from asyncrl.core.experience import Group
+from asyncrl.core.metrics import find, unknown_names
 from learner.algorithms.diagnostics import summary
 from learner.algorithms.diagnostics.divergence import compare_probabilities
 from learner.algorithms.objective import rows_of

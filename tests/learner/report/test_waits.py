@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.metrics import unknown_names
+from asyncrl.core.metrics import unknown_names
 from learner.report.waits import BATCH, BUFFER, CAUSES, CHECKPOINT, Waits, describe_time
 from tests.learner.guard.guarded_run import Faults, running
 from tests.runtimes import ManualRuntime

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.buffer.ledger.events import Reserved, Trained
-from asyncrl.service_command import Pause, Unpause, WriteCheckpoint
-from asyncrl.threads import ThreadEvent
+from asyncrl.core.runtime.threads import ThreadEvent
+from asyncrl.core.service_command import Pause, Unpause, WriteCheckpoint
 from tests.learner.guard.guarded_run import (
     Faults,
     Run,

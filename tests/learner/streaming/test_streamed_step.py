@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.config.rules.streaming import BATCH_WIDE, BY_ROWS, PICKS_TOKENS, find_stream_conflicts
-from asyncrl.config.tree import Config, KlSection
-from asyncrl.metrics import unknown_names
+from asyncrl.core.config.rules.streaming import BATCH_WIDE, BY_ROWS, PICKS_TOKENS, find_stream_conflicts
+from asyncrl.core.config.tree import Config, KlSection
+from asyncrl.core.metrics import unknown_names
 from learner.algorithms.advantage import ADVANTAGES
 from learner.algorithms.losses import POLICY_LOSSES
 from learner.backend import Models

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from asyncrl.config.tree import SourceSection
+from asyncrl.core.config.tree import SourceSection
 from rollout_service.data.chat_template import ChatTemplate, has_no_template
 from rollout_service.data.inspection import BLOCK_ROWS, MAX_BYTES, MAX_ROWS, Search, find_problem
 from rollout_service.data.prompts import Prompt

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncrl.errors import DataError
+from asyncrl.core.errors import DataError
 from rollout_service.data.gsm8k import INSTRUCTION, convert_gsm8k
 from rollout_service.data.prompts import read_prompts
 from rollout_service.data.readers import digest_of

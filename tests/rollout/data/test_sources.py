@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from asyncrl.buffer.ledger.orders import PromptOrder, Source
-from asyncrl.config.tree import SourceSection
-from asyncrl.errors import ConfigError, DataError
+from asyncrl.core.config.tree import SourceSection
+from asyncrl.core.errors import ConfigError, DataError
 from rollout_service.data.prompts import PromptSet, read_prompts
 from rollout_service.data.sources import load_prompts, load_sources
 from rollout_service.rewards.calling import FunctionReward

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Config
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.evaluation.wiring import load_tokenizer
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
 

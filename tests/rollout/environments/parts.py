@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config.tree import EnvironmentSection, as_environment
-from asyncrl.experience import Trajectory
-from asyncrl.versions import Span
+from asyncrl.core.config.tree import EnvironmentSection, as_environment
+from asyncrl.core.experience import Trajectory
+from asyncrl.core.staleness import Span
 from rollout_service.data.prompts import Prompt, TokenizedPrompt, tokenize
 from rollout_service.engine.protocol import Completion, Sampling
 from rollout_service.environments.registry import Episodes, load_environment

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.environments import EnvironmentFailed
 from rollout_service.environments.adapters.gymnasium_text import GymnasiumText
 from rollout_service.environments.adapters.verifiers_library import VerifiersLibrary

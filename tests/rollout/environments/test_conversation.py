@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.tree import SourceSection
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.tree import SourceSection
+from asyncrl.core.errors import ConfigError
 from rollout_service.data.prompts import PromptSet
 from rollout_service.data.sources import load_sources
 from rollout_service.environments.conversation import ChatTemplate, PlainText

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.messages import LeaseGrant
-from asyncrl.clock import SystemClock
-from asyncrl.errors import ConfigError, WireError
-from asyncrl.experience import MAX_REWARD_PARTS, UNFINISHED, Group
+from asyncrl.core.errors import ConfigError, WireError
+from asyncrl.core.experience import MAX_REWARD_PARTS, UNFINISHED, Group
+from asyncrl.core.runtime.clock import SystemClock
 from rollout_service.data import functions
 from rollout_service.data.prompts import PromptSet
 from rollout_service.engine.metered import MeteredEngine

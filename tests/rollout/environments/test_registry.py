@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from tests.rollout.environments.parts import load, make_prompt, run_episode
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"

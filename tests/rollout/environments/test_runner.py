@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncrl.config.tree import RewardPart
-from asyncrl.experience import Group, decode_group, encode_group
-from asyncrl.versions import Span
+from asyncrl.core.config.tree import RewardPart
+from asyncrl.core.experience import Group, decode_group, encode_group
+from asyncrl.core.staleness import Span
 from rollout_service.engine.protocol import Completion, Sampling
 from rollout_service.environments import Environment, EnvironmentFailed, Step
 from rollout_service.environments.registry import Episodes

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.load import dump_resolved, load_config
-from asyncrl.config.problems import ConfigProblems
 from asyncrl.control.plan import check
 from asyncrl.control.prepare import prepare
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.load import dump_resolved, load_config
+from asyncrl.core.config.problems import ConfigProblems
+from asyncrl.core.errors import ConfigError
 from configs import shipped
 
 TOOL_PRODUCT = shipped()["tool_product"]

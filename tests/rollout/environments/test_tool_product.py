@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config.load import load_config
+from asyncrl.core.config.load import load_config
 from configs import shipped
 from rollout_service.data.sources import load_prompts
 from rollout_service.environments.registry import load_environment

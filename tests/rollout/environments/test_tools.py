@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.environments.tools.calculator import calculate
 from rollout_service.environments.tools.python_expression import CHILD, PythonExpression
 from rollout_service.environments.tools.tool import MAX_RESULT_CHARS, ToolRefused

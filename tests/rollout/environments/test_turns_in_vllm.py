@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.experience import Trajectory
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.experience import Trajectory
+from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.protocol import Sampling
 from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
 from rollout_service.environments import Environment, Step

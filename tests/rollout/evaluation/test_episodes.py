@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.messages import EvaluationOrder
-from asyncrl.metrics.tallies import conclude
+from asyncrl.core.metrics.tallies import conclude
 from rollout_service.engine.protocol import EngineDied, Sampling
 from rollout_service.environments import Environment, Step
 from rollout_service.environments.registry import Episodes

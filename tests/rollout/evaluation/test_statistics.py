@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.metrics.tallies import conclude, tally_values
+from asyncrl.core.metrics.tallies import conclude, tally_values
 from rollout_service.evaluation.answers import choose_extract, extract_boxed, extract_dapo
 from rollout_service.evaluation.statistics import (
     Judged,

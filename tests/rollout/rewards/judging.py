@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl.config.tree import RewardSection
+from asyncrl.core.config.tree import RewardSection
 from rollout_service.data.prompts import Prompt
 from rollout_service.rewards.registry import load_reward
 from rollout_service.rewards.score import Answer, RewardError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.rewards.calling import BoundFunction, FunctionReward
 from rollout_service.rewards.gsm8k import score_flexible, score_strict
 from rollout_service.rewards.matching import score_digit_sort, score_exact_match, score_format

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from asyncrl.cli import app, exits
-from asyncrl.errors import AsyncrlError, ConfigError, DataError
+from asyncrl.core.errors import AsyncrlError, ConfigError, DataError
 from rollout_service.rewards.lines import score_lines
 from rollout_service.rewards.score import RewardError
 from tests.rollout.rewards.judging import write

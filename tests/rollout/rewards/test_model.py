@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForSequenceClassification
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.data.prompts import Prompt
 from rollout_service.rewards.score import RewardError
 from rollout_service.rewards.served.messages import ModelSettings

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import ConfigError
+from asyncrl.core.errors import ConfigError
 from rollout_service.data.prompts import Prompt
 from rollout_service.rewards.score import RewardError
 from rollout_service.rewards.served.child import Child, ChildDied

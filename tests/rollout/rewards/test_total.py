@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.config.tree import RewardSection
 from asyncrl.control.record.metering import Meter
-from asyncrl.errors import AsyncrlError, ServiceFailed
-from asyncrl.experience import MAX_REWARD_PARTS
-from asyncrl.service import ServiceContext
-from asyncrl.service_status import RewardStatus, Statuses
+from asyncrl.core.config.tree import RewardSection
+from asyncrl.core.errors import AsyncrlError, ServiceFailed
+from asyncrl.core.experience import MAX_REWARD_PARTS
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.service_status import RewardStatus, Statuses
 from rollout_service import composition
 from rollout_service.data.prompts import PromptSet
 from rollout_service.rewards.calling import FunctionReward

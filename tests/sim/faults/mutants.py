@@ -24,12 +24,12 @@ from asyncrl.buffer.replica_ops import ReplicaOps
 from asyncrl.buffer.service import Desk
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.control.fleet.machine import FleetMachine
-from asyncrl.rpc import Request
-from asyncrl.sim.faults.run import play
-from asyncrl.sim.faults.services import evaluation as evaluation_module
-from asyncrl.sim.faults.services import learner as learner_module
-from asyncrl.sim.faults.services.evaluation import Evaluations, Order
-from asyncrl.sim.faults.sync import receiver as receiver_module
+from asyncrl.core.rpc import Request
+from asyncrl.planner.faults.run import play
+from asyncrl.planner.faults.services import evaluation as evaluation_module
+from asyncrl.planner.faults.services import learner as learner_module
+from asyncrl.planner.faults.services.evaluation import Evaluations, Order
+from asyncrl.planner.faults.sync import receiver as receiver_module
 from weight_sync.coordination.mail import ReportLog
 from weight_sync.memory import shelf as shelf_module
 from weight_sync.memory.pool import SegmentPool

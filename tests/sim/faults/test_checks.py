@@ -9,15 +9,15 @@ import pytest
 
 from asyncrl.buffer.journals.journal import pack_turn
 from asyncrl.buffer.ledger.events import EvaluationDone, EvaluationRequested, VersionRegistered
-from asyncrl.experience import Group, Trajectory
-from asyncrl.sim.faults.checks.evaluations import ASKED, NODE, REFUSED, EvaluationBook, judge, mark_of
-from asyncrl.sim.faults.checks.observer import Observer
-from asyncrl.sim.faults.checks.recount import Recount
-from asyncrl.sim.faults.checks.truth import ROOT, WeightsTree
-from asyncrl.sim.faults.checks.violation import Violation
-from asyncrl.sim.faults.services.engine import HELD_OUT_IDS
-from asyncrl.sim.faults.services.journal import Disk
-from asyncrl.versions import Span
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.staleness import Span
+from asyncrl.planner.faults.checks.evaluations import ASKED, NODE, REFUSED, EvaluationBook, judge, mark_of
+from asyncrl.planner.faults.checks.observer import Observer
+from asyncrl.planner.faults.checks.recount import Recount
+from asyncrl.planner.faults.checks.truth import ROOT, WeightsTree
+from asyncrl.planner.faults.checks.violation import Violation
+from asyncrl.planner.faults.services.engine import HELD_OUT_IDS
+from asyncrl.planner.faults.services.journal import Disk
 
 ISSUED = ["Issued", 1, 0, 0, 0, 0, 0, 0]
 LEASED = ["Leased", 1, "rollout.0", 9.0, 0, 1]

@@ -8,16 +8,16 @@ import sys
 
 import pytest
 
-from asyncrl.sim.faults.command import main
-from asyncrl.sim.faults.run import Outcome, play
-from asyncrl.sim.faults.scenario import AMBUSH, KINDS, WEATHERS, draw_scenario
+from asyncrl.planner.faults.command import main
+from asyncrl.planner.faults.run import Outcome, play
+from asyncrl.planner.faults.scenario import AMBUSH, KINDS, WEATHERS, draw_scenario
 
 NUM_SEEDS, NUM_LONG_SEEDS = 36, 1500
 
 
 def broken(outcomes: list[Outcome]) -> list[str]:
     return [
-        f"python -m asyncrl.sim.faults {one.scenario.seed}: {one.violation}"
+        f"python -m asyncrl.planner.faults {one.scenario.seed}: {one.violation}"
         for one in outcomes
         if one.violation
     ]
@@ -53,7 +53,7 @@ def test_a_seed_makes_the_same_history_in_another_process():
     """Whatever the hashes of texts are there."""
     digests = set()
     for hash_seed in ("1", "2"):
-        code = "from asyncrl.sim.faults.run import play; print([play(seed).digest for seed in range(20)])"
+        code = "from asyncrl.planner.faults.run import play; print([play(seed).digest for seed in range(20)])"
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         found = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

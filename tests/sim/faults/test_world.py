@@ -7,15 +7,15 @@ import random
 import pytest
 
 from asyncrl.buffer.ledger.events import Opened, VersionRegistered
-from asyncrl.errors import ConnectionLost, DeadlineExceeded
-from asyncrl.rpc import Request
-from asyncrl.sim.faults.ambush import Ambush
-from asyncrl.sim.faults.kernel.process import Connection, Process
-from asyncrl.sim.faults.kernel.tasks import Lock
-from asyncrl.sim.faults.network import FaultyNetwork, Window
-from asyncrl.sim.faults.scenario import AMBUSH, Strike
-from asyncrl.sim.faults.services.journal import Disk, SimulatedJournal
-from asyncrl.sim.world import Message, World
+from asyncrl.core.errors import ConnectionLost, DeadlineExceeded
+from asyncrl.core.rpc import Request
+from asyncrl.planner.faults.ambush import Ambush
+from asyncrl.planner.faults.kernel.process import Connection, Process
+from asyncrl.planner.faults.kernel.tasks import Lock
+from asyncrl.planner.faults.network import FaultyNetwork, Window
+from asyncrl.planner.faults.scenario import AMBUSH, Strike
+from asyncrl.planner.faults.services.journal import Disk, SimulatedJournal
+from asyncrl.planner.world import Message, World
 
 ASK = Message("ask", {}, 1)
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from asyncrl.config.load import load_config
-from asyncrl.config.tree import Config
-from asyncrl.sim.rates import Rates
-from asyncrl.sim.setting import Setting
-from asyncrl.sim.simulation import Simulation
+from asyncrl.core.config.load import load_config
+from asyncrl.core.config.tree import Config
+from asyncrl.planner.rates import Rates
+from asyncrl.planner.setting import Setting
+from asyncrl.planner.simulation import Simulation
 from configs import shipped
 
 RATES = Rates(

@@ -8,11 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.errors import ConfigError
-from asyncrl.sim import calibration
-from asyncrl.sim.calibration import fit_line, fit_steps, lengths_of_rows, measure, rates_of_rows, steady_rows
-from asyncrl.sim.rates import Rates
-from asyncrl.sim.setting import LengthsModel
+from asyncrl.core.errors import ConfigError
+from asyncrl.planner import calibration
+from asyncrl.planner.calibration import (
+    fit_line,
+    fit_steps,
+    lengths_of_rows,
+    measure,
+    rates_of_rows,
+    steady_rows,
+)
+from asyncrl.planner.rates import Rates
+from asyncrl.planner.setting import LengthsModel
 from tests.sim.planner.runs import RATES, make_config, make_setting, rows_of, run
 
 

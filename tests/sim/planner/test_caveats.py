@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
 from asyncrl.cli.reports.prediction import read_rates
-from asyncrl.sim.caveats import find_caveats
-from asyncrl.sim.hardware import ASSUMED
-from asyncrl.sim.rates import Rates
-from asyncrl.sim.setting import Setting
+from asyncrl.planner.caveats import find_caveats
+from asyncrl.planner.hardware import ASSUMED
+from asyncrl.planner.rates import Rates
+from asyncrl.planner.setting import Setting
 from tests.sim.planner.runs import SETTINGS, make_config
 
 ON_GPUS = ("rollout.gpus=1", "learner.gpus=1", "checkpoint.every_steps=20", "rollout.kv_cache=keep")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.ledger.census import take_census
-from asyncrl.sim.actors.replica import PINNED
-from asyncrl.sim.actors.weights import CoordinatorActor
-from asyncrl.sim.rates import Rates
-from asyncrl.sim.setting import REAL
-from asyncrl.sim.simulation import Simulation
-from asyncrl.sim.sweep import count_steps, recommend
+from asyncrl.planner.actors.replica import PINNED
+from asyncrl.planner.actors.weights import CoordinatorActor
+from asyncrl.planner.rates import Rates
+from asyncrl.planner.setting import REAL
+from asyncrl.planner.simulation import Simulation
+from asyncrl.planner.sweep import count_steps, recommend
 from tests.sim.planner.runs import RATES, make_setting, run
 
 FAST = replace(RATES, decode=((1.0, 1e6), (1000.0, 1e9)), transfer_s=0.0, swap_s=0.0)

@@ -9,8 +9,8 @@ from statistics import fmean, stdev
 
 import pytest
 
-from asyncrl.sim.outcome import noise_of_mean, noise_of_ratio
-from asyncrl.sim.sweep import (
+from asyncrl.planner.outcome import noise_of_mean, noise_of_ratio
+from asyncrl.planner.sweep import (
     GOOD_NOISE,
     MAX_EVENTS,
     Choice,

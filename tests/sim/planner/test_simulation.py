@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from asyncrl.buffer.ledger.census import take_census
-from asyncrl.errors import ConfigError
-from asyncrl.sim.rates import Rates
-from asyncrl.sim.setting import MAX_MEMBERS, REAL
-from asyncrl.sim.simulation import Simulation
+from asyncrl.core.errors import ConfigError
+from asyncrl.planner.rates import Rates
+from asyncrl.planner.setting import MAX_MEMBERS, REAL
+from asyncrl.planner.simulation import Simulation
 from tests.sim.planner.runs import RATES, make_setting, run
 
 FAST = ((1.0, 1e6), (1000.0, 1e9))

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from asyncrl.cli.app import app
 from asyncrl.cli.reports.prediction import Asked, print_comparison, read_rates
-from asyncrl.config.architectures import ModelSize
-from asyncrl.config.load import dump_resolved
-from asyncrl.errors import ConfigError, DataError
-from asyncrl.sim.hardware import ASSUMED, GPUS, assume_rates
-from asyncrl.sim.sweep import Choice, recommend, sweep
+from asyncrl.core.config.architectures import ModelSize
+from asyncrl.core.config.load import dump_resolved
+from asyncrl.core.errors import ConfigError, DataError
+from asyncrl.planner.hardware import ASSUMED, GPUS, assume_rates
+from asyncrl.planner.sweep import Choice, recommend, sweep
 from tests.sim.planner.runs import RATES, SETTINGS, make_config, make_setting, rows_of, run
 
 SMALL = ("rollout.replicas=1", "learner.groups_per_step=2", "learner.minibatches=1", "rollout.group_size=2")

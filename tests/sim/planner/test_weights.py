@@ -7,12 +7,12 @@ from statistics import median
 
 import pytest
 
-from asyncrl.sim.actors.weights import ReceiverActor
-from asyncrl.sim.calibration import measure
-from asyncrl.sim.rates import Rates
-from asyncrl.sim.setting import LengthsModel, Setting
-from asyncrl.sim.simulation import Simulation
-from asyncrl.sim.world import Actor, Args, World
+from asyncrl.planner.actors.weights import ReceiverActor
+from asyncrl.planner.calibration import measure
+from asyncrl.planner.rates import Rates
+from asyncrl.planner.setting import LengthsModel, Setting
+from asyncrl.planner.simulation import Simulation
+from asyncrl.planner.world import Actor, Args, World
 from tests.sim.planner.runs import RATES, make_config, make_setting, rows_of, run
 
 SHORT = Rates(decode=((1.0, 200.0), (64.0, 3000.0)), step_s=0.1, step_s_per_token=1e-5)

@@ -16,10 +16,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from asyncrl.keys import ClientKeys, Role, ServerKeys
-from asyncrl.limits import Limits
-from asyncrl.runtime import Arrival
-from asyncrl.wire import Frame
+from asyncrl.core.runtime.interface import Arrival
+from asyncrl.core.runtime.limits import Limits
+from asyncrl.core.sockets.keys import ClientKeys, Role, ServerKeys
+from asyncrl.core.wire import Frame
 from tests.simulation.kernel.world import Process, Waiters, World
 
 LATENCY_S = 0.0005
@@ -27,7 +27,7 @@ SPIN_S = 0.0002
 """A look costs so much: without it a loop that only looks would stop virtual time."""
 RETRY_S, MAX_RETRY_S = 0.1, 2.0
 SILENCE_S = 30.0
-"""As `asyncrl.sockets.options.SILENCE_MS`."""
+"""As `asyncrl.core.sockets.options.SILENCE_MS`."""
 MAX_UNREAD = 1000
 TO_LISTENER, TO_LINE = 0, 1
 
@@ -195,7 +195,7 @@ class Pipe:
 
 
 class SimLine:
-    """See `asyncrl.runtime.Line`."""
+    """See `core.runtime.interface.Line`."""
 
     def __init__(self, wires: Wires, process: Process, address: str) -> None:
         self._wires, self._world, self.process, self._address = wires, wires.world, process, address
@@ -307,7 +307,7 @@ class SimLine:
 
 
 class SimListener:
-    """See `asyncrl.runtime.Listener`. Which connection is read next is drawn."""
+    """See `core.runtime.interface.Listener`. Which connection is read next is drawn."""
 
     def __init__(self, wires: Wires, process: Process, bind: str, limits: Limits) -> None:
         self._wires, self._world, self.process, self.limits = wires, wires.world, process, limits
@@ -370,7 +370,7 @@ class SimListener:
 
 
 class SimNetwork:
-    """See `asyncrl.runtime.Network`: that of one process."""
+    """See `core.runtime.interface.Network`: that of one process."""
 
     def __init__(self, wires: Wires, process: Process) -> None:
         self._wires, self._process = wires, process

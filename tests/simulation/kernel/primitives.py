@@ -1,4 +1,4 @@
-"""Events, locks, queues and tasks of a simulated process (`asyncrl.runtime`)."""
+"""Events, locks, queues and tasks of a simulated process (`asyncrl.core.runtime.interface`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.simulation.kernel.world import Task, Waiters, World
 
 
 class SimEvent:
-    """See `asyncrl.runtime.Event`."""
+    """See `core.runtime.interface.Event`."""
 
     def __init__(self, world: World) -> None:
         self._world, self._is_set = world, False
@@ -43,7 +43,7 @@ class SimEvent:
 
 
 class SimLock:
-    """See `asyncrl.runtime.Lock`. It is not handed on: who is woken may find it taken again."""
+    """See `core.runtime.interface.Lock`. It is not handed on: who is woken may find it taken again."""
 
     def __init__(self, world: World) -> None:
         self._world, self._is_held = world, False
@@ -74,7 +74,7 @@ class SimLock:
 
 
 class SimQueue:
-    """See `asyncrl.runtime.Queue`."""
+    """See `core.runtime.interface.Queue`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -93,7 +93,7 @@ class SimQueue:
 
 
 class SimTask:
-    """See `asyncrl.runtime.Task`."""
+    """See `core.runtime.interface.Task`."""
 
     def __init__(self, world: World, task: Task) -> None:
         self._world, self._task = world, task

@@ -1,11 +1,11 @@
-"""The runtime of one simulated process (`asyncrl.runtime`): what production code is handed."""
+"""The runtime of one simulated process (`asyncrl.core.runtime.interface`): what production code is handed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from asyncrl.runtime import Event, Lock, Network, Queue, Task
+from asyncrl.core.runtime.interface import Event, Lock, Network, Queue, Task
 from tests.simulation.kernel.loop import SimLoop
 from tests.simulation.kernel.network import SimNetwork, Wires
 from tests.simulation.kernel.primitives import SimEvent, SimLock, SimQueue, SimTask

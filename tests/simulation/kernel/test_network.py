@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from asyncrl.errors import ConnectionLost, DeadlineExceeded
-from asyncrl.rpc import Client, Limits, Request, Server
+from asyncrl.core.errors import ConnectionLost, DeadlineExceeded
+from asyncrl.core.rpc import Client, Limits, Request, Server
 from tests.simulation.kernel.network import SILENCE_S, Wires
 from tests.simulation.kernel.runtime import SimRuntime
 from tests.simulation.kernel.world import World

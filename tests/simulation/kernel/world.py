@@ -296,7 +296,7 @@ class World:
             self.block(self.dice.random() * 0.002)
 
     def pass_point(self, name: str, place: tuple[int | None, ...]) -> None:
-        """Pass a fault point of production code (`asyncrl.faults.set_hook`)."""
+        """Pass a fault point of production code (`asyncrl.core.runtime.faults.set_hook`)."""
         if self.current is None or self.is_over:
             return
         process = self.current.process

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from asyncrl.errors import DeadlineExceeded, SyncError
+from asyncrl.core.errors import DeadlineExceeded, SyncError
 from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.runtime import SimRuntime
 from tests.simulation.kernel.world import Process, Waiters, World

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.core.errors import AsyncrlError
 from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.runtime import SimRuntime
 from tests.simulation.kernel.world import Process, World

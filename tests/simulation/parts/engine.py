@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from asyncrl.errors import EngineError, SyncError
-from asyncrl.versions import UNLOADED, PolicyVersion
+from asyncrl.core.errors import EngineError, SyncError
+from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from rollout_service.engine.scripted_engine import ScriptedEngine
 from weight_sync.memory.staging import Staged, open_tensors
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from asyncrl import wire
-from asyncrl.errors import AsyncrlError
-from asyncrl.rpc import Client
+from asyncrl.core import wire
+from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.rpc import Client
 from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.runtime import SimRuntime
 from tests.simulation.kernel.world import Process

@@ -23,9 +23,9 @@ from asyncrl.buffer.journals.journal import (
     unpack_turn,
 )
 from asyncrl.buffer.ledger.events import Checkpointed, Event
-from asyncrl.obstacle import Obstacle
-from asyncrl.service_status import JournalStatus
-from asyncrl.wire import Frame
+from asyncrl.core.obstacle import Obstacle
+from asyncrl.core.service_status import JournalStatus
+from asyncrl.core.wire import Frame
 
 SYNC_EVERY_S = 1.0
 

@@ -16,8 +16,8 @@ from asyncrl.buffer.composition import group_bounds, ledger_settings
 from asyncrl.buffer.messages import EvaluationOrder, Opening
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.experience import Group, Trajectory
-from asyncrl.service_command import AnyCommand, Pause, RetireReplica, Unpause
+from asyncrl.core.experience import Group, Trajectory
+from asyncrl.core.service_command import AnyCommand, Pause, RetireReplica, Unpause
 from learner.checkpoint import CheckpointStore
 from learner.intake import Intake
 from learner.leader import Leader

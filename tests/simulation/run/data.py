@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from asyncrl.config.tree import Config, SourceSection
+from asyncrl.core.config.tree import Config, SourceSection
 from rollout_service.data.prompts import PromptSet
 from rollout_service.data.sources import load_sources
 from rollout_service.rewards.score import Answer, RewardError, Score

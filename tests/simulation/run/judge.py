@@ -15,7 +15,7 @@ from asyncrl.buffer.journals.journal import unpack_turn
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.orders import PromptOrder, Source
 from asyncrl.buffer.ledger.state import LedgerState
-from asyncrl.experience import Group
+from asyncrl.core.experience import Group
 from tests.simulation.accounts.recount import Recount
 from tests.simulation.accounts.truth import ROOT, WeightsTree
 from tests.simulation.accounts.violation import Violation

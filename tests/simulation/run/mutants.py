@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl import versions
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.ledger.evaluations import EvaluationOrders
 from asyncrl.buffer.ledger.ledger import Ledger
@@ -15,8 +14,9 @@ from asyncrl.buffer.messages import EvaluationOrder, LeaseReply
 from asyncrl.buffer.replica_ops import ReplicaOps
 from asyncrl.buffer.service import Desk
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.errors import AsyncrlError, EngineError
-from asyncrl.versions import UNLOADED
+from asyncrl.core import staleness as versions
+from asyncrl.core.errors import AsyncrlError, EngineError
+from asyncrl.core.staleness import UNLOADED
 from learner.checkpoint.store import CheckpointStore
 from learner.leader import Leader
 from rollout_service.parts import ReplicaParts

@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl import versions
-from asyncrl.experience import Group
-from asyncrl.versions import PolicyVersion
+from asyncrl.core import staleness as versions
+from asyncrl.core.experience import Group
+from asyncrl.core.staleness import PolicyVersion
 from learner.checkpoint import CheckpointStore
 from learner.checkpoint.snapshot import Snapshot
 from learner.checkpoint.writer import BackgroundWriter

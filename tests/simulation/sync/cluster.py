@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.buffer.messages import EvaluationOrder, LeaseReply
-from asyncrl.service import Service
-from asyncrl.service_command import Drain
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.service import Service
+from asyncrl.core.service_command import Drain
+from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica import Replica

@@ -10,7 +10,7 @@ import random
 import numpy as np
 import torch
 
-from asyncrl.errors import FencedError
+from asyncrl.core.errors import FencedError
 
 SHAPES = {"embedding": (40, 16), "norm": (33,), "head": (17, 24)}
 DTYPES = {"embedding": torch.float32, "norm": torch.bfloat16, "head": torch.float32}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from asyncrl.versions import UNLOADED, PolicyVersion
+from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.world import Process, World
 from tests.simulation.sync.content import Truth

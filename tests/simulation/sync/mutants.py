@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.rpc.client import AsyncClient, Client
+from asyncrl.core.rpc.client import AsyncClient, Client
 from tests.simulation.mutation import Mutant, Patch, always
 from weight_sync import publisher, receiver
 from weight_sync.coordination.mail import Mailbox

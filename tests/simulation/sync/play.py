@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from asyncrl.faults import set_hook
+from asyncrl.core.runtime.faults import set_hook
 from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.watchdog import watched
 from tests.simulation.kernel.world import Stuck, World

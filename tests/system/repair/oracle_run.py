@@ -20,8 +20,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from asyncrl.buffer.audit.report import verify_run
-from asyncrl.config.load import load_config
-from asyncrl.config.tree import Config
+from asyncrl.core.config.load import load_config
+from asyncrl.core.config.tree import Config
 from tests.different import assert_all_differ
 from tests.system.harness import Harness
 

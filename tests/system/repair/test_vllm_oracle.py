@@ -23,7 +23,7 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from asyncrl.config.tree import Config
+from asyncrl.core.config.tree import Config
 from rollout_service.tasks.digit_sort.warm_start import build_model
 from tests.system.harness import Harness
 from tests.system.repair.oracle_run import SERVICES, Outcome, make_task, oracle_config, play, service_of

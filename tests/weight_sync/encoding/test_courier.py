@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from asyncrl.errors import SyncError
+from asyncrl.core.errors import SyncError
 from tests.weight_sync.world import World
 from weight_sync.encoding.courier import HEAD, WHOLE, DeltaReceiver, DeltaSender
 from weight_sync.encoding.sparse import Code

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.keys import make_run_keys
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.sockets.keys import make_run_keys
+from asyncrl.core.staleness import PolicyVersion
 from tests.weight_sync.cluster import (
     Child,
     Cluster,

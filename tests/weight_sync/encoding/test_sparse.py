@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import WireError
+from asyncrl.core.errors import WireError
 from weight_sync.encoding.choice import choose, choose_widths
 from weight_sync.encoding.sparse import BLOCK_ELEMENTS, Code, Sparse, decode, encode
 from weight_sync.memory.manifest import TensorSpec, plan

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from asyncrl.errors import AsyncrlError, SyncError
-from asyncrl.faults import VARIABLE, fault_point, is_wanted
-from asyncrl.threads import ThreadRuntime
-from asyncrl.versions import UNLOADED, PolicyVersion
+from asyncrl.core.errors import AsyncrlError, SyncError
+from asyncrl.core.runtime.faults import VARIABLE, fault_point, is_wanted
+from asyncrl.core.runtime.threads import ThreadRuntime
+from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from tests.weight_sync.cluster import follow_test, model, prepare_child
 from weight_sync.handoff import Handoff
 from weight_sync.link import ReceiverLink

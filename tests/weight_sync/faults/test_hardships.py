@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from asyncrl.errors import DeadlineExceeded
-from asyncrl.threads import ThreadRuntime
+from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.weight_sync.cluster import Fault, wait_until
 from tests.weight_sync.faults.cases import FIRST, LAST, MIDDLE
 from tests.weight_sync.faults.outcomes import bound_s, check_transfers, finish

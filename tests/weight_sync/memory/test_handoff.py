@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.errors import FencedError, SyncError
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import FencedError, SyncError
+from asyncrl.core.staleness import PolicyVersion
 from tests.weight_sync.cluster import Cluster, model, running_cluster
 from weight_sync.handoff import Handoff
 from weight_sync.memory import segments

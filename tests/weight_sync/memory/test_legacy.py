@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.errors import FencedError, SegmentGone
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import FencedError, SegmentGone
+from asyncrl.core.staleness import PolicyVersion
 from weight_sync.memory import segments
 from weight_sync.memory.legacy import LegacyFile
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan

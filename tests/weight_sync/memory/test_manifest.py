@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.errors import SyncError, WireError
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import SyncError, WireError
+from asyncrl.core.staleness import PolicyVersion
 from weight_sync.memory.manifest import (
     ALIGNMENT_BYTES,
     Bucket,

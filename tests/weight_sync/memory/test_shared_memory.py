@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from asyncrl.errors import FencedError, SegmentGone, SyncError
-from asyncrl.versions import PolicyVersion
+from asyncrl.core.errors import FencedError, SegmentGone, SyncError
+from asyncrl.core.staleness import PolicyVersion
 from weight_sync.memory import pool as pool_module
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Bucket, Manifest, TensorSpec, plan

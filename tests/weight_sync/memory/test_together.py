@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import SyncError
+from asyncrl.core.errors import SyncError
 from weight_sync.memory import parts as parts_module
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Layout, TensorSpec, plan

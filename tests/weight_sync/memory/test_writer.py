@@ -13,7 +13,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import SyncError
+from asyncrl.core.errors import SyncError
 from weight_sync.memory import segments, writer
 from weight_sync.memory.manifest import TensorSpec, plan
 from weight_sync.memory.writer import GrowingPlace, MappedPlace, Mappings, SegmentWriter

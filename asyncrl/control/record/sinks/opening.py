@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from asyncrl.config.tree import Config
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.record.sinks.mlflow import ARGUMENTS, MlflowSink
 from asyncrl.control.record.sinks.outbox import Outbox
@@ -18,7 +17,8 @@ from asyncrl.control.record.sinks.swanlab import SwanLabSink
 from asyncrl.control.record.sinks.tensorboard import TensorBoardSink
 from asyncrl.control.record.sinks.trackio import TrackioSink
 from asyncrl.control.record.sinks.wandb import WandbSink
-from asyncrl.errors import ConfigError
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
 
 SERVICES: Mapping[str, Callable[[RunLabel, Mapping[str, object]], Sink]] = {
     "wandb": WandbSink,

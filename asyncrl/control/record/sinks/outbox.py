@@ -11,9 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from asyncrl.clock import Clock, SystemClock
 from asyncrl.control.record.sinks.protocol import Sink
-from asyncrl.metrics.metric import Row
+from asyncrl.core.metrics.metric import Row
+from asyncrl.core.runtime.clock import Clock, SystemClock
 
 log = logging.getLogger(__name__)
 

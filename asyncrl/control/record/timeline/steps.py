@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from asyncrl.control.record.timeline.spans import Moment, Span, Window
-from asyncrl.errors import ConfigError
-from asyncrl.metrics.metric import Row
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.metrics.metric import Row
 
 LEARNER = "learner.0"
 STEPS, STAGES = "steps", "stages"

@@ -1,0 +1,235 @@
+"""Values that are right one by one and do not fit together.
+
+Owns the rules that span several keys or sections of the tree; `Config` asks for them once every value
+by itself is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from asyncrl.core.config.rules.streaming import find_stream_conflicts
+from asyncrl.core.config.secrets import find_secrets
+from learner.algorithms.variants import GREEDY, VALUES, needing
+
+if TYPE_CHECKING:
+    from asyncrl.core.config.sections.experience import BufferSection
+    from asyncrl.core.config.sections.learner import LearnerSection
+    from asyncrl.core.config.sections.root import Root
+
+WITH_VALUES = needing(VALUES)
+"""Advantages that need a critic."""
+WITH_GREEDY = needing(GREEDY)
+"""Advantages that need the reward of a greedy answer per group."""
+CONFLICT = "conflict"
+"""The type of the validation error that carries `Conflict`s in its context."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Values that do not fit together: their keys, what is wrong, what to do."""
+
+    keys: tuple[str, ...]
+    what: str
+    hint: str = ""
+
+
+def _journal_conflicts(buffer: BufferSection) -> list[Conflict]:
+    keys = ("buffer.journal", "buffer.url")
+    if buffer.journal != "redis" and buffer.url is not None:
+        what = f"buffer.url does nothing with buffer.journal: {buffer.journal}"
+        return [Conflict(keys, what, "Set buffer.journal: redis")]
+    if buffer.journal == "redis" and buffer.url is None:
+        hint = "Set buffer.url, or buffer.url: managed for a private server"
+        return [Conflict(keys, "buffer.journal: redis names no Redis", hint)]
+    return []
+
+
+def find_conflicts(config: Root) -> list[Conflict]:
+    """Return every pair of values that is right by itself and wrong together."""
+    learner, conflicts = config.learner, []
+    if learner.groups_per_step % learner.minibatches:
+        conflicts.append(
+            Conflict(
+                ("learner.minibatches", "learner.groups_per_step"),
+                f"learner.groups_per_step ({learner.groups_per_step}) must be a multiple of "
+                f"learner.minibatches ({learner.minibatches})",
+            )
+        )
+    if learner.groups_per_step // learner.minibatches < learner.dp:
+        conflicts.append(
+            Conflict(
+                ("learner.dp", "learner.minibatches", "learner.groups_per_step"),
+                f"a minibatch of {learner.groups_per_step // learner.minibatches} groups cannot be shared by "
+                f"learner.dp ({learner.dp}) ranks",
+            )
+        )
+    if config.eval.every_steps and config.data.eval is None:
+        conflicts.append(
+            Conflict(
+                ("eval.every_steps", "data.eval"),
+                "eval.every_steps is set, but data.eval names no prompts",
+                "Set data.eval, or eval.every_steps: 0",
+            )
+        )
+    conflicts.extend(_journal_conflicts(config.buffer))
+    conflicts.extend(_find_evaluation_conflicts(config))
+    conflicts.extend(_find_environment_conflicts(config))
+    if not (config.launcher.is_local or config.launcher.has_curve):
+        conflicts.append(
+            Conflict(
+                ("launcher.curve", "launcher.host"),
+                f"launcher.curve: off with launcher.host: {config.launcher.host} lets anybody who reaches "
+                "that interface into the run",
+                "Set launcher.curve: auto, or launcher.host: 127.0.0.1",
+            )
+        )
+    return [
+        *conflicts,
+        *(Conflict(*found) for found in find_secrets(config)),
+        *(Conflict(*found) for found in find_stream_conflicts(config)),
+        *_find_gpu_conflicts(config),
+        *_find_checkpoint_conflicts(config),
+        *_find_backend_conflicts(learner),
+        *_find_critic_conflicts(config),
+        *_find_reward_conflicts(config),
+        *_find_gateway_conflicts(config),
+    ]
+
+
+def _find_gpu_conflicts(config: Root) -> Iterator[Conflict]:
+    """Yield what is set and needs GPUs on both sides, where one side has none."""
+    if config.rollout.gpus and config.learner.gpus:
+        return
+    for key, value, refused, instead in (
+        ("weight_sync.backend", config.weight_sync.backend, "nccl", "gloo"),
+        ("model.dtype", config.model.dtype, "float16", "bfloat16"),
+    ):
+        if value == refused:
+            what = f"{key}: {refused} needs GPUs on both sides"
+            hint = f"Set rollout.gpus and learner.gpus, or {key}: {instead}"
+            yield Conflict((key, "rollout.gpus", "learner.gpus"), what, hint)
+
+
+def _find_critic_conflicts(config: Root) -> list[Conflict]:
+    is_default = config.critic == type(config.critic)()
+    return [unused_critic(config)] if not is_default and has_no_critic(config) else []
+
+
+def has_no_critic(config: Root) -> bool:
+    """Tell whether the advantage is known to need no values."""
+    advantage = config.algorithm.advantage
+    return advantage not in WITH_VALUES and ":" not in advantage
+
+
+def unused_critic(config: Root) -> Conflict:
+    """Return the conflict of a section `critic` where there is no critic."""
+    return Conflict(
+        ("critic", "algorithm.advantage"),
+        f"critic is set, but algorithm.advantage: {config.algorithm.advantage} asks for no values",
+        f"Choose {' or '.join(WITH_VALUES)}, or leave critic out",
+    )
+
+
+def _find_environment_conflicts(config: Root) -> Iterator[Conflict]:
+    """Yield what makes episodes without asking the environment."""
+    rollout = config.rollout
+    if rollout.environment is None:
+        return
+    for key, value in (
+        ("rollout.gateway", rollout.gateway),
+        ("rollout.response_tokens", rollout.response_tokens),
+    ):
+        if value is not None:
+            what = f"rollout.environment does nothing with {key}"
+            yield Conflict((key, "rollout.environment"), what, "Leave one of them out")
+
+
+def _find_evaluation_conflicts(config: Root) -> Iterator[Conflict]:
+    if config.eval.samples > 1 and not config.eval.temperature:
+        what = f"eval.samples: {config.eval.samples} with eval.temperature: 0 repeats the same answer"
+        yield Conflict(("eval.samples", "eval.temperature"), what, "Raise eval.temperature, or leave it out")
+    for number, source in enumerate(config.data.eval or ()):
+        if source.weight != 1.0:
+            what = "a weight does nothing in data.eval: each source is evaluated by itself"
+            yield Conflict((f"data.eval.{number}.weight", "data.eval"), what, "Leave it out")
+
+
+def _find_reward_conflicts(config: Root) -> list[Conflict]:
+    overlong, max_tokens = config.reward.overlong, config.rollout.max_tokens
+    if overlong is None or overlong.buffer_tokens <= max_tokens:
+        return []
+    key = "reward.overlong.buffer_tokens"
+    what = f"{key} ({overlong.buffer_tokens}) leaves no answer unpunished"
+    hint = f"Keep it at or below rollout.max_tokens ({max_tokens})"
+    return [Conflict((key, "rollout.max_tokens"), what, hint)]
+
+
+def _find_gateway_conflicts(config: Root) -> Iterator[Conflict]:
+    """Yield what agents that generate through the gateway cannot give."""
+    rollout, advantage = config.rollout, config.algorithm.advantage
+    if rollout.gateway is None:
+        return
+    hint = "Leave it out, or rollout.gateway"
+    if rollout.engine != "vllm":
+        yield Conflict(
+            ("rollout.engine", "rollout.gateway"), f"rollout.engine: {rollout.engine} has no gateway", hint
+        )
+    if advantage in WITH_GREEDY:
+        what = f"algorithm.advantage: {advantage} needs a greedy answer, and agents sample all of theirs"
+        yield Conflict(("algorithm.advantage", "rollout.gateway"), what, hint)
+    for key, is_set, why in (
+        ("rollout.response_tokens", rollout.response_tokens is not None, "agents say when an answer ends"),
+        ("rollout.stop", bool(rollout.stop), "agents say when an answer ends"),
+        ("rollout.resume_partial", rollout.resume_partial, "what an agent knows is not among the tokens"),
+        ("reward.overlong", config.reward.overlong is not None, "agents give the rewards"),
+    ):
+        if is_set:
+            what = f"{key} does nothing with a rollout.gateway: {why}"
+            yield Conflict((key, "rollout.gateway"), what, hint)
+
+
+def _find_checkpoint_conflicts(config: Root) -> list[Conflict]:
+    checkpoint, every_steps = config.checkpoint, config.eval.every_steps
+    is_by_accuracy = checkpoint.keep_best > 0 and checkpoint.best_metric == "accuracy"
+    if not is_by_accuracy or (every_steps and checkpoint.every_steps % every_steps == 0):
+        return []
+    return [
+        Conflict(
+            ("checkpoint.keep_best", "eval.every_steps", "checkpoint.every_steps"),
+            "checkpoint.keep_best goes by accuracy, but not every checkpoint is evaluated",
+            "Make checkpoint.every_steps a multiple of eval.every_steps, or name another "
+            "checkpoint.best_metric, such as critic/rewards/mean",
+        )
+    ]
+
+
+def _find_backend_conflicts(learner: LearnerSection) -> list[Conflict]:
+    """Return what is set and the chosen backend does not have: it would do nothing."""
+    is_fsdp2 = learner.backend == "fsdp2"
+    lacking = {
+        "tp": is_fsdp2 and learner.tp > 1,
+        "pp": is_fsdp2 and learner.pp > 1,
+        "vpp": is_fsdp2 and learner.vpp > 1,
+        "cp": is_fsdp2 and learner.cp > 1,
+        "overlap": is_fsdp2 and learner.overlap,
+        "recompute": is_fsdp2 and learner.recompute == "selective",
+        "compile": not is_fsdp2 and learner.compile,
+    }
+    hint = (
+        "fsdp2 cuts the model over learner.dp alone, overlaps by itself, and recomputes in full or not at all"
+        if is_fsdp2
+        else "Only learner.backend: fsdp2 has it"
+    )
+    return [
+        Conflict(
+            (f"learner.{name}", "learner.backend"),
+            f"learner.backend: {learner.backend} has no "
+            f"learner.{name}: {str(getattr(learner, name)).lower()}",
+            hint,
+        )
+        for name, is_lacking in lacking.items()
+        if is_lacking
+    ]

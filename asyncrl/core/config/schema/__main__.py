@@ -1,0 +1,15 @@
+"""Prints what is generated from the tree: the JSON Schema, or with `--page` the page of all keys.
+
+`python -m asyncrl.core.config.schema > configs/schema.json`
+`python -m asyncrl.core.config.schema --page > docs/configuration.md`
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from asyncrl.core.config.schema.draft import json_schema
+from asyncrl.core.config.schema.page import render
+
+sys.stdout.write(render() if "--page" in sys.argv[1:] else json.dumps(json_schema(), indent=1) + "\n")

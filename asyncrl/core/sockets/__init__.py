@@ -1,0 +1,1 @@
+"""The network of production (`asyncrl.core.runtime.interface.Network`): ZMQ's ROUTER and DEALER."""

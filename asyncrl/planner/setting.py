@@ -1,0 +1,229 @@
+"""Setting of a simulation: the keys of a run's configuration that decide its speed and its lags.
+
+Owns the reading of a configuration for a simulation. `Pace` is the interval of the actors' idle messages:
+`REAL` is that of the services, for simulations with faults; `COARSE` is as long as the computing time of a
+fleet of thousands demands. Neither changes the decisions of the state machines while nothing fails.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from asyncrl.buffer.composition import ledger_settings
+from asyncrl.buffer.ledger.orders import sample_seed
+from asyncrl.buffer.ledger.tickets import LedgerSettings
+from asyncrl.buffer.rules.learner import RESERVE_WAIT_S
+from asyncrl.buffer.rules.replica import LEASE_WAIT_S, count_max_groups
+from asyncrl.control.fleet.machine import FleetRules
+from asyncrl.control.fleet.rules import make_rules
+from asyncrl.control.prepare import BUILTIN, builtin_root, is_builtin
+from asyncrl.control.roster import MAX_REPLICAS
+from asyncrl.core.config.conflicts import WITH_GREEDY
+from asyncrl.core.config.lengths import Lengths, parse_lengths
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
+from weight_sync.protocol.rounds import Timing
+
+ASSUMED_SIGMA = 1.0
+ASSUMED_FILL = 0.25
+"""Of `rollout.max_tokens`: the median length where nobody has said which lengths to expect."""
+MAX_MEMBERS = 32
+"""Beyond so many, replicas share members of the weight-sync protocol, whose work grows with the square."""
+NEVER = float("inf")
+USUAL = Timing.of(60.0)
+UNLIMITED = 1 << 30
+"""Requests at once: a scripted engine has no queue."""
+
+
+@dataclass(frozen=True)
+class LengthsModel(Lengths):
+    """Lengths of a run; `is_assumed`: nobody has said so."""
+
+    is_assumed: bool = False
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Intervals in seconds, as the services have them. Infinite deadlines set no timers.
+
+    Attributes:
+        lease_wait_s, reserve_wait_s: How long a call lies at the buffer. call_deadline_s: Of a call beyond.
+        heartbeat_s: Of members and publisher. silence_s, dead_s: Of `weight_sync.protocol.rounds.Timing`.
+        tick_s: Of coordinator, buffer. watch_s: Of the supervisor's looks.
+        fleet_silence_s: After which the supervisor takes a service for dead; infinite: it hears only news.
+    """
+
+    lease_wait_s: float = LEASE_WAIT_S
+    reserve_wait_s: float = RESERVE_WAIT_S
+    call_deadline_s: float = 10.0
+    heartbeat_s: float = USUAL.poll_s
+    silence_s: float = USUAL.silence_s
+    dead_s: float = USUAL.dead_s
+    tick_s: float = 0.25
+    watch_s: float = 0.5
+    fleet_silence_s: float = FleetRules().silence_s
+
+
+REAL = Pace()
+COARSE = Pace(
+    lease_wait_s=600.0,
+    reserve_wait_s=NEVER,
+    call_deadline_s=NEVER,
+    heartbeat_s=60.0,
+    silence_s=180.0,
+    dead_s=1800.0,
+    tick_s=2.0,
+    watch_s=300.0,
+    fleet_silence_s=NEVER,
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the actors know of the run.
+
+    Attributes:
+        ledger, fleet: The rules of the real ledger, and of the real fleet machine.
+        num_samples: Requests of a group; `trained_samples` of them are trained.
+        max_groups: That a replica works on, counted in unfinished samples.
+        parallelism: Replicas that swap at once.
+        cohort: Replicas that share a member of the weight-sync protocol.
+        tightened_to: Another bound that is admitted under, as `asyncrl`'s control API sets it.
+        uniform_share: Of the groups, those dropped at the buffer for equal rewards.
+        keeps_journal: What the buffer writes down; only a simulation with crashes needs it.
+        streams: The learner takes a batch in parts of `least_part` groups and more.
+        max_stall_s: That training waits for the checkpoint before.
+        eval_every: Steps between evaluations, of `eval_prompts` x `eval_samples` answers, of which a replica
+            works on `eval_at_once`; 0 for none.
+    """
+
+    ledger: LedgerSettings
+    run_seed: int
+    replicas: int
+    num_samples: int
+    trained_samples: int
+    max_groups: int
+    max_sequences: int
+    max_tokens: int
+    prompt_tokens: float
+    lengths: LengthsModel
+    num_prompts: int
+    parallelism: int
+    sync_deadline_s: float
+    num_buffers: int
+    checkpoint_every: int
+    checkpoints_kept: int
+    cohort: int = 1
+    standby: int = 0
+    fleet: FleetRules = field(default_factory=FleetRules)
+    uniform_share: float = 0.0
+    keeps_journal: bool = False
+    tightened_to: int | None = None
+    streams: bool = False
+    least_part: int = 1
+    max_stall_s: float = 30.0
+    eval_every: int = 0
+    eval_prompts: int = 0
+    eval_samples: int = 1
+    eval_at_once: int = UNLIMITED
+    pace: Pace = field(default=REAL)
+
+    @property
+    def num_members(self) -> int:
+        return -(-self.replicas // self.cohort)
+
+    @staticmethod
+    def of(
+        config: Config,
+        lengths: LengthsModel | None = None,
+        *,
+        prompt_tokens: float | None = None,
+        num_prompts: int = 1_000_003,
+    ) -> Setting:
+        """Return the setting of a run.
+
+        Args:
+            lengths: To expect, where `rollout.response_tokens` forces none.
+            prompt_tokens: Mean length of a prompt; half of `data.max_prompt_tokens` where nobody knows.
+
+        Raises:
+            ConfigError: The buffer's memory cannot hold two batches.
+        """
+        rollout = config.rollout
+        replicas = rollout.replicas.start
+        trained, num_samples = rollout.group_size, rollout.group_size
+        num_samples += config.algorithm.advantage in WITH_GREEDY
+        return Setting(
+            ledger=ledger_settings(config),
+            run_seed=config.run.seed,
+            replicas=replicas,
+            num_samples=num_samples,
+            trained_samples=trained,
+            max_groups=count_max_groups(rollout.max_sequences, num_samples),
+            max_sequences=rollout.max_sequences if rollout.engine == "vllm" else UNLIMITED,
+            max_tokens=rollout.max_tokens,
+            prompt_tokens=prompt_tokens or config.data.max_prompt_tokens / 2,
+            lengths=forced_lengths(config) or lengths or assumed_lengths(config),
+            num_prompts=num_prompts,
+            parallelism=config.weight_sync.parallelism,
+            sync_deadline_s=config.weight_sync.deadline_s,
+            num_buffers=3,
+            checkpoint_every=config.checkpoint.every_steps,
+            checkpoints_kept=config.checkpoint.keep,
+            standby=rollout.standby,
+            fleet=make_rules(config, num_ranks=1, max_replicas=MAX_REPLICAS),
+            streams=config.learner.stream,
+            least_part=config.learner.dp,
+            max_stall_s=config.checkpoint.max_stall_s,
+            eval_every=config.eval.every_steps,
+            eval_prompts=count_held_out(config) if config.eval.every_steps else 0,
+            eval_samples=config.eval.samples,
+            eval_at_once=rollout.max_sequences,
+        ).at_pace()
+
+    def at_pace(self) -> Setting:
+        """Return the same at the coarse pace, and with cohorts if the fleet is large."""
+        cohort = -(-self.replicas // MAX_MEMBERS)
+        return replace(self, cohort=max(1, cohort), pace=COARSE)
+
+    def draw_lengths(self, ticket: int, dice: random.Random) -> list[int]:
+        """Return the response lengths of a group: those of the live run where it forces lengths."""
+        lengths = []
+        for sample in range(self.num_samples):
+            dice.seed(sample_seed(self.run_seed, ticket, sample))
+            lengths.append(self.lengths.draw(dice, self.max_tokens))
+        return lengths
+
+
+def count_held_out(config: Config) -> int:
+    """Return how many prompts an evaluation has; as many as it may have of a source that cannot be read."""
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import read_metadata
+
+    counts = []
+    for source in config.data.eval or ():
+        path = Path(source.path)
+        if is_builtin(source.path):
+            path = builtin_root(config) / source.path.removeprefix(BUILTIN) / "eval.parquet"
+        try:
+            counts.append(min(config.eval.prompts, read_metadata(path).num_rows))
+        except (OSError, ArrowInvalid):  # it is not here yet, or of another kind
+            counts.append(config.eval.prompts)
+    return sum(counts)
+
+
+def forced_lengths(config: Config) -> LengthsModel | None:
+    """Return what `rollout.response_tokens` forces, None if it forces nothing that can be read."""
+    try:
+        forced = parse_lengths(config.rollout.response_tokens)
+    except ConfigError:
+        return None
+    return None if forced is None else LengthsModel(forced.sigma, forced.median_tokens)
+
+
+def assumed_lengths(config: Config) -> LengthsModel:
+    """Return lengths for a run of which nobody has said any."""
+    median = max(1.0, ASSUMED_FILL * config.rollout.max_tokens)
+    return LengthsModel(ASSUMED_SIGMA, median, is_assumed=True)

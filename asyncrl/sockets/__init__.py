@@ -1,1 +1,0 @@
-"""The network of production (`asyncrl.runtime.Network`): ZMQ's ROUTER and DEALER."""
