@@ -28,9 +28,9 @@ from typing import Any
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.composition import build
 from asyncrl.cli.up import find_config
-from asyncrl.control.record.recorder import training_rows
-from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.rows.recorder import training_rows
+from asyncrl.control.rows.row_files import load_rows
 from asyncrl.core.config.load import find_run_folder, load_config
 from asyncrl.core.config.tree import Config
 from asyncrl.core.runtime.threads import ThreadEvent

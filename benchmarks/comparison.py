@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.control.record.row_files import lines_of, older_files
+from asyncrl.control.rows.row_files import lines_of, older_files
 from asyncrl.core.errors import DataError
 from benchmarks.options import writable
 from benchmarks.plots import draw_ratios

@@ -22,7 +22,7 @@ import psutil
 import torch
 
 from benchmarks.options import Verdict, judge, make_parser, report
-from learner.fused_logprob import fused_logprobs
+from learner.numerics.fused_logprob import fused_logprobs
 
 VOCAB, TEMPERATURE = 151_936, 0.8
 NUM_TOKENS, NUM_PLAIN_TOKENS, NUM_COMPARED_TOKENS = 8192, 1024, 64

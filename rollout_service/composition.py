@@ -15,21 +15,21 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.runtime.allocation import keep_freed_memory
 from asyncrl.core.service import ServiceContext
-from rollout_service.engine.core_nursery import open_nursery
-from rollout_service.engine.environment import prepare_environment
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.protocol import Engine
 from rollout_service.engine.scripted_engine import ScriptedEngine
-from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
+from rollout_service.engine.vllm.core_nursery import open_nursery
+from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
+from rollout_service.engine.vllm.environment import prepare_environment
 from rollout_service.environments.registry import load_environment
 from rollout_service.environments.runner import build_runner
 from rollout_service.evaluation.wiring import build_evaluator, load_data
 from rollout_service.gateway.gateway import build_gateway, check_gateway
-from rollout_service.groups import GroupRunner, GroupSettings
 from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica import Replica
 from rollout_service.rewards.registry import load_reward
 from rollout_service.rewards.shaping import Overlong
+from rollout_service.sampling.groups import GroupRunner, GroupSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

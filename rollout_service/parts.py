@@ -14,9 +14,9 @@ from rollout_service.engine.metered import MeteredEngine
 from rollout_service.evaluation.evaluator import Evaluator
 from rollout_service.gateway.gateway import Gateway
 from rollout_service.gateway.sessions import Desk
-from rollout_service.groups import GroupRunner
 from rollout_service.rewards.shaping import Overlong
 from rollout_service.rewards.total import TotalReward
+from rollout_service.sampling.groups import GroupRunner
 from weight_sync.memory.staging import Staged
 
 

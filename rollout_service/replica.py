@@ -40,11 +40,11 @@ from asyncrl.core.states import ServiceState
 from rollout_service.engine.protocol import EngineDied, Interrupted
 from rollout_service.evaluation.evaluator import Evaluator
 from rollout_service.gateway.refusal import NobodyCame
-from rollout_service.groups import GroupRunner
 from rollout_service.listening import listen_to
 from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica_status import obstacles_of, with_parts
 from rollout_service.rewards.score import RewardError, RewardsFailed
+from rollout_service.sampling.groups import GroupRunner
 from rollout_service.states import State, idle_cause
 from weight_sync.memory.staging import Staged
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from asyncrl.core.service import ServiceContext
 from weight_sync.backends.choice import choose_backend
 from weight_sync.bounds import bounds_of
+from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import read_fences, take_token
-from weight_sync.coordinator import CoordinatorService
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
 

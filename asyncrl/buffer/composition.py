@@ -12,9 +12,9 @@ import xxhash
 from asyncrl.buffer.bounds import UNTOLD, GroupBounds
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import Journal, MemoryJournal
-from asyncrl.buffer.journals.redis_journal import RedisJournal
-from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, explain_refusal, find_server
-from asyncrl.buffer.journals.redis_server import START_DEADLINE_S, RedisServer
+from asyncrl.buffer.journals.redis.journal import RedisJournal
+from asyncrl.buffer.journals.redis.link import LinkDown, RedisLink, explain_refusal, find_server
+from asyncrl.buffer.journals.redis.server import START_DEADLINE_S, RedisServer
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore

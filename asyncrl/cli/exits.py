@@ -7,7 +7,7 @@ import sys
 import tempfile
 import traceback
 
-from asyncrl.core.config.problems import ConfigProblems
+from asyncrl.core.config.reading.problems import ConfigProblems
 from asyncrl.core.errors import AsyncrlError, ConfigError, DataError
 from asyncrl.core.files.printable import INDENTED, printable
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from asyncrl.cli import exits
 from asyncrl.cli.exits import say
 from asyncrl.control.services import function
-from asyncrl.core.config.problems import ConfigProblems, Problem, suggest
+from asyncrl.core.config.reading.problems import ConfigProblems, Problem, suggest
 from asyncrl.core.errors import AsyncrlError, ConfigError
 from asyncrl.core.runtime.clock import SystemClock
 from asyncrl.core.runtime.faults import fault_point

@@ -10,10 +10,10 @@ from asyncrl.control.api.server import ControlApi
 from asyncrl.control.cluster.opening import make_launcher
 from asyncrl.control.page.routes import page_routes
 from asyncrl.control.record.live import read_live, write_live
-from asyncrl.control.record.recorder import Recorder
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks.opening import open_sinks
 from asyncrl.control.roster import Roster
+from asyncrl.control.rows.recorder import Recorder
 from asyncrl.control.snapshot import values_of
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.core.service import ServiceContext

@@ -19,25 +19,25 @@ import msgspec
 from asyncrl.buffer.ledger.tickets import DropReason
 from asyncrl.control.api.operations import AnyRequest, Begun
 from asyncrl.control.diagnosis.bottleneck import diagnose
+from asyncrl.control.diagnosis.lookout import Lookout, why_unsaved, would_repeat
+from asyncrl.control.diagnosis.notices import Notices
 from asyncrl.control.fleet.autoscaler import autoscaler_of
 from asyncrl.control.fleet.units import STARTING_STATES
 from asyncrl.control.fleet.watchdog import Watchdog
 from asyncrl.control.launch.ray_launcher import Launcher
-from asyncrl.control.lookout import Lookout, why_unsaved, would_repeat
-from asyncrl.control.notices import Notices
 from asyncrl.control.operations import Operations
 from asyncrl.control.phases import phase_of
-from asyncrl.control.record import metering
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.outcome import Outcome, write_outcome
-from asyncrl.control.record.pace import Pace
-from asyncrl.control.record.recorder import Recorder, lost_rows
-from asyncrl.control.record.row_files import is_evaluation, iterate_rows, load_rows, newest_rows
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.summary import write_summary
 from asyncrl.control.record.syncing import WeightsAnswer, weights_answer
 from asyncrl.control.roster import Roster
-from asyncrl.control.row_fetcher import RowFetcher
+from asyncrl.control.rows import metering
+from asyncrl.control.rows.pace import Pace
+from asyncrl.control.rows.recorder import Recorder, lost_rows
+from asyncrl.control.rows.row_fetcher import RowFetcher
+from asyncrl.control.rows.row_files import is_evaluation, iterate_rows, load_rows, newest_rows
 from asyncrl.control.snapshot import Health, Snapshot, view_ledger, view_service
 from asyncrl.control.upkeep.keeper import Upkeep
 from asyncrl.core.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFailed, WouldRepeat

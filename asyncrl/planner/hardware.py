@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl.core.config.architectures import ModelSize
+from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.planner.rates import Rates

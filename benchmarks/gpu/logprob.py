@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.options import Verdict, judge, make_parser, report
 from benchmarks.rows import Row
-from learner.fused_logprob import fused_logprobs
+from learner.numerics.fused_logprob import fused_logprobs
 
 TEMPERATURE = 0.8
 TARGET_SPEED, TARGET_MEMORY = 1.0, 0.1

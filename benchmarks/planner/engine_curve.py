@@ -40,7 +40,7 @@ async def _measure(config: Config) -> tuple[tuple[tuple[float, float], ...], flo
 
 
 def _start(config: Config) -> Any:
-    from rollout_service.engine.environment import prepare_environment
+    from rollout_service.engine.vllm.environment import prepare_environment
 
     prepare_environment(has_gpu=config.rollout.gpus > 0)
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from asyncrl.control.api.client import NotRunning, RunClient, connect
 from asyncrl.control.launch import run
 from asyncrl.control.launch.handle import RunHandle
-from asyncrl.control.record.recorder import training_rows
-from asyncrl.control.record.row_files import load_rows
+from asyncrl.control.rows.recorder import training_rows
+from asyncrl.control.rows.row_files import load_rows
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import AsyncrlError, ServiceFailed
 from asyncrl.core.states import ServiceState

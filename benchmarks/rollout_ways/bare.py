@@ -20,7 +20,7 @@ from asyncrl.core.config.lengths import parse_lengths
 from benchmarks.rollout_ways import setting
 from benchmarks.rollout_ways.setting import Count, Rate, make_prompt, rate_between
 from benchmarks.weight_sync_peers.peers import now_s
-from rollout_service.engine import core_nursery
+from rollout_service.engine.vllm import core_nursery
 
 PREFIX_TOKENS, PREFIX_RESPONSE_TOKENS, PREFIX_GROUPS = 260, 8, 2
 """On a CPU vLLM caches blocks of 128 tokens, and computes a prompt's last token always."""

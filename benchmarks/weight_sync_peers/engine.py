@@ -25,7 +25,7 @@ from benchmarks.inputs import save_qwen3
 from benchmarks.weight_sync_peers.peers import FRESH, WAIT_S, Peer, now_s, obey
 from benchmarks.weight_sync_peers.services import Fleet
 from rollout_service.engine.protocol import Sampling
-from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
+from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from weight_sync.link import ReceiverLink
 from weight_sync.memory.staging import Staged
 

@@ -24,7 +24,7 @@ from benchmarks.staleness.through_up import await_end
 from configs import shipped
 from learner.checkpoint.reader import StateReader
 from learner.checkpoint.store import CheckpointStore
-from learner.precision import DTYPES
+from learner.numerics.precision import DTYPES
 from rollout_service.tasks.digit_sort.folder import make_folder
 from rollout_service.tasks.digit_sort.vocabulary import VOCABULARY, build_tokenizer
 

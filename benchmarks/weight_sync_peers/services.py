@@ -28,7 +28,7 @@ from asyncrl.core.staleness import PolicyVersion
 from benchmarks.weight_sync_peers.peers import WAIT_S, Peer, now_s, obey
 from benchmarks.weight_sync_peers.weights import count_bytes, make_weights, read_weights
 from weight_sync import composition
-from weight_sync.coordinator import CoordinatorService
+from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.handoff import Handoff
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import Manifest

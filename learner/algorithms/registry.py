@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from asyncrl.core.config.problems import suggest
+from asyncrl.core.config.reading.problems import suggest
 from asyncrl.core.errors import ConfigError
 
 F = TypeVar("F")

@@ -18,7 +18,7 @@ from asyncrl.core.errors import ConfigError
 from learner.checkpoint.pretrained import write_folder
 from learner.checkpoint.reader import StateReader
 from learner.checkpoint.store import CheckpointStore
-from learner.precision import DTYPES
+from learner.numerics.precision import DTYPES
 
 NEWEST, BEST = "newest", "best"
 

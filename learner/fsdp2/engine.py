@@ -33,7 +33,7 @@ from learner.fsdp2.reduction import reduce_metrics
 from learner.fsdp2.sharding import ShardedParameter
 from learner.fsdp2.state import TrainingState
 from learner.guard.seams import MakeRoom, StepGate
-from learner.precision import LossScale
+from learner.numerics.precision import LossScale
 
 EngineLoss = Callable[..., tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
 """(*outputs of the module, microbatch) -> (loss, metrics)."""

@@ -28,7 +28,7 @@ from learner.fsdp2.sharding import (
     shard_module,
 )
 from learner.guard.seams import MakeRoom, StepGate
-from learner.precision import DTYPES
+from learner.numerics.precision import DTYPES
 from weight_sync.memory.parts import Part
 
 RootModule = PolicyModule | ValueModule

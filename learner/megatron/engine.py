@@ -30,7 +30,7 @@ from learner.checkpoint import pretrained
 from learner.checkpoint.snapshot import Snapshot
 from learner.guard.seams import MakeRoom, StepGate
 from learner.megatron import cpu_adaptor
-from learner.precision import DTYPES, LossScale
+from learner.numerics.precision import DTYPES, LossScale
 from weight_sync.memory.parts import Part
 
 cpu_adaptor.install()  # before anything of Megatron is bound below

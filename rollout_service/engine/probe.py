@@ -22,7 +22,7 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 
 from asyncrl.core.errors import SyncError
-from rollout_service.engine.vllm_objects import AttentionLayer, ScoringModel
+from rollout_service.engine.vllm.objects import AttentionLayer, ScoringModel
 from weight_sync.memory.agreement import TOLERANCES, find_disagreement, is_check_due
 from weight_sync.memory.manifest import Probe
 

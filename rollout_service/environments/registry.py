@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.core.config.problems import suggest
+from asyncrl.core.config.reading.problems import suggest
 from asyncrl.core.config.tree import EnvironmentSection
 from asyncrl.core.errors import ConfigError
 from rollout_service.declared import find_definition, is_imported, methods_of, names_in, parse, stand_in

@@ -24,9 +24,9 @@ from rollout_service.environments.conversation import ChatTemplate, PlainText, V
 from rollout_service.environments.protocol import Environment, EnvironmentFailed, Observation, Step
 from rollout_service.environments.registry import Episodes
 from rollout_service.environments.transcript import Transcript, turn_seed
-from rollout_service.episode import EpisodeRunner, SingleTurn
 from rollout_service.rewards.score import Answer, Reward, RewardError, Score, checked_number
 from rollout_service.rewards.shaping import Overlong
+from rollout_service.sampling.episode import EpisodeRunner, SingleTurn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,8 +15,8 @@ from asyncrl.core.experience import Trajectory
 from asyncrl.core.metrics.tallies import Tally
 from rollout_service.data.prompts import TokenizedPrompt
 from rollout_service.engine.protocol import EngineDied, Interrupted, Sampling
-from rollout_service.episode import EpisodeRunner
 from rollout_service.evaluation.statistics import Judged, JudgedPrompt, name_sources, tally_prompts
+from rollout_service.sampling.episode import EpisodeRunner
 
 T = TypeVar("T")
 

@@ -16,10 +16,10 @@ from rollout_service.engine.protocol import Engine
 from rollout_service.environments.conversation import ChatTemplate
 from rollout_service.environments.registry import Episodes
 from rollout_service.environments.runner import build_runner
-from rollout_service.episode import EpisodeRunner
 from rollout_service.evaluation.answers import make_stater
 from rollout_service.evaluation.evaluator import EvaluationSettings, Evaluator
 from rollout_service.rewards.total import TotalReward
+from rollout_service.sampling.episode import EpisodeRunner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

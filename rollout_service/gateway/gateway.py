@@ -22,10 +22,10 @@ from asyncrl.core.errors import ConfigError, ServiceFailed
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.service_status import GatewayStatus
-from rollout_service.engine.features import ENGINE, Feature, check_features
 from rollout_service.engine.protocol import Engine, EngineDied
-from rollout_service.engine.vllm_engine import VllmEngine
-from rollout_service.engine.vllm_objects import ServingClient
+from rollout_service.engine.vllm.engine import VllmEngine
+from rollout_service.engine.vllm.features import ENGINE, Feature, check_features
+from rollout_service.engine.vllm.objects import ServingClient
 from rollout_service.gateway.keys import GatewayKey, read_key
 from rollout_service.gateway.rules import Rules
 from rollout_service.gateway.sessions import Desk

@@ -16,7 +16,7 @@ from typing import Protocol, TypedDict
 
 from asyncrl.core.staleness import Span
 from rollout_service.engine.protocol import EngineDied
-from rollout_service.engine.vllm_objects import (
+from rollout_service.engine.vllm.objects import (
     AskedSampling,
     CompletionOutput,
     RequestOutput,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollout_service.engine.vllm_objects import AskedSampling
+from rollout_service.engine.vllm.objects import AskedSampling
 from rollout_service.gateway.refusal import Refusal
 
 FREE = frozenset(

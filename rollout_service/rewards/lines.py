@@ -23,7 +23,7 @@ from typing import IO, TypedDict
 import msgspec
 from pydantic import ValidationError
 
-from asyncrl.core.config.document import read_document
+from asyncrl.core.config.reading.document import read_document
 from asyncrl.core.config.tree import RewardSection
 from asyncrl.core.errors import ConfigError, DataError
 from rollout_service.rewards.registry import build_parts

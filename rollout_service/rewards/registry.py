@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from asyncrl.core.config.problems import suggest
+from asyncrl.core.config.reading.problems import suggest
 from asyncrl.core.config.tree import RewardPart, RewardSection
 from asyncrl.core.errors import ConfigError, WireError
 from asyncrl.core.experience import MAX_REWARD_PARTS, check_reward

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis.server import RedisServer
 
 
 @pytest.fixture(scope="session")

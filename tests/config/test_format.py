@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.core.config.load import dump_resolved, load, load_config, load_resolved
-from asyncrl.core.config.problems import ConfigProblems
+from asyncrl.core.config.reading.problems import ConfigProblems
 from asyncrl.core.config.rules.format import FORMAT, OLDEST, STEPS
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError

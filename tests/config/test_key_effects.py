@@ -23,15 +23,16 @@ from asyncrl.control.cluster.inventory import needed_paths
 from asyncrl.control.cluster.opening import namespace_of, needs_of
 from asyncrl.control.launch.head import _make_keys
 from asyncrl.control.launch.run import folder_of
-from asyncrl.control.plan import checks, choose_backend, derived, estimate, machine
-from asyncrl.control.plan.memory import count_parts
-from asyncrl.control.plan.sizes import count_tokens, estimate_activations
+from asyncrl.control.plan import checks, choose_backend, derived, machine
+from asyncrl.control.plan.footprint import estimate
+from asyncrl.control.plan.footprint.memory import count_parts
+from asyncrl.control.plan.footprint.sizes import count_tokens, estimate_activations
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks.opening import check_sinks, open_sinks
 from asyncrl.control.roster import Roster
 from asyncrl.control.supervisor import _autoscaler_of
 from asyncrl.control.upkeep.keeper import rules_of
-from asyncrl.core.config.architectures import ModelSize
+from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.schema import walk
 from asyncrl.core.config.tree import Config
 from asyncrl.core.service import ServiceContext

@@ -4,7 +4,7 @@ import pytest
 
 from asyncrl.core.config.explain import keys_of
 from asyncrl.core.config.load import dump_resolved, load, load_config
-from asyncrl.core.config.problems import ConfigProblems, Problem
+from asyncrl.core.config.reading.problems import ConfigProblems, Problem
 from asyncrl.core.config.rules.refusals import MOVED, NO_ADAPTER, NOT_THERE
 from asyncrl.core.errors import ConfigError
 from configs import shipped

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.core.config.load import load, load_config
-from asyncrl.core.config.problems import ConfigProblems
+from asyncrl.core.config.reading.problems import ConfigProblems
 
 BASE = """\
 model: {path: m}

@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from asyncrl.core.config.document import read_document
 from asyncrl.core.config.load import load_config
+from asyncrl.core.config.reading.document import read_document
 from asyncrl.core.config.rules.format import FORMAT
 from asyncrl.core.config.schema import json_schema, walk
 from asyncrl.core.config.schema.notes import Note, read_note

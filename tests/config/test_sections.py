@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from asyncrl.core.config.load import dump_resolved, load_config
-from asyncrl.core.config.problems import ConfigProblems
+from asyncrl.core.config.reading.problems import ConfigProblems
 from asyncrl.core.config.tree import GuardSection, MetricsSection, ReplicasSection, RolloutSection
 
 GOOD = "model: {path: m}\ndata: {train: t}\nreward: {fn: f}\n"

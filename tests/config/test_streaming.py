@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.core.config.load import load_config
-from asyncrl.core.config.problems import ConfigProblems
+from asyncrl.core.config.reading.problems import ConfigProblems
 
 GOOD = "model: {path: m}\ndata: {train: t}\nreward: {fn: f}\nlearner: {stream: true}\n"
 

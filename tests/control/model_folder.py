@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from asyncrl.core.config.architectures import tensor_shapes
+from asyncrl.core.config.models.architectures import tensor_shapes
 from asyncrl.core.files.weight_files import WEIGHTS
 
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"

@@ -10,9 +10,9 @@ from test_supervisor import make_supervisor, start, wait_for
 from asyncrl.control.api import operations as api
 from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.record.events import EventLog, load_events
-from asyncrl.control.record.recorder import Recorder, training_rows
-from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.control.rows.recorder import Recorder, training_rows
+from asyncrl.control.rows.row_files import load_rows
 from tests.small_disk import fill
 from tests.statuses import told_by
 from tests.threads import RUNTIME

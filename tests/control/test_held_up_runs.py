@@ -13,8 +13,8 @@ from test_supervisor import make_supervisor, start, wait_for
 from asyncrl.cli.bulletin import Bulletin
 from asyncrl.cli.views import LineView
 from asyncrl.control.diagnosis import watch
+from asyncrl.control.diagnosis.notices import Notices
 from asyncrl.control.fleet import watchdog
-from asyncrl.control.notices import Notices
 from asyncrl.control.record.events import EventLog, load_events
 from asyncrl.control.record.rundir import RunDir, read_json
 from tests.statuses import snapshot_of, statuses_of, told_by

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from asyncrl.control.plan.estimate import CHECKS
+from asyncrl.control.plan.footprint.estimate import CHECKS
 from asyncrl.control.plan.machine import MIN_FILES, check_limits
 from tests.other_user import SOMEBODY
 

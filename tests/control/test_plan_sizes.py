@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from asyncrl.control import plan
-from asyncrl.control.plan import capacity, checks, sizes
-from asyncrl.control.plan.capacity import Capacity
-from asyncrl.control.plan.memory import HOST, LEARNER_GPU, SHM, Part, count_parts
+from asyncrl.control.plan import checks
+from asyncrl.control.plan.footprint import capacity, sizes
+from asyncrl.control.plan.footprint.capacity import Capacity
+from asyncrl.control.plan.footprint.memory import HOST, LEARNER_GPU, SHM, Part, count_parts
 from asyncrl.control.shared_memory import NUM_AT_PUBLISHER
-from asyncrl.core.config.architectures import ModelSize
+from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from tests.control.model_folder import SIZES, write_model_folder

@@ -8,11 +8,11 @@ import pytest
 from test_repair import Run
 
 from asyncrl.control.plan import machine
-from asyncrl.control.process_limit import RECENT_S, RefusedProcesses, find_limit
 from asyncrl.control.record.events import load_events
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.row_fetcher import RowFetcher
+from asyncrl.control.rows.row_fetcher import RowFetcher
+from asyncrl.control.upkeep.process_limit import RECENT_S, RefusedProcesses, find_limit
 from asyncrl.core import service_command
 from asyncrl.core.states import RunState
 from tests.threads import RUNTIME

@@ -7,8 +7,8 @@ import tracemalloc
 from pathlib import Path
 
 from asyncrl.control.record.history import read_history
-from asyncrl.control.record.metering import Meter
 from asyncrl.control.record.summary import NAMES, draw_curves, smooth, summarise
+from asyncrl.control.rows.metering import Meter
 from asyncrl.core.config.tree import Config
 from asyncrl.core.service_status import Statuses
 from tests.statuses import statuses_of

@@ -20,6 +20,7 @@ from test_supervisor import make_config, wait_for
 from thread_launcher import ThreadLauncher
 
 from asyncrl.control.api import operations as api
+from asyncrl.control.diagnosis.lookout import Lookout
 from asyncrl.control.fleet.messages import Halted, Heard
 from asyncrl.control.launch.processes import (
     end_service,
@@ -29,14 +30,13 @@ from asyncrl.control.launch.processes import (
     stopped_services,
 )
 from asyncrl.control.launch.spec import RUN_VARIABLE, ServiceSpec
-from asyncrl.control.lookout import Lookout
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.outcome import read_outcome as read_outcome_of
-from asyncrl.control.record.recorder import Recorder, training_rows
-from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.roster import Roster
+from asyncrl.control.rows.recorder import Recorder, training_rows
+from asyncrl.control.rows.row_files import load_rows
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.control.upkeep.hands import Hands
 from asyncrl.control.upkeep.keeper import Upkeep

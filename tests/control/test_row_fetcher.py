@@ -12,8 +12,8 @@ from scripted_services import PacedLearner
 from test_repair import make_supervised, supervise_again
 from test_supervisor import wait_for
 
-from asyncrl.control.record.recorder import training_rows
-from asyncrl.control.row_fetcher import RowFetcher
+from asyncrl.control.rows.recorder import training_rows
+from asyncrl.control.rows.row_fetcher import RowFetcher
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.rpc.message import Message
 from asyncrl.core.service_command import AnyCommand, HandOverRows, Rows

@@ -21,7 +21,7 @@ from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.plan.difference import compare_with_run
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.core.config.load import dump_resolved, load_config, load_resolved
-from asyncrl.core.config.problems import ConfigProblems
+from asyncrl.core.config.reading.problems import ConfigProblems
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from tests.control.model_folder import write_model_folder

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.control.prepare import is_builtin
 from asyncrl.control.sources import check_sources, resolve_sources
 from asyncrl.core.config.load import dump_resolved, load_config
-from asyncrl.core.config.problems import ConfigProblems
+from asyncrl.core.config.reading.problems import ConfigProblems
 from asyncrl.core.config.tree import Config, DataSection
 
 BASE = "model: {path: m}\nreward: {fn: gsm8k}\n"

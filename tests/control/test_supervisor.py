@@ -19,12 +19,12 @@ from asyncrl.control.api.server import ControlApi, Text
 from asyncrl.control.fleet.autoscaler import Autoscaler, Decision, Pacing
 from asyncrl.control.page.routes import page_routes
 from asyncrl.control.record.history import read_history
-from asyncrl.control.record.metering import Meter
-from asyncrl.control.record.recorder import Recorder
-from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.record.summary import NAMES, summarise
 from asyncrl.control.roster import Roster
+from asyncrl.control.rows.metering import Meter
+from asyncrl.control.rows.recorder import Recorder
+from asyncrl.control.rows.row_files import load_rows
 from asyncrl.control.supervisor import PULSE_S, Supervisor
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, Refused

@@ -5,8 +5,8 @@ import logging
 import re
 from pathlib import Path
 
-from asyncrl.control.record.metering import Meter, evaluation_row
-from asyncrl.control.record.recorder import Recorder
+from asyncrl.control.rows.metering import Meter, evaluation_row
+from asyncrl.control.rows.recorder import Recorder
 from asyncrl.core.config.tree import Config
 from asyncrl.core.metrics import METRICS, extreme_of, find, unknown_names
 from asyncrl.core.metrics.page import render

@@ -10,7 +10,7 @@ from learner.algorithms.diagnostics import summary
 from learner.algorithms.diagnostics.validation import validation_metrics
 from learner.algorithms.rows import masked, masked_mean, whiten
 from learner.batching.balance import karmarkar_karp, measure_balance, plan_microbatches
-from learner.fused_logprob import fused_logprobs
+from learner.numerics.fused_logprob import fused_logprobs
 from rollout_service.rewards import gsm8k
 from rollout_service.rewards.competition_math import score_math
 from rollout_service.rewards.dapo_math import score_math_dapo

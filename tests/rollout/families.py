@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from asyncrl.core.staleness import PolicyVersion
-from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
+from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from rollout_service.tasks.digit_sort.vocabulary import BOS, EOS, PAD
 from tests.rollout.engine_parts import LoopThread, save_model, stage
 from weight_sync.memory.manifest import Probe

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from asyncrl.core.staleness import PolicyVersion, Span
 from rollout_service.engine.protocol import Completion, Sampling
-from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings, read_output
+from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings, read_output
 from tests.different import assert_all_differ
 from tests.rollout.engine_parts import greedy_of, logprobs_of, make_model, probe_of, stage
 

@@ -25,7 +25,7 @@ from asyncrl.core.service import ServiceContext
 from asyncrl.core.staleness import PolicyVersion
 from rollout_service.data.sources import load_prompts
 from rollout_service.engine.metered import MeteredEngine
-from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
+from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from rollout_service.gateway.gateway import Gateway, build_gateway
 from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica import Replica

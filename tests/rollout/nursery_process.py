@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from rollout_service.engine import core_nursery
+from rollout_service.engine.vllm import core_nursery
 
 
 def answer(queue: Any) -> None:

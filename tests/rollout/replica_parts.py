@@ -25,13 +25,13 @@ from rollout_service.data.prompts import PromptSet
 from rollout_service.data.sources import load_prompts, load_sources
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.scripted_engine import ScriptedEngine
-from rollout_service.episode import SingleTurn
 from rollout_service.evaluation.wiring import make_evaluator
-from rollout_service.groups import GroupRunner, GroupSettings
 from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica import Replica
 from rollout_service.rewards.score import Reward
 from rollout_service.rewards.shaping import Overlong
+from rollout_service.sampling.episode import SingleTurn
+from rollout_service.sampling.groups import GroupRunner, GroupSettings
 from rollout_service.tasks.digit_sort.examples import draw_split
 from rollout_service.tasks.digit_sort.folder import write_prompts
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from asyncrl.buffer.messages import EvaluationOrder
-from asyncrl.control.record.metering import Meter
+from asyncrl.control.rows.metering import Meter
 from asyncrl.core.config.tree import Config, RewardSection
 from asyncrl.core.experience import Group
 from asyncrl.core.metrics.tallies import conclude

@@ -15,7 +15,7 @@ from asyncrl.core.errors import EngineError
 from asyncrl.core.runtime.faults import VARIABLE
 from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.protocol import Completion, Sampling
-from rollout_service.engine.vllm_engine import VllmEngine
+from rollout_service.engine.vllm.engine import VllmEngine
 from tests.rollout.engine_parts import LoopThread, logprobs_of, make_model, probe_of, save_model, stage
 from tests.rollout.flight_parts import TOLERANCE, Answer, Flight, settings_for
 

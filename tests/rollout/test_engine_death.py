@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rollout_service.engine import vllm_engine
 from rollout_service.engine.protocol import EngineDied
-from rollout_service.engine.vllm_engine import VllmEngine
+from rollout_service.engine.vllm import engine as vllm_engine
+from rollout_service.engine.vllm.engine import VllmEngine
 from tests.rollout.flight_parts import settings_for
 
 

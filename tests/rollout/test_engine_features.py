@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from asyncrl.core.errors import EngineError
-from rollout_service.engine.features import NEEDED, Feature, check_features, find_missing
 from rollout_service.engine.limits import CPU_HEAD_SIZES, find_unsupported_head
+from rollout_service.engine.vllm.features import NEEDED, Feature, check_features, find_missing
 
 
 @pytest.fixture(scope="module")

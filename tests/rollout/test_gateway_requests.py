@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.control.record.metering import Meter
+from asyncrl.control.rows.metering import Meter
 from asyncrl.core.config.tree import Config
 from asyncrl.core.service import ServiceContext
 from rollout_service.data.prompts import PromptSet
-from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
+from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from rollout_service.gateway.gateway import build_gateway
 from rollout_service.gateway.refusal import Refusal
 from rollout_service.gateway.rules import Rules, admit

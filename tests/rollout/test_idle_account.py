@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.control.record.metering import Meter
+from asyncrl.control.rows.metering import Meter
 from asyncrl.core.runtime.clock import ManualClock
 from rollout_service.engine.metered import BUSY, SWAP, MeteredEngine
 from rollout_service.rewards.calling import FunctionReward

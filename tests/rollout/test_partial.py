@@ -23,17 +23,17 @@ from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.service_command import Drain
 from asyncrl.core.staleness import PolicyVersion, Span
-from rollout_service import carry
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.data.sources import load_prompts
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
 from rollout_service.engine.scripted_engine import ScriptedEngine, scripted_logprob
-from rollout_service.episode import SingleTurn
-from rollout_service.groups import GroupRunner, GroupSettings
 from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica import Replica
 from rollout_service.rewards.score import Answer, Score
+from rollout_service.sampling import carry
+from rollout_service.sampling.episode import SingleTurn
+from rollout_service.sampling.groups import GroupRunner, GroupSettings
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer
 from tests.rollout.replica_parts import (
     GROUP_SIZE,

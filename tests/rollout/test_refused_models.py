@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from asyncrl.core.errors import EngineError
 from rollout_service.engine.protocol import Sampling
-from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
+from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from tests.different import assert_all_differ
 from tests.rollout.engine_parts import LoopThread, logprobs_of
 from tests.rollout.families import Form, swap

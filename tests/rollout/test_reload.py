@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from asyncrl.core.errors import SyncError
-from rollout_service.engine.reload import find_refused, find_shared, reload
+from rollout_service.engine.vllm.reload import find_refused, find_shared, reload
 
 SIZE = 4
 CONFIG: Any = SimpleNamespace(dtype=torch.float32)

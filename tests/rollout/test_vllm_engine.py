@@ -21,9 +21,9 @@ from asyncrl.core.runtime.faults import VARIABLE
 from asyncrl.core.staleness import PolicyVersion, Span
 from rollout_service.data.prompts import Prompt, TokenizedPrompt
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
-from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
-from rollout_service.episode import SingleTurn
+from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from rollout_service.rewards.score import Answer, Score
+from rollout_service.sampling.episode import SingleTurn
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer, encode_prompt
 from tests.different import assert_all_differ
 from tests.rollout.engine_parts import (

@@ -16,7 +16,7 @@ from asyncrl.core.errors import EngineError
 from asyncrl.core.runtime.faults import VARIABLE
 from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.protocol import Sampling
-from rollout_service.engine.vllm_engine import VllmEngine
+from rollout_service.engine.vllm.engine import VllmEngine
 from tests.different import assert_all_differ
 from tests.rollout.engine_parts import Change, LoopThread, logprobs_of, probe_of, stage
 from tests.rollout.families import WIDTHS, Form, start_engine, swap

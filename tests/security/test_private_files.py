@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.control.launch import run
 from asyncrl.control.record.rundir import write_json
 from asyncrl.core.config.tree import Config
@@ -66,7 +66,7 @@ def test_nobody_else_can_open_what_a_run_makes(tmp_path: Path, hostile_umask: in
     "first",
     [
         "from asyncrl.core.files.private import keep_others_out; keep_others_out()",
-        "from rollout_service.engine.environment import prepare_environment; prepare_environment(False)",
+        "from rollout_service.engine.vllm.environment import prepare_environment; prepare_environment(False)",
     ],
 )
 def test_compiled_code_is_read_from_no_folder_that_others_could_have_made(tmp_path: Path, first: str) -> None:

@@ -29,7 +29,7 @@ from asyncrl.cli.rollouts.sheet import Sheet
 from asyncrl.cli.rollouts.terminal import sheet_on_terminal
 from asyncrl.cli.views import LineView, PanelView
 from asyncrl.control.diagnosis.bottleneck import Diagnosis
-from asyncrl.control.page.answers import rollouts_of
+from asyncrl.control.page.rollouts.answers import rollouts_of
 from asyncrl.control.page.view import view_of
 from asyncrl.control.record.ending import paragraph
 from asyncrl.control.record.outcome import Outcome

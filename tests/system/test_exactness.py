@@ -24,7 +24,7 @@ from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.staleness import Span
 from learner.batching.probe import NUM_ROWS
 from rollout_service.engine.protocol import Completion, Sampling
-from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
+from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from tests.different import assert_all_differ
 from tests.system.harness import Harness
 from weight_sync.link import ReceiverLink

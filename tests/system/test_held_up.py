@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.cli.reports.weights import inspect_weights
 from asyncrl.control.phases import ANSWERS_WAIT
 from asyncrl.control.record.events import load_events

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.control.launch.host import ServiceHost
 from asyncrl.core.config.tree import Config
 from asyncrl.core.experience import encode_group

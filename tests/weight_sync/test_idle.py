@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.runtimes import CountingRuntime
 from tests.threads import in_thread
-from weight_sync.coordinator import CoordinatorService
+from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.shelf import Shelf
 from weight_sync.protocol.protocol import Coordination

@@ -17,6 +17,7 @@ from asyncrl.core.errors import FencedError
 from asyncrl.core.rpc import Client, Request, Server
 from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.threads import in_thread
+from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import (
     JOURNAL_FILE,
     TOKEN_FILE,
@@ -26,7 +27,6 @@ from weight_sync.coordination.journal import (
     take_token,
 )
 from weight_sync.coordination.mail import ReportLog
-from weight_sync.coordinator import CoordinatorService
 from weight_sync.liaison import Introduction, Liaison, Reset
 from weight_sync.protocol.messages import Commit, Instruction, Pinned, Unpinned
 from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Pin, Stage

@@ -23,7 +23,7 @@ from tests.threads import in_thread
 from tests.weight_sync.sides import ModelReceiver, Peer, manifest_of
 from tests.weight_sync.test_protocol_machine import EVERYONE, ProtocolMachine
 from tests.weight_sync.world import TIMING
-from weight_sync.coordinator import CoordinatorService
+from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.liaison import MAX_TRIES, Introduction, Liaison, _Report
 from weight_sync.memory import segments
 from weight_sync.protocol.messages import Attended

@@ -15,8 +15,8 @@ from asyncrl.core.runtime.threads import ThreadEvent
 from asyncrl.core.staleness import PolicyVersion
 from tests.runtimes import ManualRuntime
 from tests.weight_sync.world import GLOO, TIMING, World
+from weight_sync.coordination.coordinator import DESCRIBE_S, CoordinatorService
 from weight_sync.coordination.journal import read_fences
-from weight_sync.coordinator import DESCRIBE_S, CoordinatorService
 from weight_sync.protocol.conduct import Conduct
 from weight_sync.protocol.floor import ID_BITS
 from weight_sync.protocol.members import Card, PublisherSeat

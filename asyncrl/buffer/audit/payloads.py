@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncrl.buffer.journals.payload_index import PayloadIndex
 from asyncrl.buffer.journals.records import HEADER_BYTES, read_frames
-from asyncrl.buffer.journals.redis_past import Ask
+from asyncrl.buffer.journals.redis.past import Ask
 from asyncrl.buffer.journals.segments import scan_records
 from asyncrl.core.wire import Frame
 

@@ -18,8 +18,8 @@ from asyncrl.buffer.audit.recount import Account, Finding, Recount
 from asyncrl.buffer.composition import expand_variables, ledger_settings, run_key
 from asyncrl.buffer.journals.file_journal import read_newest, read_turns
 from asyncrl.buffer.journals.journal import Turn
-from asyncrl.buffer.journals.redis_past import asking, keys_of, read_living
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis.past import asking, keys_of, read_living
+from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.core.config.load import find_run_folder, load_resolved

@@ -32,7 +32,7 @@ def init(
 
     No file is overwritten.
     """
-    from asyncrl.cli.reports.starter import write_starter
+    from asyncrl.cli.commands.starter import write_starter
 
     written, recipes = write_starter(folder, preset)
     exits.show(*written)

@@ -94,7 +94,7 @@ def check_sockets() -> Iterator[Finding]:
 
 def check_redis() -> Iterator[Finding]:
     """Yield whether `buffer.url: managed` would find a server."""
-    from asyncrl.buffer.journals.redis_link import find_server
+    from asyncrl.buffer.journals.redis.link import find_server
     from asyncrl.core.errors import AsyncrlError
 
     try:

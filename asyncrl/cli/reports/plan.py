@@ -15,7 +15,7 @@ from asyncrl.cli.up import find_config, placed
 from asyncrl.control import plan
 from asyncrl.control.launch.handle import attach
 from asyncrl.control.plan.difference import Change, compare_with_run
-from asyncrl.control.plan.memory import HOST
+from asyncrl.control.plan.footprint.memory import HOST
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.shared_memory import SHM_DIR, free_bytes
 from asyncrl.core.config.load import find_run_folder, load

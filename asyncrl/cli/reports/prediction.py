@@ -14,11 +14,11 @@ from asyncrl.cli import exits
 from asyncrl.cli.reports.table import align
 from asyncrl.cli.up import find_config
 from asyncrl.control.plan.checks import read_size
-from asyncrl.control.record.recorder import training_rows
-from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.core.config.hub_sizes import HUB_SIZES
+from asyncrl.control.rows.recorder import training_rows
+from asyncrl.control.rows.row_files import load_rows
 from asyncrl.core.config.load import find_run_folder, load, load_config
+from asyncrl.core.config.models.hub_sizes import HUB_SIZES
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.planner import calibration

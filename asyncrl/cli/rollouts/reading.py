@@ -15,7 +15,7 @@ from asyncrl.buffer.audit.rollouts import Fate, FateBook, Rollout, order_rollout
 from asyncrl.cli.exits import say
 from asyncrl.cli.rollouts.pieces import pieces_of
 from asyncrl.cli.rollouts.sheet import Entry, Sheet
-from asyncrl.control.page.decoding import decoder_of
+from asyncrl.control.page.rollouts.decoding import decoder_of
 from asyncrl.core.errors import WireError
 from asyncrl.core.experience import decode_group
 from asyncrl.core.files.printable import printable

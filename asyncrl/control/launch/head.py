@@ -30,12 +30,12 @@ from asyncrl.control.launch.keeper import keep, watching_ray
 from asyncrl.control.launch.ports import HeldPort, held_row
 from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
 from asyncrl.control.launch.spec import ServiceSpec
-from asyncrl.control.process_limit import RefusedProcesses
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.live import LiveRun, read_live, write_live
 from asyncrl.control.record.outcome import Outcome, write_outcome
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.roster import SERVERS
+from asyncrl.control.upkeep.process_limit import RefusedProcesses
 from asyncrl.core.config.load import load_config
 from asyncrl.core.config.tree import Config
 from asyncrl.core.files.durable import replace_text

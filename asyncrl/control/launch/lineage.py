@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.control import prepare
-from asyncrl.control.record.row_files import is_evaluation, keep_rows
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.rows.row_files import is_evaluation, keep_rows
 from asyncrl.control.services import function
 from asyncrl.core.config.load import load_resolved
 from asyncrl.core.config.plain import JsonValue

@@ -26,8 +26,8 @@ from asyncrl.control.launch.ray_launcher import base_folder
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.live import Life, LiveRun, read_live, write_live
 from asyncrl.control.record.outcome import read_outcome
-from asyncrl.control.record.row_files import remove_rows
 from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.control.rows.row_files import remove_rows
 from asyncrl.core.config.load import dump_resolved
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError

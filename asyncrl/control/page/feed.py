@@ -19,14 +19,14 @@ from typing import Protocol
 
 import msgspec
 
-from asyncrl.control.page.answers import rollouts_of
-from asyncrl.control.page.decoding import Decode
 from asyncrl.control.page.pipeline import counters_of
 from asyncrl.control.page.reading import RowTail
+from asyncrl.control.page.rollouts.answers import rollouts_of
+from asyncrl.control.page.rollouts.decoding import Decode
 from asyncrl.control.page.trends import STEP, Curves, FlowMeter
 from asyncrl.control.page.view import view_of
-from asyncrl.control.record.metering import accuracy
-from asyncrl.control.record.row_files import is_evaluation
+from asyncrl.control.rows.metering import accuracy
+from asyncrl.control.rows.row_files import is_evaluation
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.errors import AsyncrlError
 from asyncrl.core.experience import Group

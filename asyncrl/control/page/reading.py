@@ -18,9 +18,9 @@ from typing import BinaryIO
 
 from asyncrl.buffer.composition import expand_variables, run_key
 from asyncrl.buffer.journals.records import HEADER_BYTES, read_frames, read_header
-from asyncrl.buffer.journals.redis_past import asking, keys_of
-from asyncrl.buffer.journals.redis_server import RedisServer
-from asyncrl.control.record.row_files import lines_of, older_files
+from asyncrl.buffer.journals.redis.past import asking, keys_of
+from asyncrl.buffer.journals.redis.server import RedisServer
+from asyncrl.control.rows.row_files import lines_of, older_files
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, WireError
 from asyncrl.core.experience import Group, decode_group

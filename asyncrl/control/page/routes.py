@@ -9,11 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from asyncrl.control.api.server import EventStream, Route, Text
-from asyncrl.control.page.decoding import decoder_of
 from asyncrl.control.page.feed import Feed, Payloads
 from asyncrl.control.page.reading import FilePayloads, RedisPayloads, RowTail
-from asyncrl.control.record.prometheus import CONTENT_TYPE, health_answer, prometheus_text
+from asyncrl.control.page.rollouts.decoding import decoder_of
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.rows.prometheus import CONTENT_TYPE, health_answer, prometheus_text
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.config.tree import Config
 

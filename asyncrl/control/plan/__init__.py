@@ -1,6 +1,6 @@
 """Plan of a run: its needs, checked and counted before the start."""
 
-from asyncrl.control.plan.estimate import (
+from asyncrl.control.plan.footprint.estimate import (
     Plan,
     check,
     check_beside,

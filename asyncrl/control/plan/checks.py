@@ -10,13 +10,14 @@ from pathlib import Path
 
 from asyncrl.buffer.composition import check_redis, ledger_settings, max_group_bytes
 from asyncrl.control import shared_memory
-from asyncrl.control.plan import capacity, derived, machine, memory, names, sizes
-from asyncrl.control.plan.capacity import Capacity
-from asyncrl.control.plan.memory import SHM, VERSIONS, Part
+from asyncrl.control.plan import derived, machine, names
+from asyncrl.control.plan.footprint import capacity, memory, sizes
+from asyncrl.control.plan.footprint.capacity import Capacity
+from asyncrl.control.plan.footprint.memory import SHM, VERSIONS, Part
 from asyncrl.control.plan.models import read_table
 from asyncrl.control.prepare import is_builtin
 from asyncrl.control.services import function
-from asyncrl.core.config.architectures import ModelSize, read_max_positions
+from asyncrl.core.config.models.architectures import ModelSize, read_max_positions
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.control.process_limit import find_limit
+from asyncrl.control.upkeep.process_limit import find_limit
 from asyncrl.core.config.tree import Config
 
 MIN_FILES, MIN_THREADS = 256, 512

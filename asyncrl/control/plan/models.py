@@ -13,8 +13,8 @@ from typing import Any
 from asyncrl.control.plan.folders import find_bad_weights, find_missing_tokenizer
 from asyncrl.control.prepare import REWARD_MODEL, is_builtin, is_hub_id
 from asyncrl.control.services import function
-from asyncrl.core.config.architectures import find_unsupported, tensor_shapes
-from asyncrl.core.config.cuts import find_uneven_cuts
+from asyncrl.core.config.models.architectures import find_unsupported, tensor_shapes
+from asyncrl.core.config.models.cuts import find_uneven_cuts
 from asyncrl.core.config.tree import Config, LearnerSection
 
 

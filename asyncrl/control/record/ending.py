@@ -11,9 +11,9 @@ from pathlib import Path
 
 from asyncrl.control.record.live import read_live
 from asyncrl.control.record.outcome import Outcome, read_outcome
-from asyncrl.control.record.recorder import training_rows
-from asyncrl.control.record.row_files import is_evaluation, iterate_rows, newest_rows
 from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.control.rows.recorder import training_rows
+from asyncrl.control.rows.row_files import is_evaluation, iterate_rows, newest_rows
 from asyncrl.core.config.load import load_resolved
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.files.printable import ESCAPED, INDENTED, printable

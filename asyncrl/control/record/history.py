@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.control.record.metering import accuracy
-from asyncrl.control.record.row_files import is_evaluation
+from asyncrl.control.rows.metering import accuracy
+from asyncrl.control.rows.row_files import is_evaluation
 from asyncrl.core.metrics.metric import Row
 
 STEP = "training/global_step"

@@ -10,8 +10,8 @@ import numpy as np
 from asyncrl.control.record.history import STEP, Column, History, read_history
 from asyncrl.control.record.live import read_live
 from asyncrl.control.record.outcome import Outcome
-from asyncrl.control.record.row_files import iterate_rows
 from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.control.rows.row_files import iterate_rows
 from asyncrl.core.config.tree import Config
 from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.core.service_status import Statuses

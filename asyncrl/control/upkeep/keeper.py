@@ -33,7 +33,6 @@ from asyncrl.control.fleet.rules import make_rules
 from asyncrl.control.fleet.saved import SavedMachine, SavedUnit, dump, restore
 from asyncrl.control.fleet.units import LEARNER, Stage, Unit, key_of
 from asyncrl.control.launch.ray_launcher import Launcher
-from asyncrl.control.process_limit import RefusedProcesses
 from asyncrl.control.record.events import EventLog, Kind
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
@@ -41,6 +40,7 @@ from asyncrl.control.roster import MAX_REPLICAS, Roster
 from asyncrl.control.snapshot import ServiceFacts
 from asyncrl.control.upkeep.hands import COMMAND_DEADLINE_S, Hands
 from asyncrl.control.upkeep.oom import OomKills
+from asyncrl.control.upkeep.process_limit import RefusedProcesses
 from asyncrl.control.upkeep.reading import at_home, events_of, in_order
 from asyncrl.core import service_command
 from asyncrl.core.errors import ConfigError, ServiceFailed

@@ -15,9 +15,9 @@ from asyncrl.core.config.secrets import find_secrets
 from learner.algorithms.variants import GREEDY, VALUES, needing
 
 if TYPE_CHECKING:
+    from asyncrl.core.config.root import Root
     from asyncrl.core.config.sections.experience import BufferSection
     from asyncrl.core.config.sections.learner import LearnerSection
-    from asyncrl.core.config.sections.root import Root
 
 WITH_VALUES = needing(VALUES)
 """Advantages that need a critic."""

@@ -9,7 +9,7 @@ from typing import get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from asyncrl.core.config.problems import KeyPath, Places, Problem, suggest
+from asyncrl.core.config.reading.problems import KeyPath, Places, Problem, suggest
 from asyncrl.core.config.rules.refusals import (
     BREAKS_LOGPROBS,
     FOREIGN_DISTRIBUTION,

@@ -19,10 +19,10 @@ from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 
 from asyncrl.core.config.conflicts import CONFLICT, Conflict, has_no_critic, unused_critic
-from asyncrl.core.config.document import Document, forget_below, overlay, read_document
 from asyncrl.core.config.explain import explain
 from asyncrl.core.config.plain import JsonObject
-from asyncrl.core.config.problems import ORIGIN, ConfigProblems, Places, Problem
+from asyncrl.core.config.reading.document import Document, forget_below, overlay, read_document
+from asyncrl.core.config.reading.problems import ORIGIN, ConfigProblems, Places, Problem
 from asyncrl.core.config.rules.format import FORMAT, OLDEST, bring_up_to_date
 from asyncrl.core.config.secrets import hide_in_option
 from asyncrl.core.config.tree import Config, CriticSection

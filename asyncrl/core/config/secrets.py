@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlsplit
 
 if TYPE_CHECKING:
-    from asyncrl.core.config.sections.root import Root
+    from asyncrl.core.config.root import Root
 
 HIDDEN = "***"
 _NAME = (

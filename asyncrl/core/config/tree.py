@@ -12,6 +12,7 @@ from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
 from asyncrl.core.config.conflicts import CONFLICT, find_conflicts
+from asyncrl.core.config.root import Root
 from asyncrl.core.config.sections.algorithm import AdaptiveKlSection, AlgorithmSection, KlSection
 from asyncrl.core.config.sections.data import DataSection, SourceSection
 from asyncrl.core.config.sections.experience import BufferSection, StalenessSection
@@ -27,7 +28,6 @@ from asyncrl.core.config.sections.rollout import (
     RolloutSection,
     as_environment,
 )
-from asyncrl.core.config.sections.root import Root
 from asyncrl.core.config.sections.run import CheckpointSection, MetricsSection, RunSection, SinkSection
 
 __all__ = [

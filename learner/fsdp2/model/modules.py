@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from learner.fsdp2.model.language_model import Ways, run_body, run_logits
 from learner.fsdp2.model.rows import Rows
-from learner.fused_logprob import fused_logprobs
+from learner.numerics.fused_logprob import fused_logprobs
 
 
 class PolicyModule(torch.nn.Module):

@@ -18,11 +18,11 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
-from learner.fused_logprob import fused_logprobs
 from learner.megatron.convert import cut_dimension
 from learner.megatron.model.architecture import Architecture, make_inverse_frequencies
 from learner.megatron.model.layers import RowRotary, make_layer_spec
 from learner.megatron.model.packing import PackedRows
+from learner.numerics.fused_logprob import fused_logprobs
 
 Model = TypeVar("Model", bound=GPTModel)
 

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from learner.autograd import SavedTensors
+from learner.numerics.autograd import SavedTensors
 
 
 class GatedSilu(torch.autograd.Function):

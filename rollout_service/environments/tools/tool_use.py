@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.core.config.problems import suggest
+from asyncrl.core.config.reading.problems import suggest
 from asyncrl.core.errors import ConfigError
 from rollout_service.environments.protocol import Environment, Step
 from rollout_service.environments.tools.calculator import Calculator

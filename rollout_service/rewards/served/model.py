@@ -14,12 +14,12 @@ import msgspec
 from asyncrl.core.errors import ConfigError
 from rollout_service.rewards.score import Answer, Fault, RewardError
 from rollout_service.rewards.served.batches import Batches, Outcome
-from rollout_service.rewards.served.child import Child, ChildDied
 from rollout_service.rewards.served.frames import pack_frame
 from rollout_service.rewards.served.messages import Batch, BatchScores, ModelItem, ModelSettings
 from rollout_service.rewards.served.pool import plain_answer
+from rollout_service.rewards.served.processes.child import Child, ChildDied
 
-MODULE = "rollout_service.rewards.served.model_process"
+MODULE = "rollout_service.rewards.served.processes.model_process"
 START_DEADLINE_S = 300.0
 WAIT_S = 0.005
 

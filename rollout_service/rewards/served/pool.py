@@ -13,11 +13,11 @@ import msgspec
 
 from asyncrl.core.errors import ConfigError
 from rollout_service.rewards.score import Answer, RewardError, checked_number
-from rollout_service.rewards.served.child import Child, ChildDied
 from rollout_service.rewards.served.frames import pack_frame
 from rollout_service.rewards.served.messages import Judged, PlainAnswer
+from rollout_service.rewards.served.processes.child import Child, ChildDied
 
-MODULE = "rollout_service.rewards.served.pool_process"
+MODULE = "rollout_service.rewards.served.processes.pool_process"
 START_DEADLINE_S = 120.0
 WORKERS = 2
 DEADLINE_S = 30.0

@@ -11,7 +11,7 @@ from asyncrl.buffer.service import BufferService
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.sockets.keys import ServerKeys, make_run_keys
 from tests.buffer.parts import make_store
-from weight_sync.coordinator import CoordinatorService
+from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.memory.manifest import VersionBounds
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing

@@ -12,9 +12,9 @@ from typing import Any
 
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import Journal
-from asyncrl.buffer.journals.redis_journal import RedisJournal
-from asyncrl.buffer.journals.redis_link import RedisLink
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis.journal import RedisJournal
+from asyncrl.buffer.journals.redis.link import RedisLink
+from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.experience import encode_group
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, find_server
+from asyncrl.buffer.journals.redis.link import LinkDown, RedisLink, find_server
 from asyncrl.core.runtime.threads import ThreadEvent
 from tests.buffer.journals.journal_parts import raw_link
 

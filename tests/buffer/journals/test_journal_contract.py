@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.journals.journal import Journal, MemoryJournal, Need
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.events import Event, Opened
 from asyncrl.buffer.ledger.tickets import State

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.journals.journal import Need, pack_turn
-from asyncrl.buffer.journals.redis_journal import RedisJournal
-from asyncrl.buffer.journals.redis_link import RedisLink
-from asyncrl.buffer.journals.redis_past import keys_of, read_living, read_run
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis.journal import RedisJournal
+from asyncrl.buffer.journals.redis.link import RedisLink
+from asyncrl.buffer.journals.redis.past import keys_of, read_living, read_run
+from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.events import DataDescribed, Opened, VersionRegistered
 from asyncrl.buffer.ledger.tickets import State

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import pytest
 
 from asyncrl.buffer.journals.file_journal import EVENTS, FORMAT, FileJournal, read_turns
-from asyncrl.buffer.journals.redis_journal import RedisJournal
-from asyncrl.buffer.journals.redis_past import keys_of, read_run
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis.journal import RedisJournal
+from asyncrl.buffer.journals.redis.past import keys_of, read_run
+from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.core.errors import ConfigError
 from tests.buffer.journals.journal_parts import raw_link

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from asyncrl.buffer.composition import check_redis, open_journal, run_key
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import MemoryJournal
-from asyncrl.buffer.journals.redis_journal import RedisJournal
-from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, Refusal, find_server, label_of
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis.journal import RedisJournal
+from asyncrl.buffer.journals.redis.link import LinkDown, RedisLink, Refusal, find_server, label_of
+from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.ledger.events import Opened
 from asyncrl.core.config.explain import show
 from asyncrl.core.config.load import load_config

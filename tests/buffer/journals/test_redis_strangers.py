@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.journals.redis_link import OWN, LinkDown, RedisLink
-from asyncrl.buffer.journals.redis_peer import find_listener
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis.link import OWN, LinkDown, RedisLink
+from asyncrl.buffer.journals.redis.peer import find_listener
+from asyncrl.buffer.journals.redis.server import RedisServer
 from tests.other_user import CHECKOUT, NOBODY, command_as
 
 LISTEN = """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.journals.redis_journal import RedisJournal
+from asyncrl.buffer.journals.redis.journal import RedisJournal
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.errors import ConfigError

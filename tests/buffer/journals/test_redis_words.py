@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.journals.redis_journal import LOOK_EVERY_S, RedisJournal
+from asyncrl.buffer.journals.redis.journal import LOOK_EVERY_S, RedisJournal
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.obstacle import Cause
 from tests.buffer.journals.journal_parts import begin, push, settle

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.journals.redis_journal import RedisJournal
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis.journal import RedisJournal
+from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.ledger.events import Opened
 from tests.buffer.journals.journal_parts import kill
 

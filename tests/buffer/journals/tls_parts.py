@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from asyncrl.buffer.journals.redis_link import RedisLink
+from asyncrl.buffer.journals.redis.link import RedisLink
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import asyncrl.buffer.client
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.journals.file_journal import FileJournal
 from asyncrl.buffer.journals.journal import Journal
-from asyncrl.buffer.journals.redis_journal import RedisJournal
+from asyncrl.buffer.journals.redis.journal import RedisJournal
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore

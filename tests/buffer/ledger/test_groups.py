@@ -9,7 +9,7 @@ import pytest
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.tickets import Grant, State
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.control.record.metering import Meter
+from asyncrl.control.rows.metering import Meter
 from asyncrl.core.errors import WireError
 from asyncrl.core.experience import UNFINISHED, Group, Trajectory, encode_group
 from tests.buffer.parts import GROUP_SIZE, make_group, make_store

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 import asyncrl as asyncrl_package
+from asyncrl.cli.commands.starter import SAME_AS_THE_EXAMPLE
 from asyncrl.cli.doctor import examination, machine, packages, ray
 from asyncrl.cli.doctor.finding import Finding
-from asyncrl.cli.reports.starter import SAME_AS_THE_EXAMPLE
 from asyncrl.control import plan
 from asyncrl.control.plan.difference import find_changes
-from asyncrl.control.plan.memory import HOST, count_parts
+from asyncrl.control.plan.footprint.memory import HOST, count_parts
 from asyncrl.core.config.load import dump_resolved, load_config
 from configs import shipped
 from rollout_service.rewards.registry import BUILT_IN

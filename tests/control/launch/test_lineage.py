@@ -22,8 +22,8 @@ from asyncrl.control.launch.lineage import (
     refuse_earlier_life,
     rewind,
 )
-from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.rows.row_files import load_rows
 from asyncrl.core.config.load import dump_resolved
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import CheckpointError, ConfigError

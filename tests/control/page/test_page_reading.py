@@ -11,10 +11,9 @@ from page_runs import make_config, make_group, write_groups
 
 from asyncrl.buffer.composition import run_key
 from asyncrl.buffer.journals.records import make_record
-from asyncrl.buffer.journals.redis_past import asking, keys_of
-from asyncrl.buffer.journals.redis_server import RedisServer
+from asyncrl.buffer.journals.redis.past import asking, keys_of
+from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.journals.segments import SegmentFolder
-from asyncrl.control.page.decoding import decoder_of
 from asyncrl.control.page.reading import (
     NUM_GROUPS,
     NUM_SAMPLES,
@@ -22,7 +21,8 @@ from asyncrl.control.page.reading import (
     RedisPayloads,
     RowTail,
 )
-from asyncrl.control.record.row_files import compress
+from asyncrl.control.page.rollouts.decoding import decoder_of
+from asyncrl.control.rows.row_files import compress
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.experience import encode_group
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from page_runs import WORDS, make_group, make_snapshot
 
-from asyncrl.control.page.answers import HEAD_TOKENS, rollouts_of, text_of
 from asyncrl.control.page.figures import DASH
 from asyncrl.control.page.pipeline import counters_of
+from asyncrl.control.page.rollouts.answers import HEAD_TOKENS, rollouts_of, text_of
 from asyncrl.control.page.trends import FlowMeter
 from asyncrl.control.page.view import view_of
 from asyncrl.core.errors import WireError

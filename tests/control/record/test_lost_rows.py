@@ -12,9 +12,9 @@ from scripted_services import ROW
 from test_repair import make_supervised
 from test_supervisor import wait_for
 
-from asyncrl.control.record.recorder import lost_rows, training_rows
-from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.rundir import RunDir, read_json
+from asyncrl.control.rows.recorder import lost_rows, training_rows
+from asyncrl.control.rows.row_files import load_rows
 from asyncrl.core.metrics.row_log import RowLog, read_rows
 from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
 from tests.statuses import told_by

@@ -12,12 +12,12 @@ import pytest
 from scripted_services import REPLACE
 from thread_launcher import ThreadLauncher
 
-from asyncrl.control.record.prometheus import prometheus_text
-from asyncrl.control.record.recorder import Recorder, training_rows
-from asyncrl.control.record.row_files import load_rows
 from asyncrl.control.record.sinks import outbox as module
 from asyncrl.control.record.sinks.outbox import REOPEN_S, Outbox
 from asyncrl.control.roster import Roster
+from asyncrl.control.rows.prometheus import prometheus_text
+from asyncrl.control.rows.recorder import Recorder, training_rows
+from asyncrl.control.rows.row_files import load_rows
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.core.config.tree import Config
 from asyncrl.core.metrics import unknown_names
@@ -162,7 +162,7 @@ def test_a_sink_that_cannot_be_opened_is_tried_again_after_a_while():
 
 
 def test_the_record_is_whole_and_ends_in_time_whatever_its_sinks_do(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("asyncrl.control.record.recorder.CLOSE_S", 0.05)
+    monkeypatch.setattr("asyncrl.control.rows.recorder.CLOSE_S", 0.05)
     hanging = [AwkwardSink(hangs_in=where) for where in WHERE]
     raising = [AwkwardSink(raises_in=where) for where in WHERE]
     last_of_its_name = AwkwardSink(hangs_in="write")  # whose count is told: it can take no third row
@@ -184,7 +184,7 @@ def test_the_record_is_whole_and_ends_in_time_whatever_its_sinks_do(tmp_path: Pa
 
 @pytest.mark.parametrize("fault", [{"hangs_in": "write"}, {"hangs_in": "close"}], ids=str)
 def test_a_run_finishes_and_its_scrape_tells_of_the_sink_whatever_it_does(tmp_path, monkeypatch, fault):
-    monkeypatch.setattr("asyncrl.control.record.recorder.CLOSE_S", 0.05)
+    monkeypatch.setattr("asyncrl.control.rows.recorder.CLOSE_S", 0.05)
     sink = AwkwardSink(**fault)
     (tmp_path / "logs").mkdir()
     config = Config(model={"path": "m"}, data={"train": "t"}, reward={"fn": "gsm8k"}, learner={"steps": 3})

@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 from asyncrl.control.page.trends import FlowMeter
-from asyncrl.control.record.pace import MIN_STEPS, Pace
+from asyncrl.control.rows.pace import MIN_STEPS, Pace
 
 
 def estimates(pace: Pace, durations: list[float], steps: int) -> list[float]:

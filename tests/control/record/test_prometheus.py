@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.control.record.prometheus import CONTENT_TYPE, health_answer, prometheus_name, prometheus_text
+from asyncrl.control.rows.prometheus import CONTENT_TYPE, health_answer, prometheus_name, prometheus_text
 from asyncrl.core.metrics import METRICS, find
 from tests.statuses import snapshot_of
 

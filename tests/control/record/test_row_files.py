@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.control.record.row_files import (
+from asyncrl.control.rows.row_files import (
     RowWriter,
     compress,
     iterate_rows,

@@ -5,7 +5,7 @@ import torch
 
 from asyncrl.core.config.tree import Config
 from learner.batching.batch import build_batch
-from learner.precision import GROWTH_UPDATES, LARGEST_SCALE, LossScale
+from learner.numerics.precision import GROWTH_UPDATES, LARGEST_SCALE, LossScale
 from tests.learner.parts.contract import weights_of
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_backend, open_fsdp2, train

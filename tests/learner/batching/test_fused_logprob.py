@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.control.launch.ports import HeldPort
-from learner import fused_logprob
-from learner.fused_logprob import fused_logprobs
+from learner.numerics import fused_logprob
+from learner.numerics.fused_logprob import fused_logprobs
 
 ROOT = Path(__file__).resolve().parents[3]
 VOCAB, PADDED = 1000, 1024

@@ -11,8 +11,8 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from asyncrl.control.record.metering import Meter, evaluation_row
-from asyncrl.control.record.prometheus import prometheus_name, prometheus_text
+from asyncrl.control.rows.metering import Meter, evaluation_row
+from asyncrl.control.rows.prometheus import prometheus_name, prometheus_text
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.config.tree import KlSection
 from asyncrl.core.metrics import METRICS, find, unknown_names

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from asyncrl.core.config.architectures import ModelSize
+from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.metrics import unknown_names
 from learner.report import Efficiency, ProfilerWindow, Stopwatch, make_efficiency
 from learner.report.efficiency import read_model_size

@@ -25,9 +25,9 @@ from rollout_service.environments.registry import Episodes
 from rollout_service.environments.runner import MultiTurn
 from rollout_service.environments.tools.tool import cut_result
 from rollout_service.environments.tools.tool_use import ToolUse
-from rollout_service.groups import GroupRunner, GroupSettings
 from rollout_service.rewards.score import RewardError, Score
-from rollout_service.rewards.served.pool_process import load_from_file
+from rollout_service.rewards.served.processes.pool_process import load_from_file
+from rollout_service.sampling.groups import GroupRunner, GroupSettings
 from rollout_service.user_file import import_file
 from tests.rollout.environments.parts import (
     TOKENIZER,

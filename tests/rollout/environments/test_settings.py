@@ -10,7 +10,7 @@ import pytest
 from asyncrl.control.plan import check
 from asyncrl.control.prepare import prepare
 from asyncrl.core.config.load import dump_resolved, load_config
-from asyncrl.core.config.problems import ConfigProblems
+from asyncrl.core.config.reading.problems import ConfigProblems
 from asyncrl.core.errors import ConfigError
 from configs import shipped
 

@@ -12,7 +12,7 @@ import torch
 from asyncrl.core.experience import Trajectory
 from asyncrl.core.staleness import PolicyVersion
 from rollout_service.engine.protocol import Sampling
-from rollout_service.engine.vllm_engine import VllmEngine, VllmSettings
+from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
 from rollout_service.environments import Environment, Step
 from rollout_service.environments.registry import Episodes
 from rollout_service.environments.runner import MultiTurn

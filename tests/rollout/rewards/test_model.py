@@ -16,7 +16,7 @@ from rollout_service.data.prompts import Prompt
 from rollout_service.rewards.score import RewardError
 from rollout_service.rewards.served.messages import ModelSettings
 from rollout_service.rewards.served.model import ModelReward
-from rollout_service.rewards.served.model_process import Classifier
+from rollout_service.rewards.served.processes.model_process import Classifier
 from rollout_service.tasks.tiny_text.model import build_tokenizer
 from tests.rollout.rewards.judging import answer
 

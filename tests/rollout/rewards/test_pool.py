@@ -13,8 +13,8 @@ import pytest
 from asyncrl.core.errors import ConfigError
 from rollout_service.data.prompts import Prompt
 from rollout_service.rewards.score import RewardError
-from rollout_service.rewards.served.child import Child, ChildDied
 from rollout_service.rewards.served.pool import MODULE, PooledReward, plain_answer
+from rollout_service.rewards.served.processes.child import Child, ChildDied
 from rollout_service.rewards.total import TotalReward, Weighed
 from tests.rollout.replica_parts import wait_for
 from tests.rollout.rewards.judging import answer, judge, reward_of, score_all, write
@@ -162,7 +162,7 @@ def test_a_row_that_holds_no_plain_values_is_refused(misbehaving: str):
 def test_a_process_ends_when_its_replica_is_killed(tmp_path: Path, misbehaving: str):
     program = f"""
 import asyncio
-from rollout_service.rewards.served.child import Child, ChildDied
+from rollout_service.rewards.served.processes.child import Child, ChildDied
 from rollout_service.rewards.served.pool import MODULE, PooledReward, plain_answer
 from tests.rollout.rewards.judging import answer
 async def main():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.control.record.metering import Meter
+from asyncrl.control.rows.metering import Meter
 from asyncrl.core.config.tree import RewardSection
 from asyncrl.core.errors import AsyncrlError, ServiceFailed
 from asyncrl.core.experience import MAX_REWARD_PARTS

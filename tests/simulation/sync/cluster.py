@@ -29,8 +29,8 @@ from tests.simulation.parts.engine import PlayedEngine
 from tests.simulation.sync.content import BUCKET_BYTES, Truth
 from tests.simulation.sync.judge import Judge
 from tests.simulation.sync.scenario import Scenario
+from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import read_fences, take_token
-from weight_sync.coordinator import CoordinatorService
 from weight_sync.handoff import Handoff
 from weight_sync.link import ReceiverLink
 from weight_sync.memory.pool import SegmentPool

@@ -7,8 +7,8 @@ from typing import Any
 from asyncrl.core.rpc.client import AsyncClient, Client
 from tests.simulation.mutation import Mutant, Patch, always
 from weight_sync import publisher, receiver
+from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.mail import Mailbox
-from weight_sync.coordinator import CoordinatorService
 from weight_sync.handoff import Handoff
 from weight_sync.liaison import Liaison
 from weight_sync.memory.pool import SegmentPool, Slot

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl.control.record.row_files import is_evaluation
 from asyncrl.control.record.sinks.protocol import load_library
+from asyncrl.control.rows.row_files import is_evaluation
 
 NUM_WHOLE_STEPS = 10_000
 """So many steps are written; of the steps up to twice as many every second one, and so on."""

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from asyncrl.core.config.plain import JsonObject
-from asyncrl.core.config.problems import KeyPath, Places, Problem
+from asyncrl.core.config.reading.problems import KeyPath, Places, Problem
 
 if TYPE_CHECKING:
-    from asyncrl.core.config.document import Document
+    from asyncrl.core.config.reading.document import Document
 
 FORMAT: Final = 3
 """The form that this asyncrl writes, and that a file is in if it does not say."""

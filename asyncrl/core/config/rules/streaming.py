@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from learner.algorithms.variants import ADVANTAGES, LOSSES
 
 if TYPE_CHECKING:
+    from asyncrl.core.config.root import Root
     from asyncrl.core.config.sections.algorithm import AlgorithmSection
-    from asyncrl.core.config.sections.root import Root
 
 BATCH_WIDE = {name: one.batch_wide for name, one in ADVANTAGES.items() if one.batch_wide}
 """Advantages that are not those of a group alone, and why."""

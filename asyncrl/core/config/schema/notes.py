@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from pydantic import BaseModel
 
-from asyncrl.core.config.document import read_document
+from asyncrl.core.config.reading.document import read_document
 
 _FORM = re.compile(
     r"(?:\[(?P<unit>[^\]]+)\] )?(?P<meaning>.+?)(?: For example: (?P<examples>.+))?", re.DOTALL

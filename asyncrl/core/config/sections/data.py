@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from asyncrl.core.config.coercion import as_list, as_sources
+from asyncrl.core.config.reading.coercion import as_list, as_sources
 from asyncrl.core.config.sections.section import Count, Section, Text, refuse
 
 SHUFFLED, SEQUENTIAL = "shuffled", "sequential"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
-from asyncrl.core.config.coercion import as_rewards
+from asyncrl.core.config.reading.coercion import as_rewards
 from asyncrl.core.config.sections.section import NAME_PATTERN, Count, Section, Share, Text
 
 

@@ -12,7 +12,7 @@ from asyncrl.core.rpc import Request
 from asyncrl.core.runtime.threads import ThreadEvent
 from asyncrl.planner.faults.kernel.process import Process, Switchboard
 from asyncrl.planner.faults.services.buffer import WorldRuntime
-from weight_sync.coordinator import CoordinatorService
+from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.protocol.protocol import Coordination
 from weight_sync.protocol.rounds import Timing
 

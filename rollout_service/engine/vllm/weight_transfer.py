@@ -33,9 +33,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from asyncrl.core.errors import EngineError, SyncError
 from asyncrl.core.runtime.faults import is_wanted
-from rollout_service.engine.plugin import OTHER_WORKER
 from rollout_service.engine.probe import ProbeCheck
-from rollout_service.engine.reload import find_refused, find_shared, reload
+from rollout_service.engine.vllm.plugin import OTHER_WORKER
+from rollout_service.engine.vllm.reload import find_refused, find_shared, reload
 from weight_sync.memory.manifest import Manifest, check_tensors
 from weight_sync.memory.staging import Staged, open_tensors
 

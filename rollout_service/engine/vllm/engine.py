@@ -26,13 +26,13 @@ import numpy as np
 from asyncrl.core.errors import EngineError
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.staleness import UNLOADED, PolicyVersion, Span
-from rollout_service.engine import core_nursery
-from rollout_service.engine.core_log import CoreLog
-from rollout_service.engine.environment import prepare_environment
-from rollout_service.engine.features import check_features
-from rollout_service.engine.plugin import BACKEND, OTHER_WORKER, REFUSED, REPORT, WORKER_EXTENSION
 from rollout_service.engine.protocol import Completion, EngineDied, Interrupted, Sampling
-from rollout_service.engine.vllm_objects import AsyncLLM, TokenPrompt
+from rollout_service.engine.vllm import core_nursery
+from rollout_service.engine.vllm.core_log import CoreLog
+from rollout_service.engine.vllm.environment import prepare_environment
+from rollout_service.engine.vllm.features import check_features
+from rollout_service.engine.vllm.objects import AsyncLLM, TokenPrompt
+from rollout_service.engine.vllm.plugin import BACKEND, OTHER_WORKER, REFUSED, REPORT, WORKER_EXTENSION
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -190,7 +190,7 @@ class VllmEngine:
     async def _swap(self, staged: Staged) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        from rollout_service.engine.weight_transfer import describe_staged
+        from rollout_service.engine.vllm.weight_transfer import describe_staged
 
         llm, number = self.client, staged.version.number
         update = WeightTransferUpdateRequest(update_info=describe_staged(staged))
@@ -403,7 +403,7 @@ def read_output(output: RequestOutput) -> Completion:
 
 def _check_plugin() -> None:
     names = [entry.value for entry in importlib.metadata.entry_points(group=PLUGIN_GROUP)]
-    if not any(value.startswith("rollout_service.engine.plugin:") for value in names):
+    if not any(value.startswith("rollout_service.engine.vllm.plugin:") for value in names):
         raise EngineError(
             f"vLLM cannot find asyncrl's weight-transfer plugin in the entry points '{PLUGIN_GROUP}'",
             hint="Install asyncrl as a package (pip install -e .)",

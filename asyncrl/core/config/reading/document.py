@@ -15,7 +15,7 @@ from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from asyncrl.core.config.plain import JsonObject, JsonValue
-from asyncrl.core.config.problems import ORIGIN, KeyPath, Places, Problem
+from asyncrl.core.config.reading.problems import ORIGIN, KeyPath, Places, Problem
 
 MAX_DEPTH = 8
 TOO_DEEP = f"values are nested deeper than {MAX_DEPTH} levels"

@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from asyncrl.buffer.journals.journal import Fsync
-from asyncrl.buffer.journals.redis_link import OWN, LinkDown, RedisLink, Refusal, find_server
+from asyncrl.buffer.journals.redis.link import OWN, LinkDown, RedisLink, Refusal, find_server
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.service import SERVICE_VARIABLE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from asyncrl.core.config.architectures import ModelSize
+from asyncrl.core.config.models.architectures import ModelSize
 
 HUB_SIZES: Mapping[str, ModelSize] = {
     "Qwen/Qwen3-0.6B": ModelSize(

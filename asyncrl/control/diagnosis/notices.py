@@ -1,6 +1,6 @@
 """Notices: what services tell of that happened to them once, each an event of the run.
 
-What holds for a while is an obstacle instead (`asyncrl.control.lookout`).
+What holds for a while is an obstacle instead (`asyncrl.control.diagnosis.lookout`).
 """
 
 from __future__ import annotations

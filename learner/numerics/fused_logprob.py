@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from learner.autograd import SavedTensors
+from learner.numerics.autograd import SavedTensors
 
 TILE_ENTRIES = {"cpu": 1 << 13, "cuda": 1 << 14}
 """Vocabulary entries of a tile."""

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from asyncrl.control.record.row_files import RowWriter, is_evaluation
 from asyncrl.control.record.sinks.outbox import Outbox
+from asyncrl.control.rows.row_files import RowWriter, is_evaluation
 from asyncrl.core.metrics import unknown_names
 from asyncrl.core.metrics.metric import Row
 from asyncrl.core.runtime.interface import Runtime

@@ -29,9 +29,9 @@ from asyncrl.buffer.journals.journal import (
 )
 from asyncrl.buffer.journals.payload_index import PayloadIndex
 from asyncrl.buffer.journals.records import make_record, read_frames
-from asyncrl.buffer.journals.redis_link import Argument, LinkDown, RedisLink, Refusal, explain_refusal
-from asyncrl.buffer.journals.redis_past import FORMAT, keys_of, read_past, refuse_newer
-from asyncrl.buffer.journals.redis_settings import HINT, check_settings, read_eviction
+from asyncrl.buffer.journals.redis.link import Argument, LinkDown, RedisLink, Refusal, explain_refusal
+from asyncrl.buffer.journals.redis.past import FORMAT, keys_of, read_past, refuse_newer
+from asyncrl.buffer.journals.redis.settings import HINT, check_settings, read_eviction
 from asyncrl.buffer.ledger.events import Event
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, FencedError, ServiceFailed
 from asyncrl.core.obstacle import Cause, Obstacle, Tell, tell_nobody

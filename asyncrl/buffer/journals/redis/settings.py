@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from asyncrl.buffer.journals.redis_link import RedisLink, Refusal
+from asyncrl.buffer.journals.redis.link import RedisLink, Refusal
 from asyncrl.core.errors import ConfigError
 
 log = logging.getLogger(__name__)

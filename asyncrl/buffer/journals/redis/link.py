@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from redis.connection import parse_url
 from redis.retry import Retry
 
-from asyncrl.buffer.journals.redis_peer import Listener, find_own_listener
+from asyncrl.buffer.journals.redis.peer import Listener, find_own_listener
 from asyncrl.core.errors import ConfigError
 
 Argument = bytes | str

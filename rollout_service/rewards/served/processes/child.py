@@ -17,9 +17,9 @@ from pathlib import Path
 
 from asyncrl.core.errors import AsyncrlError, ConfigError
 from rollout_service.rewards.served.frames import HEAD_BYTES, body_bytes, pack_frame, unpack_body
-from rollout_service.rewards.served.surroundings import allowed_environment
+from rollout_service.rewards.served.processes.surroundings import allowed_environment
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 END_DEADLINE_S = 5.0
 
 

@@ -23,10 +23,10 @@ from asyncrl.core.config.lengths import Lengths
 from asyncrl.core.errors import AsyncrlError, EngineError
 from asyncrl.core.experience import CUT_REASONS, UNFINISHED, Group, Trajectory, check_reward
 from asyncrl.core.runtime.faults import fault_point
-from rollout_service import carry
 from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.engine.protocol import Interrupted, Sampling
-from rollout_service.episode import EpisodeRunner, Unfinished
+from rollout_service.sampling import carry
+from rollout_service.sampling.episode import EpisodeRunner, Unfinished
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.control.plan.memory import (
+from asyncrl.control.plan.footprint.memory import (
     BUFFER,
     ENGINE_CORES,
     FRONT_ENDS,
@@ -22,11 +22,11 @@ from asyncrl.control.plan.memory import (
     VERSIONS,
     Part,
 )
-from asyncrl.core.config.architectures import ModelSize
+from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.tree import Config
 
 if TYPE_CHECKING:
-    from asyncrl.control.plan.capacity import Capacity
+    from asyncrl.control.plan.footprint.capacity import Capacity
 
 ACTIVATIONS = "activations"
 FROM_HIDDEN, FROM_MLP, FROM_HEADS = 6, 4, 4

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from asyncrl.core.errors import SyncError
 from asyncrl.core.runtime.faults import is_wanted
-from rollout_service.engine.vllm_objects import HasModules, LoadableModel, LoadedParameter
+from rollout_service.engine.vllm.objects import HasModules, LoadableModel, LoadedParameter
 
 # It warns at every load of the modules that have buffers only; `_find_missing` names what is really missing.
 logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from asyncrl.core.experience import Trajectory
-from rollout_service import carry
 from rollout_service.data.prompts import TokenizedPrompt
 from rollout_service.engine.protocol import Completion, Engine, Interrupted, Sampling
 from rollout_service.rewards.score import Answer, Reward
 from rollout_service.rewards.shaping import Overlong
+from rollout_service.sampling import carry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

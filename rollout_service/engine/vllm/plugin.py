@@ -11,7 +11,7 @@ import signal
 import threading
 
 BACKEND = "asyncrl"
-WORKER_EXTENSION = "rollout_service.engine.weight_transfer.LoadReporter"
+WORKER_EXTENSION = "rollout_service.engine.vllm.weight_transfer.LoadReporter"
 REPORT = "report_staged_load"
 REFUSED = "report_refused_modules"
 OTHER_WORKER = "another worker of this engine"
@@ -27,7 +27,7 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "rollout_service.engine.weight_transfer", "StagedWeightTransferEngine"
+            BACKEND, "rollout_service.engine.vllm.weight_transfer", "StagedWeightTransferEngine"
         )
 
 

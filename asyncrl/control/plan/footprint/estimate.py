@@ -22,7 +22,7 @@ from asyncrl.control.plan.checks import (
     find_unchecked,
 )
 from asyncrl.control.plan.derived import Derived, InFlight
-from asyncrl.control.plan.memory import Part
+from asyncrl.control.plan.footprint.memory import Part
 from asyncrl.control.record.sinks.opening import check_sinks
 from asyncrl.control.roster import SERVERS
 from asyncrl.control.shared_memory import SharedMemory

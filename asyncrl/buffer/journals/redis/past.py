@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.buffer.journals.journal import Turn, unpack_snapshot, unpack_turn
-from asyncrl.buffer.journals.redis_link import LinkDown, RedisLink, Refusal, explain_refusal
+from asyncrl.buffer.journals.redis.link import LinkDown, RedisLink, Refusal, explain_refusal
 from asyncrl.core.errors import CheckpointError, ConfigError
 
 Ask = Callable[..., Any]

@@ -1,0 +1,1 @@
+"""Redis journal: streams on a server that is managed here or elsewhere."""

@@ -1,0 +1,1 @@
+"""Rollouts on the page: the newest groups, decoded."""

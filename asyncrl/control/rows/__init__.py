@@ -1,0 +1,1 @@
+"""Rows of metrics: fetched from the learner, completed, written, thinned and exported."""

@@ -1,0 +1,1 @@
+"""Models: architectures, sizes, and how a model may be cut over ranks."""

@@ -1,0 +1,1 @@
+"""Reading: a YAML document with positions, its problems, and values of other types."""

@@ -1,0 +1,1 @@
+"""Numerics: precision of sums, fused log-probs, and autograd functions over ranks."""

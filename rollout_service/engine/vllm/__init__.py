@@ -1,0 +1,1 @@
+"""vLLM: the adapter of its asynchronous engine, and the plugin that loads weights in its workers."""

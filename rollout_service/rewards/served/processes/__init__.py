@@ -1,0 +1,1 @@
+"""Processes that rewards run in, away from the engine's."""

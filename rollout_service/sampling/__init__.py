@@ -1,0 +1,1 @@
+"""Sampling: episodes, the groups that they make, and partial groups that another replica goes on with."""
