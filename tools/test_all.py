@@ -29,13 +29,13 @@ PART_DEADLINE_S = 3600.0
 SESSION_MARK = "ASYNCRL_TEST_SESSION"
 """Variable that marks the processes of a session of tests, see `tests/leftovers.py`."""
 TELLING = (
-    "tests/system/test_interruption.py",
-    "tests/system/test_determinism.py",
-    "tests/system/test_exactness.py",
-    "tests/system/test_blame.py",
-    "tests/system/test_held_up.py",
-    "tests/system/test_replay.py",
-    "tests/system/test_redis_journal.py",
+    "tests/system/faults/test_interruption.py",
+    "tests/system/exactness/test_determinism.py",
+    "tests/system/exactness/test_exactness.py",
+    "tests/system/faults/test_blame.py",
+    "tests/system/faults/test_held_up.py",
+    "tests/system/exactness/test_replay.py",
+    "tests/system/faults/test_redis_journal.py",
     "tests/buffer/hostile/test_key_holders.py",
     "tests/buffer/killed/test_killed.py",
 )

@@ -17,7 +17,7 @@ from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.experience import Group, Trajectory
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.staleness import Span
-from tests.buffer.ledger.ledger_runs import SETTINGS
+from tests.buffer.ledger.parts.ledger_runs import SETTINGS
 
 GROUP_SIZE = 2
 

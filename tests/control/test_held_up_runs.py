@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from scripted_services import REPLACE
-from test_supervisor import make_supervisor, start, wait_for
 
 from asyncrl.cli.bulletin import Bulletin
 from asyncrl.cli.views import LineView
@@ -17,6 +16,7 @@ from asyncrl.control.diagnosis.notices import Notices
 from asyncrl.control.fleet import watchdog
 from asyncrl.control.record.events import EventLog, load_events
 from asyncrl.control.record.rundir import RunDir, read_json
+from tests.control.supervisor.test_supervisor import make_supervisor, start, wait_for
 from tests.statuses import snapshot_of, statuses_of, told_by
 from tests.threads import RUNTIME
 

@@ -24,7 +24,7 @@ from asyncrl.core.config.load import dump_resolved, load_config, load_resolved
 from asyncrl.core.config.reading.problems import ConfigProblems
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
-from tests.control.model_folder import write_model_folder
+from tests.control.plan.model_folder import write_model_folder
 
 RUN_ID = f"past{os.getpid()}"
 

@@ -59,7 +59,7 @@ def test_the_model_of_the_page_is_one_that_a_plan_accepts(tmp_path: Path):
 
 
 def test_the_agent_of_the_page_is_a_module_and_its_configuration_a_run(tmp_path: Path):
-    """`tests/rollout/test_gateway.py` has it speak with a real model."""
+    """`tests/rollout/gateway/test_gateway.py` has it speak with a real model."""
     run_page("agent", tmp_path)
     agent = runpy.run_path(str(tmp_path / "agent.py"))
     assert agent["use_tool"]('{"name": "add", "arguments": {"a": 12, "b": 30}}') == "42"

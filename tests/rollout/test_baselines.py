@@ -23,7 +23,7 @@ from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.registry import load_reward
 from rollout_service.rewards.shaping import Overlong, overlong_penalty
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer
-from tests.rollout.replica_parts import (
+from tests.rollout.replica.replica_parts import (
     GROUP_SIZE,
     WAIT_S,
     Stage,

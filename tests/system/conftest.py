@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.core.runtime.faults import VARIABLE
-from tests.system.up_run import QUICKSTART, UpRun, asyncrl_command
+from tests.system.parts.up_run import QUICKSTART, UpRun, asyncrl_command
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,7 +70,7 @@ def up(runs_dir: Path) -> Callable[..., UpRun]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**users_environment(), "PYTHONPATH": str(Path(__file__).parent)},
+            env={**users_environment(), "PYTHONPATH": str(Path(__file__).parent / "parts")},
             cwd=cwd,
         )
         STARTED.append(UpRun(runs_dir / name, process))

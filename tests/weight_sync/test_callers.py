@@ -12,7 +12,7 @@ import pytest
 from asyncrl.core.errors import WireError
 from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
-from tests.weight_sync.test_protocol_peer import CARD, TIMING, WAIT_S
+from tests.weight_sync.protocol.test_protocol_peer import CARD, TIMING, WAIT_S
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import JOURNAL_FILE, MAX_BYTES, Journal
 from weight_sync.protocol.messages import MAX_ABILITIES, MAX_TEXT

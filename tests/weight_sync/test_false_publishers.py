@@ -20,7 +20,7 @@ from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.sockets.keys import RunKeys, make_run_keys
 from tests.threads import in_thread
-from tests.weight_sync.test_protocol_peer import WAIT_S
+from tests.weight_sync.protocol.test_protocol_peer import WAIT_S
 from weight_sync.composition import build_publisher, build_receiver
 from weight_sync.control_composition import build_coordinator
 from weight_sync.memory.segments import SHM_DIR

@@ -20,9 +20,9 @@ from asyncrl.core.rpc import Client, Request, Server
 from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.runtimes import ManualRuntime
 from tests.threads import in_thread
+from tests.weight_sync.protocol.test_protocol_machine import EVERYONE, ProtocolMachine
+from tests.weight_sync.protocol.world import TIMING
 from tests.weight_sync.sides import ModelReceiver, Peer, manifest_of
-from tests.weight_sync.test_protocol_machine import EVERYONE, ProtocolMachine
-from tests.weight_sync.world import TIMING
 from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.liaison import MAX_TRIES, Introduction, Liaison, _Report
 from weight_sync.memory import segments

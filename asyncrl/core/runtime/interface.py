@@ -2,7 +2,7 @@
 
 A process has one `Runtime`. Its composition root makes it and hands it to all that the process builds;
 nothing reads a clock, starts a thread, draws an id or opens a socket in another way
-(`tests/setup/test_seam.py`). `threads` beside it is the runtime of production; tests have others.
+(`tests/setup/lint/test_seam.py`). `threads` beside it is the runtime of production; tests have others.
 Invariants: a wait is for an event, with a deadline or without one, and nobody looks in between whether it
 has come; every time is `now` of the runtime.
 """

@@ -16,7 +16,7 @@ from asyncrl.buffer.journals.segments import RECENT_SEGMENTS
 from asyncrl.buffer.ledger.events import Opened
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.experience import encode_group
-from tests.buffer.ledger.ledger_runs import SETTINGS
+from tests.buffer.ledger.parts.ledger_runs import SETTINGS
 from tests.buffer.parts import GROUP_SIZE, make_group
 
 

@@ -20,7 +20,7 @@ from asyncrl.buffer.ledger.tickets import PAYLOAD_STATES, State
 from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadRuntime
-from tests.buffer.journals.redis_parts import free_port
+from tests.buffer.journals.redis.redis_parts import free_port
 from tests.buffer.killed import killed_parties
 from tests.buffer.killed.killed_parties import NUM_STEPS, digest_of
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.buffer.ledger.census import add_up
-from tests.buffer.ledger.ledger_runs import Run
+from tests.buffer.ledger.parts.ledger_runs import Run
 
 
 def test_a_miscounted_ticket_shows_as_residue() -> None:

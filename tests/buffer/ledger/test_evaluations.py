@@ -12,8 +12,8 @@ from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import MAX_KEPT_EVALUATIONS, Part
 from asyncrl.core.metrics.tallies import Tally
-from tests.buffer.ledger.ledger_model import Shadow
-from tests.buffer.ledger.ledger_runs import Run
+from tests.buffer.ledger.parts.ledger_model import Shadow
+from tests.buffer.ledger.parts.ledger_runs import Run
 
 RIGHT = {"acc": Tally(4, 2.0, 2.0, 4)}
 

@@ -11,7 +11,7 @@ from asyncrl.buffer.ledger.state import MAX_DROPPED_TICKETS
 from asyncrl.buffer.ledger.tickets import GIVEN_UP_LOST_LEASES, State
 from asyncrl.core.errors import ConfigError, DataError, FencedError, LedgerError
 from asyncrl.core.metrics.tallies import Tally
-from tests.buffer.ledger.ledger_runs import GROUP_BYTES, SETTINGS, Run
+from tests.buffer.ledger.parts.ledger_runs import GROUP_BYTES, SETTINGS, Run
 
 # Admission
 

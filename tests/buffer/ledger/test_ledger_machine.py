@@ -17,8 +17,14 @@ from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import POLICIES, Grant, State, Ticket
 from asyncrl.core.errors import AsyncrlError, FencedError, LedgerError
 from asyncrl.core.metrics.tallies import Tally
-from tests.buffer.ledger.ledger_model import Model, Shadow, check_indexes, check_refused, drive_to_next_step
-from tests.buffer.ledger.ledger_runs import GROUP_BYTES, SETTINGS
+from tests.buffer.ledger.parts.ledger_model import (
+    Model,
+    Shadow,
+    check_indexes,
+    check_refused,
+    drive_to_next_step,
+)
+from tests.buffer.ledger.parts.ledger_runs import GROUP_BYTES, SETTINGS
 
 REPLICAS = ("a", "b", "c", "d")
 done: Counter[str] = Counter()

@@ -11,7 +11,7 @@ from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import Grant, State
 from asyncrl.core.errors import LedgerError, WireError
-from tests.buffer.ledger.ledger_runs import GROUP_BYTES, SETTINGS, Run
+from tests.buffer.ledger.parts.ledger_runs import GROUP_BYTES, SETTINGS, Run
 
 
 def late(policy: str, **changes: object) -> tuple[Run, Grant]:

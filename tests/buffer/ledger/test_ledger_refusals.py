@@ -8,8 +8,8 @@ import pytest
 
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.core.errors import DataError, FencedError, LedgerError
-from tests.buffer.ledger.ledger_model import check_refused
-from tests.buffer.ledger.ledger_runs import Run
+from tests.buffer.ledger.parts.ledger_model import check_refused
+from tests.buffer.ledger.parts.ledger_runs import Run
 
 TICKET = 1
 STATES = ("unknown", "issued", "leased", "stored", "reserved", "trained", "acked", "dropped", "folded")

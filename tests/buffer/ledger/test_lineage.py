@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from asyncrl.buffer.ledger.lineage import VersionBook
 from asyncrl.buffer.ledger.snapshot import SNAPSHOT_VERSION, read_snapshot, write_snapshot
 from asyncrl.buffer.ledger.state import LedgerState
-from tests.buffer.ledger.ledger_runs import SETTINGS
+from tests.buffer.ledger.parts.ledger_runs import SETTINGS
 
 
 class Rows:

@@ -7,7 +7,7 @@ from asyncrl.buffer.audit.recount import Recount
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.state import LedgerState
-from tests.buffer.ledger.ledger_runs import SETTINGS, Run
+from tests.buffer.ledger.parts.ledger_runs import SETTINGS, Run
 
 
 def make_past() -> tuple[Run, list[ev.Event]]:

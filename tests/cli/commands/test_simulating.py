@@ -19,7 +19,7 @@ from asyncrl.planner.sweep import sweep
 from benchmarks.calibrate import _values, of_run
 from configs import shipped
 from tests.cli.commands.calling import asyncrl
-from tests.sim.planner.runs import RATES, make_config, make_setting, rows_of, run
+from tests.planner.planner.runs import RATES, make_config, make_setting, rows_of, run
 
 SMALL = ("learner.groups_per_step=2", "rollout.group_size=2", "rollout.replicas=1", "eval.every_steps=0")
 SETS = [word for one in (*SMALL, "learner.minibatches=1") for word in ("--set", one)]

@@ -33,7 +33,7 @@ from learner.checkpoint import CheckpointStore, Commit
 from learner.leader import Leader
 from learner.orders import Restore
 from tests.buffer.parts import GROUP_SIZE, make_group, serving
-from tests.control.model_folder import write_model_folder
+from tests.control.plan.model_folder import write_model_folder
 
 
 def make_config(folder: Path, **sections: object) -> Config:

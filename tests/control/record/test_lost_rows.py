@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from scripted_services import ROW
-from test_repair import make_supervised
-from test_supervisor import wait_for
 
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.rows.recorder import lost_rows, training_rows
 from asyncrl.control.rows.row_files import load_rows
 from asyncrl.core.metrics.row_log import RowLog, read_rows
 from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from tests.control.supervisor.test_repair import make_supervised
+from tests.control.supervisor.test_supervisor import wait_for
 from tests.statuses import told_by
 
 STEP = "training/global_step"

@@ -23,7 +23,7 @@ from learner.backend import Models
 from learner.megatron.value import MegatronValueBackend
 from learner.report import Stopwatch, make_efficiency
 from rollout_service.evaluation.statistics import Judged, JudgedPrompt, tally_prompts
-from tests.buffer.ledger.ledger_runs import Run
+from tests.buffer.ledger.parts.ledger_runs import Run
 from tests.learner.guard.guarded_run import Faults, running
 from tests.learner.parts.samples import make_groups
 from tests.learner.parts.training import open_backend, open_objective, take_step, take_streamed_step

@@ -17,7 +17,7 @@ from rollout_service.data.sources import load_prompts, load_sources
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.matching import score_digit_sort
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
-from tests.rollout.replica_parts import WAIT_S, open_stage
+from tests.rollout.replica.replica_parts import WAIT_S, open_stage
 
 LIMIT = 12
 FUNCTIONS = """

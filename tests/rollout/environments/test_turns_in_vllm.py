@@ -18,7 +18,7 @@ from rollout_service.environments.registry import Episodes
 from rollout_service.environments.runner import MultiTurn
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
 from tests.different import assert_all_differ
-from tests.rollout.engine_parts import LoopThread, logprobs_of, make_model, save_model, stage
+from tests.rollout.engine.engine_parts import LoopThread, logprobs_of, make_model, save_model, stage
 from tests.rollout.environments.parts import ExactMatch, make_prompt
 
 pytestmark = pytest.mark.long

@@ -30,7 +30,7 @@ from rollout_service.rewards.total import (
     Weighed,
 )
 from rollout_service.tasks.digit_sort.vocabulary import build_tokenizer
-from tests.rollout.replica_parts import GROUP_SIZE, make_config, open_stage, wait_for, write_data
+from tests.rollout.replica.replica_parts import GROUP_SIZE, make_config, open_stage, wait_for, write_data
 from tests.rollout.rewards.judging import answer, judge, reward_of, write
 
 

@@ -23,7 +23,7 @@ from asyncrl.buffer.audit.report import verify_run
 from asyncrl.core.config.load import load_config
 from asyncrl.core.config.tree import Config
 from tests.different import assert_all_differ
-from tests.system.harness import Harness
+from tests.system.parts.harness import Harness
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 NUM_STEPS, NUM_GROUPS = 6, 4

@@ -20,7 +20,7 @@ import pytest
 from asyncrl.buffer.audit.report import verify_run
 from asyncrl.control.launch.processes import pids_of_service
 from asyncrl.control.record.events import EVENTS_FILE, load_events
-from tests.system.up_run import UpRun, leftovers
+from tests.system.parts.up_run import UpRun, leftovers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 

@@ -21,8 +21,8 @@ import pytest
 
 from asyncrl.buffer.audit.report import verify_run
 from asyncrl.control.launch.processes import pids_of_run
+from tests.system.parts.up_run import UpRun, leftovers
 from tests.system.repair.test_kills import is_at_work
-from tests.system.up_run import UpRun, leftovers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

@@ -18,8 +18,8 @@ from asyncrl.buffer.audit.report import verify_run
 from asyncrl.buffer.journals.file_journal import read_turns
 from asyncrl.buffer.ledger.events import Leased, Stored
 from asyncrl.control.record.events import load_events
+from tests.system.parts.up_run import UpRun, leftovers
 from tests.system.repair.test_kills import REPAIR_DEADLINE_S, is_at_work
-from tests.system.up_run import UpRun, leftovers
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from asyncrl.control.launch.processes import pids_of_run, pids_of_service
-from tests.system.up_run import UpRun, asyncrl_command, leftovers
+from tests.system.parts.up_run import UpRun, asyncrl_command, leftovers
 
 SHORT = ("learner.steps=5000", "rollout.replicas=1", "eval.every_steps=0", "checkpoint.every_steps=10")
 SUPERVISOR = "supervisor.0"

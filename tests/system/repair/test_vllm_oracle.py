@@ -25,7 +25,7 @@ from transformers import Qwen3ForCausalLM
 
 from asyncrl.core.config.tree import Config
 from rollout_service.tasks.digit_sort.warm_start import build_model
-from tests.system.harness import Harness
+from tests.system.parts.harness import Harness
 from tests.system.repair.oracle_run import SERVICES, Outcome, make_task, oracle_config, play, service_of
 
 pytestmark = pytest.mark.long

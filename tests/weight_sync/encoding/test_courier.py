@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from asyncrl.core.errors import SyncError
-from tests.weight_sync.world import World
+from tests.weight_sync.protocol.world import World
 from weight_sync.encoding.courier import HEAD, WHOLE, DeltaReceiver, DeltaSender
 from weight_sync.encoding.sparse import Code
 

@@ -1,0 +1,47 @@
+"""A stop waits only for services that have something to hand over. Services are scripted, in threads."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from thread_launcher import ThreadLauncher
+
+from asyncrl.control.api import operations as api
+from tests.control.supervisor.test_repair import REPLACE, make_supervised, read_outcome, supervise_again
+from tests.control.supervisor.test_supervisor import wait_for
+from tests.statuses import told_by
+
+
+def test_a_learner_that_has_trained_nothing_is_not_waited_for(tmp_path: Path) -> None:
+    supervisor, launcher = make_supervised(tmp_path, "NothingToSave")
+    thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
+    thread.start()
+    wait_for(lambda: supervisor.state == "running")
+    supervisor.perform(api.Stop())
+    try:
+        wait_for(lambda: supervisor.state == "stopped")
+        assert "learner.0" in launcher.killed
+    finally:
+        (tmp_path / "may-save").touch()  # lets the thread that stands for its process end
+        thread.join(30.0)
+
+
+def test_what_keeps_the_last_checkpoint_from_being_written_is_told(tmp_path: Path) -> None:
+    buffer, learner = "scripted_services:AwayBuffer", "scripted_services:SlowSaver"
+    (tmp_path / "journal-back").touch()
+    launcher = ThreadLauncher({**REPLACE, "buffer": buffer, "learner": learner})
+    supervisor = supervise_again(tmp_path, launcher)
+    thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
+    thread.start()
+    wait_for(lambda: supervisor.state == "running")
+    supervisor.perform(api.Stop())
+    wait_for(lambda: supervisor.state == "stopping")
+    (tmp_path / "journal-back").unlink()
+    try:
+        wait_for(lambda: bool(told_by(supervisor)["obstacles"]))
+    finally:
+        (tmp_path / "may-save").write_text("the buffer does not answer")
+        thread.join(30.0)
+    error = read_outcome(tmp_path)["error"]
+    assert "the buffer does not answer (Redis at localhost:1 is away: Connection refused); it wrote" in error

@@ -1,0 +1,106 @@
+"""Tiny models of the families that are trained and served, in every form that an engine treats differently.
+
+A seed decides every tensor of a model by a generator of its own; no other random state takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from asyncrl.core.staleness import PolicyVersion
+from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
+from rollout_service.tasks.digit_sort.vocabulary import BOS, EOS, PAD
+from tests.rollout.engine.engine_parts import LoopThread, save_model, stage
+from weight_sync.memory.manifest import Probe
+
+CONFIGS: dict[str, Callable[..., LlamaConfig | Qwen2Config | Qwen3Config]] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,  # its q, k and v have biases
+    "qwen3": Qwen3Config,  # its q and k have norms
+}
+VOCABULARIES = (87, 96, 128, 131, 151_936)
+"""The engine pads to multiples of 64; the last one is Qwen's."""
+SPREAD = 0.15
+
+
+@dataclass(frozen=True)
+class Width:
+    hidden: int
+    intermediate: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+
+
+PLAIN = Width(64, 192, 2, 1, 32)
+WIDTHS = (PLAIN, Width(160, 136, 2, 2, 80), Width(128, 44, 4, 2, 32), Width(72, 70, 2, 2, 32))
+"""Qwen2's heads share out its hidden size: it has no form of the last one.
+
+The norms of vLLM 0.32 on CPU take only hidden sizes that are multiples of eight.
+"""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What of a model decides how an engine loads it."""
+
+    family: str
+    is_tied: bool
+    vocab_size: int
+    width: Width = PLAIN
+
+    def __str__(self) -> str:
+        tied = "tied" if self.is_tied else "untied"
+        return f"{self.family}-{tied}-{self.vocab_size}-{self.width.hidden}"
+
+    def build(self, seed: int) -> PreTrainedModel:
+        """Return the model of `seed`, in float32."""
+        width = self.width
+        config = CONFIGS[self.family](
+            vocab_size=self.vocab_size,
+            hidden_size=width.hidden,
+            intermediate_size=width.intermediate,
+            num_hidden_layers=2,
+            num_attention_heads=width.heads,
+            num_key_value_heads=width.key_value_heads,
+            **({} if self.family == "qwen2" else {"head_dim": width.head_size}),
+            max_position_embeddings=1024,
+            tie_word_embeddings=self.is_tied,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+            dtype="float32",
+        )
+        model = AutoModelForCausalLM.from_config(config).eval()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                middle = 1.0 if "norm" in name else 0.0
+                parameter.copy_(middle + SPREAD * torch.randn(parameter.shape, generator=generator))
+        return model
+
+
+def start_engine(
+    model: PreTrainedModel, folder: Path, loop: LoopThread, workers: int = 1, dtype: str = "float32"
+) -> VllmEngine:
+    """Return an engine that was started with `model`. Without a tokenizer vLLM loads no Llama."""
+    save_model(model, folder)
+    engine = VllmEngine(VllmSettings(str(folder), dtype, 1024, 16, 64 << 20, cpu_workers=workers))
+    try:
+        loop.call(engine.start(), 280.0)
+    except BaseException:
+        loop.call(engine.shutdown())
+        raise
+    return engine
+
+
+def swap(
+    engine: VllmEngine, loop: LoopThread, number: int, model: PreTrainedModel, probe: Probe | None = None
+) -> None:
+    with stage(model, PolicyVersion(number, number), probe) as staged:
+        loop.call(engine.swap(staged))

@@ -1,0 +1,127 @@
+"""A 40-step run through `asyncrl up`, with its real parts: it learns, and the account is clean."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+
+from asyncrl.buffer.audit.report import verify_run
+from tests.system.parts.up_run import UpRun, leftovers
+
+NUM_STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def run(up: Callable[..., UpRun]) -> UpRun:
+    run = up("learning", f"learner.steps={NUM_STEPS}", "eval.every_steps=20", "eval.prompts=256")
+    code, output = run.finish()
+    assert code == 0, output
+    return run
+
+
+def gain_in_standard_errors(rows: list[dict[str, Any]]) -> float:
+    """Return (mean reward of the last 10 steps - of the first 10) in standard errors of the difference."""
+    rewards = [row["critic/rewards/mean"] for row in rows]
+    first, last = rewards[:10], rewards[-10:]
+    error = (statistics.variance(first) / 10 + statistics.variance(last) / 10) ** 0.5
+    return (statistics.mean(last) - statistics.mean(first)) / max(error, 1e-9)
+
+
+def test_the_reward_rises_by_more_than_four_standard_errors(run: UpRun) -> None:
+    assert gain_in_standard_errors(run.rows()) > 4
+
+
+@pytest.mark.long
+def test_with_zero_advantages_the_reward_does_not_rise(up: Callable[..., UpRun]) -> None:
+    changes = ("algorithm.advantage=zero_advantage:zero", "eval.every_steps=0", "rollout.replicas=1")
+    run = up("not_learning", f"learner.steps={NUM_STEPS}", *changes)
+    code, output = run.finish()
+    assert code == 0, output
+    assert gain_in_standard_errors(run.rows()) < 4
+
+
+def test_no_token_over_the_bound_is_trained_and_the_run_is_asynchronous(run: UpRun) -> None:
+    assert max(row["staleness/lag_max_trained"] for row in run.rows()) <= 4
+    summary = run.summary()
+    assert summary["lag_mean"] >= 0.5
+    assert summary["masked_share"] < 0.05
+
+
+def test_the_guard_finds_nothing_in_a_healthy_run(run: UpRun) -> None:
+    counts = run.summary()["guard"]
+    assert counts and not any(counts.values()), counts
+
+
+def test_the_ledger_has_no_residue_and_names_what_it_dropped(run: UpRun) -> None:
+    summary = run.summary()
+    assert summary["ledger_residue"] == 0
+    ledger = summary["ledger"]
+    assert ledger["trained"] + ledger["dropped"].get("stale", 0) >= NUM_STEPS * 16
+    assert set(ledger["dropped"]) <= {"stale"}
+
+
+def test_a_recount_of_the_journal_finds_nothing_wrong(run: UpRun) -> None:
+    found = verify_run(str(run.folder), "")
+    assert found["findings"] == []
+    assert found["steps_trained"] == NUM_STEPS
+    assert 1 <= found["lag_max_trained"] <= 4 and found["steps_without_a_lag"] == 0
+
+
+def test_every_step_trains_its_own_tickets_once(run: UpRun) -> None:
+    assert [row["training/global_step"] for row in run.rows()] == list(range(1, NUM_STEPS + 1))
+
+
+def test_the_run_writes_all_that_it_promises(run: UpRun) -> None:
+    for name in ("resolved.yaml", "metrics.jsonl", "curves.png", "summary.json", "weights/model.safetensors"):
+        assert (run.folder / name).stat().st_size > 0, name
+    assert list((run.folder / "tensorboard").glob("events.*"))
+    for service in ("head.0", "supervisor.0", "buffer.0", "weight_sync.0", "publisher.0", "learner.0"):
+        assert (run.folder / "logs" / f"{service}.log").exists(), service
+    for index in range(2):
+        assert (run.folder / "logs" / f"rollout.{index}.log").stat().st_size > 0
+
+
+def test_nothing_is_left_of_the_run(run: UpRun) -> None:
+    assert leftovers(run.folder) == []
+
+
+def test_work_and_waiting_add_up_to_wall_time(run: UpRun) -> None:
+    """What the learner does and its waiting fill the step, but for bookkeeping between the stages."""
+    rows = run.rows()[1:]
+    stages = ("wait", "fetch", "old_log_prob", "update_actor", "update_weights")
+    named_s = sum(row.get(f"timing_s/{stage}", 0.0) for row in rows for stage in (*stages, "save_checkpoint"))
+    assert 0.7 <= named_s / sum(row["timing_s/step"] for row in rows) <= 1.0
+    assert all(0 <= row["perf/rollout_idle_share"] <= 1 for row in rows)
+
+
+def test_plain_transformers_reaches_the_last_accuracy(run: UpRun, runs_dir: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "weights", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "weights")
+    rows = pyarrow.parquet.read_table(runs_dir / "builtin" / "digit_sort" / "eval.parquet").to_pylist()[:256]
+    torch.manual_seed(0)
+    right = sum(answers_right(model, tokenizer, row) for row in rows)
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    evaluations = [json.loads(line) for line in lines if "val-core" in line]
+    last = max(evaluations, key=lambda row: row["training/global_step"])
+    assert last["training/global_step"] == NUM_STEPS
+    three_errors = 0.1
+    assert right / len(rows) == pytest.approx(last["val-core/held_out/acc/mean@1"], abs=three_errors)
+
+
+def answers_right(model: Any, tokenizer: Any, row: dict[str, Any]) -> bool:
+    """Sample one answer at temperature 1 and compare it whole, end of sequence included."""
+    ids = tokenizer(row["prompt"])["input_ids"]
+    output = model.generate(
+        torch.tensor([ids]), max_new_tokens=7, do_sample=True, temperature=1.0, top_k=0, top_p=1.0
+    )[0].tolist()[len(ids) :]
+    answer = tokenizer.decode(output, skip_special_tokens=True)
+    return bool(answer == row["reward_model"]["ground_truth"] and output[-1] == tokenizer.eos_token_id)
