@@ -8,7 +8,7 @@
 BIN := .venv/bin
 LIST ?= cpu
 STAMP := .venv/.set-up-$(LIST)
-PACKAGES := asyncrl benchmarks configs learner rollout_service weight_sync
+PACKAGES := asyncrl benchmarks configs learner research rollout_service weight_sync
 ARGS ?=
 WORKERS ?= 3
 UPGRADE ?=
@@ -52,7 +52,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/python tools/shape.py $(PACKAGES) tools tests
 	$(BIN)/python tools/untyped.py
-	$(BIN)/python tools/pickles.py $(filter-out benchmarks,$(PACKAGES)) tools
+	$(BIN)/python tools/pickles.py $(filter-out benchmarks research,$(PACKAGES)) tools
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

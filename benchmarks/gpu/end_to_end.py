@@ -23,12 +23,12 @@ from asyncrl.control.launch import run
 from asyncrl.core.config.load import load_config
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ServiceFailed
-from benchmarks.inputs import save_qwen3
-from benchmarks.options import Verdict, end_on_sigterm, judge, make_parser, report
-from benchmarks.rollout_ways.setting import build_tokenizer, make_prompt
-from benchmarks.rows import Row
-from benchmarks.staleness.through_up import await_end
+from benchmarks.harness.options import Verdict, end_on_sigterm, judge, make_parser, report
+from benchmarks.harness.rows import Row
+from benchmarks.learner.inputs import save_qwen3
+from benchmarks.rollout.ways.setting import build_tokenizer, make_prompt
 from configs import shipped
+from research.staleness.through_up import await_end
 
 WARM_UP_STEPS, STOP_DEADLINE_S = 3, 60.0
 MAX_LAGS = (0, 2)

@@ -27,9 +27,9 @@ import numpy as np
 
 from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.experience import Group
-from benchmarks.inputs import make_trajectory, save_qwen3
-from benchmarks.options import Verdict, judge, make_parser, report
-from benchmarks.packing import loss
+from benchmarks.harness.options import Verdict, judge, make_parser, report
+from benchmarks.learner.inputs import make_trajectory, save_qwen3
+from benchmarks.learner.packing import loss
 from learner.backend import Placement
 from learner.batching.batch import PackedBatch, build_batch
 from learner.megatron.backend import MegatronBackend

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.options import Verdict, judge, make_parser, report
-from benchmarks.rows import Row
+from benchmarks.harness.options import Verdict, judge, make_parser, report
+from benchmarks.harness.rows import Row
 from learner.numerics.fused_logprob import fused_logprobs
 
 TEMPERATURE = 0.8

@@ -25,9 +25,9 @@ import xxhash
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.files.private import make_secret
 from asyncrl.core.runtime.clock import SystemClock
-from benchmarks.options import Verdict, judge, make_parser, report
-from benchmarks.weight_sync_peers.peers import FORKED
-from benchmarks.weight_sync_peers.weights import NamedTensors, count_bytes, make_weights
+from benchmarks.harness.options import Verdict, judge, make_parser, report
+from benchmarks.weight_sync.peers.peers import FORKED
+from benchmarks.weight_sync.peers.weights import NamedTensors, count_bytes, make_weights
 from weight_sync.backends.contract import Group, Transport
 from weight_sync.backends.gloo import LOOPBACK, GlooTransport
 from weight_sync.backends.meeting import open_store

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.buffer import Comparison, cells, check, read_arguments, systems, table
-from benchmarks.buffer_peers.crew import Crew, PeerMissing, make_environment
-from benchmarks.buffer_peers.load import Turn
+from benchmarks.buffer.peers.crew import Crew, PeerMissing, make_environment
+from benchmarks.buffer.peers.load import Turn
+from benchmarks.buffer.throughput import Comparison, cells, check, read_arguments, systems, table
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from benchmarks.buffer_peers.load import Turn
 def test_a_turn_delivers_and_counts(
     way: tuple[str, str], options: dict[str, Any], shape: tuple[int, int], groups_per_s: float
 ) -> None:
-    crew = Crew(f"benchmarks.buffer_peers.{way[0]}", way[1])
+    crew = Crew(f"benchmarks.buffer.peers.{way[0]}", way[1])
     try:
         turn = Turn("t", 64, 2, *shape, groups_per_s=groups_per_s, per_entry=2, options=options)
         figures = crew.run(turn, 0.6, 1.2 if groups_per_s else 0.4)

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.concurrency_vllm import Plan, check, make_rules, measure_rule, table
-from benchmarks.rollout_ways.engine_gauges import LoggedGauges
-from benchmarks.rollout_ways.rules import Adaptive, Fixed
+from benchmarks.rollout.concurrency_vllm import Plan, check, make_rules, measure_rule, table
+from benchmarks.rollout.ways.engine_gauges import LoggedGauges
+from benchmarks.rollout.ways.rules import Adaptive, Fixed
 
 
 class ScriptedEngine:

@@ -7,7 +7,7 @@ import pytest
 from asyncrl.core import wire
 from asyncrl.core.errors import WireError
 from asyncrl.core.experience import decode_group
-from benchmarks import hostile
+from benchmarks.buffer import hostile
 
 
 @pytest.mark.parametrize(

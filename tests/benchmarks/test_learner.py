@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 
-from benchmarks import learner, verl_loss
 from benchmarks.gpu import learner as gpu_learner
+from benchmarks.learner import training as learner
+from benchmarks.learner import verl_loss
 
 SHAPE = learner.Shape("tiny", 128, 1, 64, 1)
 SIZES = learner.Sizes((SHAPE,), num_rows=4, num_tokens=32)

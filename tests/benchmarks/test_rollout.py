@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import rollout
-from benchmarks.rollout_ways import setting
-from benchmarks.rollout_ways.bare import Load, _ids
-from benchmarks.rollout_ways.setting import Count, Rate, rate_between
+from benchmarks.rollout import replica as rollout
+from benchmarks.rollout.ways import setting
+from benchmarks.rollout.ways.bare import Load, _ids
+from benchmarks.rollout.ways.setting import Count, Rate, rate_between
 
 
 class RecordedContest:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import weight_sync
-from benchmarks.comparison import compare
 from benchmarks.gpu import weight_sync as gpu_weight_sync
-from benchmarks.rows import RowFile
-from benchmarks.weight_sync_peers.joiners import measure_joiners
-from benchmarks.weight_sync_peers.weights import count_bytes, make_weights
+from benchmarks.harness.comparison import compare
+from benchmarks.harness.rows import RowFile
+from benchmarks.weight_sync import rounds as weight_sync
+from benchmarks.weight_sync.peers.joiners import measure_joiners
+from benchmarks.weight_sync.peers.weights import count_bytes, make_weights
 
 
 def test_made_up_weights_have_about_the_bytes_asked_for_and_one_large_tensor() -> None:

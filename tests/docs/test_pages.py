@@ -150,3 +150,13 @@ def test_no_page_and_no_message_installs_asyncrl_from_an_index():
     pattern = re.compile(r"(pip|uv)3? (add|install)[^\n`]*(?<![\w./-])asyncrl(?![\w/])")
     code = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert [str(path) for path in [*PAGES, *code] if pattern.search(path.read_text())] == []
+
+
+FOLDERS = "asyncrl|benchmarks|configs|learner|research|rollout_service|tests|tools|weight_sync"
+NAMED_PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]*)`")
+
+
+def test_every_path_that_a_page_names_exists():
+    named = [(page.name, path) for page in PAGES for path in NAMED_PATH.findall(page.read_text())]
+    assert len(named) > 60
+    assert not [(page, path) for page, path in named if not (ROOT / path).exists()]

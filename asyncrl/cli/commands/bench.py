@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import typer
 
 from asyncrl.cli.options import GROUP, show_help
 from asyncrl.control.services import function
+from asyncrl.core.errors import ConfigError
 
 app = typer.Typer(help="Run a benchmark.", callback=show_help, **GROUP)
 
@@ -27,30 +30,64 @@ BENCHMARKS = {
     "plot": "Draw a file of rows as a PNG.",
     "prediction": "Compare live runs with what the simulator says of them.",
     "soak": "Measure what grows in a run that never ends, and tell it for a week.",
-    "staleness_policies": "Simulate what each staleness policy costs, beside published rules.",
     "restart": "Measure how soon the buffer serves again with 10,000 groups in its journal.",
     "rollout": "Measure a replica's whole path beside a bare AsyncLLM.",
-    "staleness_study": "Measure what lag does to learning under each correction.",
     "sync": "As weight_sync.",
     "weight_sync": "Measure a weight sync beside bare broadcasts and copies.",
-    "weight_sync_delta": "Measure differences between versions: bytes, seconds, and how much changes.",
     "weight_sync_publish": "Measure how long a learner stands still to publish.",
 }
 """Benchmarks that read their own arguments: modules of `benchmarks` with a `main(arguments) -> exit code`."""
 
 
-MODULES = {"all": "suite", "compare": "comparison", "plot": "pictures", "sync": "weight_sync"}
-"""Commands whose module of `benchmarks` has another name."""
+MODULES = {
+    "all": "harness.suite",
+    "buffer": "buffer.throughput",
+    "calibrate": "calibration.calibrate",
+    "checkpoints": "learner.checkpoints",
+    "compare": "harness.comparison",
+    "concurrency": "rollout.concurrency",
+    "concurrency_vllm": "rollout.concurrency_vllm",
+    "hostile": "buffer.hostile",
+    "learner": "learner.training",
+    "ledger": "buffer.ledger",
+    "memory": "learner.memory",
+    "packing": "learner.packing",
+    "pipeline": "pipeline.asynchrony",
+    "plot": "harness.pictures",
+    "prediction": "fleet.prediction",
+    "restart": "buffer.restart",
+    "rollout": "rollout.replica",
+    "scale": "fleet.scale",
+    "soak": "soak.soak",
+    "sync": "weight_sync.rounds",
+    "weight_sync": "weight_sync.rounds",
+    "weight_sync_publish": "weight_sync.publish",
+}
+"""The module of `benchmarks` for each command."""
+
+
+def _main_of(name: str) -> Callable[[Sequence[str]], int]:
+    """Return a benchmark's `main`.
+
+    Raises:
+        ConfigError: The benchmark is not installed: a wheel holds the harness and the calibration only.
+    """
+    try:
+        return function(f"benchmarks.{MODULES[name]}:main")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("benchmarks."):
+            raise
+        hint = "Clone the repository and run it there: make bench, or .venv/bin/asyncrl bench"
+        raise ConfigError(f"asyncrl bench {name} needs a checkout of asyncrl", hint=hint) from error
 
 
 def _add_benchmark(name: str, summary: str) -> None:
-    """Add the command that hands its arguments to `benchmarks.<module>:main`, which knows its own flags."""
-    module = MODULES.get(name, name)
+    """Add the command that hands its arguments to the benchmark's `main`, which knows its own flags."""
     settings = {"allow_extra_args": True, "ignore_unknown_options": True}
 
     @app.command(name, help=summary, context_settings=settings, add_help_option=False)
     def run_benchmark(context: typer.Context) -> None:
-        raise typer.Exit(function(f"benchmarks.{module}:main")(context.args))
+        raise typer.Exit(_main_of(name)(context.args))
 
 
 for _name, _summary in BENCHMARKS.items():

@@ -12,8 +12,9 @@ import pytest
 from asyncrl.core.config.lengths import Lengths
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.staleness import PolicyVersion, Span
-from benchmarks import pipeline
-from benchmarks.pipeline import (
+from benchmarks.harness.rows import RowFile
+from benchmarks.pipeline import asynchrony as pipeline
+from benchmarks.pipeline.asynchrony import (
     MIN_OF_IDEAL,
     SIGMAS,
     WAYS,
@@ -24,8 +25,8 @@ from benchmarks.pipeline import (
     read_arguments,
     table,
 )
-from benchmarks.pipeline_parts.bounded import Work, bounded_share
-from benchmarks.pipeline_parts.cases import (
+from benchmarks.pipeline.bounded import Work, bounded_share
+from benchmarks.pipeline.cases import (
     COLOCATED,
     REAL,
     SCRIPTED,
@@ -37,7 +38,7 @@ from benchmarks.pipeline_parts.cases import (
     make_task,
     start_services,
 )
-from benchmarks.pipeline_parts.closed_form import (
+from benchmarks.pipeline.closed_form import (
     Split,
     StepTimes,
     asynchronous_s,
@@ -46,10 +47,9 @@ from benchmarks.pipeline_parts.closed_form import (
     draw_batches,
     tail_factor,
 )
-from benchmarks.pipeline_parts.crew import Crew, seats_of, two_cores
-from benchmarks.pipeline_parts.sleepers import Pace, SleepingEngine
-from benchmarks.pipeline_parts.window import ESS, Sample, Window, read_window
-from benchmarks.rows import RowFile
+from benchmarks.pipeline.crew import Crew, seats_of, two_cores
+from benchmarks.pipeline.sleepers import Pace, SleepingEngine
+from benchmarks.pipeline.window import ESS, Sample, Window, read_window
 
 TIMES = StepTimes(generation_s=2.0, training_s=1.0, tail=3.0, sync_s=0.5, exposed_sync_s=0.1)
 

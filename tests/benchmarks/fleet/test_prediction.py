@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.prediction import TOLD, check, make_rows, table
+from benchmarks.fleet.prediction import TOLD, check, make_rows, table
 
 
 def cell(step_error: float, lag_error: float = 0.0, *, is_own: bool = False) -> dict[str, Any]:

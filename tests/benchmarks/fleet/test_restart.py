@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import restart
+from benchmarks.buffer import restart
 
 
 @pytest.mark.long

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scale import check, growth, make_rows, read_arguments, table
-from benchmarks.scale_parts import sockets
-from benchmarks.scale_parts.sync import SyncFleet
-from benchmarks.scale_parts.virtual import GROUP_SIZE, Fleet
+from benchmarks.fleet.parts import sockets
+from benchmarks.fleet.parts.sync import SyncFleet
+from benchmarks.fleet.parts.virtual import GROUP_SIZE, Fleet
+from benchmarks.fleet.scale import check, growth, make_rows, read_arguments, table
 
 
 @pytest.mark.parametrize("load", [0.5, 2.0], ids=["learner waits", "replicas wait"])

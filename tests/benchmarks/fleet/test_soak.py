@@ -17,9 +17,9 @@ from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.core.service import SERVICE_VARIABLE
-from benchmarks.soak import check, make_rows, table
-from benchmarks.soak_parts.sampling import Sample, read_values
-from benchmarks.soak_parts.trend import GIB, MIB, WEEK_S, find_trends
+from benchmarks.soak.sampling import Sample, read_values
+from benchmarks.soak.soak import check, make_rows, table
+from benchmarks.soak.trend import GIB, MIB, WEEK_S, find_trends
 
 MEMORY = "memory_bytes/learner.0"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import end_to_end, logprob
-from benchmarks.rows import RowFile
+from benchmarks.harness.rows import RowFile
 
 
 def test_both_ways_of_log_probs_find_the_same_numbers_and_gradients():

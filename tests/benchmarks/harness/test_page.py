@@ -12,8 +12,8 @@ import pytest
 
 from asyncrl.cli.commands.bench import MODULES
 from asyncrl.core.errors import DataError
-from benchmarks.page import NOT_OF_ROWS, RESULTS, caption, parse_directive, render, show, table
-from benchmarks.rows import Row, RowFile
+from benchmarks.harness.page import NOT_OF_ROWS, RESULTS, caption, parse_directive, render, show, table
+from benchmarks.harness.rows import Row, RowFile
 
 PAGE = Path(__file__).parents[3] / "docs" / "benchmarks.md"
 ROWS = [
@@ -32,7 +32,8 @@ def store(folder: Path, text: str, *names: str) -> Path:
 
 
 def test_the_page_is_current():
-    assert PAGE.read_text(encoding="utf-8") == render(), "run: python -m benchmarks.page > docs/benchmarks.md"
+    command = "python -m benchmarks.harness.page > docs/benchmarks.md"
+    assert PAGE.read_text(encoding="utf-8") == render(), command
 
 
 def test_every_stored_file_is_of_rows_or_known_not_to_be():
@@ -93,7 +94,7 @@ def missed(file: RowFile) -> Iterator[str]:
         if found["code"]:
             yield found["verdict"]
     bench = file.command.split()[0]
-    module = importlib.import_module(f"benchmarks.{MODULES.get(bench, bench)}")
+    module = importlib.import_module(f"benchmarks.{MODULES[bench]}")
     if file.figures and hasattr(module, "check"):
         is_met, verdict = module.check(file.figures)
         if not is_met:

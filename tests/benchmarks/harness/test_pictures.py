@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.core.errors import DataError
-from benchmarks.pictures import main, select
-from benchmarks.plots import MAX_LINES, MAX_PANELS, draw
-from benchmarks.rows import Row, RowFile
+from benchmarks.harness.pictures import main, select
+from benchmarks.harness.plots import MAX_LINES, MAX_PANELS, draw
+from benchmarks.harness.rows import Row, RowFile
 
 ROWS = [
     Row("b", {"engine": engine, "sigma": sigma, "quick": 0}, {"step_s": 1.0, "idle": 0.5})

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl.core.errors import DataError
-from benchmarks import calibrate, comparison, pictures, suite
-from benchmarks.figures import make_rows
-from benchmarks.options import TERMINATED, command_of, make_parser, report
-from benchmarks.rows import Row, RowFile, noise_of_median, spread_of
+from benchmarks.calibration import calibrate
+from benchmarks.harness import comparison, pictures, suite
+from benchmarks.harness.figures import make_rows
+from benchmarks.harness.options import TERMINATED, command_of, make_parser, report
+from benchmarks.harness.rows import Row, RowFile, noise_of_median, spread_of
 
 
 def made_up() -> RowFile:
@@ -230,7 +231,7 @@ def test_every_benchmark_writes_rows_where_json_says(tmp_path: Path, capsys: pyt
 
 ASKED_TO_END = """
 import os, signal
-from benchmarks.options import end_on_sigterm
+from benchmarks.harness.options import end_on_sigterm
 end_on_sigterm()
 try:
     os.kill(os.getpid(), signal.SIGTERM)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import concurrency
-from benchmarks.concurrency import MAX_SEQUENCES, Engine, Request, check, main, measure, table
-from benchmarks.rollout_ways.rules import GROUP_SIZE, Adaptive, Fixed, FullBatch
+from benchmarks.rollout import concurrency
+from benchmarks.rollout.concurrency import MAX_SEQUENCES, Engine, Request, check, main, measure, table
+from benchmarks.rollout.ways.rules import GROUP_SIZE, Adaptive, Fixed, FullBatch
 
 
 @pytest.mark.parametrize("num_blocks", [1000, 30], ids=["roomy", "tight"])

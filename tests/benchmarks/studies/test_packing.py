@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import memory, packing
+from benchmarks.learner import memory, packing
 
 TINY = packing.Sizes(
     num_groups=2,

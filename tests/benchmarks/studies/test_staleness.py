@@ -2,15 +2,13 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from asyncrl.cli.app import app
 from asyncrl.core.config.tree import AlgorithmSection
-from benchmarks.staleness.cell import METHODS, Cell, Recipe, make_method, run_cell, score
-from benchmarks.staleness.report import check, figures_of, table
-from benchmarks.staleness.sampler import Sampler, Samples, Shape, Weights
-from benchmarks.staleness.through_up import settings_of
-from benchmarks.staleness_study import load_results, main, save_results, select_cells
+from research.staleness.cell import METHODS, Cell, Recipe, make_method, run_cell, score
+from research.staleness.report import check, figures_of, table
+from research.staleness.sampler import Sampler, Samples, Shape, Weights
+from research.staleness.study import load_results, main, save_results, select_cells
+from research.staleness.through_up import settings_of
 from rollout_service.tasks.digit_sort.vocabulary import EOS, EQUALS, PAD, encode_prompt
 from rollout_service.tasks.digit_sort.warm_start import build_model, train_warm_start
 
@@ -195,5 +193,6 @@ def test_a_cell_through_up_differs_from_the_demo_in_what_the_study_varies(tmp_pa
 
 
 def test_the_command_line_hands_its_arguments_over():
-    done = CliRunner().invoke(app, ["bench", "staleness_study", "--steps", "many"])
-    assert done.exit_code == 2
+    with pytest.raises(SystemExit) as ended:
+        main(["--steps", "many"])
+    assert ended.value.code == 2

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from asyncrl.core.config.load import load_config
-from benchmarks.weight_sync_peers import learning_runs
-from benchmarks.weight_sync_peers.learning_runs import RUNS, share_changed
+from benchmarks.weight_sync.peers import learning_runs
+from benchmarks.weight_sync.peers.learning_runs import RUNS, share_changed
 from configs import shipped
 
 

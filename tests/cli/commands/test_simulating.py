@@ -16,7 +16,7 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.planner.rates import Rates
 from asyncrl.planner.sweep import sweep
-from benchmarks.calibrate import _values, of_run
+from benchmarks.calibration.calibrate import _values, of_run
 from configs import shipped
 from tests.cli.commands.calling import asyncrl
 from tests.planner.planner.runs import RATES, make_config, make_setting, rows_of, run

@@ -1,0 +1,1 @@
+"""Buffer: its full path beside bare pipes, its ledger, its restart, its attackers."""

@@ -1,0 +1,1 @@
+"""The ways from producers to consumers that `benchmarks.buffer.throughput` compares."""

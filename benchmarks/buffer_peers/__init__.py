@@ -1,1 +1,0 @@
-"""The ways from producers to consumers that `benchmarks.buffer` compares."""

@@ -1,0 +1,1 @@
+"""Fleet: many replicas, and the planner's predictions beside live runs."""

@@ -1,0 +1,1 @@
+"""Harness: flags, rows, pictures and pages that all benchmarks share."""

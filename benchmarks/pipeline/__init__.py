@@ -1,0 +1,1 @@
+"""Parts of `benchmarks.pipeline.asynchrony`: the closed form, runs as plain processes, parts that sleep."""

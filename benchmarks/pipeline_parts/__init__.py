@@ -1,1 +1,0 @@
-"""Parts of `benchmarks.pipeline`: the closed form, runs as plain processes, parts that sleep."""

@@ -1,0 +1,1 @@
+"""Rollout: a replica beside a bare engine, and when it takes another group."""

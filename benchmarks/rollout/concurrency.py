@@ -1,0 +1,251 @@
+"""Admission of groups by a replica, simulated: fixed rules against a controller that adapts.
+
+    python -m benchmarks.rollout.concurrency --check
+
+A model of vLLM's scheduler, not vLLM (that is `concurrency_vllm`): requests in order of arrival,
+a batch limit, a KV cache of blocks. Where a block is wanted and none is free, the youngest running request
+loses its own and is computed anew. Three rules: a fixed number of groups in flight; `full batch`, the rule of
+a replica: a further group whenever the unfinished requests leave room for a group beside a batch and a
+quarter; and a controller that sees the engine's figures (requests waiting, use of the KV cache, preemptions)
+and holds one group more or fewer. A controller would have to give 95 % of the tokens/s of the best fixed
+number on every mix of lengths, with the same constants; this one does not, and a replica has none. Targets of
+`full batch`: `TARGETS`, by KV cache.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.harness.options import Verdict, judge, make_parser, report
+from benchmarks.rollout.ways.rules import GROUP_SIZE, Adaptive, Fixed, FullBatch
+
+PROMPT_TOKENS = 128
+MAX_TOKENS = 4096
+BLOCK_TOKENS = 16
+MAX_SEQUENCES = 256
+STEP_S, PER_REQUEST_S, PER_PREFILL_TOKEN_S = 0.010, 0.00004, 0.00002
+"""A decode step of a GPU: mostly reading the weights, a little for each request, and prompts by the token."""
+PERIOD_S = 0.5
+"""How often the controller looks."""
+FIXED = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+TARGETS = {"roomy": 0.95, "tight": 0.75}
+"""Least share of the best fixed number. A cache that cannot hold a batch is `max_sequences` set too high."""
+WHOLE_S, QUICK_S = 600.0, 120.0
+"""Of the model's time, for each figure."""
+
+Draw = Callable[[random.Random], int]
+
+
+def _cut(tokens: float) -> int:
+    return min(MAX_TOKENS, max(1, round(tokens)))
+
+
+MIXES: Mapping[str, Draw] = {
+    "fixed": lambda source: 384,
+    "lognormal": lambda source: _cut(256 * math.exp(source.gauss(0.0, 1.0))),
+    "long tail": lambda source: 96 if source.random() < 0.9 else MAX_TOKENS,
+}
+CACHES = {"roomy": 400_000, "tight": 40_000}
+"""KV caches, in tokens."""
+
+
+@dataclass
+class Request:
+    """A response on its way; `num_done` of its `num_wanted` tokens are sampled."""
+
+    group: int
+    num_wanted: int
+    num_done: int = 0
+
+
+@dataclass
+class Engine:
+    """The scheduler's model. One `step` is one pass of the model over all running requests.
+
+    Attributes:
+        free_blocks: Of the KV cache.
+        num_sampled, num_preempted: Since the start.
+    """
+
+    num_blocks: int
+    waiting: deque[Request] = field(default_factory=deque)
+    running: list[Request] = field(default_factory=list)
+    num_sampled: int = 0
+    num_preempted: int = 0
+    free_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        self.free_blocks = self.num_blocks
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self.waiting)
+
+    @property
+    def cache_use(self) -> float:
+        return 1 - self.free_blocks / self.num_blocks
+
+    def step(self) -> tuple[float, list[Request]]:
+        """Sample a token for every running request; return (seconds, requests that ended)."""
+        prefilled = self._admit()
+        self._make_room()
+        for request in self.running:
+            request.num_done += 1
+        self.num_sampled += len(self.running)
+        ended = [request for request in self.running if request.num_done >= request.num_wanted]
+        if ended:
+            self.running = [request for request in self.running if request.num_done < request.num_wanted]
+            self.free_blocks += sum(_blocks(request.num_done) for request in ended)
+        seconds = STEP_S + PER_REQUEST_S * (len(self.running) + len(ended)) + PER_PREFILL_TOKEN_S * prefilled
+        return seconds, ended
+
+    def _admit(self) -> int:
+        num_tokens = 0
+        while self.waiting and len(self.running) < MAX_SEQUENCES:
+            request = self.waiting[0]
+            if _blocks(request.num_done) > self.free_blocks:
+                break
+            self.free_blocks -= _blocks(request.num_done)
+            num_tokens += PROMPT_TOKENS + request.num_done
+            self.running.append(self.waiting.popleft())
+        return num_tokens
+
+    def _make_room(self) -> None:
+        """Give each running request a block for its next token; the youngest ones lose theirs for it."""
+        needed = sum(_blocks(one.num_done + 1) - _blocks(one.num_done) for one in self.running)
+        while needed > self.free_blocks:
+            youngest = self.running.pop()
+            needed -= _blocks(youngest.num_done + 1) - _blocks(youngest.num_done)
+            self.free_blocks += _blocks(youngest.num_done)
+            self.waiting.appendleft(youngest)
+            self.num_preempted += 1
+        self.free_blocks -= needed
+
+
+def _blocks(num_done: int) -> int:
+    return -(-(PROMPT_TOKENS + num_done) // BLOCK_TOKENS)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one setting did: tokens/s, groups in flight on average, preemptions per 1,000 responses."""
+
+    tokens_per_s: float
+    groups: float
+    preemptions: float
+
+
+def measure(draw: Draw, cache_tokens: int, rule: Fixed, duration_s: float) -> Outcome:
+    """Keep a replica busy for `duration_s` of the model's time. The first fifth is not counted."""
+    source, engine = random.Random(0), Engine(cache_tokens // BLOCK_TOKENS)
+    left: dict[int, int] = {}
+    serial = num_ended = 0
+    now_s = looked_s = 0.0
+    begun: tuple[float, int, int, int] | None = None
+    sizes: list[int] = []
+    while now_s < duration_s:
+        while rule.wants_more(len(left), len(engine.running) + len(engine.waiting)):
+            left[serial] = GROUP_SIZE
+            engine.waiting.extend(Request(serial, draw(source)) for _ in range(GROUP_SIZE))
+            serial += 1
+        step_s, ended = engine.step()
+        now_s += step_s
+        for request in ended:
+            left[request.group] -= 1
+            if not left[request.group]:
+                del left[request.group]
+        num_ended += len(ended)
+        if now_s - looked_s >= PERIOD_S:
+            rule.look(engine)
+            looked_s = now_s
+        if begun is None and now_s >= duration_s / 5:
+            begun = now_s, engine.num_sampled, engine.num_preempted, num_ended
+        if begun is not None:
+            sizes.append(len(left))
+    assert begun is not None, "the time is longer than one step"
+    start_s, sampled, preempted, ended_before = begun
+    per_1000 = 1000 * (engine.num_preempted - preempted) / max(1, num_ended - ended_before)
+    rate = (engine.num_sampled - sampled) / (now_s - start_s)
+    return Outcome(rate, sum(sizes) / len(sizes), per_1000)
+
+
+def run(duration_s: float) -> list[dict[str, Any]]:
+    """Return one row per length mix and cache: every fixed number, the controller, and their ratio."""
+    return [_run_case(mix, cache, duration_s) for mix, cache in _cases()]
+
+
+def _cases() -> Iterator[tuple[str, str]]:
+    yield from ((mix, cache) for mix in MIXES for cache in CACHES)
+
+
+def _run_case(mix: str, cache: str, duration_s: float) -> dict[str, Any]:
+    def run_rule(rule: Fixed) -> Outcome:
+        return measure(MIXES[mix], CACHES[cache], rule, duration_s)
+
+    fixed = {number: run_rule(Fixed(number)) for number in FIXED}
+    best = max(fixed.values(), key=lambda outcome: outcome.tokens_per_s).tokens_per_s
+    rules = {"full batch": run_rule(FullBatch(MAX_SEQUENCES)), "adaptive": run_rule(Adaptive())}
+    return {
+        "mix": mix,
+        "cache": cache,
+        "fixed": {str(number): round(outcome.tokens_per_s) for number, outcome in fixed.items()},
+        "best": round(best),
+        "rules": {
+            name: {
+                "tokens_per_s": round(outcome.tokens_per_s),
+                "groups": round(outcome.groups, 1),
+                "preemptions": round(outcome.preemptions, 1),
+                "ratio": round(outcome.tokens_per_s / best, 3),
+            }
+            for name, outcome in rules.items()
+        },
+    }
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Return the figures as a Markdown table."""
+    numbers = " | ".join(str(number) for number in FIXED)
+    lines = [
+        f"tokens/s by groups ({GROUP_SIZE} requests each) in flight; rules: (groups held; share of the best)",
+        "",
+        f"| lengths | KV cache | {numbers} | full batch | adaptive |",
+        "|---|---|" + "---|" * (len(FIXED) + 2),
+    ]
+    for row in results["cases"]:
+        rates = " | ".join(f"{row['fixed'][str(number)]:,}" for number in FIXED)
+        rules = " | ".join(
+            f"{rule['tokens_per_s']:,} ({rule['groups']:.0f}; {rule['ratio']:.2f})"
+            for rule in row["rules"].values()
+        )
+        lines.append(f"| {row['mix']} | {row['cache']} | {rates} | {rules} |")
+    worst = min(row["rules"]["adaptive"]["ratio"] for row in results["cases"])
+    lines += ["", f"the controller at its worst: {worst:.2f} of the best fixed number"]
+    return "\n".join(lines)
+
+
+def check(results: Mapping[str, Any]) -> Verdict:
+    """Judge the rule that a replica has, in every case, by the targets of its KV cache."""
+    return judge(
+        {
+            f"full batch, {row['mix']}, {row['cache']}": row["rules"]["full batch"]["ratio"]
+            / TARGETS[row["cache"]]
+            for row in results["cases"]
+        }
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run all cases and print them. Returns the exit code."""
+    quick = f"{QUICK_S:g} s of the model's time for each figure instead of {WHOLE_S:g}"
+    given = make_parser("concurrency", __doc__, quick).parse_args(arguments)
+    results = {"cases": run(QUICK_S if given.quick else WHOLE_S)}
+    return report(given, results, table, check)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

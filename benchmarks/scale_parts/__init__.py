@@ -1,1 +1,0 @@
-"""Parts of `benchmarks.scale`: fleets in virtual time, fleets over sockets, a live run."""

@@ -1,0 +1,1 @@
+"""Weight sync: rounds and publishes beside what their bytes cost anyway."""

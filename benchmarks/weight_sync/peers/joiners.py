@@ -1,0 +1,50 @@
+"""A receiver that comes late, while the learner computes: how soon it serves, what the learner notices.
+
+Owns the figures of one joiner after the other. Its process starts beforehand; what counts begins with its
+hello. The learner's steps are products of matrices in its own process, timed there one by one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.weight_sync.peers.services import Fleet
+
+SPARE_S = 1.0
+"""A joiner serves after one transfer, one load and this."""
+NUM_STEPS = 60
+
+
+def measure_joiners(num_bytes: int, bucket_bytes: int, num_joiners: int) -> dict[str, Any]:
+    """Return what `num_joiners` late receivers, one after the other, took and cost.
+
+    Returns:
+        `hello_to_ready_s` of each; `sync_s`, one transfer and one load, of as many syncs before;
+        `step_alone_s`, `step_s`: the medians of the learner's steps with nothing else to do, and from a
+        joiner's hello until it serves.
+    """
+    fleet = Fleet(1, num_bytes, bucket_bytes)
+    try:
+        fleet.attend()
+        syncs = [fleet.sync() for _ in range(num_joiners + 1)][1:]
+        joined = [_join(fleet) for _ in range(num_joiners)]
+    finally:
+        fleet.close()
+    return {
+        "num_bytes": fleet.num_bytes,
+        "sync_s": [sync.ready_s - sync.publish_s for sync in syncs],
+        **{name: [figures[name] for figures in joined] for name in joined[0]},
+    }
+
+
+def _join(fleet: Fleet) -> dict[str, float]:
+    alone = [ended - began for began, ended in fleet.steps(NUM_STEPS)]
+    hello_s, ready_s, steps = fleet.join(NUM_STEPS)
+    beside = [ended - began for began, ended in steps if began < ready_s and ended > hello_s]
+    return {
+        "hello_to_ready_s": ready_s - hello_s,
+        "step_alone_s": statistics.median(alone),
+        "step_s": statistics.median(beside),
+        "step_max_s": max(beside),
+    }

@@ -1,0 +1,318 @@
+"""Our services as processes of their own, a learner that publishes, replicas that copy what they get.
+
+Owns the processes and the segments of one fleet. The services are the project's; the coordinator also
+notes when what passes it, which is how a transfer is timed: from the order to transfer to the last
+report of a verified copy.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import uuid
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.rpc import Client
+from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
+from asyncrl.core.service import ServiceContext
+from asyncrl.core.sockets.keys import make_run_keys
+from asyncrl.core.staleness import PolicyVersion
+from benchmarks.weight_sync.peers.peers import WAIT_S, Peer, now_s, obey
+from benchmarks.weight_sync.peers.weights import count_bytes, make_weights, read_weights
+from weight_sync import composition
+from weight_sync.coordination.coordinator import CoordinatorService
+from weight_sync.handoff import Handoff
+from weight_sync.memory import segments
+from weight_sync.memory.manifest import Manifest
+from weight_sync.memory.staging import Staged, open_tensors
+from weight_sync.protocol.members import Card
+from weight_sync.protocol.protocol import PUBLISHER, Coordination
+from weight_sync.protocol.rounds import Order, Timing
+
+COORDINATOR_NAME, PUBLISHER_NAME = "weight_sync.0", "publisher.0"
+DEADLINE_S = 60.0
+STEP_WIDTH = 1024
+"""Of the matrix that a step multiplies: some 20 ms."""
+
+
+class TimedCoordination(Coordination):
+    """Says over a pipe when which member joined, verified and loaded, and when a transfer was ordered."""
+
+    pipe: Connection
+
+    def hello(self, card: Card, now: float) -> bool:
+        self.pipe.send(("hello", card.name, 0, now_s()))
+        return super().hello(card, now)
+
+    def take_orders(self) -> list[Order]:
+        orders = super().take_orders()
+        for order in orders:
+            if order.to == PUBLISHER and order.kind == "transfer":
+                self.pipe.send(("transfer", "", order.fields["number"], now_s()))
+        return orders
+
+    def verified(self, name: str, round_id: int, number: int, now: float) -> None:
+        super().verified(name, round_id, number, now)
+        self.pipe.send(("verified", name, number, now_s()))
+
+    def loaded(self, name: str, number: int, is_ok: bool, error: str, now: float) -> None:
+        super().loaded(name, number, is_ok, error, now)
+        self.pipe.send(("loaded", name, number, now_s()))
+
+
+def run_service(pipe: Connection, context: ServiceContext) -> None:
+    """Entry of a service's process: send the address, serve until the pipe closes."""
+    service: Any
+    if context.kind == "weight_sync":
+        coordination = TimedCoordination(Timing.of(DEADLINE_S), context.config.weight_sync.parallelism)
+        coordination.pipe = pipe
+        service = CoordinatorService(coordination, ThreadRuntime(), context.bind, context.server_keys)
+    elif context.kind == "publisher":
+        service = composition.build_publisher(context)
+    else:
+        service = composition.build_receiver(context)
+    stop = ThreadEvent()
+    threading.Thread(target=_stop_at_the_end, args=(pipe, stop), daemon=True).start()
+    pipe.send(service.status().address)
+    service.run(stop)
+
+
+def _stop_at_the_end(pipe: Connection, stop: threading.Event) -> None:
+    try:
+        pipe.recv()
+    except (EOFError, OSError):
+        stop.set()
+
+
+class Learner:
+    """Publishes the same weights again and again, and copies them plainly for comparison."""
+
+    def __init__(self, context: ServiceContext, source: int | Path) -> None:
+        self._weights = read_weights(source) if isinstance(source, Path) else make_weights(source)
+        self._copies = [tensor.clone() for _, tensor in self._weights]
+        self._matrix = torch.full((STEP_WIDTH, STEP_WIDTH), 1 / STEP_WIDTH)
+        address, keys = context.addresses[PUBLISHER_NAME], context.client_keys
+        bucket_bytes = context.config.weight_sync.bucket_bytes
+        self._handoff = Handoff(
+            ThreadRuntime(), address, context.shm_prefix, bucket_bytes, token=1, keys=keys
+        )
+
+    def publish(self, number: int) -> tuple[float, float]:
+        """Hand over version `number`; return when that began and ended."""
+        began = now_s()
+        if not self._handoff.publish(PolicyVersion(number, number), self._weights):
+            raise ServiceFailed("no segment was free, though every version had been loaded")
+        return began, now_s()
+
+    def copy(self) -> float:
+        """Return the seconds of a plain copy of the weights, tensor by tensor."""
+        began = now_s()
+        for copy, (_, tensor) in zip(self._copies, self._weights, strict=True):
+            copy.copy_(tensor)
+        return now_s() - began
+
+    def steps(self, number: int) -> list[tuple[float, float]]:
+        """Compute for a while; return when each step began and ended."""
+        return [self._step() for _ in range(number)]
+
+    def _step(self) -> tuple[float, float]:
+        began = now_s()
+        torch.mm(self._matrix, self._matrix)
+        return began, now_s()
+
+    def num_bytes(self) -> int:
+        return count_bytes(self._weights)
+
+
+def run_learner(pipe: Connection, context: ServiceContext, source: int | Path) -> None:
+    """Entry of the learner's process; `source` is a number of made-up bytes, or a checkpoint's folder."""
+    learner = Learner(context, source)
+    obey(pipe, {name: getattr(learner, name) for name in ("publish", "copy", "steps", "num_bytes")})
+
+
+class CopyingReplica:
+    """Stands for a replica: loads a version by copying its bytes into memory of its own, or not at all."""
+
+    def __init__(self, receiver: str, context: ServiceContext, copies: bool = True) -> None:
+        self._does_copy = copies
+        self._client = Client(ThreadRuntime(), receiver, context.client_keys)
+        self._copies: dict[str, torch.Tensor] = {}
+        self._serving = 0
+        self._stop = ThreadEvent()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            reply = self._client.call("next_staged", deadline_s=30.0, serving=self._serving, wait_s=0.5)
+            if reply.args["path"]:
+                manifest = Manifest.from_bytes(bytes(reply.frames[0]))
+                if self._does_copy:
+                    self._load(Staged(manifest.version, reply.args["path"], manifest))
+                self._serving = manifest.version.number
+                self._client.call("loaded", deadline_s=30.0, number=self._serving, ok=True, error="")
+
+    def _load(self, staged: Staged) -> None:
+        for name, tensor in open_tensors(staged):
+            if name not in self._copies:
+                self._copies[name] = torch.empty_like(tensor)
+            self._copies[name].copy_(tensor)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(WAIT_S)
+        self._client.close()
+
+
+@dataclass(frozen=True)
+class Sync:
+    """One version's way, in seconds.
+
+    Attributes:
+        publish_s: The learner's call of `publish`.
+        transfer_s: From the order to transfer until the last receiver had verified.
+        ready_s: From the begin of `publish` until the last replica had loaded.
+    """
+
+    publish_s: float
+    transfer_s: float
+    ready_s: float
+
+
+class Fleet:
+    """A coordinator, a publisher, a learner and receivers.
+
+    >>> # fleet = Fleet(2, 100 << 20, 16 << 20)
+    >>> # fleet.attend()
+    >>> # fleet.sync().transfer_s
+
+    Args:
+        source: See `run_learner`.
+        has_keys: Sockets have keys, and broadcasts tags.
+    """
+
+    def __init__(
+        self, num_receivers: int, source: int | Path, bucket_bytes: int, has_keys: bool = True
+    ) -> None:
+        self.context = make_context(bucket_bytes, has_keys=has_keys)
+        self._peers: list[Peer] = []
+        self._replicas: list[CopyingReplica] = []
+        self._number = 0
+        self.coordinator = self._start(COORDINATOR_NAME)
+        self._start(PUBLISHER_NAME)
+        self.receivers = [f"receiver.{index}" for index in range(num_receivers)]
+        for name in self.receivers:
+            self._start(name)
+        self._await_members(set(self.receivers))
+        self._learner = Peer("learner", run_learner, self.context, source)
+        self._peers.append(self._learner)
+        self.num_bytes = int(self._learner.ask("num_bytes"))
+
+    def attend(self, copies: bool = True) -> None:
+        """Put a replica beside each receiver that takes every version."""
+        addresses = [self.context.addresses[name] for name in self.receivers]
+        self._replicas += [CopyingReplica(address, self.context, copies) for address in addresses]
+
+    def sync(self) -> Sync:
+        """Publish once and return the figures when every replica has loaded."""
+        began, ended = self.publish()
+        times = self.follow("loaded")
+        transfer_s = max(times["verified"]) - min(times["transfer"])
+        return Sync(ended - began, transfer_s, max(times["loaded"]) - began)
+
+    def publish(self) -> tuple[float, float]:
+        """Have the learner publish the next version; return when that began and ended."""
+        self._number += 1
+        began, ended = self._learner.ask("publish", self._number)
+        return began, ended
+
+    def follow(self, until: str) -> dict[str, list[float]]:
+        """Return the times of what happens to the newest version, up to all receivers' `until`."""
+        times: dict[str, list[float]] = {"transfer": [], "verified": [], "loaded": []}
+        while len(times[until]) < len(self.receivers):
+            what, _, number, at = self.coordinator.hear(DEADLINE_S)
+            if what in times and number == self._number:
+                times[what].append(at)
+        return times
+
+    def steps(self, number: int) -> list[tuple[float, float]]:
+        """Let the learner compute that many steps; return when each began and ended."""
+        steps: list[tuple[float, float]] = self._learner.ask("steps", number)
+        return steps
+
+    def join(self, num_steps: int) -> tuple[float, float, list[tuple[float, float]]]:
+        """Let a receiver and its replica come while the learner computes.
+
+        Returns:
+            When the coordinator took the hello, when the replica had loaded, and the learner's steps.
+        """
+        name = f"receiver.{len(self.receivers)}"
+        self._learner.tell("steps", num_steps)
+        self._start(name)
+        self.receivers.append(name)
+        self._replicas.append(CopyingReplica(self.context.addresses[name], self.context))
+        hello_s = self._hear("hello", name)
+        ready_s = self._hear("loaded", name)
+        return hello_s, ready_s, self._learner.hear()
+
+    def _hear(self, what: str, name: str) -> float:
+        """Return when that happened to `name` first."""
+        while True:
+            said, who, _, at = self.coordinator.hear(DEADLINE_S)
+            if (said, who) == (what, name):
+                return float(at)
+
+    def copy_s(self) -> float:
+        """Return the seconds that the learner takes to copy the weights plainly."""
+        return float(self._learner.ask("copy"))
+
+    def close(self) -> None:
+        """End everything, the learner and the receivers first."""
+        for replica in self._replicas:
+            replica.close()
+        for peer in reversed(self._peers):
+            peer.close()
+        shutil.rmtree(segments.SHM_DIR / self.context.shm_prefix, ignore_errors=True)
+
+    def _start(self, name: str) -> Peer:
+        peer = Peer(name, run_service, replace(self.context, name=name))
+        self._peers.append(peer)
+        addresses = {**self.context.addresses, name: peer.hear()}
+        self.context = replace(self.context, addresses=addresses)
+        return peer
+
+    def _await_members(self, names: set[str]) -> None:
+        client = Client(ThreadRuntime(), self.context.addresses[COORDINATOR_NAME], self.context.client_keys)
+        end = now_s() + WAIT_S
+        while not names <= set(client.call("status", deadline_s=WAIT_S).args["members"]):
+            if now_s() > end:
+                raise ServiceFailed("the receivers did not join")
+            time.sleep(0.01)
+        client.close()
+
+
+def make_context(bucket_bytes: int, parallelism: int = 1, *, has_keys: bool = True) -> ServiceContext:
+    """Return a run's context, with keys of its own unless told otherwise, and addresses of nobody yet."""
+    settings = {
+        "model": {"path": "builtin:digit_sort"},
+        "data": {"train": "builtin:digit_sort"},
+        "reward": {"fn": "digit_sort"},
+        "weight_sync": {
+            "backend": "gloo",
+            "deadline_s": DEADLINE_S,
+            "bucket_bytes": bucket_bytes,
+            "parallelism": parallelism,
+        },
+    }
+    config = Config.model_validate(settings)
+    run_id = f"bench{uuid.uuid4().hex[:8]}"
+    keys = make_run_keys() if has_keys else None
+    return ServiceContext(config, COORDINATOR_NAME, Path("runs/bench"), run_id, keys=keys)
