@@ -122,7 +122,7 @@ class Desk:
         self._ops.handle(request)
 
     def wake_at(self) -> float:
-        """Return when something is due: the end of a lease, a wait or a silence, the journal, a recount."""
+        """Return when something is due: the end of a lease, a wait or a silence, the journal, a status."""
         store, due = self.store, self._next_status if self._is_status_old else math.inf
         if not store.is_settled:
             return min(due, max(store.journal.wake_at(), self._settled_at + AWAY_PAUSE_S))
@@ -284,7 +284,7 @@ class Desk:
         return found is not None
 
     def refresh_status(self) -> None:
-        """Recount, for readers in other threads."""
+        """Add the status up, for readers in other threads."""
         self.last_status, self._is_status_old = self.status(), False
         self._next_status = self.clock.now() + STATUS_EVERY_S
 
@@ -393,7 +393,7 @@ class BufferService:
             self._store.journal.close()
 
     def status(self) -> BufferStatus:
-        """Return the last recount: of now, or of half a second ago where something has happened since."""
+        """Return the last status: of now, or of half a second ago where something has happened since."""
         last = self._desk.last_status
         return msgspec.structs.replace(
             last,

@@ -209,9 +209,15 @@ class Operations:
                 write_json(self._promise, msgspec.structs.asdict(owed))
 
     def _read_promise(self) -> Promise | None:
+        """Return what this start of the run has promised, None for nothing or for another form of it."""
         found = read_json(self._promise)
-        owed = None if found is None else msgspec.convert(found, Promise)
-        return owed if owed is not None and owed.run_id == self.roster.run_id else None
+        if found is None or found.get("run_id") != self.roster.run_id:
+            return None
+        try:
+            return msgspec.convert(found, Promise)
+        except msgspec.ValidationError as error:
+            log.warning("the pending checkpoint request in %s cannot be read: %s", self._promise, error)
+            return None
 
     def _drop_promise(self, kept: Promise) -> None:
         """Forget what is kept, not what was promised since."""

@@ -1,7 +1,8 @@
 """The snapshot of a run: what its control API tells of it, and the CLI and the page show (pure).
 
 Owns its form as JSON. Where that has an empty text or object for what is not known, the struct has None.
-Invariant: a snapshot of an older or newer asyncrl can be read: what is not known is left out.
+A field that is not known is left out at the top and of a service; elsewhere it makes the snapshot one of
+another version of asyncrl, which is refused.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class FinishedEvaluation(Message, frozen=True):
 
 
 class BufferStatus(ServiceStatus, frozen=True, kw_only=True):
-    """Status of the buffer, recounted at most half a second ago.
+    """Status of the buffer, added up at most half a second ago.
 
     Attributes:
         issued, trained, dropped, pending, prompts_drawn, given_up, open, residue: See `Census`.

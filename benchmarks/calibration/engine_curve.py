@@ -77,9 +77,24 @@ async def _batch(llm: Any, num_requests: int, prompt_tokens: int, max_tokens: in
 async def _answer(llm: Any, name: str, seed: int, prompt_tokens: int, max_tokens: int) -> None:
     from vllm.sampling_params import RequestOutputKind
 
-    from benchmarks.rollout.ways.bare import sampling_of
-
     prompt = {"type": "token", "prompt_token_ids": [FIRST_ID + (seed + i) % 7 for i in range(prompt_tokens)]}
     sampling = sampling_of(seed, max_tokens, RequestOutputKind.FINAL_ONLY)
     async for _ in llm.generate(prompt, sampling, name):
         pass
+
+
+def sampling_of(seed: int, max_tokens: int, output_kind: Any) -> Any:
+    """Return vLLM's parameters of a response of exactly `max_tokens`, sampled as a replica does."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=1.0,
+        max_tokens=max_tokens,
+        seed=seed,
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=output_kind,
+        skip_clone=True,
+    )

@@ -22,10 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.calibration.engine_curve import sampling_of
 from benchmarks.harness.options import Verdict, judge, make_parser, report
 from benchmarks.rollout.concurrency import PERIOD_S, TARGETS
 from benchmarks.rollout.ways import setting
-from benchmarks.rollout.ways.bare import sampling_of
 from benchmarks.rollout.ways.engine_gauges import LoggedGauges, start_metered_engine
 from benchmarks.rollout.ways.rules import GROUP_SIZE, Adaptive, Fixed, FullBatch
 from benchmarks.weight_sync.peers.engine import MODEL

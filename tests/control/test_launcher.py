@@ -247,8 +247,8 @@ def test_a_run_has_its_folder_where_ray_would_unless_the_paths_of_sockets_grew_t
         base.rmdir()
 
 
-def test_what_is_no_status_is_refused_counted_and_silence(ray_started: None) -> None:
+def test_a_service_whose_status_cannot_be_read_has_failed_by_that_name(ray_started: None) -> None:
     launcher = ray_launcher.RayLauncher("tests")
     found = launcher._read("buffer.0", ray.put(b"no status"))
-    assert found.state == ServiceState.SILENT and "no status of a buffer" in found.error
+    assert found.state == ServiceState.FAILED and "no status of a buffer" in found.error
     assert launcher.counters == {"refused_statuses": 1}

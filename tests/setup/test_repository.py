@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+IMPORT = re.compile(r"^\s*from (benchmarks[\w.]*) import", re.MULTILINE)
 PACKAGES = ("asyncrl", "benchmarks", "configs", "learner", "rollout_service", "weight_sync")
 MACHINE_PATH = re.compile(r"(?<![\w.}-])/(opt|root|work|home)/\w")
 HOSTS = ("pypi" + ".org", "python" + "hosted.org", "download." + "pytorch.org")
@@ -84,6 +85,9 @@ def test_a_wheel_holds_the_configurations_and_every_package(tmp_path):
     assert all(any(name.startswith(f"{package}/") for name in names) for package in PACKAGES)
     assert not [name for name in names if name.startswith(("tests/", "research/", "benchmarks/buffer/"))]
     assert {"benchmarks/harness/rows.py", "benchmarks/calibration/calibrate.py"} <= names
+    ours = [name for name in names if name.startswith("benchmarks/") and name.endswith(".py")]
+    imported = {found for name in ours for found in IMPORT.findall(Path(name).read_text())}
+    assert {one.split(".")[1] for one in imported if "." in one} <= {"harness", "calibration"}
     kept = [path for package in PACKAGES for path in Path(package).rglob("*.*") if path.is_file()]
     data = {str(path) for path in kept if path.suffix not in (".py", ".pyc") and is_in_a_package(path)}
     assert {"configs/schema.json", "asyncrl/control/page/page.js"} <= data <= names

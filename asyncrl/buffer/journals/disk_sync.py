@@ -40,6 +40,7 @@ class DiskSync:
         self._unsynced_since: float | None = None
         self._synced_from: float | None = None
         self._has_succeeded = False
+        self._unsynced: list[int] = []
 
     @property
     def unsynced_s(self) -> float:
@@ -73,17 +74,29 @@ class DiskSync:
         self._task = self._runtime.spawn("journal-sync", partial(self._run, descriptors))
         return True
 
-    def sync_now(self, take_segments: Callable[[], list[int]]) -> None:
-        """Sync on the calling thread, whatever the pace: what was committed is safe once this returns."""
-        descriptors = [*take_segments(), os.open(self._log_file, os.O_RDONLY)]
+    def sync_now(self, take_segments: Callable[[], list[int]]) -> bool:
+        """Sync on the calling thread, whatever the pace; return whether what was committed is safe now.
+
+        Segments that could not be synced are taken again by the next call.
+        """
+        self._unsynced = [*self._unsynced, *take_segments()]
+        log_file = os.open(self._log_file, os.O_RDONLY)
         try:
-            for descriptor in descriptors:
+            for descriptor in (*self._unsynced, log_file):
                 self._sync(descriptor)
         except OSError as error:
             self._note_failure(error)
+            return False
         finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            os.close(log_file)
+        self._close_unsynced()
+        if not self._is_busy:
+            self._unsynced_since = None
+        return True
+
+    def _close_unsynced(self) -> None:
+        while self._unsynced:
+            os.close(self._unsynced.pop())
 
     def _note_failure(self, error: OSError) -> None:
         self.counters["failed_syncs"] += 1
@@ -105,5 +118,6 @@ class DiskSync:
             self.on_end()
 
     def close(self) -> None:
+        self._close_unsynced()
         if self._task is not None:
             self._task.join(30.0)

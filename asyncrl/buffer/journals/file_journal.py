@@ -64,6 +64,10 @@ SLOW_S = 5.0
 EVENTS = "events.sqlite"
 
 
+class NotSynced(OSError):
+    """The disk did not sync what must be on it before it is acknowledged."""
+
+
 class FileJournal:
     """See the module.
 
@@ -176,8 +180,9 @@ class FileJournal:
             data, digest = pack_turn(events)
             self._backlog.append((digest, data, self._runtime.wall_ns() / 1e9, len(events)))
             # The learner removes older checkpoints once this one is acknowledged: it must not be undone.
-            self._has_checkpoint |= any(isinstance(event, Checkpointed) for event in events)
-        if not (self._backlog or self._unwritten):
+            has_one = any(isinstance(event, Checkpointed) for event in events)
+            self._has_checkpoint |= has_one and self._fsync == "everysec"
+        if not (self._backlog or self._unwritten or self._has_checkpoint):
             return True
         if self._refusal and self._runtime.now() < self._next_try:
             return False
@@ -210,8 +215,8 @@ class FileJournal:
             self._num_new_events += num_events
         if self._fsync == "everysec":
             self._disk.note_commit()
-            if self._has_checkpoint:
-                self._disk.sync_now(self._segments.take_unsynced)
+            if self._has_checkpoint and not self._disk.sync_now(self._segments.take_unsynced):
+                raise NotSynced("the commit of a checkpoint could not be synced")
             self._has_checkpoint = False
         elif self._fsync == "never":
             self._segments.forget_finished()
@@ -293,6 +298,8 @@ class FileJournal:
     def _describe_disk(self) -> str:
         if self._is_read_only:
             return f"the disk of {self._folder} is read-only"
+        if self._has_checkpoint:
+            return f"the disk of {self._folder} does not sync"
         free = shutil.disk_usage(self._folder).free
         return f"the disk of {self._folder} is full ({free:,} bytes free)"
 
@@ -315,7 +322,7 @@ def is_about_disk(error: OSError | sqlite3.OperationalError, folder: Path) -> bo
     if is_about_reading(error):
         return True
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return isinstance(error, NotSynced) or error.errno in (errno.ENOSPC, errno.EDQUOT)
     code = error.sqlite_errorcode & 0xFF
     is_full = code == sqlite3.SQLITE_IOERR and shutil.disk_usage(folder).free < LITTLE_BYTES
     return code == sqlite3.SQLITE_FULL or is_full

@@ -91,6 +91,7 @@ class Leasing:
         self._last: LeaseCall | None = None
         self._out: set[int] = set()
         self._may_miss_grants = False
+        self._is_telling = False  # a call that says what the replica holds is out
 
     def next_call(
         self, version: int, want: int, held: Collection[Attempt], *, asks_when_full: bool = False
@@ -102,7 +103,7 @@ class Leasing:
             held: The attempts that the replica works on.
             asks_when_full: Ask with `want` 0 as well, for an evaluation.
         """
-        if want <= 0 and not asks_when_full:
+        if (want <= 0 and not asks_when_full) or self._is_telling:
             return None
         last = self._last
         if last is not None and last.number in self._out and not _is_news(last, version, want):
@@ -110,6 +111,7 @@ class Leasing:
         says_held = self._may_miss_grants and not self._out
         number = last.number + 1 if last is not None else 1
         self._last = LeaseCall(number, version, want, tuple(held) if says_held else None)
+        self._is_telling = says_held
         self._out.add(number)
         return self._last
 
@@ -119,6 +121,7 @@ class Leasing:
         The next call after one without an answer says what the replica holds, so that the rest goes back.
         """
         self._out.remove(call.number)
+        self._is_telling = False
         if not is_answered:
             self._may_miss_grants = True
         elif call.held is not None:

@@ -22,7 +22,7 @@ from asyncrl.control.record.live import read_live
 from asyncrl.control.record.outcome import Outcome, read_outcome
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.snapshot import HeadWord, Snapshot
-from asyncrl.core.errors import AsyncrlError
+from asyncrl.core.errors import AsyncrlError, WireError
 from asyncrl.core.files.durable import is_read_only
 from asyncrl.core.states import RunState
 
@@ -57,6 +57,10 @@ class RunHandle:
                 snapshot = client.status()
                 self.last_error = snapshot.error or ""
                 return snapshot
+        except WireError as error:
+            return replace(
+                self._word(), state=RunState.SILENT, phase=f"another version of asyncrl runs it: {error}"
+            )
         except AsyncrlError:
             pass  # it is starting again, or ending, or too busy
         word = self._word()

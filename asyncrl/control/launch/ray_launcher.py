@@ -161,17 +161,24 @@ class RayLauncher:
         import ray.exceptions
 
         try:
-            return read_status(kind_of(name), ray.get(reference))
-        except WireError as error:  # whoever answers so is as good as silent
-            self.counters["refused_statuses"] += 1
-            log.warning("the status of %s is refused: %s", name, error)
-            return ServiceStatus(state=ServiceState.SILENT, error=str(error))
+            told = ray.get(reference)
         except ray.exceptions.ActorUnavailableError:  # for now; if it died, the next answer says so
             return ServiceStatus(state=ServiceState.SILENT)
         except ray.exceptions.RayActorError as error:
             return ServiceStatus(state=ServiceState.DEAD, error=_death_of(error))
         except ray.exceptions.RayTaskError as error:
             return ServiceStatus(state=ServiceState.FAILED, error=f"its status failed: {error.cause}")
+        except (ray.exceptions.ActorUnschedulableError, ray.exceptions.RuntimeEnvSetupError) as error:
+            return ServiceStatus(state=ServiceState.DEAD, error=_first_line(error))
+        except ray.exceptions.RayError as error:  # an answer that was lost, say; the next pulse asks again
+            self.counters["lost_statuses"] += 1
+            log.warning("Ray has lost the status of %s: %s", name, _first_line(error))
+            return ServiceStatus(state=ServiceState.SILENT)
+        try:
+            return read_status(kind_of(name), told)
+        except WireError as error:  # nobody can watch a service whose status cannot be read
+            self.counters["refused_statuses"] += 1
+            return ServiceStatus(state=ServiceState.FAILED, error=f"its status cannot be read: {error}")
 
     def command(self, name: str, command: Command[A], deadline_s: float) -> A:
         import ray
@@ -181,10 +188,7 @@ class RayLauncher:
         if actor is None:
             raise ServiceFailed(f"{name} has no process and cannot '{command.word}'")
         try:
-            reference = actor.command.remote(pack_command(command))
-            return read_answer(command, ray.get(reference, timeout=deadline_s))
-        except WireError as error:
-            raise ServiceFailed(f"{name} failed '{command.word}': {error}") from error
+            told = ray.get(actor.command.remote(pack_command(command)), timeout=deadline_s)
         except ray.exceptions.GetTimeoutError as error:
             raise DeadlineExceeded(f"{name} did not answer '{command.word}' in {deadline_s:g} s") from error
         except ray.exceptions.RayTaskError as error:  # str() of it is a coloured traceback
@@ -194,6 +198,10 @@ class RayLauncher:
             raise ServiceFailed(f"{name} failed '{command.word}': {type(cause).__name__}: {cause}") from error
         except ray.exceptions.RayError as error:
             raise ServiceFailed(f"{name} failed '{command.word}': {_first_line(error)}") from error
+        try:
+            return read_answer(command, told)
+        except WireError as error:
+            raise ServiceFailed(f"{name} failed '{command.word}': {error}") from error
 
     def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
         import ray

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from asyncrl.core.config.lengths import parse_lengths
+from benchmarks.calibration.engine_curve import sampling_of
 from benchmarks.rollout.ways import setting
 from benchmarks.rollout.ways.setting import Count, Rate, make_prompt, rate_between
 from benchmarks.weight_sync.peers.peers import now_s
@@ -79,23 +80,6 @@ class Load:
         assert self._lengths is not None
         max_tokens = self._max_tokens or self._lengths.draw_tokens(seed, setting.MAX_TOKENS)
         return sampling_of(seed, max_tokens, RequestOutputKind.FINAL_ONLY)
-
-
-def sampling_of(seed: int, max_tokens: int, output_kind: Any) -> Any:
-    """Return vLLM's parameters of a response of exactly `max_tokens`, sampled as a replica does."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        temperature=1.0,
-        max_tokens=max_tokens,
-        seed=seed,
-        ignore_eos=True,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=output_kind,
-        skip_clone=True,
-    )
 
 
 def tokens_in_flight(llm: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -281,6 +282,35 @@ def test_a_checkpoint_is_on_the_disk_when_it_is_acknowledged_for_older_ones_are_
     journal.close()
     again = FileJournal(image)
     assert list(again.events()) == [Opened(1, "learner"), Checkpointed(1, 4, "digest", (4,))]
+    assert again.read(1, 1) == [b"payload"]
+    again.close()
+
+
+def test_a_checkpoint_whose_sync_fails_is_not_acknowledged_until_one_has_worked(tmp_path: Path) -> None:
+    live, disk = tmp_path / "live", tmp_path / "disk"
+    real, failures = SlowDisk(live, disk, sync_s=0.0).sync, [OSError(errno.EIO, "I/O error")] * 2
+
+    def sync(descriptor: int) -> None:
+        if failures:
+            raise failures.pop()
+        real(descriptor)
+
+    journal = FileJournal(live, "everysec", sync=sync)
+    shutil.copytree(live, disk)
+    journal.append(1, 1, [b"payload"])
+    assert not journal.commit([Checkpointed(1, 4, "digest", (4,))], 0.0)
+    assert "does not sync" in journal.obstacles()[0].sentence
+    end = time.monotonic() + 20.0
+    while not journal.commit([], 0.0):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert not failures and journal.counters["failed_syncs"] == 2
+    assert journal.obstacles() == []
+    image = tmp_path / "image"
+    shutil.copytree(disk, image)
+    journal.close()
+    again = FileJournal(image)
+    assert list(again.events()) == [Checkpointed(1, 4, "digest", (4,))]
     assert again.read(1, 1) == [b"payload"]
     again.close()
 

@@ -117,3 +117,18 @@ def test_an_order_is_taken_once_and_forgotten_with_its_last_part():
 def test_a_call_is_repeated_until_its_tries_are_spent():
     tries = Tries()
     assert [tries.may_repeat() for _ in range(CALL_ATTEMPTS)] == [True] * (CALL_ATTEMPTS - 1) + [False]
+
+
+def test_a_call_that_says_what_the_replica_holds_stays_the_only_one_out():
+    leasing = Leasing()
+    lost = leasing.next_call(1, 2, ())
+    assert lost is not None
+    leasing.end(lost, is_answered=False)
+    telling = leasing.next_call(1, 2, ((7, 1),))
+    assert telling is not None and telling.held == ((7, 1),)
+    assert leasing.next_call(2, 2, ((7, 1),)) is None, (
+        "a newer version waits: a grant could be lost beside it"
+    )
+    leasing.end(telling, is_answered=True)
+    newer = leasing.next_call(2, 2, ((7, 1),))
+    assert newer is not None and newer.held is None

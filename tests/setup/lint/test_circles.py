@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("asyncrl", "benchmarks", "configs", "learner", "rollout_service", "weight_sync")
+PACKAGES = ("asyncrl", "benchmarks", "configs", "learner", "research", "rollout_service", "weight_sync")
 UNJUDGED = ("asyncrl.planner.faults",)
 """A package that other work replaces."""
 
