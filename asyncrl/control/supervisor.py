@@ -40,6 +40,7 @@ from asyncrl.control.rows.row_fetcher import RowFetcher
 from asyncrl.control.rows.row_files import is_evaluation, iterate_rows, load_rows, newest_rows
 from asyncrl.control.snapshot import Health, Snapshot, view_ledger, view_service
 from asyncrl.control.upkeep.keeper import Upkeep
+from asyncrl.control.upkeep.kernel import Kernel
 from asyncrl.core.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFailed, WouldRepeat
 from asyncrl.core.files.durable import reserve_room
 from asyncrl.core.metrics.metric import Row
@@ -72,10 +73,18 @@ class Supervisor:
     """Implements `asyncrl.core.service.Service` for the run as a whole, and what operations need of it.
 
     Attributes:
+        summarise: Writes the summary of the run, and draws its curves.
         see_off: Called when the outcome is in the status, before the final state, by which the head ends Ray.
     """
 
-    def __init__(self, roster: Roster, launcher: Launcher, recorder: Recorder, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        launcher: Launcher,
+        recorder: Recorder,
+        runtime: Runtime,
+        kernel: Kernel | None = None,
+    ) -> None:
         self._runtime = runtime
         self._roster = roster
         self._launcher = launcher
@@ -83,12 +92,12 @@ class Supervisor:
         self._run_dir = RunDir(roster.run_dir)
         self._events = EventLog(self._run_dir.events, runtime, EVENTS_RESERVE_BYTES)
         reserve_room(self._run_dir.reserve, OUTCOME_RESERVE_BYTES)
-        self._upkeep = Upkeep(roster, launcher, self._events, runtime)
+        self._upkeep = Upkeep(roster, launcher, self._events, runtime, kernel)
         self._fetcher = RowFetcher(launcher, runtime)
         self._operations = Operations(roster, self, self._events, runtime.lock())
         self._watchdog = Watchdog(roster.config.learner.groups_per_step)
         self._lookout = Lookout(self._events, runtime)
-        self._stall = ""
+        self._stall = self._refusal = self._error = ""
         self._autoscaler = autoscaler_of(roster.config)
         self._meter = metering.Meter()
         self._pace = Pace()
@@ -97,20 +106,18 @@ class Supervisor:
         self._statuses = Statuses()
         self._row: Row = {}
         self._notices = Notices(self._events)
-        self._evaluation: Row = {}
-        self._refusal = ""
         self._num_rows = 0
         self._must_skip = False  # rows that are on record; until it is known which, none is recorded
         self._learner_life = 0
         evaluations = load_rows(self._run_dir.metrics, is_evaluation)
         self._seen_evaluations = metering.evaluation_ids(evaluations)
-        self._evaluation = evaluations[-1] if evaluations else {}
+        self._evaluation: Row = evaluations[-1] if evaluations else {}
         self._state = RunState.STARTING
-        self._error = ""
         self._outcome: RunState | None = None
         self._is_saving = False
         self._identity = self._run_dir.identity
         self._learner_has_trained: bool | None = None
+        self.summarise = write_summary
         self.see_off: Callable[[], None] = lambda: None
 
     # --- the service protocol -------------------------------------------------------------
@@ -480,7 +487,7 @@ class Supervisor:
         self._run_dir.remove_learner_rows()
         self._recorder.close()
         try:
-            write_summary(self._run_dir, self._roster.config, self._statuses, outcome)
+            self.summarise(self._run_dir, self._roster.config, self._statuses, outcome)
         except (OSError, AsyncrlError) as error:
             log.error("the summary could not be written: %s", error)
         if why := write_outcome(self._run_dir, outcome):  # a terminal that watches has it from the snapshot
