@@ -99,16 +99,14 @@ class Supervisor:
         self._lookout = Lookout(self._events, runtime)
         self._stall = self._refusal = self._error = ""
         self._autoscaler = autoscaler_of(roster.config)
-        self._meter = metering.Meter()
-        self._pace = Pace()
+        self._meter, self._pace = metering.Meter(), Pace()
         self._is_stop_asked = runtime.event()
         self._over_since = 0.0
         self._statuses = Statuses()
         self._row: Row = {}
         self._notices = Notices(self._events)
-        self._num_rows = 0
+        self._num_rows = self._learner_life = 0
         self._must_skip = False  # rows that are on record; until it is known which, none is recorded
-        self._learner_life = 0
         evaluations = load_rows(self._run_dir.metrics, is_evaluation)
         self._seen_evaluations = metering.evaluation_ids(evaluations)
         self._evaluation: Row = evaluations[-1] if evaluations else {}
@@ -278,6 +276,8 @@ class Supervisor:
         """
         self._state = RunState.STOPPING
         self._upkeep.finish_learner()
+        self._statuses = self._upkeep.pulse()  # it may have trained since the last one
+        self._keep_time(self._runtime.now())
         if not self._has_trained():
             return
         self._is_saving = True

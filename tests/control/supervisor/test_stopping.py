@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
 from thread_launcher import ThreadLauncher
 
 from asyncrl.control.api import operations as api
@@ -25,6 +26,21 @@ def test_a_learner_that_has_trained_nothing_is_not_waited_for(tmp_path: Path) ->
     finally:
         (tmp_path / "may-save").touch()  # lets the thread that stands for its process end
         thread.join(30.0)
+
+
+def test_a_step_that_was_done_since_the_last_look_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.control.supervisor.PULSE_S", 1.0)
+    supervisor, launcher = make_supervised(tmp_path, "NothingToSave")
+    thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
+    thread.start()
+    wait_for(lambda: supervisor.state == "running")
+    launcher.service("learner.0").step = 1
+    supervisor.perform(api.Stop())
+    (tmp_path / "may-save").write_text("there is no room")
+    thread.join(30.0)
+    assert "there is no room" in read_outcome(tmp_path)["error"], "it was waited for"
 
 
 def test_what_keeps_the_last_checkpoint_from_being_written_is_told(tmp_path: Path) -> None:
