@@ -105,7 +105,7 @@ class Supervisor:
         self._statuses = Statuses()
         self._row: Row = {}
         self._notices = Notices(self._events)
-        self._num_rows = self._learner_life = 0
+        self._num_rows = self._learner_life = self._last_evaluation = 0
         self._must_skip = False  # rows that are on record; until it is known which, none is recorded
         evaluations = load_rows(self._run_dir.metrics, is_evaluation)
         self._seen_evaluations = metering.evaluation_ids(evaluations)
@@ -338,6 +338,7 @@ class Supervisor:
             self._learner_has_trained = False
         if (learner := self._statuses.learner) is not None:
             self._learner_has_trained = learner.has_trained
+            self._last_evaluation = learner.last_evaluation
             self._pace.note(now, learner.step, is_working=not self._operations.is_paused)
 
     def _check_groups(self) -> None:
@@ -458,10 +459,9 @@ class Supervisor:
         end = self._runtime.now() + EVALUATION_WAIT_S
         while self._runtime.now() < end and not (self._is_stop_asked.is_set() or stop.is_set()):
             self._observe()
-            learner, buffer = self._statuses.learner, self._statuses.buffer
+            buffer = self._statuses.buffer
             is_pending = buffer is not None and buffer.evaluations_pending > 0
-            is_known = learner is not None and learner.last_evaluation in {0, *self._seen_evaluations}
-            if is_known and not is_pending:
+            if not is_pending and self._last_evaluation in {0, *self._seen_evaluations}:
                 return
             self._runtime.sleep(PULSE_S)
         log.warning("an evaluation was still open after %g s", EVALUATION_WAIT_S)
