@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 MAX_RESTARTS = 3
 GRACE_S = 15.0
-ILL_S = {"gone": 30.0, "halted": 40.0, "silent": 90.0, "starting": 150.0}
+ILL_S = {"gone": 80.0, "halted": 40.0, "silent": 90.0, "starting": 150.0}
 """Within which a service that every run has is started again, by how it is ill."""
 PAUSE_S, CUT_OFF_S = 10.0, 30.0
 SUPERVISOR = "supervisor.0"
@@ -60,6 +60,7 @@ class SupervisionJudge:
         self.deaths: list[tuple[str, float]] = []
         self.steps: set[int] = set()
         self.unsaved = ""
+        self._is_ending = False
         self._cut_off: list[tuple[float, str]] = []
         self._starts: list[tuple[str, float]] = []
         self.done_at_stop: dict[int, int] = {}
@@ -76,6 +77,8 @@ class SupervisionJudge:
     def hear_blow(self, name: str, seconds: float = 0.0) -> None:
         """A fault befalls a service."""
         self.blows[unit_of(name)] += 1
+        if name == SUPERVISOR:  # its successor hears of everybody anew
+            self._ill_since.clear()
         self._blown_until[unit_of(name)] = max(self._blown_until[unit_of(name)], self.world.now + seconds)
 
     def hear_death(self, life: Life) -> None:
@@ -126,10 +129,12 @@ class SupervisionJudge:
 
     def look(self, cluster: PlayedCluster, is_supervised: bool) -> None:
         """Judge how long services that every run has are ill."""
+        learner = cluster.lives.get("learner.0")
+        self._is_ending |= learner is not None and learner.state == ServiceState.ENDED
         for name in CORE:
             life = cluster.lives.get(name)
             kind, number = _illness(life), 0 if life is None else life.number
-            if not kind or not is_supervised or self.was_stopped or self.has_ended:
+            if not kind or not is_supervised or self.was_stopped or self._is_ending:
                 self._ill_since.pop(name, None)
                 continue
             known, since = self._ill_since.setdefault(name, (f"{kind} {number}", self.world.now))
@@ -186,7 +191,7 @@ class SupervisionJudge:
             if not self.ended_full:  # the room that was reserved for it cannot be played
                 self.say("end: there is no outcome")
             return
-        self.world.note(f"outcome {outcome.state} {outcome.error}")
+        self.world.note(f"outcome {outcome.state} {outcome.service}")
         if outcome.state == RunState.FAILED:
             self._judge_failure(outcome)
         else:
@@ -214,6 +219,8 @@ class SupervisionJudge:
 
     def _judge_events(self) -> None:
         """Each death that a start of the same unit follows is told before that."""
+        if self.was_full and self.blows[SUPERVISOR]:
+            return  # what the disk did not take died with the supervisor
         events = load_events(self._run_dir.events)
         told = [(str(one["kind"]), unit_of(str(one["service"])), float(str(one["time"]))) for one in events]
         for name, at in self.deaths:

@@ -24,7 +24,6 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import AsyncrlError
 from asyncrl.core.rpc.message import Message
 from asyncrl.core.service_status import Statuses
-from asyncrl.core.states import ServiceState
 from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.runtime import SimRuntime
 from tests.simulation.kernel.watchdog import watched
@@ -153,7 +152,7 @@ class Stage:
             try:
                 hear(supervisor.perform(request))
             except AsyncrlError as error:
-                self.world.note(f"refused {request}: {error}")
+                self.world.note(f"refused {request}: {type(error).__name__}")
             except OSError:
                 if not self.judge.was_full:
                     raise

@@ -31,8 +31,8 @@ KINDS = {
     "stop": Kind(("", "learner.0", "supervisor.0", "supervisor.0"), seconds=(0.0, 3.0)),
     "full": Kind(("",), seconds=(1.0, 12.0)),
 }
-"""After `checkpoint` and `stop`, which an operator asks for, the target dies so many seconds later. `curse`: the next `amount` lives end
-after `seconds`. The others are told by their names; see `play`."""
+"""After `checkpoint` and `stop`, which an operator asks for, the target dies so many seconds later. `curse`:
+the next `amount` lives end after `seconds`. The others are told by their names; see `play`."""
 CLASSES: dict[str, tuple[str, ...]] = {
     "general": tuple(kind for kind in KINDS if kind not in ("curse", "stop")),
     "calm": (),
@@ -76,7 +76,7 @@ class Scenario:
     @property
     def calm_at(self) -> float:
         """Return when the last fault is over."""
-        return max((strike.ends_at for strike in self.strikes), default=0.0) + 5.0
+        return max((strike.ends_at for strike in self.strikes), default=25.0) + 5.0
 
     def describe(self) -> list[str]:
         """Return lines for a reader."""

@@ -1,4 +1,4 @@
-"""Scripted services of a played cluster: state machines on the world's timers, without a process of their own.
+"""Scripted services of a played cluster: state machines on the timers of the world, without processes.
 
 Owns what a life of a service does and says. Invariant: a life that is over changes nothing any more.
 """
@@ -136,7 +136,7 @@ class Buffer(Life):
         self.paused = spec.context.is_paused
 
     def values(self) -> dict[str, Any]:
-        leases = {name: 2 for name in self.cluster.leases}
+        leases = dict.fromkeys(self.cluster.leases, 2)
         known = tuple(self.cluster.checkpoints[-3:])
         return {"paused": self.paused, "leases": leases, "checkpoints": known}
 
