@@ -29,15 +29,17 @@ PART_DEADLINE_S = 3600.0
 SESSION_MARK = "ASYNCRL_TEST_SESSION"
 """Variable that marks the processes of a session of tests, see `tests/leftovers.py`."""
 TELLING = (
-    "tests/system/faults/test_interruption.py",
+    "tests/simulation/test_mutants.py",
+    "tests/system/exactness/test_older_run.py",
     "tests/system/exactness/test_determinism.py",
     "tests/system/exactness/test_exactness.py",
-    "tests/system/faults/test_blame.py",
-    "tests/system/faults/test_held_up.py",
     "tests/system/exactness/test_replay.py",
-    "tests/system/faults/test_redis_journal.py",
-    "tests/buffer/hostile/test_key_holders.py",
+    "tests/system/operating/test_operating.py",
     "tests/buffer/killed/test_killed.py",
+    "tests/system/faults/test_redis_journal.py",
+    "tests/system/faults/test_interruption.py",
+    "tests/system/faults/test_blame.py",
+    "tests/buffer/hostile/test_key_holders.py",
 )
 """What a change breaks first, and what takes minutes, not hours."""
 

@@ -462,9 +462,9 @@ def test_what_is_told_of_a_finding_is_one_sentence_with_its_first_cause_and_not_
     for step in range(12):
         watch.judge(step, calm_metrics(step) | {"actor/unsampled_share": 0.2}, 0)
     first, again = watch.findings
-    assert (first["number"], first["step"], again["number"], again["step"]) == (1, 0, 2, 10)
-    assert first["kind"] == "unsampled_tokens"
-    assert first["text"] == (
+    assert (first.number, first.step, again.number, again.step) == (1, 0, 2, 10)
+    assert first.kind == "unsampled_tokens"
+    assert first.text == (
         "step 0: unsampled_tokens: actor/unsampled_share is 0.2, limit 0: tokens are trained that no version "
         "sampled: loss mask and tokens do not belong together. Look first at: the loss mask is off by a "
         "position, in a custom loss or in an environment of your own"

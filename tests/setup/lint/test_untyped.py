@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import untyped
 
-ROOT = Path(untyped.__file__).parents[2]
+ROOT = Path(untyped.__file__).parents[1]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from asyncrl.buffer.composition import build as build_buffer
 from asyncrl.buffer.composition import ledger_settings, open_journal
 from asyncrl.control.cluster.inventory import needed_paths
 from asyncrl.control.cluster.opening import namespace_of, needs_of
+from asyncrl.control.fleet.autoscaler import autoscaler_of
 from asyncrl.control.launch.head import _make_keys
 from asyncrl.control.launch.run import folder_of
 from asyncrl.control.plan import checks, choose_backend, derived, machine
@@ -30,7 +31,6 @@ from asyncrl.control.plan.footprint.sizes import count_tokens, estimate_activati
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks.opening import check_sinks, open_sinks
 from asyncrl.control.roster import Roster
-from asyncrl.control.supervisor import _autoscaler_of
 from asyncrl.control.upkeep.keeper import rules_of
 from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.schema import walk
@@ -146,7 +146,7 @@ def services(config: Config, folder: Path) -> Any:
 
 def fleet(config: Config, folder: Path) -> Any:
     rules = rules_of(Roster(config, folder, "id", folder, ""))
-    return rules, _autoscaler_of(config) and vars(_autoscaler_of(config)), machine.count_replicas(config)
+    return rules, autoscaler_of(config) and vars(autoscaler_of(config)), machine.count_replicas(config)
 
 
 def place(config: Config, folder: Path) -> Any:
