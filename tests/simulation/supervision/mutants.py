@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.control import operations, supervisor
+from asyncrl.control import operations
 from asyncrl.control.fleet import machine
 from asyncrl.control.fleet.budget import Budget
 from asyncrl.control.fleet.machine import FleetMachine
@@ -202,11 +202,5 @@ MUTANTS = (
         "rows that a dead learner handed over to nobody are on record",
         "checkpoints",
         (Supervisor, "_recover_rows", always(False)),
-    ),
-    _mutant(
-        "rows_skipped",
-        "a successor records no row before it knows which are on record",
-        "successor",
-        (supervisor, "lost_rows", always([])),
     ),
 )
