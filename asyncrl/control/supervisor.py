@@ -40,6 +40,7 @@ from asyncrl.control.rows.row_fetcher import RowFetcher
 from asyncrl.control.rows.row_files import is_evaluation, iterate_rows, load_rows, newest_rows
 from asyncrl.control.snapshot import Health, Snapshot, view_ledger, view_service
 from asyncrl.control.upkeep.keeper import Upkeep
+from asyncrl.control.upkeep.kernel import Kernel
 from asyncrl.core.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFailed, WouldRepeat
 from asyncrl.core.files.durable import reserve_room
 from asyncrl.core.metrics.metric import Row
@@ -72,10 +73,18 @@ class Supervisor:
     """Implements `asyncrl.core.service.Service` for the run as a whole, and what operations need of it.
 
     Attributes:
+        summarise: Writes the summary of the run, and draws its curves.
         see_off: Called when the outcome is in the status, before the final state, by which the head ends Ray.
     """
 
-    def __init__(self, roster: Roster, launcher: Launcher, recorder: Recorder, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        launcher: Launcher,
+        recorder: Recorder,
+        runtime: Runtime,
+        kernel: Kernel | None = None,
+    ) -> None:
         self._runtime = runtime
         self._roster = roster
         self._launcher = launcher
@@ -83,34 +92,30 @@ class Supervisor:
         self._run_dir = RunDir(roster.run_dir)
         self._events = EventLog(self._run_dir.events, runtime, EVENTS_RESERVE_BYTES)
         reserve_room(self._run_dir.reserve, OUTCOME_RESERVE_BYTES)
-        self._upkeep = Upkeep(roster, launcher, self._events, runtime)
+        self._upkeep = Upkeep(roster, launcher, self._events, runtime, kernel)
         self._fetcher = RowFetcher(launcher, runtime)
         self._operations = Operations(roster, self, self._events, runtime.lock())
         self._watchdog = Watchdog(roster.config.learner.groups_per_step)
         self._lookout = Lookout(self._events, runtime)
-        self._stall = ""
+        self._stall = self._refusal = self._error = ""
         self._autoscaler = autoscaler_of(roster.config)
-        self._meter = metering.Meter()
-        self._pace = Pace()
+        self._meter, self._pace = metering.Meter(), Pace()
         self._is_stop_asked = runtime.event()
         self._over_since = 0.0
         self._statuses = Statuses()
         self._row: Row = {}
         self._notices = Notices(self._events)
-        self._evaluation: Row = {}
-        self._refusal = ""
-        self._num_rows = 0
+        self._num_rows = self._learner_life = self._last_evaluation = 0
         self._must_skip = False  # rows that are on record; until it is known which, none is recorded
-        self._learner_life = 0
         evaluations = load_rows(self._run_dir.metrics, is_evaluation)
         self._seen_evaluations = metering.evaluation_ids(evaluations)
-        self._evaluation = evaluations[-1] if evaluations else {}
+        self._evaluation: Row = evaluations[-1] if evaluations else {}
         self._state = RunState.STARTING
-        self._error = ""
         self._outcome: RunState | None = None
         self._is_saving = False
         self._identity = self._run_dir.identity
         self._learner_has_trained: bool | None = None
+        self.summarise = write_summary
         self.see_off: Callable[[], None] = lambda: None
 
     # --- the service protocol -------------------------------------------------------------
@@ -271,6 +276,8 @@ class Supervisor:
         """
         self._state = RunState.STOPPING
         self._upkeep.finish_learner()
+        self._statuses = self._upkeep.pulse()  # it may have trained since the last one
+        self._keep_time(self._runtime.now())
         if not self._has_trained():
             return
         self._is_saving = True
@@ -331,6 +338,7 @@ class Supervisor:
             self._learner_has_trained = False
         if (learner := self._statuses.learner) is not None:
             self._learner_has_trained = learner.has_trained
+            self._last_evaluation = learner.last_evaluation
             self._pace.note(now, learner.step, is_working=not self._operations.is_paused)
 
     def _check_groups(self) -> None:
@@ -451,10 +459,9 @@ class Supervisor:
         end = self._runtime.now() + EVALUATION_WAIT_S
         while self._runtime.now() < end and not (self._is_stop_asked.is_set() or stop.is_set()):
             self._observe()
-            learner, buffer = self._statuses.learner, self._statuses.buffer
+            buffer = self._statuses.buffer
             is_pending = buffer is not None and buffer.evaluations_pending > 0
-            is_known = learner is not None and learner.last_evaluation in {0, *self._seen_evaluations}
-            if is_known and not is_pending:
+            if not is_pending and self._last_evaluation in {0, *self._seen_evaluations}:
                 return
             self._runtime.sleep(PULSE_S)
         log.warning("an evaluation was still open after %g s", EVALUATION_WAIT_S)
@@ -480,7 +487,7 @@ class Supervisor:
         self._run_dir.remove_learner_rows()
         self._recorder.close()
         try:
-            write_summary(self._run_dir, self._roster.config, self._statuses, outcome)
+            self.summarise(self._run_dir, self._roster.config, self._statuses, outcome)
         except (OSError, AsyncrlError) as error:
             log.error("the summary could not be written: %s", error)
         if why := write_outcome(self._run_dir, outcome):  # a terminal that watches has it from the snapshot

@@ -11,6 +11,10 @@ from tests.simulation.run.mutants import MUTANTS as RUN_MUTANTS
 from tests.simulation.run.play import play as play_run
 from tests.simulation.run.scenario import CLASSES as RUN_CLASSES
 from tests.simulation.run.scenario import draw_scenario as draw_run
+from tests.simulation.supervision.mutants import MUTANTS as SUPERVISION_MUTANTS
+from tests.simulation.supervision.play import play as play_supervision
+from tests.simulation.supervision.scenario import CLASSES as SUPERVISION_CLASSES
+from tests.simulation.supervision.scenario import draw_scenario as draw_supervision
 from tests.simulation.sync.mutants import MUTANTS as SYNC_MUTANTS
 from tests.simulation.sync.play import play as play_sync
 from tests.simulation.sync.scenario import CLASSES as SYNC_CLASSES
@@ -77,6 +81,20 @@ RUN_FILES = (
     "weight_sync/link.py",
 )
 
+SUPERVISION_FILES = (
+    "asyncrl/control/fleet/budget.py",
+    "asyncrl/control/fleet/machine.py",
+    "asyncrl/control/fleet/saved.py",
+    "asyncrl/control/fleet/units.py",
+    "asyncrl/control/operations.py",
+    "asyncrl/control/rows/recorder.py",
+    "asyncrl/control/rows/row_fetcher.py",
+    "asyncrl/control/supervisor.py",
+    "asyncrl/control/upkeep/hands.py",
+    "asyncrl/control/upkeep/keeper.py",
+    "asyncrl/control/upkeep/reading.py",
+)
+
 
 @dataclass(frozen=True)
 class Scope:
@@ -121,5 +139,13 @@ SCOPES = {
         tuple(RUN_CLASSES),
         RUN_MUTANTS,
         RUN_FILES,
+    ),
+    "supervision": Scope(
+        "supervision",
+        play_supervision,
+        lambda seed, faults: draw_supervision(seed, faults).describe(),
+        tuple(SUPERVISION_CLASSES),
+        SUPERVISION_MUTANTS,
+        SUPERVISION_FILES,
     ),
 }

@@ -11,7 +11,10 @@ from tests.simulation.mutation import PRODUCTION, mutated
 from tests.simulation.scopes import GENERAL, SCOPES
 
 ALL = [(scope.name, mutant.name) for scope in SCOPES.values() for mutant in scope.mutants]
-QUICK = [("sync", "digests"), ("sync", "serving_told"), ("sync", "rounds_once"), ("sync", "abandoned")]
+QUICK = [
+    *(("sync", "digests"), ("sync", "serving_told"), ("sync", "rounds_once"), ("sync", "abandoned")),
+    *(("supervision", "kill_first"), ("supervision", "fleet_saved"), ("supervision", "promise_kept")),
+]
 NUM_AIMED, NUM_GENERAL = 200, 2000
 
 

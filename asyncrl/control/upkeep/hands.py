@@ -25,10 +25,11 @@ from asyncrl.control.fleet.messages import (
     Retire,
     Start,
 )
-from asyncrl.control.launch.processes import end_service, is_of_service, remove_segments
+from asyncrl.control.launch.processes import is_of_service
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.record.events import EventLog, Kind
 from asyncrl.control.roster import Roster
+from asyncrl.control.upkeep.kernel import Kernel
 from asyncrl.core import service_command
 from asyncrl.core.errors import DeadlineExceeded, ServiceFailed
 from asyncrl.core.service_command import A, Command, DumpStacks, RetireReplica, Tighten
@@ -44,10 +45,11 @@ SHORT_DEADLINE_S = 1.0
 class Hands:
     """Starts, tells and ends the services of a run."""
 
-    def __init__(self, roster: Roster, launcher: Launcher, events: EventLog) -> None:
+    def __init__(self, roster: Roster, launcher: Launcher, events: EventLog, kernel: Kernel) -> None:
         self._roster = roster
         self._launcher = launcher
         self._events = events
+        self._kernel = kernel
         self._pids: dict[str, int] = {}
         self._children: dict[str, Collection[int]] = {}
 
@@ -98,10 +100,10 @@ class Hands:
         """End a service, and everything that it has started, for good."""
         self._launcher.kill(name)
         self._pids.pop(name, None)
-        living = end_service(self._roster.run_id, name, self._children.pop(name, ()))
+        living = self._kernel.end_service(self._roster.run_id, name, self._children.pop(name, ()))
         if living:
             log.error("%s: processes %s do not die", name, living)
-        remove_segments(self._roster.run_id, name)
+        self._kernel.remove_segments(self._roster.run_id, name)
         if name.startswith("rollout."):
             self._retire(name)
 

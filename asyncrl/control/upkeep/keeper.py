@@ -39,8 +39,7 @@ from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
 from asyncrl.control.snapshot import ServiceFacts
 from asyncrl.control.upkeep.hands import COMMAND_DEADLINE_S, Hands
-from asyncrl.control.upkeep.oom import OomKills
-from asyncrl.control.upkeep.process_limit import RefusedProcesses
+from asyncrl.control.upkeep.kernel import Kernel, LinuxKernel
 from asyncrl.control.upkeep.reading import at_home, events_of, in_order
 from asyncrl.core import service_command
 from asyncrl.core.errors import ConfigError, ServiceFailed
@@ -99,10 +98,12 @@ class Upkeep:
         launcher: Launcher,
         events: EventLog,
         runtime: Runtime,
+        kernel: Kernel | None = None,
     ) -> None:
         self._roster = roster
         self._launcher = launcher
-        self._hands = Hands(roster, launcher, events)
+        self._kernel = kernel or LinuxKernel()
+        self._hands = Hands(roster, launcher, events, self._kernel)
         self._events = events
         self._runtime = runtime
         self._lock = runtime.lock()
@@ -113,8 +114,6 @@ class Upkeep:
         self._stages: dict[str, Stage] = {}
         self._max_lag: int | None = None
         self._is_bound_told = False
-        self._oom_kills = OomKills()
-        self._refused = RefusedProcesses()
         self._facts: dict[str, ServiceFacts] = {}
         self._failures: dict[str, str] = {}  # why a service failed last, until its unit is up again
         self._is_degraded = False
@@ -246,12 +245,11 @@ class Upkeep:
         with self._lock:
             run_id = self._roster.run_id
             heard = self._launcher.statuses(self._machine.names, STATUS_DEADLINE_S)
-            self._oom_kills.look(self._runtime.now())
-            self._refused.look(self._runtime.now())
+            self._kernel.look(self._runtime.now())
             found = {name: self._explained(at_home(run_id, name, status)) for name, status in heard.items()}
             for name, status in found.items():
                 self._hands.note_processes(name, status)
-            for name in self._apply_batch([*events_of(run_id, Statuses(found)), Tick()]):
+            for name in self._apply_batch([*self._events_of(Statuses(found)), Tick()]):
                 found.pop(name, None)
             self._repeat_promotions(Statuses(found))
             self._tell_of_stages()
@@ -261,10 +259,12 @@ class Upkeep:
             self._is_degraded = self._machine.is_degraded or self._machine.is_short
             return self._told(found)
 
+    def _events_of(self, found: Statuses) -> list[Event]:
+        return events_of(self._roster.run_id, found, self._kernel.stopped_services)
+
     def _explained(self, status: ServiceStatus) -> ServiceStatus:
         """Add to why a service is gone what the kernel killed for want of memory, or did not start."""
-        now = self._runtime.now()
-        why = "; ".join(filter(None, (self._oom_kills.recent(now), self._refused.recent(now))))
+        why = self._kernel.recent(self._runtime.now())
         if not why or status.state not in (ServiceState.FAILED, DEAD):
             return status
         return msgspec.structs.replace(status, error=f"{status.error or 'it is gone'}; {why}")

@@ -5,7 +5,7 @@ A service counts as halted also when its own process answers but a process that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -18,10 +18,12 @@ FINAL_ERRORS = frozenset({"ConfigError", "DataError", "UnstableTraining", "Rewar
 """Classes of errors that starting a service again cannot cure."""
 
 
-def events_of(run_id: str, statuses: Statuses) -> list[Event]:
+def events_of(
+    run_id: str, statuses: Statuses, find_stopped: Callable[[str], set[str]] = stopped_services
+) -> list[Event]:
     """Return what the statuses of a run's services mean for the fleet; silence means nothing yet."""
     is_any_silent = any(status.state == ServiceState.SILENT for status in statuses.values())
-    stopped = stopped_services(run_id) if is_any_silent else set()
+    stopped = find_stopped(run_id) if is_any_silent else set()
     found = [event_of(name, status, is_halted=name in stopped) for name, status in statuses.items()]
     return in_order(event for event in found if event is not None)
 

@@ -60,7 +60,7 @@ def test_a_machine_that_tells_no_count_is_no_hindrance(tmp_path: Path) -> None:
 def test_a_service_that_died_as_the_count_rose_is_told_with_it(tmp_path: Path) -> None:
     write(tmp_path, "root/proc/vmstat", "oom_kill 0\n")
     run = Run(tmp_path)
-    run.upkeep._oom_kills = OomKills(tmp_path / "root")
+    run.upkeep._kernel.oom_kills = OomKills(tmp_path / "root")
     run.begin()
     write(tmp_path, "root/proc/vmstat", "oom_kill 1\n")
     run.launcher.gone.add("learner.0")

@@ -89,7 +89,7 @@ def test_a_service_that_died_as_one_was_refused_is_told_with_it(tmp_path: Path) 
     root = tmp_path / "root"
     write(root, V2, "sys/fs/cgroup")
     run = Run(tmp_path)
-    run.upkeep._refused = RefusedProcesses(root)
+    run.upkeep._kernel.refused = RefusedProcesses(root)
     run.begin()
     write(root, V2, "sys/fs/cgroup", refused=5)
     run.launcher.gone.add("learner.0")

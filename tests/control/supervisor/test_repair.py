@@ -39,6 +39,7 @@ from asyncrl.control.rows.row_files import load_rows
 from asyncrl.control.supervisor import Supervisor
 from asyncrl.control.upkeep.hands import Hands
 from asyncrl.control.upkeep.keeper import Upkeep
+from asyncrl.control.upkeep.kernel import LinuxKernel
 from asyncrl.control.upkeep.reading import at_home, event_of, events_of
 from asyncrl.core import obstacle
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, ServiceFailed
@@ -199,7 +200,7 @@ def test_numbers_of_processes_on_another_node_touch_nobody_here(run: Run) -> Non
         assert at_home(run_id, "rollout.0", away) == replace(away, child_pids=())
         assert at_home(run_id, "rollout.1", home) == home
         assert end_service(run_id, "rollout.0", [child.pid]) == [], "it is another service's"
-        hands = Hands(run.roster, run.launcher, run.events)
+        hands = Hands(run.roster, run.launcher, run.events, LinuxKernel())
         for name, pid in (("rollout.0", stranger.pid), ("receiver.1", child.pid), ("rollout.1", mine.pid)):
             hands.note_processes(name, status_of(name, pid=pid))
         run.launcher.silent |= {"rollout.0", "receiver.1", "rollout.1"}
