@@ -30,13 +30,13 @@ SESSION_MARK = "ASYNCRL_TEST_SESSION"
 """Variable that marks the processes of a session of tests, see `tests/leftovers.py`."""
 TELLING = (
     "tests/simulation/test_mutants.py",
-    "tests/system/exactness/test_older_run.py",
-    "tests/system/exactness/test_determinism.py",
     "tests/system/exactness/test_exactness.py",
-    "tests/system/exactness/test_replay.py",
-    "tests/system/operating/test_operating.py",
     "tests/buffer/killed/test_killed.py",
+    "tests/system/exactness/test_replay.py",
+    "tests/system/exactness/test_older_run.py",
+    "tests/system/operating/test_operating.py",
     "tests/system/faults/test_redis_journal.py",
+    "tests/system/exactness/test_determinism.py",
     "tests/system/faults/test_interruption.py",
     "tests/system/faults/test_blame.py",
     "tests/buffer/hostile/test_key_holders.py",
