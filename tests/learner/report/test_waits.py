@@ -9,12 +9,20 @@ from typing import Any
 import pytest
 
 from asyncrl.core.metrics import unknown_names
+from asyncrl.core.runtime.threads import ThreadEvent
 from learner.report.waits import BATCH, BUFFER, CAUSES, CHECKPOINT, Waits, describe_time
 from tests.learner.guard.guarded_run import Faults, running
 from tests.runtimes import ManualRuntime
 from tests.weight_sync.cluster import running_cluster
 
 WAITS_S = {"reserve": 3.0, "trained": 0.5, "register_version": 0.25, "checkpointed": 0.125}
+
+
+class StillRuntime(ManualRuntime):
+    """Its clock moves where the test moves it; who sleeps, the checkpoint's writer say, does so beside it."""
+
+    def sleep(self, seconds: float) -> None:
+        ThreadEvent().wait(seconds)
 
 
 class SlowClient:
@@ -53,7 +61,7 @@ def shares_of(row: dict[str, float]) -> float:
 
 
 def test_injected_waits_come_out_by_cause_and_all_of_it_adds_up(model: Path, tmp_path: Path):
-    clock = ManualRuntime()
+    clock = StillRuntime()
     faults = Faults(runtime=clock, wrap=lambda client: SlowClient(client, clock))
     sections = {"learner": {"steps": 3}, "checkpoint": {"every_steps": 2}}
     with running_cluster() as cluster, running(model, cluster, tmp_path, faults, {}, **sections) as run:

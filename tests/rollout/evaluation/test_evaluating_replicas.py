@@ -120,6 +120,7 @@ def test_an_order_that_a_swap_overtook_is_answered_at_the_new_version(tmp_path: 
         assert found.metrics["val-aux/num_prompts"] == NUM_PROMPTS
         counters = stage.census().counters
         assert counters.get("evaluations_unasked", 0) == 0, "no answer was thrown away"
+        wait_for(lambda: stage.replica.status().counters.get("evaluations"), "the replica's own count")
         assert stage.replica.status().counters["evaluations"] == 1
 
 
