@@ -18,12 +18,12 @@ from asyncrl.buffer.rules.learner import RESERVE_WAIT_S
 from asyncrl.buffer.rules.replica import LEASE_WAIT_S, count_max_groups
 from asyncrl.control.fleet.machine import FleetRules
 from asyncrl.control.fleet.rules import make_rules
-from asyncrl.control.prepare import BUILTIN, builtin_root, is_builtin
 from asyncrl.control.roster import MAX_REPLICAS
 from asyncrl.core.config.conflicts import WITH_GREEDY
 from asyncrl.core.config.lengths import Lengths, parse_lengths
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.planner.plan.prepare import BUILTIN, builtin_root, is_builtin
 from weight_sync.protocol.rounds import Timing
 
 ASSUMED_SIGMA = 1.0

@@ -22,13 +22,7 @@ from typing import Any
 
 from asyncrl.core.config.load import load_config
 from asyncrl.core.config.tree import Config
-from asyncrl.planner.calibration import (
-    Measured,
-    base_rates,
-    measure,
-    prompt_tokens_of_rows,
-    rates_of_rows,
-)
+from asyncrl.planner.calibration import Measured, base_rates, measure, prompt_tokens_of_rows, rates_of_rows
 from asyncrl.planner.calibration import Row as LearnerRow
 from asyncrl.planner.outcome import Outcome
 from asyncrl.planner.rates import Rates

@@ -45,14 +45,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.leases import ReplicaCommands
 from asyncrl.buffer.ledger.state import LedgerState
-from asyncrl.buffer.ledger.tickets import (
-    Checkpoint,
-    DropReason,
-    LedgerSettings,
-    Reissue,
-    State,
-    Ticket,
-)
+from asyncrl.buffer.ledger.tickets import Checkpoint, DropReason, LedgerSettings, Reissue, State, Ticket
 from asyncrl.core.errors import FencedError, LedgerError
 from asyncrl.core.staleness import is_admissible, is_over_age, lag
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from asyncrl.cli.exits import show
 from asyncrl.cli.reports.table import align
-from asyncrl.control.api.client import connect
+from asyncrl.cli.run.client import connect
+from asyncrl.cli.timeline.sync_history import report_weights
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.record.sync_history import report_weights
 
 
 def print_weights(folder: Path, as_json: bool) -> None:

@@ -28,7 +28,7 @@ from asyncrl.control.fleet.messages import (
     Tick,
     Wanted,
 )
-from asyncrl.control.upkeep.reading import in_order
+from asyncrl.control.reconciler.status_events import in_order
 from asyncrl.core.states import ServiceState
 from asyncrl.planner.actors import buffer, learner
 from asyncrl.planner.actors.buffer import BufferActor
