@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.variants import engine_facts
 from asyncrl.planner.rates import Rates
 from asyncrl.planner.setting import LengthsModel, Setting
 from asyncrl.planner.sweep import predict
@@ -89,8 +90,8 @@ def _name_of_model(path: Path) -> str:
 
 def base_rates(config: Config) -> Rates:
     """Return a shape of the decode curve for a run of which only rows are known."""
-    if config.rollout.engine == "scripted":
-        return Rates(decode=((1.0, 200.0), (100_000.0, 2e7)))  # requests do not slow one another
+    if rate := engine_facts(config.rollout.engine).tokens_per_s:
+        return Rates(decode=((1.0, rate), (100_000.0, 100_000.0 * rate)))  # requests do not slow one another
     most = config.rollout.max_sequences
     points = sorted({*(2**power for power in range(11) if 2**power < most), most})
     return Rates(decode=tuple((float(n), n / (n + HALF_SPEED_AT)) for n in points))

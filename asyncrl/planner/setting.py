@@ -22,6 +22,7 @@ from asyncrl.core.config.conflicts import WITH_GREEDY
 from asyncrl.core.config.lengths import Lengths, parse_lengths
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.variants import engine_facts
 
 ASSUMED_SIGMA = 1.0
 ASSUMED_FILL = 0.25
@@ -127,7 +128,7 @@ class Setting:
             num_samples=num_samples,
             trained_samples=trained,
             max_groups=count_max_groups(rollout.max_sequences, num_samples),
-            max_sequences=rollout.max_sequences if rollout.engine == "vllm" else UNLIMITED,
+            max_sequences=UNLIMITED if engine_facts(rollout.engine).tokens_per_s else rollout.max_sequences,
             max_tokens=rollout.max_tokens,
             prompt_tokens=prompt_tokens or config.data.max_prompt_tokens / 2,
             lengths=forced_lengths(config) or lengths or assumed_lengths(config),

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from asyncrl.buffer.audit.account import TimedEvent
 from asyncrl.buffer.audit.report import opened_past
-from asyncrl.buffer.composition import ledger_settings, open_journal
+from asyncrl.buffer.composition import ledger_settings
+from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.cli.app import app
