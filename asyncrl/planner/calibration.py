@@ -104,7 +104,7 @@ def setting_of_rows(config: Config, rows: Sequence[Row]) -> Setting:
     found = Setting.of(config, lengths, prompt_tokens=prompt_tokens_of_rows(rows))
     replicas = round(fmean(row.get("perf/rollout_replicas", found.replicas) for row in rows))
     uniform = uniform_share(rows, config.learner.groups_per_step)
-    return replace(found, replicas=max(1, replicas), uniform_share=uniform).at_pace()
+    return replace(found, replicas=max(1, replicas), uniform_share=uniform)
 
 
 def rates_of_run(config: Config, rows: Sequence[Row], base: Rates | None = None) -> tuple[Rates, Setting]:
