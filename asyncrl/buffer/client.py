@@ -18,7 +18,12 @@ from typing import TypeVar
 
 from asyncrl.buffer import messages as wire
 from asyncrl.buffer.ledger.events import UNSAID
-from asyncrl.buffer.messages import EvaluationOrder, LeaseReply, Opening, ReservedTicket
+from asyncrl.buffer.messages import (
+    EvaluationOrder,
+    LeaseReply,
+    Opening,
+    ReservedTicket,
+)
 from asyncrl.buffer.payloads import Prefetched, read_fetched, split_frames
 from asyncrl.buffer.rules.replica import HeldOrder
 from asyncrl.core.errors import ConnectionLost, DeadlineExceeded, WireError

@@ -22,7 +22,12 @@ import msgspec
 from asyncrl.buffer.learner_ops import LearnerOps
 from asyncrl.buffer.ledger.census import add_up
 from asyncrl.buffer.ledger.tickets import State
-from asyncrl.buffer.messages import LEASE, STATUS, Lease, LeaseReply
+from asyncrl.buffer.messages import (
+    LEASE,
+    STATUS,
+    Lease,
+    LeaseReply,
+)
 from asyncrl.buffer.parking import QUIET_OPS, Attempt, Owner, Parked, ParkingLot
 from asyncrl.buffer.replica_ops import ReplicaOps
 from asyncrl.buffer.store import ExperienceStore

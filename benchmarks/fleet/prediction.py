@@ -22,7 +22,13 @@ from typing import Any
 
 from asyncrl.core.config.load import load_config
 from asyncrl.core.config.tree import Config
-from asyncrl.planner.calibration import Measured, base_rates, measure, prompt_tokens_of_rows, rates_of_rows
+from asyncrl.planner.calibration import (
+    Measured,
+    base_rates,
+    measure,
+    prompt_tokens_of_rows,
+    rates_of_rows,
+)
 from asyncrl.planner.calibration import Row as LearnerRow
 from asyncrl.planner.outcome import Outcome
 from asyncrl.planner.rates import Rates
@@ -192,7 +198,7 @@ def _watch(case: Case, config: Config, window_s: float) -> dict[Cell, list[Learn
 
 def _setting(config: Config, cell: Cell, rows: Sequence[LearnerRow]) -> Setting:
     found = Setting.of(config, prompt_tokens=prompt_tokens_of_rows(rows))
-    return replace(found, replicas=cell[0], tightened_to=cell[1]).at_pace()
+    return replace(found, replicas=cell[0], tightened_to=cell[1])
 
 
 def _compare(outcome: Outcome, measured: Measured, is_own: bool) -> dict[str, Any]:

@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 
 from asyncrl.buffer.ledger.facts import Facts
 from asyncrl.buffer.ledger.lineage import VersionBook, VersionRun
-from asyncrl.buffer.ledger.tickets import Carry, Checkpoint, DropReason, Evaluation, State, Ticket
+from asyncrl.buffer.ledger.tickets import (
+    Carry,
+    Checkpoint,
+    DropReason,
+    Evaluation,
+    State,
+    Ticket,
+)
 from asyncrl.core.errors import WireError
 from asyncrl.core.metrics.tallies import Tally
 

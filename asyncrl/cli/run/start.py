@@ -34,6 +34,7 @@ from asyncrl.core.files.durable import replace_text
 from asyncrl.core.files.private import keep_others_out, make_own
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.states import RunState
+from asyncrl.core.variants import journal_facts
 from asyncrl.planner import plan
 from asyncrl.planner.plan import prepare
 from asyncrl.planner.plan.footprint import shared_memory
@@ -172,7 +173,7 @@ def _write_down(folder: RunDir, config: Config, asked: Config) -> None:
     folder.outcome.unlink(missing_ok=True)
     folder.phase.unlink(missing_ok=True)
     folder.promise.unlink(missing_ok=True)
-    if config.buffer.journal == "none":  # nothing to go on from: a new history
+    if not journal_facts(config.buffer.journal).keeps_past:  # nothing to go on from: a new history
         remove_rows(folder.metrics)
         folder.remove_learner_rows()
     for path, one in ((folder.resolved, config), (folder.asked, asked)):

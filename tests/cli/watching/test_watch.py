@@ -9,7 +9,14 @@ import pytest
 from asyncrl.cli import exits
 from asyncrl.cli.up import find_config, placed
 from asyncrl.cli.views import LineView
-from asyncrl.cli.watch import POLL_S, PhaseTimer, follow, follow_until_up, sigterm_as_interrupt, watch
+from asyncrl.cli.watch import (
+    POLL_S,
+    PhaseTimer,
+    follow,
+    follow_until_up,
+    sigterm_as_interrupt,
+    watch,
+)
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import HeadWord, Snapshot

@@ -10,7 +10,15 @@ import torch
 
 from asyncrl.core.sockets.keys import make_run_keys
 from asyncrl.core.staleness import PolicyVersion
-from tests.weight_sync.cluster import Child, Cluster, Fault, report_loaded, running_cluster, take, wait_until
+from tests.weight_sync.cluster import (
+    Child,
+    Cluster,
+    Fault,
+    report_loaded,
+    running_cluster,
+    take,
+    wait_until,
+)
 from weight_sync.memory import segments
 from weight_sync.memory.staging import open_tensors
 

@@ -20,7 +20,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from asyncrl.buffer.journals.journal import EVENTS_PER_SNAPSHOT, Need, Recovery, pack_snapshot, pack_turn
+from asyncrl.buffer.journals.journal import (
+    EVENTS_PER_SNAPSHOT,
+    Need,
+    Recovery,
+    pack_snapshot,
+    pack_turn,
+)
 from asyncrl.buffer.journals.payload_index import PayloadIndex
 from asyncrl.buffer.journals.records import make_record, read_frames
 from asyncrl.buffer.journals.redis.link import Argument, LinkDown, RedisLink, Refusal, explain_refusal

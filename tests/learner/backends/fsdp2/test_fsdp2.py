@@ -18,7 +18,11 @@ from learner.batching.batch import build_batch
 from learner.fsdp2.backend import Fsdp2ValueBackend
 from learner.fsdp2.groups import join_group
 from learner.guard.memory import GuardedModel
-from tests.learner.parts.contract import assert_equals_hugging_face, is_bit_equal, weights_of
+from tests.learner.parts.contract import (
+    assert_equals_hugging_face,
+    is_bit_equal,
+    weights_of,
+)
 from tests.learner.parts.samples import KINDS, make_groups, save_model
 from tests.learner.parts.training import (
     open_backend,
