@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncrl.control.api.routes import operation_routes
 from asyncrl.control.api.server import ControlApi
 from asyncrl.control.ray.bootstrap import make_launcher
 from asyncrl.control.ray.host import interface_of
@@ -47,7 +46,7 @@ def build(context: ServiceContext) -> Supervisor:
             "GET /status": lambda _: values_of(supervisor.snapshot()),
             "GET /weights": lambda _: msgspec.to_builtins(supervisor.weights()),
             **page_routes(supervisor.snapshot, config, context.run_dir),
-            **operation_routes(supervisor.perform),
+            **supervisor.operations.routes(),
         },
     )
     supervisor.see_off = api.await_readers

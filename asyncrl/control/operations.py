@@ -1,32 +1,34 @@
 """Operator commands on a live run: scale, drain, pause, unpause, checkpoint, tighten, stop.
 
-Owns the checks of each command and the services that are told of it. Never starts or ends a process: `Crew`
-does. Invariant: a refused command has changed nothing. A pause is marked in the run's folder before any
-service is told, so a service that dies meanwhile, or the supervisor, is paused when it is started again. A
-requested checkpoint is requested again until it exists.
+Owns the checks of each command, the services that are told of it, and its route in the control API. Never
+starts or ends a process: the reconciler does. Invariant: a refused command has changed nothing. A pause is
+marked in the run's folder before any service is told, so a service that dies meanwhile, or the supervisor, is
+paused when it is started again. A requested checkpoint is requested again until it exists.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from asyncrl.control.api import operations as api
+from asyncrl.control.api.server import Answer, Route
 from asyncrl.control.machine.resources import check_replicas
+from asyncrl.control.reconciler.reconciler import FleetReconciler
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
-from asyncrl.core.errors import ConfigError, DeadlineExceeded, Refused, RemoteError, ServiceFailed
-from asyncrl.core.rpc.message import Message
-from asyncrl.core.runtime.interface import Lock
+from asyncrl.core.errors import ConfigError, DeadlineExceeded, Refused, RemoteError, ServiceFailed, WireError
+from asyncrl.core.rpc.message import Message, fields_of, read_message
+from asyncrl.core.runtime.interface import Event, Lock
 from asyncrl.core.service import read_paused, write_paused
-from asyncrl.core.service_command import A, Command, Pause, Tighten, Unpause, WriteCheckpoint
+from asyncrl.core.service_command import Pause, Tighten, Unpause, WriteCheckpoint
 from asyncrl.core.service_status import BUFFER, LEARNER, Statuses
 from asyncrl.core.states import RUN_ENDS, RunState, ServiceState
 
@@ -44,36 +46,12 @@ class Promise(msgspec.Struct, frozen=True):
     life: int
 
 
-class Crew(Protocol):
-    """The part of a supervisor that operations use. Each call is safe from any thread."""
+@dataclass
+class Lifecycle:
+    """State of a run, and whether it was asked to end; for the watch loop and any thread of the API."""
 
-    @property
-    def state(self) -> RunState:
-        """The run's: starting, running, stopping, or how it ended."""
-
-    @property
-    def replicas(self) -> list[int]:
-        """Indices of the rollout replicas that serve, or will: none that drains."""
-
-    @property
-    def num_draining(self) -> int:
-        """Leavers whose processes are still up."""
-
-    @property
-    def learner_life(self) -> int:
-        """Number of the learner's restarts: a new incarnation knows no command that an old one got."""
-
-    def scale(self, replicas: int) -> api.Begun:
-        """Want so many replicas from now on."""
-
-    def drain(self, index: int) -> api.Begun:
-        """Let rollout.`index` finish and leave; as many are wanted as before."""
-
-    def ask(self, service: str, command: Command[A]) -> A:
-        """Pass a command on to a service."""
-
-    def stop(self) -> None:
-        """End the run in order."""
+    stop_asked: Event
+    state: RunState = RunState.STARTING
 
 
 @dataclass(frozen=True)
@@ -85,7 +63,8 @@ class Operations:
     """
 
     roster: Roster
-    crew: Crew
+    fleet: FleetReconciler
+    lifecycle: Lifecycle
     events: EventLog
     promise_lock: Lock
 
@@ -120,32 +99,48 @@ class Operations:
             case api.Tighten(max_lag):
                 return self._tighten(max_lag)
             case api.Stop():
-                self.crew.stop()
-                return api.Stopping()
+                return self._stop()
+
+    def routes(self) -> dict[str, Route]:
+        """Return the route of each operation, `POST /<name>`: its request and its answer are JSON."""
+        return {f"POST /{name}": partial(self._answer, name) for name in api.REQUESTS}
+
+    def _answer(self, name: str, body: Mapping[str, object]) -> Answer:
+        try:
+            asked = read_message(body, api.REQUESTS[name], name)
+        except WireError as error:
+            raise ConfigError(error.message) from error
+        return fields_of(self.perform(asked))
+
+    def _stop(self) -> api.Stopping:
+        """End the run in order, also if this supervisor dies before it has."""
+        self.lifecycle.stop_asked.set()
+        self.fleet.finish_learner()
+        return api.Stopping()
 
     def _scale(self, replicas: int) -> api.Begun:
         if not 0 <= replicas <= MAX_REPLICAS:
             raise ConfigError(f"replicas must be a whole number from 0 to {MAX_REPLICAS}, not {replicas!r}")
-        if self.crew.state != RunState.RUNNING:
-            raise Refused(f"the run is {self.crew.state}; only a running one can be scaled")
+        if self.lifecycle.state != RunState.RUNNING:
+            raise Refused(f"the run is {self.lifecycle.state}; only a running one can be scaled")
         with _as_refusal():
             self.check_room(replicas)
-            return self.crew.scale(replicas)
+            return self.fleet.scale(replicas)
 
     def check_room(self, replicas: int) -> None:
         """Raise ConfigError if this machine has no room for so many replicas beside spares and leavers."""
         config = self.roster.config
-        check_replicas(config, replicas + config.rollout.standby + self.crew.num_draining)
+        check_replicas(config, replicas + config.rollout.standby + self.fleet.num_draining)
 
     def _drain(self, index: int) -> api.Begun:
-        known = self.crew.replicas
+        known = self.fleet.replicas
         if index not in known:
             there = ", ".join(f"rollout.{one}" for one in known) or "none"
             raise ConfigError(f"there is no replica rollout.{index} to drain; there are: {there}")
-        if self.crew.state != RunState.RUNNING:
-            raise Refused(f"the run is {self.crew.state}; only a running one's replicas can be drained")
+        if self.lifecycle.state != RunState.RUNNING:
+            raise Refused(f"the run is {self.lifecycle.state}; only a running one's replicas can be drained")
         with _as_refusal():
-            return self.crew.drain(index)
+            return self.fleet.drain(index)
 
     def _set_paused(self, is_paused: bool) -> api.Paused:
         self._refuse_if_leaving()
@@ -163,7 +158,7 @@ class Operations:
         command = Pause() if is_paused else Unpause()
         for service in services:
             try:
-                self.crew.ask(service, command)
+                self.fleet.ask(service, command)
             except (ServiceFailed, DeadlineExceeded, RemoteError) as error:
                 unreached.append(service)
                 log.warning("%s did not take the %s: %s", service, command.word, error)
@@ -174,7 +169,7 @@ class Operations:
         is_paused = self.is_paused
         told = {BUFFER: statuses.buffer, LEARNER: statuses.learner}
         differ = [name for name, one in told.items() if one is not None and one.paused != is_paused]
-        if differ and self.crew.state not in LEAVING:
+        if differ and self.lifecycle.state not in LEAVING:
             self._tell(differ, is_paused)
 
     def _checkpoint(self) -> api.CheckpointAsked:
@@ -190,9 +185,9 @@ class Operations:
         Returns:
             The step that the learner is at.
         """
-        life = self.crew.learner_life
+        life = self.fleet.num_restarts(LEARNER)
         try:
-            answer = self.crew.ask(LEARNER, WriteCheckpoint())
+            answer = self.fleet.ask(LEARNER, WriteCheckpoint())
         except DeadlineExceeded:  # what it was asked waits at the learner, and dies with it
             if step is not None:
                 self._take_down(step, life)
@@ -237,7 +232,7 @@ class Operations:
 
     def _keep_promise(self, statuses: Statuses) -> None:
         owed = self._read_promise()
-        if owed is None or self.crew.state in LEAVING:
+        if owed is None or self.lifecycle.state in LEAVING:
             return
         known = statuses.buffer.checkpoints if statuses.buffer is not None else ()
         if max(known, default=-1) >= owed.step:
@@ -246,7 +241,7 @@ class Operations:
         learner = statuses.learner
         is_up = learner is not None and learner.state == ServiceState.READY
         is_back = is_up and learner is not None and learner.step >= owed.step
-        if owed.life == self.crew.learner_life or not is_back:
+        if owed.life == self.fleet.num_restarts(LEARNER) or not is_back:
             return
         try:
             self._ask_for_checkpoint(owed.step)
@@ -261,11 +256,11 @@ class Operations:
         bound = self.roster.config.staleness.max_lag
         if not 0 <= max_lag <= bound:
             raise ConfigError(f"max_lag must be a whole number from 0 to {bound}, not {max_lag!r}")
-        return api.Tightened(self.crew.ask(BUFFER, Tighten(max_lag)).max_lag)
+        return api.Tightened(self.fleet.ask(BUFFER, Tighten(max_lag)).max_lag)
 
     def _refuse_if_leaving(self) -> None:
-        if self.crew.state in LEAVING:
-            raise Refused(f"the run is {self.crew.state}; it takes no more commands")
+        if self.lifecycle.state in LEAVING:
+            raise Refused(f"the run is {self.lifecycle.state}; it takes no more commands")
 
 
 @contextlib.contextmanager

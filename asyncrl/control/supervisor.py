@@ -17,7 +17,6 @@ from functools import partial
 import msgspec
 
 from asyncrl.buffer.ledger.tickets import DropReason
-from asyncrl.control.api.operations import AnyRequest, Begun
 from asyncrl.control.diagnosis.lookout import Lookout, why_unsaved, would_repeat
 from asyncrl.control.diagnosis.notices import Notices
 from asyncrl.control.diagnosis.waits import diagnose
@@ -25,7 +24,7 @@ from asyncrl.control.diagnosis.watchdog import Watchdog
 from asyncrl.control.fleet.autoscaler import autoscaler_of
 from asyncrl.control.fleet.units import STARTING_STATES
 from asyncrl.control.machine.kernel import Kernel
-from asyncrl.control.operations import Operations
+from asyncrl.control.operations import Lifecycle, Operations
 from asyncrl.control.phases import phase_of
 from asyncrl.control.ray.launcher import Launcher
 from asyncrl.control.reconciler.reconciler import FleetReconciler
@@ -49,7 +48,7 @@ from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.core.rpc.message import Message
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Event, Runtime
-from asyncrl.core.service_command import A, AnyCommand, Command, unknown_command
+from asyncrl.core.service_command import AnyCommand, unknown_command
 from asyncrl.core.service_status import BUFFER, LEARNER, ServiceStatus, Statuses, SupervisorStatus
 from asyncrl.core.states import SERVICE_ENDS, RunState, ServiceState
 
@@ -70,9 +69,10 @@ SAME_ROW = ("training/global_step", "timing_s/step")
 
 
 class Supervisor:
-    """Implements `asyncrl.core.service.Service` for the run as a whole, and what operations need of it.
+    """Implements `asyncrl.core.service.Service` for the run as a whole.
 
     Attributes:
+        fleet: The services of the run. operations: The commands of its operator.
         summarise: Writes the summary of the run, and draws its curves.
         see_off: Called when the outcome is in the status, before the final state, by which the head ends Ray.
     """
@@ -92,15 +92,15 @@ class Supervisor:
         self._run_dir = RunDir(roster.run_dir)
         self._events = EventLog(self._run_dir.events, runtime, EVENTS_RESERVE_BYTES)
         reserve_room(self._run_dir.reserve, OUTCOME_RESERVE_BYTES)
-        self._fleet = FleetReconciler(roster, launcher, self._events, runtime, kernel)
+        self.fleet = FleetReconciler(roster, launcher, self._events, runtime, kernel)
         self._fetcher = RowFetcher(launcher, runtime)
-        self._operations = Operations(roster, self, self._events, runtime.lock())
+        self.lifecycle = Lifecycle(runtime.event())
+        self.operations = Operations(roster, self.fleet, self.lifecycle, self._events, runtime.lock())
         self._watchdog = Watchdog(roster.config.learner.groups_per_step)
         self._lookout = Lookout(self._events, runtime)
         self._stall = self._refusal = self._error = ""
         self._autoscaler = autoscaler_of(roster.config)
         self._meter, self._pace = metering.Meter(), Pace()
-        self._is_stop_asked = runtime.event()
         self._over_since = 0.0
         self._statuses = Statuses()
         self._row: Row = {}
@@ -110,7 +110,6 @@ class Supervisor:
         evaluations = load_rows(self._run_dir.metrics, is_evaluation)
         self._seen_evaluations = metering.evaluation_ids(evaluations)
         self._evaluation: Row = evaluations[-1] if evaluations else {}
-        self._state = RunState.STARTING
         self._outcome: RunState | None = None
         self._is_saving = False
         self._identity = self._run_dir.identity
@@ -124,10 +123,10 @@ class Supervisor:
         """Run to the end of training, to a stop, or to the first failure; then end every service."""
         try:
             self._begin()
-            if self._fleet.ending is None:
+            if self.fleet.ending is None:
                 self._watch(stop)
-            outcome = self._fleet.ending or Outcome(state=RunState.FINISHED)
-            if self._is_stop_asked.is_set() or stop.is_set():
+            outcome = self.fleet.ending or Outcome(state=RunState.FINISHED)
+            if self.lifecycle.stop_asked.is_set() or stop.is_set():
                 outcome = msgspec.structs.replace(outcome, state=RunState.STOPPED)
         except ServiceFailed as failure:
             outcome = self._fail(failure)
@@ -153,7 +152,7 @@ class Supervisor:
     def status(self) -> SupervisorStatus:
         """Return what the head needs to know of the run."""
         return SupervisorStatus(
-            state=ServiceState.READY, error=self._error, run=self._state, step=self._last_step
+            state=ServiceState.READY, error=self._error, run=self.lifecycle.state, step=self._last_step
         )
 
     @property
@@ -169,8 +168,8 @@ class Supervisor:
             run=config.run.name,
             run_id=self._roster.run_id,
             folder=str(self._run_dir.path),
-            state=self._state,
-            phase=phase_of(self._state, statuses, is_saving=self._is_saving),
+            state=self.lifecycle.state,
+            phase=phase_of(self.lifecycle.state, statuses, is_saving=self._is_saving),
             health=self._health(),
             step=self._last_step,
             steps=config.learner.steps,
@@ -179,9 +178,9 @@ class Supervisor:
             ready_groups=config.staleness.ready_batches * config.learner.groups_per_step,
             torn=learner.torn if learner is not None else (),
             resumed_step=learner.resumed_step if learner is not None else 0,
-            paused=self._operations.is_paused,
+            paused=self.operations.is_paused,
             metrics=self._row,
-            services={name: view_service(one, self._fleet.describe(name)) for name, one in statuses.items()},
+            services={name: view_service(one, self.fleet.describe(name)) for name, one in statuses.items()},
             bottleneck=diagnose(self._row, statuses, obstacles),
             obstacles=tuple(obstacles),
             events=tuple(self._events.newest(EVENTS_TOLD)),
@@ -194,71 +193,32 @@ class Supervisor:
 
     def _health(self) -> Health:
         is_held_up = self._watchdog.is_stalled or self._lookout.is_held_up
-        is_ill = self._state == RunState.FAILED or self._fleet.is_degraded or is_held_up
+        is_ill = self.lifecycle.state == RunState.FAILED or self.fleet.is_degraded or is_held_up
         return Health.DEGRADED if is_ill else Health.OK
 
     def weights(self) -> WeightsAnswer:
         """Return what the coordinator, the publisher and the replicas said of weights in the last pulse."""
         return weights_answer(self._statuses)
 
-    def perform(self, asked: AnyRequest) -> Message:
-        """Carry out an operation of the control API; see `operations.py`."""
-        return self._operations.perform(asked)
-
     def command(self, command: AnyCommand) -> Message:
-        """Nothing can be asked of it by its host: `perform` is for those who have the run's key."""
+        """Nothing can be asked of it by its host: `operations` are for those who have the run's key."""
         raise unknown_command("the supervisor", command)
-
-    # --- the crew that operations ask -----------------------------------------------------
-
-    @property
-    def state(self) -> RunState:
-        return self._state
-
-    @property
-    def replicas(self) -> list[int]:
-        return self._fleet.replicas
-
-    @property
-    def num_draining(self) -> int:
-        return self._fleet.num_draining
-
-    @property
-    def learner_life(self) -> int:
-        return self._fleet.num_restarts(LEARNER)
-
-    def scale(self, replicas: int) -> Begun:
-        """Want so many replicas."""
-        return self._fleet.scale(replicas)
-
-    def drain(self, index: int) -> Begun:
-        """Let a replica drain and leave."""
-        return self._fleet.drain(index)
-
-    def ask(self, service: str, command: Command[A]) -> A:
-        """Pass a command on to a service."""
-        return self._fleet.ask(service, command)
-
-    def stop(self) -> None:
-        """End the run in order, also if this supervisor dies before it has."""
-        self._is_stop_asked.set()
-        self._fleet.finish_learner()
 
     # --- the watch loop -------------------------------------------------------------------
 
     def _begin(self) -> None:
         rollout = self._roster.config.rollout
-        is_taken_over = self._fleet.begin(rollout.replicas.start, rollout.standby)
-        self._learner_life = self._fleet.num_restarts(LEARNER)
-        if self._fleet.is_learner_ending:  # the one before this was asked to stop
-            self._is_stop_asked.set()
+        is_taken_over = self.fleet.begin(rollout.replicas.start, rollout.standby)
+        self._learner_life = self.fleet.num_restarts(LEARNER)
+        if self.fleet.is_learner_ending:  # the one before this was asked to stop
+            self.lifecycle.stop_asked.set()
         self._recover_rows()
         self._must_skip = is_taken_over
         self._learner_has_trained = None if is_taken_over else False
         fault_point("supervisor.begun")
 
     def _watch(self, stop: Event) -> None:
-        while not (self._is_stop_asked.is_set() or stop.is_set()):
+        while not (self.lifecycle.stop_asked.is_set() or stop.is_set()):
             self._observe()
             if self._is_learner_done():
                 self._await_evaluations(stop)
@@ -274,17 +234,17 @@ class Supervisor:
         Raises:
             ServiceFailed: It did not: what it did since its last checkpoint is lost.
         """
-        self._state = RunState.STOPPING
-        self._fleet.finish_learner()
-        self._statuses = self._fleet.pulse()  # it may have trained since the last one
+        self.lifecycle.state = RunState.STOPPING
+        self.fleet.finish_learner()
+        self._statuses = self.fleet.pulse()  # it may have trained since the last one
         self._keep_time(self._runtime.now())
         if not self._has_trained():
             return
         self._is_saving = True
-        ranks = self._fleet.learners
+        ranks = self.fleet.learners
         ending = self._runtime.spawn("stop-learner", partial(self._launcher.stop, ranks, LEARNER_STOP_S))
         while ending.is_alive():
-            self._statuses = self._fleet.pulse()
+            self._statuses = self.fleet.pulse()
             self._look_out()
             self._collect_rows()
             ending.join(PULSE_S)
@@ -309,25 +269,25 @@ class Supervisor:
     def _observe(self) -> None:
         if self._run_dir.identity != self._identity:
             raise FolderRemoved(f"supervisor.0 failed: the run's folder {self._run_dir.path} was removed")
-        self._statuses = self._fleet.pulse()
-        if (end := self._fleet.given_up) is not None:
+        self._statuses = self.fleet.pulse()
+        if (end := self.fleet.given_up) is not None:
             raise (WouldRepeat if end.would_repeat else ServiceFailed)(end.reason)
         self._look_out()
         self._lookout.judge(self._statuses)
         self._check_groups()
         is_learner_up = self._statuses.state(LEARNER) == ServiceState.READY
-        if self._state == RunState.STARTING and is_learner_up:
-            self._state = RunState.RUNNING
+        if self.lifecycle.state == RunState.STARTING and is_learner_up:
+            self.lifecycle.state = RunState.RUNNING
         self._keep_time(self._runtime.now())
-        self._operations.keep_paused(self._statuses)
-        self._operations.keep_promise(self._statuses)
+        self.operations.keep_paused(self._statuses)
+        self.operations.keep_promise(self._statuses)
         self._autoscale(self._collect_rows())
         self._collect_evaluations()
         self._watch_for_stalls()
 
     def _look_out(self) -> None:
         self._recorder.write_rest()
-        error = self._recorder.write_error or self._fleet.write_error
+        error = self._recorder.write_error or self.fleet.write_error
         unwritten = f"{self._run_dir.path} cannot be written: {error}" if error else ""
         self._lookout.look(self._statuses, self._stall if self._watchdog.is_stalled else "", unwritten)
 
@@ -339,7 +299,7 @@ class Supervisor:
         if (learner := self._statuses.learner) is not None:
             self._learner_has_trained = learner.has_trained
             self._last_evaluation = learner.last_evaluation
-            self._pace.note(now, learner.step, is_working=not self._operations.is_paused)
+            self._pace.note(now, learner.step, is_working=not self.operations.is_paused)
 
     def _check_groups(self) -> None:
         """A run whose first groups all fail would never take a step."""
@@ -352,7 +312,7 @@ class Supervisor:
             raise ServiceFailed(f"{name} gave up the first {limit} prompts: {why}")
 
     def _watch_for_stalls(self) -> None:
-        is_meant_to_train = self._state == RunState.RUNNING and not self._operations.is_paused
+        is_meant_to_train = self.lifecycle.state == RunState.RUNNING and not self.operations.is_paused
         known = self._lookout.blocking
         stall = self._watchdog.look(
             self._runtime.now(), self._statuses, is_meant_to_train=is_meant_to_train, known=known
@@ -361,14 +321,14 @@ class Supervisor:
             log.warning("%s", stall.text)
             self._stall = stall.text
             self._events.add("stall", stall.who, stall.text, waiting=list(stall.edges))
-            self._fleet.dump_stacks()
+            self.fleet.dump_stacks()
 
     def _is_learner_done(self) -> bool:
         """Tell whether the leader has ended by itself, and no other rank is at work or awaited any more."""
-        if not self._fleet.has_learner_ended:
+        if not self.fleet.has_learner_ended:
             return False
         self._over_since = self._over_since or self._runtime.now()
-        others = {name: self._statuses[name].state for name in self._fleet.learners[1:]}
+        others = {name: self._statuses[name].state for name in self.fleet.learners[1:]}
         is_late = self._runtime.now() - self._over_since > LEARNER_STOP_S
         if is_late:
             log.warning("the learner is over; of its other ranks: %s", others)
@@ -379,7 +339,7 @@ class Supervisor:
         self._notices.look(self._statuses)
         if self._statuses.learner is None:
             return []
-        if (life := self._fleet.num_restarts(LEARNER)) != self._learner_life:
+        if (life := self.fleet.num_restarts(LEARNER)) != self._learner_life:
             # Steps that it takes again come as rows again, and replace the older ones at reading.
             self._learner_life, self._num_rows = life, 0
             self._must_skip = self._recover_rows()
@@ -402,15 +362,15 @@ class Supervisor:
         return recorded
 
     def _autoscale(self, rows: list[Row]) -> None:
-        if self._autoscaler is None or self._state != RunState.RUNNING or self._operations.is_paused:
+        if self._autoscaler is None or self.lifecycle.state != RunState.RUNNING or self.operations.is_paused:
             return
-        wanted, ready = self._fleet.wanted, self._fleet.num_ready
+        wanted, ready = self.fleet.wanted, self.fleet.num_ready
         decision = self._autoscaler.decide(self._runtime.now(), wanted, ready, rows)
         if decision is None:
             return
         try:
-            self._operations.check_room(decision.replicas)
-            self._fleet.scale(decision.replicas, why=decision.reason)
+            self.operations.check_room(decision.replicas)
+            self.fleet.scale(decision.replicas, why=decision.reason)
             self._refusal = ""
         except ConfigError as error:  # no room, or all indices are taken by leavers; it asks again
             self._tell_of_refusal(f"not scaled to {decision.replicas} replicas: {error.message}")
@@ -457,7 +417,7 @@ class Supervisor:
 
     def _await_evaluations(self, stop: Event) -> None:
         end = self._runtime.now() + EVALUATION_WAIT_S
-        while self._runtime.now() < end and not (self._is_stop_asked.is_set() or stop.is_set()):
+        while self._runtime.now() < end and not (self.lifecycle.stop_asked.is_set() or stop.is_set()):
             self._observe()
             buffer = self._statuses.buffer
             is_pending = buffer is not None and buffer.evaluations_pending > 0
@@ -470,15 +430,15 @@ class Supervisor:
 
     def _save_what_can_be(self) -> None:
         """Let the learner write its checkpoint, if it and the buffer live, and it was not asked before."""
-        if self._state == RunState.STOPPING:
+        if self.lifecycle.state == RunState.STOPPING:
             return
         states = [self._statuses.state(name) for name in (LEARNER, BUFFER)]
         if states == [ServiceState.READY, ServiceState.READY]:
-            self._launcher.stop(self._fleet.learners, LEARNER_STOP_S)
+            self._launcher.stop(self.fleet.learners, LEARNER_STOP_S)
 
     def _end(self, outcome: Outcome) -> None:
-        self._state, self._error = RunState.STOPPING, outcome.error
-        unstopped, last = self._fleet.stop(SERVICE_STOP_S, outcome, has_work=self._has_trained())
+        self.lifecycle.state, self._error = RunState.STOPPING, outcome.error
+        unstopped, last = self.fleet.stop(SERVICE_STOP_S, outcome, has_work=self._has_trained())
         ended = {name: status for name, status in last.items() if status.state == ServiceState.ENDED}
         self._statuses = self._statuses | ended
         if unstopped:
@@ -497,4 +457,4 @@ class Supervisor:
         self._events.close()
         self._outcome = outcome.state
         self.see_off()
-        self._state = outcome.state
+        self.lifecycle.state = outcome.state

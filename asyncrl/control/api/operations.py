@@ -6,6 +6,8 @@ answer's.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from asyncrl.core.rpc.message import Message, Operation
 from asyncrl.core.states import RunState
 
@@ -86,3 +88,6 @@ TIGHTEN = Operation("tighten", Tighten, Tightened)
 STOP = Operation("stop", Stop, Stopping)
 AnyRequest = Scale | DrainReplica | Pause | Unpause | WriteCheckpoint | Tighten | Stop
 """What the supervisor is asked."""
+REQUESTS: Mapping[str, type[AnyRequest]] = {
+    one.name: one.request for one in (SCALE, DRAIN, PAUSE, UNPAUSE, CHECKPOINT, TIGHTEN, STOP)
+}

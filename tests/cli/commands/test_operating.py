@@ -8,34 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.control.api.routes import operation_routes
 from asyncrl.control.operations import Operations
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.roster import Roster
 from asyncrl.control.snapshot import values_of
 from tests.cli.commands.calling import RUN_ID, asyncrl, head_of, live_run, make_config, make_folder
-from tests.control.scripted_crew import ScriptedCrew
+from tests.control.scripted_fleet import ScriptedFleet
 from tests.statuses import snapshot_of
 from tests.threads import RUNTIME
 
 
 @pytest.fixture
-def crew() -> ScriptedCrew:
-    return ScriptedCrew()
+def fleet() -> ScriptedFleet:
+    return ScriptedFleet()
 
 
 @pytest.fixture
-def run(tmp_path: Path, crew: ScriptedCrew) -> Iterator[RunDir]:
+def run(tmp_path: Path, fleet: ScriptedFleet) -> Iterator[RunDir]:
     """A run with the routes that the supervisor's composition makes."""
     config = make_config("one", tmp_path, rollout={"cpus": 0.0})
     operations = Operations(
         Roster(config, tmp_path / "one", RUN_ID, tmp_path, ""),
-        crew,
+        fleet,
+        fleet.lifecycle,
         EventLog(tmp_path / "events.jsonl", RUNTIME),
         RUNTIME.lock(),
     )
-    routes = operation_routes(operations.perform)
+    routes = operations.routes()
     told = values_of(snapshot_of(ledger={"checkpoints": [7]}))
     with live_run(tmp_path, "one", {**routes, "GET /status": lambda _: told}) as folder:
         yield folder
@@ -44,28 +44,28 @@ def run(tmp_path: Path, crew: ScriptedCrew) -> Iterator[RunDir]:
 @pytest.mark.parametrize(
     ("words", "told", "said"),
     [
-        (["scale", "rollout=0"], [("crew", "scale 0")], "scaling to 0 rollout replicas"),
-        (["drain", "rollout.2"], [("crew", "drain 2")], "rollout.2 drains; rollout.3 takes its place"),
+        (["scale", "rollout=0"], [("fleet", "scale 0")], "scaling to 0 rollout replicas"),
+        (["drain", "rollout.2"], [("fleet", "drain 2")], "rollout.2 drains; rollout.3 takes its place"),
         (["pause"], [("buffer.0", "pause"), ("learner.0", "pause")], "'asyncrl unpause'"),
         (["unpause"], [("buffer.0", "unpause"), ("learner.0", "unpause")], "the run continues"),
         (["checkpoint", "--wait", "0"], [("learner.0", "checkpoint")], "after the step in progress"),
     ],
 )
 def test_a_command_reaches_the_run_and_says_so_on_stderr(
-    run: RunDir, crew: ScriptedCrew, words: list[str], told: list[tuple[str, str]], said: str
+    run: RunDir, fleet: ScriptedFleet, words: list[str], told: list[tuple[str, str]], said: str
 ) -> None:
     done = asyncrl(*words, "--dir", run.path.parent)
     assert (done.code, done.out) == (0, "") and said in done.err
-    assert crew.told == told
+    assert fleet.told == told
 
 
-def test_a_checkpoint_is_awaited_and_its_step_is_data(run: RunDir, crew: ScriptedCrew) -> None:
+def test_a_checkpoint_is_awaited_and_its_step_is_data(run: RunDir, fleet: ScriptedFleet) -> None:
     done = asyncrl("checkpoint", "--run", "one", "--dir", run.path.parent)
     assert done.code == 0 and json.loads(done.out) == {"step": 7}
 
 
-def test_who_cannot_be_told_of_a_pause_is_named(run: RunDir, crew: ScriptedCrew) -> None:
-    crew.unreachable = {"buffer.0"}
+def test_who_cannot_be_told_of_a_pause_is_named(run: RunDir, fleet: ScriptedFleet) -> None:
+    fleet.unreachable = {"buffer.0"}
     assert "buffer.0 cannot be reached" in asyncrl("pause", "--dir", run.path.parent).err
 
 
@@ -80,11 +80,11 @@ def test_who_cannot_be_told_of_a_pause_is_named(run: RunDir, crew: ScriptedCrew)
     ],
 )
 def test_a_refused_command_is_a_message_and_an_exit_code(
-    run: RunDir, crew: ScriptedCrew, words: list[str], code: int, said: str
+    run: RunDir, fleet: ScriptedFleet, words: list[str], code: int, said: str
 ) -> None:
     done = asyncrl(*words, "--dir", run.path.parent)
     assert (done.code, done.out) == (code, "") and said in done.err
-    assert crew.told == []
+    assert fleet.told == []
 
 
 @pytest.mark.parametrize(
@@ -97,21 +97,25 @@ def test_a_refused_command_is_a_message_and_an_exit_code(
     ],
 )
 def test_what_makes_sense_and_the_run_cannot_do_is_a_failed_command(
-    run: RunDir, crew: ScriptedCrew, words: list[str], state: str, said: str
+    run: RunDir, fleet: ScriptedFleet, words: list[str], state: str, said: str
 ) -> None:
-    crew.state = state
+    fleet.lifecycle.state = state
     done = asyncrl(*words, "--dir", run.path.parent)
     assert (done.code, done.out) == (1, "") and said in done.err
-    assert crew.told == []
+    assert fleet.told == []
 
 
-def test_more_replicas_than_there_is_room_for_is_a_failed_command(tmp_path: Path, crew: ScriptedCrew) -> None:
+def test_more_replicas_than_there_is_room_for_is_a_failed_command(
+    tmp_path: Path, fleet: ScriptedFleet
+) -> None:
     config = make_config("one", tmp_path, rollout={"cpus": 10_000.0})
     roster = Roster(config, tmp_path / "one", RUN_ID, tmp_path, "")
-    operations = Operations(roster, crew, EventLog(tmp_path / "events.jsonl", RUNTIME), RUNTIME.lock())
-    with live_run(tmp_path, "one", operation_routes(operations.perform)):
+    operations = Operations(
+        roster, fleet, fleet.lifecycle, EventLog(tmp_path / "events.jsonl", RUNTIME), RUNTIME.lock()
+    )
+    with live_run(tmp_path, "one", operations.routes()):
         done = asyncrl("scale", "rollout=2", "--dir", tmp_path)
-    assert done.code == 1 and "this machine has" in done.err and crew.told == []
+    assert done.code == 1 and "this machine has" in done.err and fleet.told == []
 
 
 @pytest.mark.parametrize(("state", "code"), [("stopped", 0), ("failed", 1)])

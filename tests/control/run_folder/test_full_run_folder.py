@@ -28,7 +28,7 @@ def test_a_full_disk_is_an_event_on_it_and_an_obstacle_until_there_is_room(small
     thread, _ = start(supervisor)
     wait_for(lambda: told_by(supervisor)["step"] == 5)
     fill(small_disk / "ballast")
-    supervisor.perform(api.Scale(3))  # what is decided is to be on disk
+    supervisor.operations.perform(api.Scale(3))  # what is decided is to be on disk
     wait_for(lambda: bool(told_by(supervisor)["obstacles"]))
     (found,) = told_by(supervisor)["obstacles"]
     assert (found["service"], found["cause"]) == ("supervisor.0", "disk_full")
@@ -71,7 +71,7 @@ def test_what_happens_to_a_run_on_a_full_disk_has_room_that_was_reserved(small_d
         wait_for(lambda: told_by(supervisor)["state"] == "running")
         end_page(RunDir(small_disk).events)
         fill(small_disk / "ballast")
-        supervisor.perform(api.Scale(3))
+        supervisor.operations.perform(api.Scale(3))
         kinds = [one["kind"] for one in load_events(RunDir(small_disk).events)]
     finally:
         (small_disk / "ballast").unlink()
@@ -160,10 +160,10 @@ def test_how_a_run_ended_on_a_full_disk_is_recorded_in_room_that_was_reserved(sm
     thread, _ = start(supervisor)
     wait_for(lambda: told_by(supervisor)["state"] == "running")
     fill(small_disk / "ballast")
-    supervisor.perform(api.Scale(3))
+    supervisor.operations.perform(api.Scale(3))
     wait_for(lambda: bool(told_by(supervisor)["obstacles"]))
     fill(small_disk / "more ballast")  # where events were told
-    supervisor.stop()
+    supervisor.operations.perform(api.Stop())
     thread.join(30.0)
     assert not thread.is_alive()
     outcome = read_json(RunDir(small_disk).outcome)

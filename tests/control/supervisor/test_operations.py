@@ -1,4 +1,4 @@
-"""Operator commands on a live run and their effects: with a scripted crew, a real buffer, a real leader."""
+"""Operator commands on a live run and their effects: with a scripted fleet, a real buffer, a real leader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.composition import build
 from asyncrl.buffer.service import BufferService
-from asyncrl.control.api.routes import operation_routes
 from asyncrl.control.operations import Operations
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
@@ -36,7 +35,7 @@ from learner.checkpoint.writer import BackgroundWriter
 from learner.leader import Leader
 from learner.orders import Checkpoint, Order, Publish, Train, Wait
 from tests.buffer.parts import make_group
-from tests.control.scripted_crew import ScriptedCrew
+from tests.control.scripted_fleet import ScriptedFleet
 from tests.statuses import statuses_of
 from tests.threads import RUNTIME
 
@@ -49,44 +48,46 @@ def make_config(**sections: Any) -> Config:
 
 
 @pytest.fixture
-def crew() -> ScriptedCrew:
-    return ScriptedCrew()
+def fleet() -> ScriptedFleet:
+    return ScriptedFleet()
 
 
 @pytest.fixture
-def operations(crew: ScriptedCrew, tmp_path: Path) -> Operations:
-    return operate(make_config(), tmp_path, crew)
+def operations(fleet: ScriptedFleet, tmp_path: Path) -> Operations:
+    return operate(make_config(), tmp_path, fleet)
 
 
-def operate(config: Config, folder: Path, crew: ScriptedCrew) -> Operations:
+def operate(config: Config, folder: Path, fleet: ScriptedFleet) -> Operations:
     roster = Roster(config, folder, RUN_ID, folder, "")
-    return Operations(roster, crew, EventLog(folder / "events.jsonl", RUNTIME), RUNTIME.lock())
+    return Operations(
+        roster, fleet, fleet.lifecycle, EventLog(folder / "events.jsonl", RUNTIME), RUNTIME.lock()
+    )
 
 
 def perform(operations: Operations, name: str, body: dict[str, Any] | None = None) -> Any:
     """Ask as over HTTP, and return the JSON of the answer."""
-    return json.loads(json.dumps(operation_routes(operations.perform)[f"POST /{name}"](body or {})))
+    return json.loads(json.dumps(operations.routes()[f"POST /{name}"](body or {})))
 
 
 @pytest.mark.parametrize(
     ("name", "args", "answer", "told"),
     [
-        ("scale", {"replicas": 0}, {"replicas": 0, "started": [], "draining": []}, ("crew", "scale 0")),
+        ("scale", {"replicas": 0}, {"replicas": 0, "started": [], "draining": []}, ("fleet", "scale 0")),
         (
             *("drain", {"index": 2}),
             {"replicas": 2, "draining": ["rollout.2"], "started": ["rollout.3"]},
-            ("crew", "drain 2"),
+            ("fleet", "drain 2"),
         ),
         ("checkpoint", {}, {"step": 7}, ("learner.0", "checkpoint")),
         ("tighten", {"max_lag": 1}, {"max_lag": 1}, ("buffer.0", "tighten")),
-        ("stop", {}, {"state": "stopping"}, ("crew", "stop")),
+        ("stop", {}, {"state": "stopping"}, ("fleet", "finish learner")),
     ],
 )
 def test_a_command_goes_to_the_one_who_can_do_it(
-    operations: Operations, crew: ScriptedCrew, name: str, args: Any, answer: Any, told: tuple[str, str]
+    operations: Operations, fleet: ScriptedFleet, name: str, args: Any, answer: Any, told: tuple[str, str]
 ) -> None:
     assert perform(operations, name, args) == answer
-    assert crew.told == [told]
+    assert fleet.told == [told]
 
 
 @pytest.mark.parametrize(
@@ -102,38 +103,38 @@ def test_a_command_goes_to_the_one_who_can_do_it(
     ],
 )
 def test_what_makes_no_sense_is_refused_and_nobody_is_told(
-    operations: Operations, crew: ScriptedCrew, name: str, args: Any, said: str
+    operations: Operations, fleet: ScriptedFleet, name: str, args: Any, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         perform(operations, name, args)
-    assert crew.told == []
+    assert fleet.told == []
 
 
 @pytest.mark.parametrize("name", ["scale", "drain", "pause", "unpause", "checkpoint"])
 def test_a_run_that_ends_takes_no_commands_but_to_stop(
-    operations: Operations, crew: ScriptedCrew, name: str
+    operations: Operations, fleet: ScriptedFleet, name: str
 ) -> None:
-    crew.state = "stopping"
+    fleet.lifecycle.state = "stopping"
     with pytest.raises(Refused, match="the run is stopping"):
         perform(operations, name, {"scale": {"replicas": 1}, "drain": {"index": 0}}.get(name))
-    assert (crew.told, operations.is_paused) == ([], False)
+    assert (fleet.told, operations.is_paused) == ([], False)
     perform(operations, "stop", {})
 
 
-def test_replicas_that_are_leaving_still_take_room(tmp_path: Path, crew: ScriptedCrew) -> None:
+def test_replicas_that_are_leaving_still_take_room(tmp_path: Path, fleet: ScriptedFleet) -> None:
     roomy = make_config(rollout={"cpus": 0.0, "gpus": 0}, learner={"cpus": 0.0})
     narrow = make_config(rollout={"cpus": 10_000.0}, learner={"cpus": 0.0})
-    crew.num_draining = 1
+    fleet.num_draining = 1
     with pytest.raises(Refused, match="this machine has"):
-        perform(operate(narrow, tmp_path, crew), "scale", {"replicas": 0})
-    perform(operate(roomy, tmp_path, crew), "scale", {"replicas": 0})
+        perform(operate(narrow, tmp_path, fleet), "scale", {"replicas": 0})
+    perform(operate(roomy, tmp_path, fleet), "scale", {"replicas": 0})
 
 
-def test_replicas_that_stand_by_take_room_too(tmp_path: Path, crew: ScriptedCrew) -> None:
+def test_replicas_that_stand_by_take_room_too(tmp_path: Path, fleet: ScriptedFleet) -> None:
     narrow = make_config(rollout={"cpus": 10_000.0, "standby": 1}, learner={"cpus": 0.0})
     with pytest.raises(Refused, match="this machine has"):
-        perform(operate(narrow, tmp_path, crew), "scale", {"replicas": 0})
-    assert crew.told == []
+        perform(operate(narrow, tmp_path, fleet), "scale", {"replicas": 0})
+    assert fleet.told == []
 
 
 def test_a_pause_and_its_end_are_events_once_each(operations: Operations) -> None:
@@ -144,70 +145,71 @@ def test_a_pause_and_its_end_are_events_once_each(operations: Operations) -> Non
 
 
 def test_a_pause_is_marked_for_services_that_cannot_be_told(
-    operations: Operations, crew: ScriptedCrew, tmp_path: Path
+    operations: Operations, fleet: ScriptedFleet, tmp_path: Path
 ) -> None:
-    crew.unreachable = {"buffer.0"}
+    fleet.unreachable = {"buffer.0"}
     assert perform(operations, "pause", {}) == {"paused": True, "unreached": ["buffer.0"]}
-    assert crew.told == [("learner.0", "pause")]
+    assert fleet.told == [("learner.0", "pause")]
     assert read_paused(tmp_path) == RUN_ID and operations.is_paused
     assert ServiceContext(make_config(), "buffer.0", tmp_path, RUN_ID).is_paused
     assert not ServiceContext(make_config(), "buffer.0", tmp_path, "later").is_paused, "a new start goes on"
-    crew.unreachable = set()
+    fleet.unreachable = set()
     assert perform(operations, "unpause", {}) == {"paused": False, "unreached": []}
-    assert not operations.is_paused and crew.told[-1] == ("learner.0", "unpause")
+    assert not operations.is_paused and fleet.told[-1] == ("learner.0", "unpause")
 
 
 def test_a_service_that_was_starting_when_the_pause_came_is_told_again(
-    operations: Operations, crew: ScriptedCrew
+    operations: Operations, fleet: ScriptedFleet
 ) -> None:
     perform(operations, "pause", {})
-    crew.told.clear()
+    fleet.told.clear()
     operations.keep_paused(statuses_of({"buffer.0": {"paused": False}, "learner.0": {"state": "STARTING"}}))
-    assert crew.told == [("buffer.0", "pause")]
+    assert fleet.told == [("buffer.0", "pause")]
     operations.keep_paused(statuses_of({"buffer.0": {"paused": True}, "learner.0": {"paused": True}}))
-    assert len(crew.told) == 1, "both are as they should be"
+    assert len(fleet.told) == 1, "both are as they should be"
 
 
 def test_a_checkpoint_that_was_asked_for_is_asked_for_again_until_it_is_there(
-    operations: Operations, crew: ScriptedCrew, tmp_path: Path
+    operations: Operations, fleet: ScriptedFleet, tmp_path: Path
 ) -> None:
     def pulse(step: int, *known: int, state: str = "READY") -> int:
         """Return how often the learner has been asked by the end of a pulse."""
         learner = {"state": state, "step": step}
         operations.keep_promise(statuses_of({"learner.0": learner, "buffer.0": {"checkpoints": [*known]}}))
-        return crew.told.count(("learner.0", "checkpoint"))
+        return fleet.told.count(("learner.0", "checkpoint"))
 
     assert pulse(7) == 0, "nobody has asked for one"
     perform(operations, "checkpoint", {})  # when 7 steps are done
     assert pulse(7) == pulse(8, 5) == 1, "the learner that was asked lives, and will write it"
-    crew.learner_life = 1
+    fleet.learner_life = 1
     assert pulse(5, 5) == 1, "it is not back at the step"
     assert pulse(7, 5, state="STARTING") == 1
-    crew.unreachable = {"learner.0"}
+    fleet.unreachable = {"learner.0"}
     assert pulse(7, 5) == 1
-    crew.unreachable = set()
+    fleet.unreachable = set()
     assert pulse(8, 5) == pulse(8, 5) == 2, "a new life is asked once"
-    operations = operate(make_config(), tmp_path, crew)  # as after the supervisor's death
-    crew.learner_life = 2
+    operations = operate(make_config(), tmp_path, fleet)  # as after the supervisor's death
+    fleet.learner_life = 2
     assert pulse(9, 5) == 3
-    crew.learner_life = 3
+    fleet.learner_life = 3
     assert pulse(9, 5, 9) == pulse(9, 5, 9) == 3, "it is there"
     assert list(tmp_path.glob("promised*")) == []
 
 
 def test_a_checkpoint_that_an_earlier_start_was_asked_for_is_owed_by_nobody(
-    operations: Operations, crew: ScriptedCrew, tmp_path: Path
+    operations: Operations, fleet: ScriptedFleet, tmp_path: Path
 ) -> None:
     perform(operations, "checkpoint", {})
-    crew.learner_life, crew.told = 1, []
+    fleet.learner_life, fleet.told = 1, []
     later = Operations(
         Roster(make_config(), tmp_path, "later", tmp_path, ""),
-        crew,
+        fleet,
+        fleet.lifecycle,
         operations.events,
         operations.promise_lock,
     )
     later.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 9}}))
-    assert crew.told == []
+    assert fleet.told == []
 
 
 def write_promise(folder: Path, step: int, life: int) -> None:
@@ -221,10 +223,10 @@ def read_promise(folder: Path) -> tuple[int, int]:
 
 
 def test_a_checkpoint_asked_for_of_a_step_that_is_taken_again_does_not_undo_the_promise_of_a_later_one(
-    operations: Operations, crew: ScriptedCrew, tmp_path: Path
+    operations: Operations, fleet: ScriptedFleet, tmp_path: Path
 ) -> None:
     write_promise(tmp_path, step=9, life=0)
-    crew.learner_life = 1
+    fleet.learner_life = 1
     perform(operations, "checkpoint", {})  # of step 7
     assert read_promise(tmp_path) == (9, 0), "it is asked for when this life is at step 9"
 
@@ -245,7 +247,7 @@ def test_what_was_promised_while_the_last_one_was_looked_for_is_not_forgotten(
 
 
 def test_a_learner_that_is_late_to_answer_is_asked_once_and_one_that_refuses_again(
-    operations: Operations, crew: ScriptedCrew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    operations: Operations, fleet: ScriptedFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures: list[Exception] = [ServiceFailed("starting"), DeadlineExceeded("no answer")]
     asked: list[str] = []
@@ -254,20 +256,20 @@ def test_a_learner_that_is_late_to_answer_is_asked_once_and_one_that_refuses_aga
         asked.append(command.word)
         raise failures[len(asked) - 1]
 
-    monkeypatch.setattr(crew, "ask", ask)
+    monkeypatch.setattr(fleet, "ask", ask)
     write_promise(tmp_path, step=7, life=0)
-    crew.learner_life = 1
+    fleet.learner_life = 1
     for _ in range(4):
         operations.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
     assert len(asked) == 2 and read_promise(tmp_path) == (7, 1)
 
 
 def test_a_promise_that_the_disk_does_not_take_ends_no_run(
-    operations: Operations, crew: ScriptedCrew, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    operations: Operations, fleet: ScriptedFleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     RunDir(tmp_path).promise.mkdir()  # cannot be read as a file
     operations.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
-    assert "cannot be read or written" in caplog.text and crew.told == []
+    assert "cannot be read or written" in caplog.text and fleet.told == []
 
 
 # --- the real buffer -----------------------------------------------------------------------
@@ -334,7 +336,7 @@ def test_a_replica_that_waits_for_a_lease_gets_it_when_the_pause_ends(tmp_path: 
 
 
 def test_a_buffer_that_is_started_again_in_a_pause_is_paused(
-    operations: Operations, crew: ScriptedCrew, tmp_path: Path
+    operations: Operations, fleet: ScriptedFleet, tmp_path: Path
 ) -> None:
     perform(operations, "pause", {})
     with buffer_of(tmp_path) as service, clients_of(service) as (_, replica):

@@ -457,9 +457,9 @@ def test_while_the_learner_writes_its_last_checkpoint_the_others_are_kept_up(tmp
     supervisor, launcher = make_supervised(tmp_path, "SlowSaver")
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
-    wait_for(lambda: supervisor.state == "running")
-    supervisor.perform(api.Stop())
-    wait_for(lambda: supervisor.state == "stopping")
+    wait_for(lambda: supervisor.lifecycle.state == "running")
+    supervisor.operations.perform(api.Stop())
+    wait_for(lambda: supervisor.lifecycle.state == "stopping")
     launcher.gone.add("buffer.0")
     wait_for(lambda: launcher.started.count("buffer.0") == 2)
     (tmp_path / "may-save").touch()
@@ -479,7 +479,7 @@ def test_a_stop_whose_checkpoint_could_not_be_written_is_a_failure_that_is_said_
     stop = threading.Event()
     thread = threading.Thread(target=supervisor.run, args=(stop,))
     thread.start()
-    wait_for(lambda: supervisor.state == "running")
+    wait_for(lambda: supervisor.lifecycle.state == "running")
     stop.set()
     thread.join(30.0)
     outcome = read_outcome(tmp_path)
@@ -492,7 +492,7 @@ def test_a_stop_whose_checkpoint_could_not_be_written_is_a_failure_that_is_said_
 def test_a_stop_outlives_the_supervisor_that_was_asked(tmp_path: Path, is_learner_dead: bool) -> None:
     supervisor, launcher = make_supervised(tmp_path, "WaitingLearner")
     supervisor._begin()
-    supervisor.stop()  # and is killed
+    supervisor.operations.perform(api.Stop())  # and is killed
     launcher.started.clear()
     if is_learner_dead:
         launcher.gone.add("learner.0")

@@ -18,10 +18,10 @@ def test_a_learner_that_has_trained_nothing_is_not_waited_for(tmp_path: Path) ->
     supervisor, launcher = make_supervised(tmp_path, "NothingToSave")
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
-    wait_for(lambda: supervisor.state == "running")
-    supervisor.perform(api.Stop())
+    wait_for(lambda: supervisor.lifecycle.state == "running")
+    supervisor.operations.perform(api.Stop())
     try:
-        wait_for(lambda: supervisor.state == "stopped")
+        wait_for(lambda: supervisor.lifecycle.state == "stopped")
         assert "learner.0" in launcher.killed
     finally:
         (tmp_path / "may-save").touch()  # lets the thread that stands for its process end
@@ -35,9 +35,9 @@ def test_a_step_that_was_done_since_the_last_look_is_saved(
     supervisor, launcher = make_supervised(tmp_path, "NothingToSave")
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
-    wait_for(lambda: supervisor.state == "running")
+    wait_for(lambda: supervisor.lifecycle.state == "running")
     launcher.service("learner.0").step = 1
-    supervisor.perform(api.Stop())
+    supervisor.operations.perform(api.Stop())
     (tmp_path / "may-save").write_text("there is no room")
     thread.join(30.0)
     assert "there is no room" in read_outcome(tmp_path)["error"], "it was waited for"
@@ -51,7 +51,7 @@ def test_a_learner_whose_process_dies_after_its_end_holds_up_nothing(tmp_path: P
     launcher.gone.add("learner.0")
     thread.join(30.0)
     stop.set()
-    assert not thread.is_alive() and supervisor.state == "finished"
+    assert not thread.is_alive() and supervisor.lifecycle.state == "finished"
     assert told_by(supervisor)["accuracy"] == 0.25, "its last evaluation was waited for"
 
 
@@ -62,9 +62,9 @@ def test_what_keeps_the_last_checkpoint_from_being_written_is_told(tmp_path: Pat
     supervisor = supervise_again(tmp_path, launcher)
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()
-    wait_for(lambda: supervisor.state == "running")
-    supervisor.perform(api.Stop())
-    wait_for(lambda: supervisor.state == "stopping")
+    wait_for(lambda: supervisor.lifecycle.state == "running")
+    supervisor.operations.perform(api.Stop())
+    wait_for(lambda: supervisor.lifecycle.state == "stopping")
     (tmp_path / "journal-back").unlink()
     try:
         wait_for(lambda: bool(told_by(supervisor)["obstacles"]))

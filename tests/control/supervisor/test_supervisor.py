@@ -14,7 +14,6 @@ from scripted_services import REPLACE, ROW
 from thread_launcher import ThreadLauncher
 
 from asyncrl.control.api import operations
-from asyncrl.control.api.routes import operation_routes
 from asyncrl.control.api.server import ControlApi, Text
 from asyncrl.control.fleet.autoscaler import Autoscaler, Decision, Pacing
 from asyncrl.control.record.history import read_history
@@ -216,7 +215,7 @@ def test_an_open_page_sees_how_the_run_ended_before_the_head_ends_it(tmp_path: P
     request = urllib.request.Request(f"{api.url}/events", headers={"Authorization": "Bearer key"})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as stream:
         assert b"retry" in stream.readline()
-        supervisor.perform(operations.Stop())
+        supervisor.operations.perform(operations.Stop())
         told = stream.read().decode()
         was_read.set()
     thread.join(10.0)
@@ -230,7 +229,7 @@ def test_a_stop_ends_every_service_and_says_stopped(tmp_path: Path) -> None:
     supervisor, launcher = make_supervisor(tmp_path, steps=10**6)
     thread, _ = start(supervisor)
     wait_for(lambda: told_by(supervisor)["state"] == "running")
-    supervisor.perform(operations.Stop())
+    supervisor.operations.perform(operations.Stop())
     thread.join(10.0)
     assert not thread.is_alive()
     outcome = read_json(RunDir(tmp_path).outcome)
@@ -242,15 +241,15 @@ def test_scaling_up_starts_new_indices_and_scaling_down_drains_the_newest(tmp_pa
     supervisor, launcher = make_supervisor(tmp_path, steps=10**6)
     thread, stop = start(supervisor)
     wait_for(lambda: told_by(supervisor)["state"] == "running")
-    assert supervisor.scale(3).started == ("rollout.2",)
+    assert supervisor.fleet.scale(3).started == ("rollout.2",)
     wait_for(lambda: told_by(supervisor)["services"].get("rollout.2", {}).get("stage") == "READY")
-    assert supervisor.scale(1).draining == (
+    assert supervisor.fleet.scale(1).draining == (
         "rollout.2",
         "rollout.1",
     )
     wait_for(lambda: {"rollout.1", "rollout.2", "receiver.1", "receiver.2"} <= set(launcher.killed))
-    wait_for(lambda: supervisor.num_draining == 0)
-    assert supervisor.scale(2).started == ("rollout.1",)
+    wait_for(lambda: supervisor.fleet.num_draining == 0)
+    assert supervisor.fleet.scale(2).started == ("rollout.1",)
     stop.set()
     thread.join(10.0)
     assert not thread.is_alive()
@@ -261,7 +260,7 @@ def test_a_leavers_process_is_ended_only_after_it_has_drained(tmp_path: Path) ->
     supervisor, launcher = make_supervisor(tmp_path, steps=10**6, replace=replace)
     thread, stop = start(supervisor)
     wait_for(lambda: told_by(supervisor)["state"] == "running")
-    supervisor.perform(operations.Scale(1))
+    supervisor.operations.perform(operations.Scale(1))
     time.sleep(3 * PULSE_S)
     assert launcher.killed == []
     (tmp_path / "may-leave").touch()
@@ -276,7 +275,7 @@ def test_a_checkpoint_that_a_learner_died_over_is_asked_of_the_next_one(tmp_path
     supervisor, launcher = make_supervisor(tmp_path, steps=6, replace={**REPLACE, **learner})
     thread, stop = start(supervisor)
     wait_for(lambda: told_by(supervisor)["step"] == 5)
-    supervisor.perform(operations.WriteCheckpoint())
+    supervisor.operations.perform(operations.WriteCheckpoint())
     launcher.gone.add("learner.0")
     wait_for(lambda: "1:" in (tmp_path / "asked").read_text())
     stop.set()
@@ -293,7 +292,7 @@ def test_more_replicas_than_the_machine_has_room_for_are_refused(
     wait_for(lambda: told_by(supervisor)["state"] == "running")
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     with pytest.raises(Refused, match=r"ask for 3\.5 CPUs, this machine has 2"):
-        supervisor.perform(operations.Scale(10))
+        supervisor.operations.perform(operations.Scale(10))
     assert told_by(supervisor)["state"] == "running"
     stop.set()
     thread.join(10.0)
@@ -318,7 +317,7 @@ def test_a_run_whose_first_groups_all_fail_ends_with_a_reason(tmp_path: Path) ->
 @pytest.mark.parametrize("replicas", [-1, 65, 1.5, True, "two", None])
 def test_a_number_of_replicas_that_makes_no_sense_is_refused(tmp_path: Path, replicas: object) -> None:
     supervisor, _ = make_supervisor(tmp_path)
-    scale = operation_routes(supervisor.perform)["POST /scale"]
+    scale = supervisor.operations.routes()["POST /scale"]
     with pytest.raises(ConfigError, match=r"whole number|Expected `int`"):
         scale({"replicas": replicas})
 
@@ -367,7 +366,7 @@ def test_a_leaver_that_hangs_in_its_drain_is_ended_and_the_run_goes_on(tmp_path:
     )
     thread, stop = start(supervisor)
     wait_for(lambda: told_by(supervisor)["state"] == "running")
-    supervisor.perform(operations.Scale(1))
+    supervisor.operations.perform(operations.Scale(1))
     wait_for(lambda: "rollout.1" in launcher.killed)
     assert told_by(supervisor)["state"] == "running"
     stop.set()

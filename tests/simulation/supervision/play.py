@@ -129,7 +129,7 @@ class Stage:
 
         def work() -> None:
             try:
-                hear(supervisor.perform(request))
+                hear(supervisor.operations.perform(request))
             except AsyncrlError as error:
                 self.world.note(f"refused {request}: {type(error).__name__}")
             except OSError:

@@ -1,4 +1,4 @@
-"""A stand-in for the part of a supervisor that operations use."""
+"""A stand-in for the reconciler of a run's services, as operations use it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,37 @@ from typing import Any
 import msgspec
 
 from asyncrl.control.api.operations import Begun
+from asyncrl.control.operations import Lifecycle
 from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.runtime.threads import ThreadEvent
 from asyncrl.core.service_command import Pause
 from asyncrl.core.states import RunState
 
 
-class ScriptedCrew:
-    """Notes what it is asked; services in `unreachable` cannot be told anything."""
+class ScriptedFleet:
+    """Notes what it is asked; services in `unreachable` cannot be told anything.
+
+    `lifecycle` is that of the run, which is running at first.
+    """
 
     def __init__(self) -> None:
-        self.state = RunState.RUNNING
+        self.lifecycle = Lifecycle(ThreadEvent(), RunState.RUNNING)
         self.replicas = [0, 2]
         self.num_draining = 0
         self.learner_life = 0
         self.unreachable: set[str] = set()
         self.told: list[tuple[str, str]] = []
 
+    def num_restarts(self, name: str) -> int:
+        assert name == "learner.0"
+        return self.learner_life
+
     def scale(self, replicas: int) -> Begun:
-        self.told.append(("crew", f"scale {replicas}"))
+        self.told.append(("fleet", f"scale {replicas}"))
         return Begun(replicas)
 
     def drain(self, index: int) -> Begun:
-        self.told.append(("crew", f"drain {index}"))
+        self.told.append(("fleet", f"drain {index}"))
         return Begun(2, ("rollout.3",), (f"rollout.{index}",))
 
     def ask(self, service: str, command: Any) -> Any:
@@ -40,5 +49,5 @@ class ScriptedCrew:
             {name: known[name] for name in command.answer.__struct_fields__}, command.answer
         )
 
-    def stop(self) -> None:
-        self.told.append(("crew", "stop"))
+    def finish_learner(self) -> None:
+        self.told.append(("fleet", "finish learner"))
