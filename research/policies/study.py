@@ -210,3 +210,7 @@ def _ratios(rules: Mapping[str, Mapping[str, Any]], sigma: float, max_lag: int) 
 
 def _at_most(value: float, limit: float) -> float:
     return LARGEST_RATIO if value <= limit / LARGEST_RATIO else limit / value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
