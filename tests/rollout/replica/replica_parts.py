@@ -37,7 +37,7 @@ from rollout_service.tasks.digit_sort.folder import write_prompts
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer
 from weight_sync.memory.staging import Staged
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 GROUP_SIZE = 4
 
 

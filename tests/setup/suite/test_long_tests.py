@@ -72,9 +72,9 @@ def test_a_part_that_is_ended_leaves_no_process_in_a_session_of_its_own() -> Non
     other = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         test_all.end_marked("of-this-test")
-        assert left.wait(20.0) == -signal.SIGKILL
+        assert left.wait(60.0) == -signal.SIGKILL
         assert other.poll() is None, "it is of another session"
     finally:
         for process in (left, other):
             process.kill()
-            process.wait(20.0)
+            process.wait(60.0)
