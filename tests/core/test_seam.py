@@ -11,8 +11,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from asyncrl.core.errors import DeadlineExceeded
-from asyncrl.core.rpc import Client, Request, Server
-from asyncrl.core.rpc import memory
+from asyncrl.core.rpc import Client, Request, Server, memory
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.runtimes import CountingRuntime
 

@@ -18,7 +18,6 @@ from asyncrl.core.rpc import AsyncClient, Client, Request, Server
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from asyncrl.core.wire import pack_header, unpack_map
 
-
 LONG_S = 60.0
 """A call that waited until its deadline would be seen."""
 
