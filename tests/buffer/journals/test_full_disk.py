@@ -182,7 +182,7 @@ def test_a_write_that_takes_long_is_told_while_it_does(
         assert time.monotonic() < end
         time.sleep(0.01)
     may_end.set()
-    writing.join(30.0)
+    writing.join(120.0)
     assert found[0].cause is Cause.JOURNAL_AWAY and "has not finished a write for" in found[0].reason
     assert journal.obstacles() == []
 

@@ -48,7 +48,7 @@ def client() -> Iterator[Client]:
     yield found
     found.close()
     stop.set()
-    thread.join(30.0)
+    thread.join(120.0)
 
 
 @pytest.fixture
