@@ -35,7 +35,7 @@ def make_site(folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def few_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What set-up does reads all of asyncrl, which takes seconds; what is sought here no module of ours names."""
+    """Set-up reads all modules of asyncrl, which takes seconds; none of them names what is sought here."""
     monkeypatch.setattr(bytecode, "OWN", ("weight_sync/memory",))
 
 
