@@ -49,7 +49,8 @@ RunOption = Annotated[
     str | None, typer.Option("--run", metavar="RUN", help="The same.", autocompletion=complete_run)
 ]
 """Every command that is about a run takes it either way: `asyncrl VERB NAME`, `asyncrl VERB --run NAME`."""
-RunsDir = Annotated[str, typer.Option("--dir", help="The folder that holds the runs (run.dir).")]
+RUNS_DIR_HELP = "The folder that holds the runs (run.dir)."
+RunsDir = Annotated[str, typer.Option("--dir", help=RUNS_DIR_HELP)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 Configs = Annotated[
     list[str],

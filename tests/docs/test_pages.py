@@ -106,6 +106,23 @@ def test_the_picture_of_the_architecture_is_current():
     assert (ROOT / "docs" / "architecture.svg").read_text() == drawn, told
 
 
+GENERATED = {ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "cli", "configuration", "metrics")}
+TEXTS = sorted((ROOT / "benchmarks" / "results" / "texts").glob("*.md"))
+MAX_WORDS = 43_000
+
+
+def count_words(page: Path) -> int:
+    """Return the words with a letter of a page, without fenced blocks, comments and targets of links."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return sum(bool(re.search("[A-Za-z]", word)) for word in re.sub(r"\]\(\S+\)", "]", text).split())
+
+
+def test_the_pages_that_people_write_have_few_words():
+    """The texts of docs/benchmarks.md count, its stored rows do not; CHANGELOG.md is a record."""
+    written = [page for page in PAGES if page not in GENERATED]
+    assert sum(count_words(page) for page in [*written, *TEXTS]) <= MAX_WORDS
+
+
 def anchors_of(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
