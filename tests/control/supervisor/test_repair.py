@@ -19,7 +19,6 @@ from scripted_services import REPLACE
 from thread_launcher import ThreadLauncher
 
 from asyncrl.control.api import operations as api
-from asyncrl.control.diagnosis.lookout import Lookout
 from asyncrl.control.fleet.messages import Halted, Heard
 from asyncrl.control.launch.processes import (
     end_service,
@@ -41,7 +40,6 @@ from asyncrl.control.upkeep.hands import Hands
 from asyncrl.control.upkeep.keeper import Upkeep
 from asyncrl.control.upkeep.kernel import LinuxKernel
 from asyncrl.control.upkeep.reading import at_home, event_of, events_of
-from asyncrl.core import obstacle
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, ServiceFailed
 from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.core.runtime.threads import ThreadRuntime
@@ -469,13 +467,11 @@ def test_while_the_learner_writes_its_last_checkpoint_the_others_are_kept_up(tmp
     assert (read_outcome(tmp_path)["state"], launcher.started.count("learner.0")) == ("stopped", 1)
 
 
-@pytest.mark.parametrize("reason", ["", "OSError: no space left on device"])
+@pytest.mark.parametrize("learner", ["SlowSaver", "HeldUpSaver"])
 def test_a_stop_whose_checkpoint_could_not_be_written_is_a_failure_that_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+    tmp_path: Path, learner: str
 ) -> None:
-    noted = reason and obstacle.Obstacle("learner.0", obstacle.Cause.SERVICE_DOWN, reason)
-    monkeypatch.setattr(Lookout, "blocking", property(lambda _: noted or None))
-    supervisor, launcher = make_supervised(tmp_path, "SlowSaver")
+    supervisor, launcher = make_supervised(tmp_path, learner)
     (tmp_path / "may-save").write_text("no space left on device")
     stop = threading.Event()
     thread = threading.Thread(target=supervisor.run, args=(stop,))
