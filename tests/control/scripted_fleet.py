@@ -17,7 +17,8 @@ from asyncrl.core.states import RunState
 class ScriptedFleet:
     """Notes what it is asked; services in `unreachable` cannot be told anything.
 
-    `lifecycle` is that of the run, which is running at first.
+    The first ask fails with the first of `failures`, the next with the next. `lifecycle` is that of the run,
+    which is running at first.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class ScriptedFleet:
         self.num_draining = 0
         self.learner_life = 0
         self.unreachable: set[str] = set()
+        self.failures: list[Exception] = []
         self.told: list[tuple[str, str]] = []
 
     def num_restarts(self, name: str) -> int:
@@ -44,6 +46,8 @@ class ScriptedFleet:
         if service in self.unreachable:
             raise ServiceFailed(f"{service} is gone")
         self.told.append((service, command.word))
+        if self.failures:
+            raise self.failures.pop(0)
         known = {"step": 7, "max_lag": getattr(command, "max_lag", 0), "paused": isinstance(command, Pause)}
         return msgspec.convert(
             {name: known[name] for name in command.answer.__struct_fields__}, command.answer
