@@ -15,8 +15,8 @@ from asyncrl.core.config.reading.problems import ConfigProblems, Problem, sugges
 from asyncrl.core.errors import AsyncrlError, ConfigError
 from asyncrl.core.runtime.clock import SystemClock
 from asyncrl.core.runtime.faults import fault_point
-from asyncrl.core.service_function import function
 from asyncrl.core.states import RUN_ENDS, RunState
+from asyncrl.core.variants import function
 
 if TYPE_CHECKING:
     from asyncrl.cli.run.handle import RunHandle

@@ -1,4 +1,4 @@
-"""Watching a run until it ends. The terminal only watches: hanging up leaves the run alive.
+"""Watching a run until it ends, and ending it. The terminal only watches: hanging up leaves the run alive.
 
 consumes: snapshots of the run, a few times a second
 waits for: the head process to end
@@ -20,6 +20,7 @@ from asyncrl.cli.exits import say, show
 from asyncrl.cli.live import table_of
 from asyncrl.cli.views import View, view_on
 from asyncrl.control.snapshot import HeadWord, Snapshot
+from asyncrl.core.errors import DeadlineExceeded
 from asyncrl.core.runtime.clock import Clock, SystemClock
 from asyncrl.core.states import RUN_ENDS, RunState
 
@@ -192,3 +193,31 @@ def sigterm_as_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+if TYPE_CHECKING:
+    from asyncrl.control.record.rundir import RunDir
+
+DEADLINE_S = 240.0
+
+
+def down(folder: RunDir, deadline_s: float = DEADLINE_S) -> int:
+    """Return the exit code when the run has ended and left nothing. Ctrl-C leaves it ending.
+
+    Raises:
+        DeadlineExceeded: It has not ended in time.
+    """
+    from asyncrl.cli.run.handle import attach
+
+    handle = attach(folder)
+    if handle is None:
+        say("the run has ended")  # between being found and being asked
+        return exits.OK
+    say(f"ending the run in {folder.path}")
+    timer = PhaseTimer(SystemClock(), say)
+    if not handle.await_end(deadline_s, timer.show):
+        hint = f"See {folder.path / 'logs'}, then end process {handle.pid}"
+        raise DeadlineExceeded(f"the run did not end within {deadline_s:g} s", hint=hint)
+    handle.clear()
+    say(f"the run has ended after {timer.elapsed_s:.1f} s ({timer.summary()})")
+    return exits.FAILED if tell_failure(folder, handle.result()) else exits.OK

@@ -17,8 +17,7 @@ from functools import partial
 import msgspec
 
 from asyncrl.buffer.ledger.tickets import DropReason
-from asyncrl.control.diagnosis.lookout import Lookout, why_unsaved, would_repeat
-from asyncrl.control.diagnosis.notices import Notices
+from asyncrl.control.diagnosis.lookout import Lookout, Notices, why_unsaved, would_repeat
 from asyncrl.control.diagnosis.waits import diagnose
 from asyncrl.control.diagnosis.watchdog import Watchdog
 from asyncrl.control.fleet.autoscaler import autoscaler_of
@@ -35,7 +34,7 @@ from asyncrl.control.record.summary import write_summary
 from asyncrl.control.record.syncing import WeightsAnswer, weights_answer
 from asyncrl.control.roster import Roster
 from asyncrl.control.rows import metering
-from asyncrl.control.rows.pace import Pace
+from asyncrl.control.rows.metering import Pace
 from asyncrl.control.rows.recorder import Recorder, lost_rows
 from asyncrl.control.rows.row_fetcher import RowFetcher
 from asyncrl.control.rows.row_files import is_evaluation, iterate_rows, load_rows, newest_rows

@@ -8,11 +8,11 @@ services and the documentation all read the same record.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 ALGORITHMS = "learner.algorithms.variants"
 JOURNALS, ENGINES = "asyncrl.buffer.journals.kinds", "rollout_service.engine"
@@ -158,3 +158,10 @@ if TYPE_CHECKING:
 else:
     JournalName, EngineName = Literal[journal_names()], Literal[engine_names()]
 """A name for which there is a record; of a configuration with another one an error says which there are."""
+
+
+def function(name: str) -> Callable[..., Any]:
+    """Return the function `package.module:name`."""
+    module, _, attribute = name.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), attribute)
+    return found

@@ -60,7 +60,6 @@ RUN_FILES = (
     "asyncrl/buffer/ledger/evaluations.py",
     "asyncrl/buffer/ledger/leases.py",
     "asyncrl/buffer/ledger/ledger.py",
-    "asyncrl/buffer/ledger/lineage.py",
     "asyncrl/buffer/ledger/snapshot.py",
     "asyncrl/buffer/ledger/state.py",
     "asyncrl/buffer/parking.py",

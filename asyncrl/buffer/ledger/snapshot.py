@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, fields
 from typing import Any, TypeVar
 
-from asyncrl.buffer.ledger.facts import Facts
-from asyncrl.buffer.ledger.lineage import VersionBook, VersionRun
+from asyncrl.buffer.ledger.facts import Facts, VersionBook, VersionRun
 from asyncrl.buffer.ledger.tickets import (
     Carry,
     Checkpoint,

@@ -8,7 +8,7 @@ import typer
 
 from asyncrl.cli.options import GROUP, show_help
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.service_function import function
+from asyncrl.core.variants import function
 
 app = typer.Typer(help="Run a benchmark.", callback=show_help, **GROUP)
 

@@ -19,7 +19,7 @@ from asyncrl.cli.options import (
     find_folder,
     find_target,
 )
-from asyncrl.core.service_function import function
+from asyncrl.core.variants import function
 
 app = typer.Typer(**PLAIN)
 

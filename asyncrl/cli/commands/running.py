@@ -54,7 +54,7 @@ def down(run: Run = None, run_option: RunOption = None, runs_dir: RunsDir = "run
 
     Writes a checkpoint first if a step was trained. `up` resumes the run later.
     """
-    from asyncrl.cli.down import down as end_run
+    from asyncrl.cli.watch import down as end_run
 
     raise typer.Exit(end_run(find_live_folder(runs_dir, run, run_option)))
 

@@ -18,7 +18,7 @@ from asyncrl.control.record.rundir import RunDir
 from asyncrl.core.config.load import load_resolved
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.service_function import function
+from asyncrl.core.variants import function
 
 OF_OTHERS = 0o077
 """Permissions of the group and of all others."""

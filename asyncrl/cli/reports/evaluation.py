@@ -18,7 +18,7 @@ from asyncrl.core.config.load import find_run_folder, load_config, load_resolved
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.metrics.tallies import HIGH, LOW
-from asyncrl.core.service_function import function
+from asyncrl.core.variants import function
 from asyncrl.planner.plan.prepare import MODEL_FILE, is_builtin, is_model, make_builtin, prepare
 from asyncrl.planner.plan.sources import check_sources
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from asyncrl.cli import exits
-from asyncrl.core.service_function import function
+from asyncrl.core.variants import function
 
 if TYPE_CHECKING:
     from learner.record.comparison import Comparison

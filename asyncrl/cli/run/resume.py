@@ -21,8 +21,7 @@ from asyncrl.core.config.tree import Config, CriticSection, ModelSection, Reward
 from asyncrl.core.errors import CheckpointError, ConfigError, NoJournal
 from asyncrl.core.files.weight_files import read_shapes
 from asyncrl.core.metrics.metric import Row
-from asyncrl.core.service_function import function
-from asyncrl.core.variants import journal_facts
+from asyncrl.core.variants import function, journal_facts
 from asyncrl.planner.plan import prepare
 
 FetchedSection = ModelSection | CriticSection

@@ -1,4 +1,7 @@
-"""The supervisor's lookout for obstacles: gathers, tells of them, and ends a run that cannot go on."""
+"""The supervisor's lookout: tells of obstacles, which last, and of notices, which happened once.
+
+It ends a run that cannot go on.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from asyncrl.control.diagnosis import obstacles
 from asyncrl.control.diagnosis.watch import ObstacleWatch
 from asyncrl.control.fleet.units import STARTING_STATES
 from asyncrl.control.reconciler.status_events import FINAL_ERRORS
-from asyncrl.control.record.events import EventLog
+from asyncrl.control.record.events import KEPT, EventLog, Kind
 from asyncrl.core.errors import ServiceFailed, WouldRepeat
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.runtime.interface import Runtime
-from asyncrl.core.service_status import ServiceStatus, Statuses
+from asyncrl.core.service_status import BUFFER, LEARNER, ServiceStatus, Statuses
 from asyncrl.core.states import SERVICE_ENDS, ServiceState
 
 log = logging.getLogger(__name__)
@@ -103,3 +106,36 @@ def why_unsaved(status: ServiceStatus, deadline_s: float) -> str | None:
         word = "died" if state == ServiceState.DEAD else "failed"
         return f"{word}: {status.error or 'without a message'}"
     return f"did not end within {deadline_s:g} s"
+
+
+class Notices:
+    """Makes an event of each notice, once in a life of the run, also where the supervisor is replaced."""
+
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._told: set[str] | None = None
+
+    def look(self, statuses: Statuses) -> None:
+        """Tell what the statuses hold of findings of the guard, of checkpoints and of lost journals."""
+        if (learner := statuses.learner) is not None:
+            for one in learner.findings:
+                text = f"the guard found, {one.text}"
+                self._tell("guard", LEARNER, text, finding=one.kind, step=one.step)
+            for sentence in learner.torn:
+                self._tell("checkpoint", LEARNER, sentence)
+        if (buffer := statuses.buffer) is not None:
+            for sentence in buffer.journal.told_losses:
+                self._tell("journal", BUFFER, sentence)
+
+    def _tell(self, kind: Kind, service: str, text: str, **fields: object) -> None:
+        told = self._told = self._told_in_this_life() if self._told is None else self._told
+        if text not in told:
+            told.add(text)
+            self._events.add(kind, service, text, **fields)
+
+    def _told_in_this_life(self) -> set[str]:
+        told: set[str] = set()
+        for event in self._events.newest(KEPT):
+            is_start = (event["kind"], event.get("service")) == ("start", "run")
+            told = set() if is_start else told | {str(event.get("text"))}
+        return told

@@ -1,8 +1,8 @@
-"""Rates of the rollout side, from the cumulative counters in the replicas' statuses (pure)."""
+"""Rates of a run: of the rollout side, from the replicas' cumulative counters, and of its steps (pure)."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from asyncrl.buffer.ledger.tickets import DropReason
@@ -201,3 +201,45 @@ def accuracy(row: Mapping[str, float]) -> float | None:
     names = (name for name in row if name.startswith(ACCURACY) and "/" not in name[len(ACCURACY) :])
     found = next(names, None)
     return None if found is None else float(row[found])
+
+
+LEAST_STEPS = 100
+MIN_STEPS, MAX_STEPS = 3, 2000
+"""Steps from which on there is an estimate, and that are remembered; the first of a life is no pace."""
+
+
+class Pace:
+    """Estimates the time that is left.
+
+    >>> pace = Pace()
+    >>> for second in range(10):
+    ...     pace.note(2.0 * second, second, is_working=True)
+    >>> pace.time_left_s(19)
+    20.0
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int]] = deque(maxlen=MAX_STEPS)
+        self._worked_s = 0.0
+        self._noted: float | None = None
+
+    def note(self, now: float, step: int, *, is_working: bool) -> None:
+        """Take note that `step` steps are done at time `now` (seconds)."""
+        if self._noted is not None and is_working:
+            self._worked_s += max(0.0, now - self._noted)
+        self._noted = now
+        if self._steps and step < self._steps[-1][1]:  # a rollback, or a learner that was started again
+            self._steps.clear()
+        if not self._steps or step > self._steps[-1][1]:
+            self._steps.append((self._worked_s, step))
+
+    def time_left_s(self, steps: int) -> float | None:
+        """Return the seconds until `steps` steps are done, None while too little is known."""
+        timed = list(self._steps)[1:]  # the first entry is where this life began
+        if len(timed) <= MIN_STEPS:
+            return None
+        newest = timed[-max(LEAST_STEPS, len(timed) // 2) :]
+        (then, first), (last_s, last) = newest[0], newest[-1]
+        per_step_s = (last_s - then) / (last - first)
+        since_s = min(self._worked_s - last_s, per_step_s)
+        return max(0.0, (steps - last) * per_step_s - since_s)

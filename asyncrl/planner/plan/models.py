@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl.core.config.models.architectures import find_unsupported, tensor_shapes
 from asyncrl.core.config.models.cuts import find_uneven_cuts
 from asyncrl.core.config.tree import Config, LearnerSection
-from asyncrl.core.service_function import function
+from asyncrl.core.variants import function
 from asyncrl.planner.plan.folders import find_bad_weights, find_missing_tokenizer
 from asyncrl.planner.plan.prepare import REWARD_MODEL, is_builtin, is_hub_id
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
-from asyncrl.core.service_function import function
+from asyncrl.core.variants import function
 from asyncrl.planner.plan.sources import is_file_function, missing_function, missing_import
 
 

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from asyncrl.core.config.tree import DataSection, SourceSection
-from asyncrl.core.service_function import function
+from asyncrl.core.variants import function
 
 
 def check_sources(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.buffer.ledger.lineage import VersionBook
+from asyncrl.buffer.ledger.facts import VersionBook
 from asyncrl.buffer.ledger.snapshot import SNAPSHOT_VERSION, read_snapshot, write_snapshot
 from asyncrl.buffer.ledger.state import LedgerState
 from tests.buffer.ledger.parts.ledger_runs import SETTINGS

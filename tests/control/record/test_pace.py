@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from asyncrl.control.rows.pace import MIN_STEPS, Pace
+from asyncrl.control.rows.metering import MIN_STEPS, Pace
 from asyncrl.page.trends import FlowMeter
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from asyncrl.buffer.learner_ops import LearnerOps
 from asyncrl.buffer.ledger.evaluations import EvaluationOrders
+from asyncrl.buffer.ledger.facts import VersionBook
 from asyncrl.buffer.ledger.ledger import Ledger
-from asyncrl.buffer.ledger.lineage import VersionBook
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.replica_ops import ReplicaOps

@@ -6,8 +6,8 @@ from typing import Any
 
 from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.ledger.evaluations import EvaluationOrders
+from asyncrl.buffer.ledger.facts import VersionBook
 from asyncrl.buffer.ledger.ledger import Ledger
-from asyncrl.buffer.ledger.lineage import VersionBook
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.messages import EvaluationOrder, LeaseReply

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from asyncrl.buffer.composition import max_group_bytes
 from asyncrl.control.machine.ports import PORTS
@@ -15,7 +16,7 @@ from asyncrl.control.record.sinks.opening import check_sinks
 from asyncrl.control.roster import SERVERS
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
-from asyncrl.planner.plan import derived, folders, inputs, machine, models, names
+from asyncrl.planner.plan import derived, folders, machine, models, names
 from asyncrl.planner.plan.checks import (
     NOT_CHECKED_ELSEWHERE,
     PORTABLE_CHECKS,
@@ -29,13 +30,33 @@ from asyncrl.planner.plan.derived import Derived, InFlight
 from asyncrl.planner.plan.footprint import shared_memory
 from asyncrl.planner.plan.footprint.memory import Part
 from asyncrl.planner.plan.footprint.shared_memory import SharedMemory
+from asyncrl.planner.plan.prepare import is_builtin
+from asyncrl.planner.plan.sources import check_sources
+
+
+def check_lengths(config: Config) -> Iterator[str]:
+    """A row is trained whole, on all the ranks of its copy together: cp does not make it shorter."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if longest > config.learner.max_tokens_per_microbatch:
+        yield (
+            f"learner.max_tokens_per_microbatch: {config.learner.max_tokens_per_microbatch} is less than a "
+            f"row may have: data.max_prompt_tokens + rollout.max_tokens = {longest}; raise it to that, and "
+            "learner.cp if memory does not suffice"
+        )
+
+
+def check_data(config: Config) -> Iterator[str]:
+    """Say which prompts are not there, cannot be read, or do not fit."""
+    has_environment = config.rollout.environment is not None
+    yield from check_sources(config.data, Path(config.model.path), is_builtin, has_environment)
+
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     folders.check_run_folder,
     models.check_models,
     models.check_reward_models,
-    inputs.check_lengths,
-    inputs.check_data,
+    check_lengths,
+    check_data,
     names.check_imports,
     names.check_reward_files,
     names.check_environment_file,
@@ -134,7 +155,7 @@ def check_beside(config: Config) -> Plan:
 
 def check_elsewhere(config: Config) -> Plan:
     """As `check`, for another machine: without this one's hardware, files and network, which it says."""
-    found = _check(config, (inputs.check_lengths, *PORTABLE_CHECKS))
+    found = _check(config, (check_lengths, *PORTABLE_CHECKS))
     return replace(found, not_checked=(*NOT_CHECKED_ELSEWHERE, *found.not_checked))
 
 

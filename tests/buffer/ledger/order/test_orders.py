@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.buffer.ledger.lineage import VersionBook
+from asyncrl.buffer.ledger.facts import VersionBook
 from asyncrl.buffer.ledger.orders import PromptOrder, Source, permute, sample_seed, ticket_seed
 
 
