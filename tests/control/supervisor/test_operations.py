@@ -293,7 +293,7 @@ def buffer_of(folder: Path) -> Iterator[BufferService]:
         yield service
     finally:
         stop.set()
-        thread.join(10.0)
+        thread.join(120.0)
 
 
 @contextlib.contextmanager
