@@ -109,10 +109,10 @@ class Unit:
     failed_step: int = 0
     num_alike: int = 0
     num_answers: int = 0
+    is_replica: bool = field(init=False)
 
-    @property
-    def is_replica(self) -> bool:
-        return self.key.startswith(REPLICA)
+    def __post_init__(self) -> None:
+        self.is_replica = self.key.startswith(REPLICA)  # asked of every unit at every word of one
 
     @property
     def index(self) -> int:
