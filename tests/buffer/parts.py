@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.buffer.journals.file_journal import FileJournal
-from asyncrl.buffer.journals.journal import Journal, MemoryJournal
+from asyncrl.buffer.journals.journal import Journal
+from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.experience import Group, Trajectory
@@ -54,9 +55,9 @@ def make_store(
 
 
 @contextlib.contextmanager
-def serving(store: ExperienceStore) -> Iterator[BufferService]:
+def serving(store: ExperienceStore, runtime: ThreadRuntime | None = None) -> Iterator[BufferService]:
     """Run the service in a thread."""
-    service = BufferService(store, ThreadRuntime())
+    service = BufferService(store, runtime or ThreadRuntime())
     stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
     thread.start()
@@ -64,5 +65,5 @@ def serving(store: ExperienceStore) -> Iterator[BufferService]:
         yield service
     finally:
         stop.set()
-        thread.join(timeout=10.0)
+        thread.join(timeout=60.0)
         assert not thread.is_alive(), "the service did not stop"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import convert
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -27,18 +28,21 @@ from asyncrl.cli.reports.logs import TIME, Logs, Writer
 from asyncrl.cli.reports.status import table_of
 from asyncrl.cli.rollouts.sheet import Sheet
 from asyncrl.cli.rollouts.terminal import sheet_on_terminal
+from asyncrl.cli.run.ending import paragraph
+from asyncrl.cli.timeline.sync_history import Membership, WeightsReport
 from asyncrl.cli.views import LineView, PanelView
-from asyncrl.control.diagnosis.bottleneck import Diagnosis
-from asyncrl.control.page.rollouts.answers import rollouts_of
-from asyncrl.control.page.view import view_of
-from asyncrl.control.record.ending import paragraph
+from asyncrl.control.diagnosis.waits import Diagnosis
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.files.printable import printable
+from asyncrl.core.files.sync_records import BlameRecord
+from asyncrl.core.service_status import MemberStatus
 from asyncrl.core.states import RunState
-from tests.control.page.page_runs import make_group, make_snapshot
-from tests.statuses import snapshot_of
+from asyncrl.page.rollouts import rollouts_of
+from asyncrl.page.view import view_of
+from tests.page.page_runs import make_group, make_snapshot
+from tests.statuses import filled, snapshot_of
 
 ROOT = Path(__file__).parents[2]
 FORGED = "2026-11-23 16:00:00,000 CRITICAL forged"
@@ -89,7 +93,7 @@ SERVICE = """
 import sys, traceback
 from pathlib import Path
 from asyncrl.core.config.tree import Config
-from asyncrl.control.launch.host import ServiceHost
+from asyncrl.control.ray.host import ServiceHost
 from asyncrl.core.service import ServiceContext
 import logging
 EVIL = sys.stdin.buffer.read().decode(errors="surrogatepass")
@@ -114,7 +118,7 @@ def test_a_service_logs_what_an_agent_says_as_one_record_that_steers_nothing(tmp
 
 
 def test_the_head_formats_its_records_in_the_same_way() -> None:
-    tree = ast.parse((ROOT / "asyncrl/control/launch/head.py").read_text())
+    tree = ast.parse((ROOT / "asyncrl/control/ray/head.py").read_text())
     (main,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
     assert "log_to_stderr()" in [ast.unparse(line) for line in main.body]
 
@@ -199,24 +203,20 @@ def test_the_panel_reads_no_markup_and_sends_the_terminal_its_own_sequences_alon
 
 
 def test_reports_of_inspect_write_it_out(capsys: pytest.CaptureFixture[str]) -> None:
-    member = {
-        "state": EVIL,
-        "version": 1,
-        "staged": 1,
-        "last_round_s": None,
-        "last_swap_s": None,
-        "error": EVIL,
-    }
-    report = {
-        "run": "x",
-        "told_by": EVIL,
-        "counters": {EVIL: 1},
-        "version": None,
-        "membership": {"number": 1, "members": [EVIL]},
-        "replicas": {EVIL: member},
-        "rounds": [],
-        "failures": [{"time": 0.0, "culprit": EVIL, "number": 1, "cause": EVIL}],
-    }
+    member = convert(filled(MemberStatus, {"state": "READY", "error": EVIL}), MemberStatus)
+    report = WeightsReport(
+        run="x",
+        told_by=EVIL,
+        token=1,
+        version=None,
+        digest="",
+        num_bytes=0,
+        replicas={EVIL: member},
+        counters={EVIL: 1},
+        membership=Membership(1, (EVIL,)),
+        rounds=(),
+        failures=(BlameRecord(EVIL, EVIL, 1),),
+    )
     exits.show(*weights.lines_of(report))
     assert harm_in(capsys.readouterr().out) == ""
     exits.show(*account.lines_of({"max_lag": 1, "lag": {}, "dropped": {EVIL: 2}}))

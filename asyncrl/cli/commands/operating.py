@@ -22,7 +22,10 @@ def scale(
     run: RunOption = None,
     runs_dir: RunsDir = "runs",
 ) -> None:
-    """Change the number of rollout replicas."""
+    """Change the number of rollout replicas; 0 is allowed.
+
+    Refused where this machine has no room for them beside standbys and replicas that drain.
+    """
     named, target = split_run(words, _is_count, "[RUN] rollout=N, for example rollout=4")
     count = int(target.partition("=")[2])
     find_live(runs_dir, named, run).scale(count)
@@ -61,7 +64,7 @@ def pause(run: Run = None, run_option: RunOption = None, runs_dir: RunsDir = "ru
     """Pause a run after the step in progress.
 
     No new leases are granted. Answers that are being generated are finished and kept. Services stay up,
-    with their memory.
+    with their memory; a service that restarts meanwhile is paused too. Recorded as an event.
     """
     unreached = find_live(runs_dir, run, run_option).pause().unreached
     exits.say("the run pauses after the step in progress; 'asyncrl unpause' continues it")
@@ -90,7 +93,8 @@ def checkpoint(
 ) -> None:
     """Write a checkpoint after the step in progress.
 
-    Its step is printed once it is on disk and in the journal.
+    Prints {"step": N} once it is on disk and in the journal. The request survives a restart of the learner
+    or of the supervisor.
     """
     from asyncrl.cli.reports.status import await_checkpoint
 

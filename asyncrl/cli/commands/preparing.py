@@ -90,7 +90,8 @@ def plan(
 ) -> None:
     """Check a configuration; print its processes, memory and ports.
 
-    Nothing is started. If its run exists, differences to it are printed, and which of them a resume accepts.
+    Also placement, the backend and why, and derived values with their rule. Nothing is started. If its run
+    exists, differences to it are printed, and which of them a resume accepts.
     With --simulate, print the predicted speed and alternatives; this machine is not checked then.
     """
     if schema:
@@ -139,8 +140,10 @@ def doctor(
 ) -> None:
     """Check whether this machine can run asyncrl.
 
-    Packages, CPUs, GPUs, memory, disk, limits, ports, Ray, leftovers of dead runs, what is open to other
-    users. Exit code 1 if a run cannot work here.
+    Python, packages against the tested versions, CPUs, GPUs, memory, /dev/shm, disk, limits, ports, Redis,
+    Ray, leftovers of dead runs, and run folders, Ray, sockets and gateways that are open to other users. Each
+    line that is not ok says what to do. Exit code 1 if a run cannot work here. JSON: what, verdict, found,
+    advice.
     """
     from asyncrl.cli.doctor.examination import print_findings
 

@@ -52,7 +52,7 @@ def up(
 def down(run: Run = None, run_option: RunOption = None, runs_dir: RunsDir = "runs") -> None:
     """End a live run in order, also one that is starting.
 
-    A run that is starting is ended too. `up` resumes it later.
+    Writes a checkpoint first if a step was trained. `up` resumes the run later.
     """
     from asyncrl.cli.down import down as end_run
 
@@ -78,6 +78,7 @@ def status(
     """Show what runs are doing, the bottleneck, and why.
 
     Several runs stand side by side. Exit code 3 if one of them is degraded: a service is being repaired.
+    JSON: the snapshot, a list of several runs' snapshots, or with --watch a line per refresh.
     """
     from asyncrl.cli.reports.status import Asked, show_status
 
@@ -104,7 +105,10 @@ def logs(
     runs_dir: RunsDir = "runs",
     as_json: AsJson = False,
 ) -> None:
-    """Print the logs of a run's services, merged by time."""
+    """Print the logs of a run's services, merged by time.
+
+    JSON: an object per line with time, service and line.
+    """
     from asyncrl.cli.reports.logs import is_service, print_logs
 
     named = [word for word in words or [] if not is_service(word)]

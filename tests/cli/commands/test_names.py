@@ -1,8 +1,7 @@
-"""The commands by name: help, the table in the docs, `--json`, shell completion."""
+"""The commands by name: help, their generated page, `--json`, shell completion."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ import pytest
 import typer
 
 from asyncrl.cli.app import app
+from asyncrl.cli.commands.page import render
 from tests.cli.commands.calling import asyncrl, make_folder
 
-TABLE = Path(__file__).parents[3] / "docs" / "cli.md"
-ROW = re.compile(r"\| `([^`]*)` \|.*\| ([^|]*) ?\|")
+PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 OF_ITS_OWN = ("data", "bench")
 """Groups whose commands other pages list."""
 
@@ -27,24 +26,27 @@ def commands_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, command
 
 
-def rows() -> dict[str, str]:
-    """The table's commands, and what it says of `--json`."""
-    found = dict(ROW.findall(TABLE.read_text().partition("## ")[0]))
-    return {
-        re.match(r"[a-z]+( (account|ticket|rollouts|weights|trace))?", key)[0]: what
-        for key, what in found.items()
-    }
-
-
 @pytest.fixture(scope="module")
 def commands() -> dict[str, Any]:
     return dict(commands_of(typer.main.get_command(app)))
 
 
-def test_the_docs_and_the_help_name_the_same_commands(
-    commands: dict[str, Any],
-) -> None:
-    assert sorted(rows()) == sorted(commands)
+def test_the_page_of_the_commands_is_current() -> None:
+    assert PAGE.read_text() == render(), "run: python -m asyncrl.cli.commands.page > docs/cli.md"
+
+
+def test_the_page_has_a_section_of_every_command_and_a_row_of_every_option(commands: dict[str, Any]) -> None:
+    sections = dict(part.split("\n", 1) for part in PAGE.read_text().split("\n## ")[1:])
+    assert set(commands) - {"data", "bench"} <= set(sections)
+    for name, text in sections.items():
+        options = {
+            opt for one in getattr(commands.get(name), "params", []) for opt in one.opts if "--" in opt
+        }
+        shown = options - {"--help", "--dir", "--run"}
+        assert [opt for opt in sorted(shown) if opt not in text] == [], name
+
+
+def test_the_help_lists_each_command_once(commands: dict[str, Any]) -> None:
     helped = asyncrl("--help").out.partition("Commands:\n")[2].split("\n")
     assert [line.split()[0] for line in helped if line] == list(
         dict.fromkeys(name.split()[0] for name in commands)
@@ -56,15 +58,10 @@ def test_no_summary_is_cut_in_the_help() -> None:
         assert "..." not in asyncrl(*words, "--help").out.partition("Commands:")[2]
 
 
-def test_the_table_says_json_of_every_command_that_has_it_and_of_no_other(
-    commands: dict[str, Any],
-) -> None:
+def test_commands_that_programs_read_have_json(commands: dict[str, Any]) -> None:
     with_json = {
-        name
-        for name, command in commands.items()
-        if any("--json" in option.opts for option in command.params)
+        name for name, one in commands.items() if any("--json" in option.opts for option in one.params)
     }
-    assert {name for name, what in rows().items() if what.strip()} == with_json
     assert with_json >= {"status", "logs", "plan", "doctor", "verify", "eval", "inspect account"}
 
 

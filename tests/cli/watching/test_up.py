@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import exits
+from asyncrl.cli.run import start as run
 from asyncrl.cli.up import command_of, up
 from asyncrl.control.api.server import ControlApi
-from asyncrl.control.launch import run
-from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.control.roster import RUN_VARIABLE
 from asyncrl.core.config.load import dump_resolved, load_config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.runtime.faults import VARIABLE
-from tests.control.plan.model_folder import write_model_folder
+from tests.planner.plan.model_folder import write_model_folder
 
 RUN_ID = f"upon{os.getpid()}"
 CONFIG = """\
@@ -72,7 +72,7 @@ def head(folder: RunDir) -> Iterator[subprocess.Popen[bytes]]:
     write_json(folder.live, live)
     yield process
     process.kill()
-    process.wait(5)
+    process.wait(60.0)
     api.close()
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_is_still_ending_is_waited_for_and_then_begun(
     threading.Timer(0.5, head.kill).start()
     with pytest.raises(ConfigError, match=r"--resume never: .*earlier start"):
         up(["a.yaml"], [], resume="never")
-    assert head.wait(5) != 0
+    assert head.wait(60.0) != 0
     assert "again: stopping (ending Ray)" in capsys.readouterr().err
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.composition import open_journal
+from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.control.launch.processes import pids_of_run, pids_of_service
-from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.control.machine.processes import pids_of_run, pids_of_service
+from asyncrl.control.roster import RUN_VARIABLE
 from asyncrl.core.config.tree import BufferSection
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.obstacle import Cause
@@ -55,7 +55,7 @@ def store(run_dir: Path) -> Iterator[ExperienceStore]:
 
 def turn_until(store: ExperienceStore, claim: Callable[[], bool]) -> None:
     """Work as the buffer's turns do until `claim` holds."""
-    end = time.monotonic() + 30.0
+    end = time.monotonic() + 60.0
     while not claim():
         assert time.monotonic() < end, store.journal.obstacles()
         store.settle(0.0)
@@ -129,7 +129,7 @@ def test_a_server_that_is_stopped_is_waited_for(
     assert not store.settle(0.0)
     check = threading.Thread(target=known.ensure, kwargs={"patience_s": math.inf}, daemon=True)
     check.start()
-    check.join(20.0)
+    check.join(60.0)
     assert not check.is_alive(), "one that answered once is not waited for by the turns of the buffer"
     os.kill(pid, signal.SIGCONT)
     settle(store)

@@ -18,24 +18,25 @@ import pytest
 import torch
 
 from asyncrl.buffer.composition import build as build_buffer
-from asyncrl.buffer.composition import ledger_settings, open_journal
-from asyncrl.control.cluster.inventory import needed_paths
-from asyncrl.control.cluster.opening import namespace_of, needs_of
+from asyncrl.buffer.composition import ledger_settings
+from asyncrl.buffer.journals.kind import open_journal
+from asyncrl.cli.run.start import folder_of
 from asyncrl.control.fleet.autoscaler import autoscaler_of
-from asyncrl.control.launch.head import _make_keys
-from asyncrl.control.launch.run import folder_of
-from asyncrl.control.plan import checks, choose_backend, derived, machine
-from asyncrl.control.plan.footprint import estimate
-from asyncrl.control.plan.footprint.memory import count_parts
-from asyncrl.control.plan.footprint.sizes import count_tokens, estimate_activations
+from asyncrl.control.ray.bootstrap import namespace_of, needs_of
+from asyncrl.control.ray.head import _make_keys
+from asyncrl.control.ray.inventory import needed_paths
+from asyncrl.control.reconciler.reconciler import rules_of
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks.opening import check_sinks, open_sinks
 from asyncrl.control.roster import Roster
-from asyncrl.control.upkeep.keeper import rules_of
 from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.schema import walk
 from asyncrl.core.config.tree import Config
 from asyncrl.core.service import ServiceContext
+from asyncrl.planner.plan import checks, choose_backend, derived, machine
+from asyncrl.planner.plan.footprint import estimate
+from asyncrl.planner.plan.footprint.memory import count_parts
+from asyncrl.planner.plan.footprint.sizes import count_tokens, estimate_activations
 from learner.algorithms.learning_rate import schedule_lr
 from learner.algorithms.objective import make_objective
 from learner.batching.batch import build_batch
@@ -44,6 +45,7 @@ from learner.leader import Leader
 from learner.ranks import Ranks
 from learner.service import LearnerService
 from rollout_service import composition as rollout
+from rollout_service.engine.protocol import engine_variant
 from rollout_service.environments.registry import load_environment
 from rollout_service.evaluation.wiring import make_evaluator
 from rollout_service.rewards.registry import load_reward
@@ -97,7 +99,7 @@ def learner(config: Config, folder: Path) -> Any:
 
 
 def replica(config: Config, folder: Path) -> Any:
-    engine = rollout.build_engine(config, SimpleNamespace(eos_token_id=0))  # type: ignore[arg-type]
+    engine = engine_variant(config.rollout.engine).build(config, SimpleNamespace(eos_token_id=0))  # type: ignore[arg-type]
     overlong = rollout._build_overlong(config)
     return (
         rollout._replica_settings(config),
