@@ -8,17 +8,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("asyncrl", "benchmarks", "configs", "learner", "research", "rollout_service", "weight_sync")
-UNJUDGED = ("asyncrl.planner.faults",)
-"""A package that other work replaces."""
 
 
 def find_modules(root: Path) -> dict[str, Path]:
     """Return the files of all packages by module name."""
     found = {}
     for path in (path for package in PACKAGES for path in sorted((root / package).rglob("*.py"))):
-        name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        if not name.startswith(UNJUDGED):
-            found[name] = path
+        found[".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")] = path
     return found
 
 

@@ -147,7 +147,8 @@ class RunCluster(SyncCluster):
     def _learn(self, runtime: SimRuntime) -> None:
         config = self.config
         client = WatchedLearner(runtime, self.run_judge)
-        store = CheckpointStore(self.folder / "checkpoints", config.checkpoint.keep)
+        kept = config.checkpoint
+        store = CheckpointStore(self.folder / "checkpoints", kept.keep, kept.keep_best)
         connect = partial(Handoff, runtime, address_of("publisher.0"), self.prefix, BUCKET_BYTES)
         leader = self.leader = Leader(config, client, connect, store, 1, runtime)
         intake = Intake(client, prefetches=True)

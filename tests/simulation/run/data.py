@@ -67,7 +67,12 @@ def make_config(scenario: Scenario, folder: Path) -> Config:
         "buffer": {"journal": "file", "lease_s": scenario.lease_s},
         "algorithm": {"drop_constant_groups": scenario.drops_constant},
         "guard": {"action": "rollback" if scenario.rollbacks else "warn"},
-        "checkpoint": {"every_steps": scenario.checkpoint_every, "keep": 2, "max_stall_s": 2.0},
+        "checkpoint": {
+            "every_steps": scenario.checkpoint_every,
+            "keep": 2,
+            "keep_best": scenario.keep_best,
+            "max_stall_s": 2.0,
+        },
         "eval": {"every_steps": scenario.evaluate_every, "replicas": scenario.evaluation_parts},
     }
     return Config.model_validate(values)

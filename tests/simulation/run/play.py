@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 from asyncrl.buffer.ledger.state import LedgerState
+from learner.checkpoint.store import MANIFEST
 from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.world import World
 from tests.simulation.outcome import Outcome
@@ -99,12 +100,17 @@ class Stage:
             cluster.crew.strike(strike)
 
     def _rot(self) -> None:
-        """Change a byte of the newest checkpoint, once, and only where there is an older one."""
+        """Damage the newest checkpoint, once, and only where there is an older one."""
         steps = sorted((self._segments / "run" / "checkpoints").glob("step-*"))
         if len(steps) > 1 and not self._has_rotted:
             self._has_rotted = True
             self.world.note(f"rot {steps[-1].name}")
-            (steps[-1] / STATE_FILE).write_text('{"node": 1}')
+            if self.scenario.seed % 5 == 1:
+                (steps[-1] / MANIFEST).unlink()
+            elif self.scenario.seed % 5 == 2:
+                (steps[-1] / MANIFEST).write_text("{}")
+            else:
+                (steps[-1] / STATE_FILE).write_text('{"node": 1}')
 
     def _bring_back(self) -> None:
         self.cluster.disk.is_away = False

@@ -106,6 +106,7 @@ class Scenario(SyncScenario):
         rollbacks: Steps at which the guard goes back, the first time that they are trained.
         is_forking: It goes on otherwise then; else it drops a group.
         longest_row: Tokens of a row that the learner still takes.
+        wants_best: The checkpoint with the highest score stays besides, if each of them is evaluated.
     """
 
     steps: int = 4
@@ -129,6 +130,13 @@ class Scenario(SyncScenario):
     stop: tuple[str, ...] = ()
     is_streaming: bool = False
     is_always_synced: bool = False
+    wants_best: bool = False
+
+    @property
+    def keep_best(self) -> int:
+        """Return how many checkpoints stay for their scores."""
+        every = self.evaluate_every
+        return int(self.wants_best and every > 0 and self.checkpoint_every % every == 0)
 
     def describe(self) -> list[str]:
         """Return lines for a reader."""
@@ -142,6 +150,7 @@ class Scenario(SyncScenario):
             f"{', constant groups are dropped' if self.drops_constant else ''}"
             f"{', streaming' if self.is_streaming else ''}"
             f"{', always synced' if self.is_always_synced else ''}"
+            f"{', the best checkpoint stays' if self.keep_best else ''}"
         )
         return [*super().describe()[:1], more, *map(str, self.strikes)]
 
@@ -183,6 +192,7 @@ def draw_scenario(seed: int, faults: str) -> Scenario:
         drops_constant=group_size > 1 and more.random() < 0.2,
         is_streaming=dice.random() < 0.3,
         is_always_synced=dice.random() < 0.5,
+        wants_best=faults in ("rotten", "failing", "late", "drains"),
     )
 
 

@@ -175,7 +175,10 @@ class Stage:
             self.judge.say(f"bug: {sentence}")
 
     def _look(self) -> None:
-        self.judge.look(self.cluster, self._supervisor is not None)
+        supervisor = self._supervisor
+        self.judge.look(self.cluster, supervisor is not None)
+        if supervisor is not None and supervisor.snapshot().state != supervisor.status().run:
+            self.judge.say("bug: the page and the head are told of two states")  # they are asked at once
         self.world.after(LOOK_S, self._look)
 
     def _is_settled(self) -> bool:

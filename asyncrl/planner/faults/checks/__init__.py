@@ -1,1 +1,0 @@
-"""Judges of what must hold in every simulated run."""

@@ -1,1 +1,0 @@
-"""The services of a simulated run, but for those of weight sync."""

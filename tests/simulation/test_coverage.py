@@ -1,0 +1,27 @@
+"""Coverage: what the report names is there."""
+
+from __future__ import annotations
+
+import re
+
+from tests.simulation.coverage import ROOT, functions_of, ranges_of, read_tests
+from tests.simulation.scopes import SCOPES
+
+
+def test_each_test_that_the_report_names_is_there_and_so_is_its_function() -> None:
+    listed = {name for scope in SCOPES.values() for name in scope.files}
+    names = {name: set(functions_of(ROOT / name).values()) for name in listed}
+    tests = read_tests()
+    assert len(tests) > 50
+    for (path, function), ids in tests.items():
+        assert function in names[path], f"{path} has no {function}"
+        for one in ids:
+            file, _, test = one.partition("::")
+            assert re.search(rf"^(async )?def {test}\b", (ROOT / file).read_text(), re.M), one
+
+
+def test_ranges_of_lines_end_with_their_function_and_with_a_line_that_was_run() -> None:
+    names = {2: "a", 3: "a", 5: "a", 6: "a", 8: "b", 9: "b"}
+    assert ranges_of({2, 3, 6, 8}, names) == [(2, 3), (6, 6), (8, 8)]
+    assert ranges_of({3, 5}, names) == [(3, 5)]
+    assert ranges_of(set(), names) == []
