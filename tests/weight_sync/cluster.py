@@ -40,7 +40,13 @@ from weight_sync.memory.staging import Staged, open_tensors
 from weight_sync.protocol.rounds import Timing
 
 WAIT_S = 60.0
-TIMING = Timing(deadline_s=8.0, offer_s=3.0, settle_s=1.0, silence_s=2.0, dead_s=30.0)
+TIMING = Timing(deadline_s=10.0, offer_s=5.0, settle_s=1.0, silence_s=6.0, dead_s=60.0)
+"""For parties that live: on a busy machine one may say nothing for seconds."""
+HASTY: dict[str, Any] = {
+    "timing": Timing(deadline_s=8.0, offer_s=3.0, settle_s=2.0, silence_s=2.0, dead_s=30.0),
+    "lost_s": 2.0,
+}
+"""For tests in which a party is lost: they wait until the others have noticed."""
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["tests.weight_sync.cluster", "tests.weight_sync.faults.parties"])
@@ -204,7 +210,7 @@ class Cluster:
         bucket_bytes: int = 4096,
         parallelism: int = 1,
         socket_dir: Path | None = None,
-        lost_s: float = 2.0,
+        lost_s: float = 8.0,
         services: Sequence[str] = ("weight_sync.0", "publisher.0"),
         encoding: str = "full",
         run_id: str = "",

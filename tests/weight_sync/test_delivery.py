@@ -18,6 +18,7 @@ from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.staleness import PolicyVersion
 from asyncrl.planner.plan.footprint.shared_memory import NUM_AT_PUBLISHER, NUM_AT_RECEIVER
 from tests.weight_sync.cluster import (
+    HASTY,
     TIMING,
     WAIT_S,
     Child,
@@ -43,6 +44,12 @@ from weight_sync.protocol.protocol import PUBLISHER
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     with running_cluster(parallelism=4) as started:
+        yield started
+
+
+@pytest.fixture
+def hasty_cluster() -> Iterator[Cluster]:
+    with running_cluster(parallelism=4, **HASTY) as started:
         yield started
 
 
@@ -359,7 +366,8 @@ def test_a_flipped_byte_never_reaches_the_engine(cluster):
 
 
 @pytest.mark.parametrize("kind", ["kill", "stop"])
-def test_a_receiver_lost_in_the_middle_of_a_transfer_costs_the_others_one_retry(cluster, kind):
+def test_a_receiver_lost_in_the_middle_of_a_transfer_costs_the_others_one_retry(hasty_cluster, kind):
+    cluster = hasty_cluster
     lost, good = start(cluster, "receiver.0", fault=Fault(kind, number=2, bucket=1)) + start(
         cluster, "receiver.1"
     )
@@ -387,21 +395,23 @@ def test_a_receiver_that_is_killed_and_started_again_gets_the_current_version(cl
     assert load(again).number == 1
 
 
-def test_publishing_goes_on_while_a_transfer_hangs_until_no_segment_is_free():
-    with running_cluster(num_segments=2) as cluster:
-        start(cluster, "receiver.0", fault=Fault("slow", number=1, bucket=0, seconds=3.0))
+def test_publishing_goes_on_while_a_transfer_hangs_until_no_segment_is_free(tmp_path):
+    gate = tmp_path / "held"
+    with running_cluster(num_segments=2, timing=replace(TIMING, deadline_s=WAIT_S)) as cluster:
+        start(cluster, "receiver.0", fault=Fault("hold", number=1, gate=gate))
         handoff = cluster.handoff()
         publish(handoff, 1)
-        wait_until(lambda: "in transfer" in cluster.publisher.status().segments, "the transfer to begin")
+        wait_until(gate.exists, "the transfer to begin")
         publish(handoff, 2)
         assert not handoff.has_room()
         assert not handoff.publish(PolicyVersion(3, 2), model(3))
+        gate.unlink()
         wait_until(handoff.has_room, "a segment to be free")
         publish(handoff, 3)
 
 
 def test_a_receiver_without_its_coordinator_commits_what_is_verified():
-    with running_cluster() as cluster:
+    with running_cluster(**HASTY) as cluster:
         receiver, other = start(cluster, "receiver.0", "receiver.1")
         handoff = cluster.handoff()
         publish(handoff, 1)
@@ -425,7 +435,7 @@ def test_a_coordinator_that_was_started_again_learns_all_and_goes_on(tmp_path):
 
 
 def test_a_coordinator_that_was_started_again_knows_whom_the_one_before_it_has_fenced(tmp_path):
-    with running_cluster(socket_dir=tmp_path) as cluster:
+    with running_cluster(socket_dir=tmp_path, **HASTY) as cluster:
         (receiver,) = start(cluster, "receiver.0")
         handoff = cluster.handoff()
         publish(handoff, 1)
@@ -479,7 +489,7 @@ def test_of_two_polls_of_one_peer_none_stays_without_an_answer():
         card = {"abilities": ["gloo"], "serving": 0, "staged": 0, "attended": False, "pinned": False}
         cluster.coordinator.client.call("hello", deadline_s=WAIT_S, **who, **card)
         clients = [Client(ThreadRuntime(), cluster.coordinator.address) for _ in range(2)]
-        polls = [client.begin("next_order", deadline_s=6.0, after=0, **who) for client in clients]
+        polls = [client.begin("next_order", deadline_s=WAIT_S, after=0, **who) for client in clients]
         assert [poll.end().args["known"] for poll in polls] == [True, True]
         for client in clients:
             client.close()

@@ -15,7 +15,7 @@ from asyncrl.core.config.models.hub_sizes import HUB_SIZES
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.planner.rates import Rates
-from asyncrl.planner.sweep import sweep
+from asyncrl.planner.sweep import _variants
 from benchmarks.calibration.calibrate import _values, of_run
 from configs import shipped
 from tests.cli.commands.calling import asyncrl
@@ -147,17 +147,19 @@ def test_the_model_of_a_run_is_called_as_its_configuration_calls_it(path: str, n
 def test_a_learner_of_one_gpu_is_a_quarter_of_a_replica_of_four() -> None:
     units = count_learner_units(with_gpus(learner=1, rollout=4))
     assert units == 0.25
-    choices = sweep(make_setting("rollout.replicas=4"), RATES, learner_units=units, steps=4)
-    splits = {(one.replicas, one.learner_share) for one in choices if one.axis == "split"}
-    assert splits == {(2, 9.0), (3, 5.0)}
+    variants = _variants(make_setting("rollout.replicas=4"), units)
+    assert {(other.replicas, share) for axis, other, share in variants if axis == "split"} == {
+        (2, 9.0),
+        (3, 5.0),
+    }
 
 
 @pytest.mark.parametrize("gpus", [(0, 0), (1, 0), (0, 1)])
 def test_where_a_side_has_no_gpus_there_is_nothing_to_split(gpus: tuple[int, int]) -> None:
     units = count_learner_units(with_gpus(*gpus))
     assert units is None
-    choices = sweep(make_setting("rollout.replicas=2"), RATES, learner_units=units, steps=4)
-    assert {one.axis for one in choices} == {"max_lag", "replicas"}
+    variants = _variants(make_setting("rollout.replicas=2"), units)
+    assert {axis for axis, _, _ in variants} == {"max_lag", "replicas"}
 
 
 def test_trained_tokens_are_the_same_in_the_first_lines_the_table_and_the_words(tmp_path: Path) -> None:

@@ -43,8 +43,9 @@ NUM_DELTAS = 15
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    """With keys, so that each head and each difference has a tag."""
-    with running_cluster(encoding="delta", keys=make_run_keys()) as started:
+    """With keys, so that each head and each difference has a tag. Two replicas may load at once: one that
+    had to wait for the other, which the test has load after it, would do so until the other's deadline."""
+    with running_cluster(encoding="delta", keys=make_run_keys(), parallelism=2) as started:
         yield started
 
 
