@@ -175,9 +175,9 @@ async def _swap_in_flight(running: Running, staged: Any) -> list[Completion]:
     async with asyncio.TaskGroup() as workers:
         for _ in range(48):
             workers.create_task(work())
-        while len(completions) < 48:  # by then they are at different places of their responses
-            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.5)
         await running.engine.swap(staged)
+        await asyncio.sleep(0.2)
         end.set()
     return completions
 
