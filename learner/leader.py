@@ -88,9 +88,7 @@ class Leader:
         self.asked_step: int | None = None
         self._away_since = 0.0
         self._taken: list[int] = []
-        self._published_step = -1
-        self._num_looks = 0
-        self._evaluated_step = -1
+        self._publishing = rules.Publishing(config.eval.every_steps, config.learner.steps)
         self._checkpointed_step = -1
         self.failures = FailureStreak(Cause.CHECKPOINT_FAILS)
         self._unwritten: CheckpointError | None = None
@@ -220,7 +218,8 @@ class Leader:
         step = commit.step if commit else 0
         # What is later belongs to a branch that ends here, or cannot be loaded.
         self._commits = [known for known in self._commits if known.step <= step]
-        self.step, self._published_step, self._evaluated_step = step, -1, step - 1
+        self.step = step
+        self._publishing.stand_at(step)
         self._checkpointed_step = step if commit else -1
         controllers = self._store.cut(step).controllers.get("objective", {}) if commit else {}
         yield Restore(step, has_checkpoint=commit is not None, controllers=controllers)
@@ -228,12 +227,12 @@ class Leader:
             yield self._watch.adjustment()
 
     def _publish(self) -> Iterator[Publish]:
-        if self._published_step == self.step:
+        if not self._publishing.is_due(self.step):
             return
         with self.waits.on(PUBLISHER):
             has_room = self.handoff.has_room()
         if not has_room:
-            self._num_looks += 1
+            self._publishing.note_full()
             return
         fault_point("learner.publishing", self.step)
         with self.waits.on(BUFFER):
@@ -242,26 +241,23 @@ class Leader:
         taken = self.handoff.published
         if taken is None or taken.number != self._number:
             return  # the publisher has died meanwhile; the next try gets another number
-        self._published_step, self._num_looks = self.step, 0
+        is_evaluation_due = self._publishing.take(self.step)
         fault_point("learner.published", self.step)
-        self._evaluate_if_due()
+        if is_evaluation_due:
+            self._order_evaluation()
 
-    def _evaluate_if_due(self) -> None:
-        """Order the evaluation of the published weights if one fell due since the last publish."""
-        every, last_step = self._config.eval.every_steps, self._config.learner.steps
-        if rules.is_evaluation_due(self.step, self._evaluated_step, every, last_step):
-            with self.waits.on(BUFFER):
-                self.last_evaluation = self._client.request_evaluation(self.step)
-            self._note_scores()  # by the next order a long list may no longer tell of this one's forerunner
-        self._evaluated_step = self.step
+    def _order_evaluation(self) -> None:
+        with self.waits.on(BUFFER):
+            self.last_evaluation = self._client.request_evaluation(self.step)
+        self._note_scores()  # by the next order a long list may no longer tell of this one's forerunner
 
     def _publish_last(self) -> Iterator[Publish]:
         """The last weights must go out: the final evaluation and the next start count on them."""
         end = self._runtime.now() + LAST_PUBLISH_S
-        while self._published_step != self.step and self._runtime.now() < end:
+        while self._publishing.is_due(self.step) and self._runtime.now() < end:
             yield from self._publish()
-            self._runtime.sleep(rules.publish_pause_s(max(1, self._num_looks)))
-        if self._published_step != self.step:
+            self._runtime.sleep(self._publishing.pause_s)
+        if self._publishing.is_due(self.step):
             log.warning("the weights of step %d found no free buffer in %g s", self.step, LAST_PUBLISH_S)
 
     def _next_batch(self) -> Train | Wait:
@@ -270,11 +266,10 @@ class Leader:
                 self._called.wait(PAUSED_WAIT_S)
                 self._called.clear()  # all that it may tell of is heeded before the next batch is awaited
             return Wait()
-        is_published = self._published_step == self.step
         with self.waits.on(BATCH):
-            found = self._reserve(rules.reserve_wait_s(0 if is_published else max(1, self._num_looks)))
+            found = self._reserve(self._publishing.reserve_wait_s(self.step))
         if found is None:
-            if is_published:
+            if not self._publishing.is_due(self.step):
                 self._publish_again_if_lost()
             return Wait()
         fault_point("learner.reserved", self.step)
@@ -297,7 +292,7 @@ class Leader:
             if not self.handoff.has_lost():
                 return
         log.warning("the publisher has lost the weights of step %d: they are published again", self.step)
-        self._published_step = -1
+        self._publishing.lose()
 
     def _reserve(self, wait_s: float) -> Reservation | None:
         """Return the batch or its next part, or None: it is not complete, or the buffer is started again.

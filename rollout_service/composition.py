@@ -16,11 +16,7 @@ from asyncrl.core.errors import ConfigError
 from asyncrl.core.runtime.allocation import keep_freed_memory
 from asyncrl.core.service import ServiceContext
 from rollout_service.engine.metered import MeteredEngine
-from rollout_service.engine.protocol import Engine
-from rollout_service.engine.scripted_engine import ScriptedEngine
-from rollout_service.engine.vllm.core_nursery import open_nursery
-from rollout_service.engine.vllm.engine import VllmEngine, VllmSettings
-from rollout_service.engine.vllm.environment import prepare_environment
+from rollout_service.engine.protocol import Engine, engine_variant
 from rollout_service.environments.registry import load_environment
 from rollout_service.environments.runner import build_runner
 from rollout_service.evaluation.wiring import build_evaluator, load_data
@@ -35,7 +31,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CALL_DEADLINE_S = 10.0
-SCRIPTED_TOKENS_PER_S = 200.0
 MAX_TEMPERATURE = 2.0
 
 MakeEngine = Callable[[Config, "PreTrainedTokenizerBase"], Engine]
@@ -48,7 +43,7 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
     Model and data must be paths by now: `builtin:` names and hub ids are resolved before services start.
 
     Args:
-        make_engine: In place of `build_engine`, for benchmarks of all that is not the engine.
+        make_engine: In place of the variant's, for benchmarks of all that is not the engine.
 
     Raises:
         ConfigError: Something that the configuration names does not exist.
@@ -57,10 +52,8 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
     keep_freed_memory()
     config = context.config
     check_gateway(config)
-    if config.rollout.engine == "vllm":
-        prepare_environment(has_gpu=config.rollout.gpus > 0)
-        if not config.rollout.gpus:
-            open_nursery()  # as early as can be: it takes as long as all the rest of the start
+    variant = engine_variant(config.rollout.engine)
+    variant.prepare(config)  # as early as can be: it takes as long as all the rest of the start
     reward = load_reward(config.reward)
     parse_lengths(config.rollout.response_tokens)
     named = config.rollout.environment
@@ -85,7 +78,7 @@ def build(context: ServiceContext, make_engine: MakeEngine | None = None) -> Rep
 
         tokenizer, prompts, held_out = await asyncio.to_thread(load_data, config, episodes)
         reward.begin_trial(prompts.prompts[0].prompt)
-        bare = (make_engine or build_engine)(config, tokenizer)
+        bare = (make_engine or variant.build)(config, tokenizer)
         engine = MeteredEngine(bare, context.runtime)
         gateway = build_gateway(context, prompts, bare, engine)
         overlong = _build_overlong(config)
@@ -144,22 +137,3 @@ def _group_settings(config: Config) -> GroupSettings:
         stop=rollout.stop,
         masks_cut=rollout.truncated == "mask",
     )
-
-
-def build_engine(config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    """Return the engine of a replica, not yet started."""
-    if config.rollout.engine == "scripted":
-        return ScriptedEngine(tokenizer.eos_token_id, SCRIPTED_TOKENS_PER_S, follows_steps=True)
-    rollout = config.rollout
-    settings = VllmSettings(
-        model=config.model.path,
-        dtype=config.model.dtype,
-        max_model_tokens=config.data.max_prompt_tokens + rollout.max_tokens,
-        max_sequences=rollout.max_sequences,
-        kv_cache_bytes=rollout.kv_cache_bytes,
-        recomputes_kv_cache=rollout.kv_cache == "recompute",
-        caches_prefixes=rollout.prefix_caching,
-        num_gpus=rollout.gpus,
-        seed=config.run.seed,
-    )
-    return VllmEngine(settings)

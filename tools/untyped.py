@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 MAXIMA: Mapping[str, int] = {
-    "asyncrl": 151,
+    "asyncrl": 129,
     "learner": 10,
     "rollout_service": 1,
     "weight_sync": 12,

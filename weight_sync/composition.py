@@ -23,6 +23,7 @@ from weight_sync.memory.pool import SegmentPool
 from weight_sync.memory.segments import SHM_DIR
 from weight_sync.memory.shelf import Shelf
 from weight_sync.protocol.rounds import Timing
+from weight_sync.protocol.slots import NUM_SLOTS
 from weight_sync.publisher import Endpoint, PublisherService
 from weight_sync.receiver import OnBucket, ReceiverService, ignore_bucket
 
@@ -30,7 +31,7 @@ COORDINATOR = "weight_sync.0"
 STORE_TIMEOUT = timedelta(seconds=30)
 
 
-def build_publisher(context: ServiceContext, num_segments: int = 3) -> PublisherService:
+def build_publisher(context: ServiceContext, num_segments: int = NUM_SLOTS) -> PublisherService:
     """Return the publisher; it runs on the host of the learner's rank 0."""
     address = context.addresses[COORDINATOR]
     host, uses_delta = reachable_host(address), _uses_delta(context)

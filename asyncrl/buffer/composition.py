@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 from pathlib import Path
 
-import xxhash
-
 from asyncrl.buffer.bounds import UNTOLD, GroupBounds
-from asyncrl.buffer.journals.file_journal import FileJournal
-from asyncrl.buffer.journals.journal import Journal, MemoryJournal
-from asyncrl.buffer.journals.redis.journal import RedisJournal
-from asyncrl.buffer.journals.redis.link import LinkDown, RedisLink, explain_refusal, find_server
-from asyncrl.buffer.journals.redis.server import START_DEADLINE_S, RedisServer
+from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.config.conflicts import WITH_GREEDY
-from asyncrl.core.config.tree import BufferSection, Config
-from asyncrl.core.errors import ConfigError
-from asyncrl.core.files.durable import replace_text
-from asyncrl.core.obstacle import Tell, tell_nobody
+from asyncrl.core.config.tree import Config
 from asyncrl.core.runtime.allocation import keep_freed_memory
-from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.service import ServiceContext
 
 _MAX_SPANS = 256
 """Versions that one trajectory can see in the worst case that memory is reserved for."""
-CHECK_DEADLINE_S = 1.0
-CONNECT_PATIENCE_S = 5.0
-"""Time that the opening waits for a Redis that has just been started, before it says so."""
-REDIS_PATIENCE_S = 0.5
-"""Time that a turn waits for Redis; the next turns see whether it answers."""
-KEY_FILE = Path("buffer", "redis_key")
-"""In a run's folder: its key in Redis, and on a second line the path at which it was last opened."""
 
 
 def max_group_bytes(config: Config) -> int:
@@ -86,65 +67,6 @@ def group_bounds(config: Config) -> GroupBounds:
     )
 
 
-def check_redis(section: BufferSection, run_dir: Path) -> None:
-    """Check that the Redis of `section` can be used by the run in `run_dir`, from here and now.
-
-    It answers, or there is one to start, and it is not that of a run whose folder this is a copy of.
-
-    Raises:
-        ConfigError: It cannot.
-    """
-    if section.journal != "redis":
-        return
-    if section.redis_url is None:
-        find_server()
-        return
-    _refuse_copy(run_dir)
-    link = RedisLink(expand_variables(section.redis_url), CHECK_DEADLINE_S)
-    try:
-        link.connect()
-    except LinkDown as error:
-        refused = explain_refusal(link.label, error)
-        what = f"Redis at {link.label} cannot be reached: {error}"
-        raise refused or ConfigError(what, hint="Start it, or check buffer.url") from None
-    finally:
-        link.close()
-
-
-def open_journal(
-    section: BufferSection, run_dir: Path, tell: Tell = tell_nobody, runtime: Runtime | None = None
-) -> Journal:
-    """Open the journal of the run in `run_dir`.
-
-    Args:
-        tell: Told what the opening waits for.
-        runtime: Of the process; who only reads needs none.
-
-    Raises:
-        ConfigError: It cannot be opened or reached.
-    """
-    folder = run_dir.absolute() / "buffer"
-    if section.journal == "none":
-        return MemoryJournal()
-    if section.journal == "file":
-        return FileJournal(folder, section.fsync, runtime=runtime)
-    if section.redis_url is not None:
-        url = expand_variables(section.redis_url)
-        return RedisJournal(lambda: url, _claim_key(run_dir, is_shared=True), runtime, tell=tell)
-    server = RedisServer(folder / "redis", section.fsync)
-
-    server.ensure(CONNECT_PATIENCE_S)
-
-    def ensured_url() -> str:
-        server.ensure(REDIS_PATIENCE_S)
-        return server.url
-
-    key = _claim_key(run_dir, is_shared=False)
-    return RedisJournal(
-        ensured_url, key, runtime, connect_deadline_s=START_DEADLINE_S, on_close=server.stop, tell=tell
-    )
-
-
 def read_vocab_size(model: Path) -> int | None:
     """Return how many tokens the model in this folder knows, None if its `config.json` does not say."""
     try:
@@ -153,82 +75,6 @@ def read_vocab_size(model: Path) -> int | None:
     except (OSError, ValueError, AttributeError):
         return None
     return size if isinstance(size, int) else None
-
-
-def run_key(run_dir: Path) -> str:
-    """Return what names the run in Redis.
-
-    It is made of the folder's first path, so that a service on another machine finds it by the same one, and
-    kept in the folder, so that it stays where the folder is moved.
-    """
-    kept = _kept_key(run_dir)
-    if kept is not None:
-        return kept[0]
-    return f"{run_dir.name}-{xxhash.xxh3_64_hexdigest(os.fsencode(run_dir.absolute()))[:8]}"
-
-
-def _claim_key(run_dir: Path, *, is_shared: bool) -> str:
-    """Return `run_key`, kept in the folder from now on.
-
-    Args:
-        is_shared: Whether the Redis is also that of a folder that this one may be a copy of.
-
-    Raises:
-        ConfigError: It is a copy, and the folder that it was made of is still there.
-    """
-    if is_shared:
-        _refuse_copy(run_dir)
-    key, here = run_key(run_dir), run_dir.absolute()
-    if _kept_key(run_dir) != (key, here):
-        path = run_dir / KEY_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, f"{key}\n{here}\n", 0o600)
-    return key
-
-
-def _refuse_copy(run_dir: Path) -> None:
-    kept, here = _kept_key(run_dir), run_dir.absolute()
-    if kept is None or _is_same(kept[1], here):
-        return
-    other = _kept_key(kept[1])
-    if other is not None and other[0] == kept[0]:
-        raise ConfigError(
-            f"{here} is a copy of {kept[1]}, whose journal in Redis it would write to",
-            hint="Go on with that one, or remove it if this one is to take its place",
-        )
-
-
-def _kept_key(run_dir: Path) -> tuple[str, Path] | None:
-    """Return the key in Redis that the folder keeps, and its path when it was last opened, if it does."""
-    try:
-        key, path = (run_dir / KEY_FILE).read_text().splitlines()
-    except (OSError, ValueError):
-        return None
-    return key, Path(path)
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        return False
-
-
-def expand_variables(url: str) -> str:
-    """Replace every `${NAME}` by the environment's NAME, so that passwords need not stand in files.
-
-    Raises:
-        ConfigError: The environment has no NAME.
-    """
-
-    def value(found: re.Match[str]) -> str:
-        if found[1] not in os.environ:
-            raise ConfigError(
-                f"buffer.url: the environment has no variable {found[1]}", hint="Export it before the start"
-            )
-        return os.environ[found[1]]
-
-    return re.sub(r"\$\{(\w+)\}", value, url)
 
 
 def build(context: ServiceContext) -> BufferService:

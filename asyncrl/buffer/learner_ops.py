@@ -67,20 +67,16 @@ class LearnerOps:
         self._desk.park_until(request, attempt, _not_ready, asked.wait_s, ("learner", ""))
 
     def _reserve(self, asked: wire.Reserve) -> wire.Reserved | None:
-        now, have = self._desk.clock.now(), asked.have
-        if have is None:
-            tickets = self._ledger.reserve(asked.token, asked.step, now)
-        else:
-            tickets = self._ledger.reserve_part(asked.token, asked.step, now, have, asked.at_least)
-        if tickets is None:
+        now = self._desk.clock.now()
+        found = self._ledger.reserve_next(asked.token, asked.step, now, asked.have, asked.at_least)
+        if found is None:
             return None
-        is_whole = self._ledger.is_whole(asked.step, [*(have or ()), *(ticket.id for ticket in tickets)])
-        reserved = tuple(
-            wire.ReservedTicket(ticket.id, ticket.attempt, ticket.num_tokens, ticket.num_bytes)
-            for ticket in tickets
+        tickets = tuple(
+            wire.ReservedTicket(one.id, one.attempt, one.num_tokens, one.num_bytes) for one in found.tickets
         )
-        versions = tuple(self._ledger.counted_versions(tickets))
-        return wire.Reserved(ready=True, tickets=reserved, versions=versions, whole=is_whole)
+        return wire.Reserved(
+            ready=True, tickets=tickets, versions=tuple(found.versions), whole=found.is_whole
+        )
 
     def prefetch(self, request: Request, asked: wire.Prefetch) -> Answer[wire.PrefetchedGroups]:
         """Send the oldest complete groups that are in memory; the ledger does not change."""

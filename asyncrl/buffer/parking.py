@@ -34,6 +34,11 @@ MIN_KEPT = 64
 """Of those that have left, and hold memory until they are forgotten; beyond it as many as wait."""
 
 
+def lease_lane(version: int, want: int) -> Hashable:
+    """Return the lane of a call for leases: who serves the same version is granted the same, or nothing."""
+    return ("lease", version, want > 0)
+
+
 class Desk(Protocol):
     """The turn-by-turn handling of requests, as operations see it.
 

@@ -6,7 +6,7 @@ import math
 
 from asyncrl.buffer import messages as wire
 from asyncrl.buffer.ledger.tickets import Part
-from asyncrl.buffer.parking import Desk
+from asyncrl.buffer.parking import Desk, lease_lane
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.errors import WireError
 from asyncrl.core.rpc import Request
@@ -51,8 +51,7 @@ class ReplicaOps:
         def attempt() -> wire.LeaseReply | None:
             return self._grant(asked)
 
-        # Who serves the same version is granted the same, or nothing.
-        lane = ("lease", asked.version, asked.want > 0)
+        lane = lease_lane(asked.version, asked.want)
         owner = ("replica", asked.replica)
         self._desk.park_until(request, attempt, wire.LeaseReply, asked.wait_s, owner, lane)
         return None
@@ -60,12 +59,13 @@ class ReplicaOps:
     def _grant(self, asked: wire.Lease) -> wire.LeaseReply | None:
         # An evaluation is no lease: the learner has ordered it, and a pause lets what was begun end.
         wanted = 0 if self._desk.is_paused else asked.want
-        grants = self._ledger.lease(asked.replica, asked.version, wanted, self._desk.clock.now())
-        order = self._ledger.evaluations.give(asked.replica, asked.version, asked.evaluating)
-        if not grants and order is None:
+        now = self._desk.clock.now()
+        found = self._ledger.grant(asked.replica, asked.version, wanted, asked.evaluating, now)
+        if found is None:
             return None
+        grants, order = found
         if order is not None:
-            self._last_seen.setdefault(asked.replica, self._desk.clock.now())
+            self._last_seen.setdefault(asked.replica, now)
         lease_s = self._ledger.settings.lease_s
         granted = tuple(
             wire.LeaseGrant(

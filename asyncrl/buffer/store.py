@@ -98,23 +98,21 @@ class ExperienceStore:
             self.counters["duplicates" if verdict == "duplicate" else verdict] += 1
             return verdict
         group = self._checked(replica, ticket, attempt, frames)
-        is_uniform = self._drops_constant_groups and group.is_constant
-        if group.is_masked or is_uniform:
-            self.journal.append(ticket, attempt, frames)
+        self.journal.append(ticket, attempt, frames)
+        fault_point("buffer.appended", ticket)
+        result = self.ledger.take_in(
+            ticket,
+            group.num_tokens,
+            sum(len(frame) for frame in frames),
+            group.versions,
+            is_masked=group.is_masked,
+            is_uniform=self._drops_constant_groups and group.is_constant,
+        )
+        if result == "stored":
+            self._payloads[ticket] = list(frames)
+        else:
             self._show(ticket)
-            drop = self.ledger.drop_masked if group.is_masked else self.ledger.drop_uniform
-            drop(ticket)
-            return "dropped"
-        self._store(group, frames)
-        return "stored"
-
-    def _store(self, group: Outline, frames: Sequence[Frame]) -> None:
-        self.journal.append(group.ticket, group.attempt, frames)
-        fault_point("buffer.appended", group.ticket)
-        num_bytes = sum(len(frame) for frame in frames)
-        versions = (min(group.versions), max(group.versions))
-        self.ledger.store(group.ticket, group.num_tokens, num_bytes, versions)
-        self._payloads[group.ticket] = list(frames)
+        return result
 
     def carry(self, replica: str, ticket: int, attempt: int, frames: Sequence[Frame]) -> str:
         """Take in partial work of a draining replica; return `carried`, `released` or `late`.

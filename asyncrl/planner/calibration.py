@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.variants import engine_facts
 from asyncrl.planner.rates import Rates
 from asyncrl.planner.setting import LengthsModel, Setting
 from asyncrl.planner.sweep import predict
@@ -89,8 +90,8 @@ def _name_of_model(path: Path) -> str:
 
 def base_rates(config: Config) -> Rates:
     """Return a shape of the decode curve for a run of which only rows are known."""
-    if config.rollout.engine == "scripted":
-        return Rates(decode=((1.0, 200.0), (100_000.0, 2e7)))  # requests do not slow one another
+    if rate := engine_facts(config.rollout.engine).tokens_per_s:
+        return Rates(decode=((1.0, rate), (100_000.0, 100_000.0 * rate)))  # requests do not slow one another
     most = config.rollout.max_sequences
     points = sorted({*(2**power for power in range(11) if 2**power < most), most})
     return Rates(decode=tuple((float(n), n / (n + HALF_SPEED_AT)) for n in points))
@@ -103,7 +104,7 @@ def setting_of_rows(config: Config, rows: Sequence[Row]) -> Setting:
     found = Setting.of(config, lengths, prompt_tokens=prompt_tokens_of_rows(rows))
     replicas = round(fmean(row.get("perf/rollout_replicas", found.replicas) for row in rows))
     uniform = uniform_share(rows, config.learner.groups_per_step)
-    return replace(found, replicas=max(1, replicas), uniform_share=uniform).at_pace()
+    return replace(found, replicas=max(1, replicas), uniform_share=uniform)
 
 
 def rates_of_run(config: Config, rows: Sequence[Row], base: Rates | None = None) -> tuple[Rates, Setting]:

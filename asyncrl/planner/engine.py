@@ -24,7 +24,6 @@ class SimulatedEngine:
         max_running: More than these wait their turn.
 
     Attributes:
-        speed: 1; less is slower, 0 stands still.
         busy_s: Time with a request in flight and no swap.
         num_tokens: Sampled so far, by requests that ended.
     """
@@ -40,17 +39,8 @@ class SimulatedEngine:
         self._num_begun = 0
         self._version_counts: list[float] = [0.0]
         self._version_numbers: list[int] = [0]
-        self.speed = 1.0
         self.busy_s = 0.0
         self.num_tokens = 0.0
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._running) + len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
 
     def begin(self, key: Key, num_tokens: float, now: float, stall_s: float = 0.0) -> None:
         """Take in a request; everybody stands still for `stall_s` when it begins to run."""
@@ -102,16 +92,8 @@ class SimulatedEngine:
         self._fill()
         return ended
 
-    def lose(self, keys: set[Key], now: float) -> None:
-        """Forget requests."""
-        self.pass_time(now)
-        self._running = [one for one in self._running if one[3] not in keys]
-        heapq.heapify(self._running)
-        self._waiting = deque(one for one in self._waiting if one[1] not in keys)
-        self._fill()
-
     def _rate(self) -> float:
-        return self.speed * self._token_rate(len(self._running))
+        return self._token_rate(len(self._running))
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._max_running:

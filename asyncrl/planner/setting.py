@@ -1,21 +1,19 @@
 """Setting of a simulation: the keys of a run's configuration that decide its speed and its lags.
 
-Owns the reading of a configuration for a simulation. `Pace` is the interval of the actors' idle messages:
-`REAL` is that of the services, for simulations with faults; `COARSE` is as long as the computing time of a
-fleet of thousands demands. Neither changes the decisions of the state machines while nothing fails.
+Owns the reading of a configuration for a simulation, and the intervals of the actors' idle messages: as long
+as the computing time of a fleet of thousands demands. They change no decision of the state machines.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.buffer.composition import ledger_settings
 from asyncrl.buffer.ledger.orders import sample_seed
 from asyncrl.buffer.ledger.tickets import LedgerSettings
-from asyncrl.buffer.rules.learner import RESERVE_WAIT_S
-from asyncrl.buffer.rules.replica import LEASE_WAIT_S, count_max_groups
+from asyncrl.buffer.rules.replica import count_max_groups
 from asyncrl.control.fleet.machine import FleetRules
 from asyncrl.control.fleet.rules import make_rules
 from asyncrl.control.prepare import BUILTIN, builtin_root, is_builtin
@@ -24,7 +22,7 @@ from asyncrl.core.config.conflicts import WITH_GREEDY
 from asyncrl.core.config.lengths import Lengths, parse_lengths
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
-from weight_sync.protocol.rounds import Timing
+from asyncrl.core.variants import engine_facts
 
 ASSUMED_SIGMA = 1.0
 ASSUMED_FILL = 0.25
@@ -32,9 +30,14 @@ ASSUMED_FILL = 0.25
 MAX_MEMBERS = 32
 """Beyond so many, replicas share members of the weight-sync protocol, whose work grows with the square."""
 NEVER = float("inf")
-USUAL = Timing.of(60.0)
 UNLIMITED = 1 << 30
 """Requests at once: a scripted engine has no queue."""
+LEASE_WAIT_S = 600.0
+"""How long a call for leases lies at the buffer; one for a batch does until there is one."""
+HEARTBEAT_S, SILENCE_S, DEAD_S = 60.0, 180.0, 1800.0
+"""Of members of weight sync and the publisher; as of `weight_sync.protocol.rounds.Timing`."""
+TICK_S, WATCH_S = 2.0, 300.0
+"""Of coordinator and buffer; of the supervisor's looks."""
 
 
 @dataclass(frozen=True)
@@ -42,42 +45,6 @@ class LengthsModel(Lengths):
     """Lengths of a run; `is_assumed`: nobody has said so."""
 
     is_assumed: bool = False
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Intervals in seconds, as the services have them. Infinite deadlines set no timers.
-
-    Attributes:
-        lease_wait_s, reserve_wait_s: How long a call lies at the buffer. call_deadline_s: Of a call beyond.
-        heartbeat_s: Of members and publisher. silence_s, dead_s: Of `weight_sync.protocol.rounds.Timing`.
-        tick_s: Of coordinator, buffer. watch_s: Of the supervisor's looks.
-        fleet_silence_s: After which the supervisor takes a service for dead; infinite: it hears only news.
-    """
-
-    lease_wait_s: float = LEASE_WAIT_S
-    reserve_wait_s: float = RESERVE_WAIT_S
-    call_deadline_s: float = 10.0
-    heartbeat_s: float = USUAL.poll_s
-    silence_s: float = USUAL.silence_s
-    dead_s: float = USUAL.dead_s
-    tick_s: float = 0.25
-    watch_s: float = 0.5
-    fleet_silence_s: float = FleetRules().silence_s
-
-
-REAL = Pace()
-COARSE = Pace(
-    lease_wait_s=600.0,
-    reserve_wait_s=NEVER,
-    call_deadline_s=NEVER,
-    heartbeat_s=60.0,
-    silence_s=180.0,
-    dead_s=1800.0,
-    tick_s=2.0,
-    watch_s=300.0,
-    fleet_silence_s=NEVER,
-)
 
 
 @dataclass(frozen=True)
@@ -89,10 +56,8 @@ class Setting:
         num_samples: Requests of a group; `trained_samples` of them are trained.
         max_groups: That a replica works on, counted in unfinished samples.
         parallelism: Replicas that swap at once.
-        cohort: Replicas that share a member of the weight-sync protocol.
         tightened_to: Another bound that is admitted under, as `asyncrl`'s control API sets it.
         uniform_share: Of the groups, those dropped at the buffer for equal rewards.
-        keeps_journal: What the buffer writes down; only a simulation with crashes needs it.
         streams: The learner takes a batch in parts of `least_part` groups and more.
         max_stall_s: That training waits for the checkpoint before.
         eval_every: Steps between evaluations, of `eval_prompts` x `eval_samples` answers, of which a replica
@@ -112,14 +77,11 @@ class Setting:
     num_prompts: int
     parallelism: int
     sync_deadline_s: float
-    num_buffers: int
     checkpoint_every: int
     checkpoints_kept: int
-    cohort: int = 1
     standby: int = 0
     fleet: FleetRules = field(default_factory=FleetRules)
     uniform_share: float = 0.0
-    keeps_journal: bool = False
     tightened_to: int | None = None
     streams: bool = False
     least_part: int = 1
@@ -128,7 +90,11 @@ class Setting:
     eval_prompts: int = 0
     eval_samples: int = 1
     eval_at_once: int = UNLIMITED
-    pace: Pace = field(default=REAL)
+
+    @property
+    def cohort(self) -> int:
+        """Replicas that share a member of the weight-sync protocol."""
+        return max(1, -(-self.replicas // MAX_MEMBERS))
 
     @property
     def num_members(self) -> int:
@@ -162,14 +128,13 @@ class Setting:
             num_samples=num_samples,
             trained_samples=trained,
             max_groups=count_max_groups(rollout.max_sequences, num_samples),
-            max_sequences=rollout.max_sequences if rollout.engine == "vllm" else UNLIMITED,
+            max_sequences=UNLIMITED if engine_facts(rollout.engine).tokens_per_s else rollout.max_sequences,
             max_tokens=rollout.max_tokens,
             prompt_tokens=prompt_tokens or config.data.max_prompt_tokens / 2,
             lengths=forced_lengths(config) or lengths or assumed_lengths(config),
             num_prompts=num_prompts,
             parallelism=config.weight_sync.parallelism,
             sync_deadline_s=config.weight_sync.deadline_s,
-            num_buffers=3,
             checkpoint_every=config.checkpoint.every_steps,
             checkpoints_kept=config.checkpoint.keep,
             standby=rollout.standby,
@@ -181,12 +146,7 @@ class Setting:
             eval_prompts=count_held_out(config) if config.eval.every_steps else 0,
             eval_samples=config.eval.samples,
             eval_at_once=rollout.max_sequences,
-        ).at_pace()
-
-    def at_pace(self) -> Setting:
-        """Return the same at the coarse pace, and with cohorts if the fleet is large."""
-        cohort = -(-self.replicas // MAX_MEMBERS)
-        return replace(self, cohort=max(1, cohort), pace=COARSE)
+        )
 
     def draw_lengths(self, ticket: int, dice: random.Random) -> list[int]:
         """Return the response lengths of a group: those of the live run where it forces lengths."""

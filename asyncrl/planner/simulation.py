@@ -1,7 +1,7 @@
 """A simulated run, from its configuration to what it says.
 
-Builds the world: a supervisor that starts all others. `Simulation` may be stepped, changed and watched, with
-faults say; `run_to_end` refuses one that stands still, which would never end.
+Builds the world: a supervisor that starts all others. Nothing fails in it: what faults do to a run is for the
+services themselves to show. `run_to_end` refuses a run that stands still, which would never end.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Watch:
             self.ordered[figures["id"]] = now
         elif what == "evaluated":
             self.evaluated[figures["id"]] = now
-        elif what in ("ended", "given_up"):
+        elif what == "ended":
             self.is_over = True
 
 
@@ -153,8 +153,7 @@ class Simulation:
             self.world.run(is_enough, self.world.now + STANDSTILL_S)
         if len(self.watch.records) < 2 or not is_enough():
             raise ConfigError(
-                f"the simulated run stands still after {len(self.watch.records)} of {self.steps} steps"
-                f"{self.supervisor.given_up and ': ' + self.supervisor.given_up}",
+                f"the simulated run stands still after {len(self.watch.records)} of {self.steps} steps",
                 hint="Simulate 2 steps or more; give rates at which a step takes less than an hour",
             )
 

@@ -133,7 +133,7 @@ def _variants(setting: Setting, learner_units: float | None) -> Iterator[tuple[s
 
 def with_replicas(setting: Setting, replicas: int) -> Setting:
     """Return the setting with another fleet."""
-    return replace(setting, replicas=replicas).at_pace()
+    return replace(setting, replicas=replicas)
 
 
 def recommend(base: Outcome, choices: Sequence[Choice], setting: Setting) -> list[str]:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 Args = Mapping[str, Any]
-Then = Callable[[Args | None], None]
-"""Takes an answer, or None where none came in time."""
+Then = Callable[[Args], None]
+"""Takes an answer."""
 Observer = Callable[[float, str, Args], None]
 ANSWER = "answer"
 
@@ -90,7 +90,6 @@ class World:
         if actor is None:
             return
         actor.is_alive = False
-        self._calls = {call: kept for call, kept in self._calls.items() if kept[0] is not actor}
         self.note("kill", name=name)
 
     def send(self, src: str, dst: str, message: Message) -> None:
@@ -98,17 +97,14 @@ class World:
         for delay_s in self.network.deliver(src, dst, message, self.now):
             self.after(delay_s, self._arrive, src, dst, message)
 
-    def call(self, caller: Actor, dst: str, op: str, args: Args, then: Then, deadline_s: float) -> None:
-        """Ask `dst`; `then` gets the answer, or None after `deadline_s` (infinite: no timer is set)."""
+    def call(self, caller: Actor, dst: str, op: str, args: Args, then: Then) -> None:
+        """Ask `dst`; `then` gets the answer if the caller still lives."""
         self._last += 1
-        number = self._last
-        self._calls[number] = (caller, then)
-        self.send(caller.name, dst, Message(op, args, number))
-        if deadline_s != float("inf"):
-            self.after(deadline_s, self._settle, number, None)
+        self._calls[self._last] = (caller, then)
+        self.send(caller.name, dst, Message(op, args, self._last))
 
     def answer(self, src: str, dst: str, call: int, args: Args) -> None:
-        """Answer a call; one that was answered before, or was given up, hears nothing."""
+        """Answer a call."""
         self.send(src, dst, Message(ANSWER, args, call))
 
     def note(self, what: str, **figures: Any) -> None:
@@ -132,16 +128,13 @@ class World:
 
     def _arrive(self, src: str, dst: str, message: Message) -> None:
         if message.op == ANSWER:
-            self._settle(message.call, message.args)
+            caller, then = self._calls.pop(message.call)
+            if caller.is_alive:
+                then(message.args)
             return
         actor = self.actors.get(dst)
         if actor is not None:
             actor.receive(src, message)
-
-    def _settle(self, call: int, args: Args | None) -> None:
-        caller, then = self._calls.pop(call, (None, None))
-        if caller is not None and then is not None:
-            then(args)
 
 
 class Actor:
@@ -179,9 +172,9 @@ class Actor:
 
         self.after(interval_s, turn)
 
-    def call(self, dst: str, op: str, args: Args, then: Then, deadline_s: float = float("inf")) -> None:
+    def call(self, dst: str, op: str, args: Args, then: Then) -> None:
         """Ask another actor."""
-        self.world.call(self, dst, op, args, then, deadline_s)
+        self.world.call(self, dst, op, args, then)
 
     def tell(self, dst: str, op: str, **args: Any) -> None:
         """Say something that needs no answer."""

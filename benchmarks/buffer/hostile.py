@@ -34,7 +34,7 @@ import psutil
 import zmq
 
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
-from asyncrl.buffer.journals.journal import MemoryJournal
+from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore

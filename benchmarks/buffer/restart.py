@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.buffer.composition import open_journal
+from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.service import BufferService

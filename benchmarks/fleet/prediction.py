@@ -198,7 +198,7 @@ def _watch(case: Case, config: Config, window_s: float) -> dict[Cell, list[Learn
 
 def _setting(config: Config, cell: Cell, rows: Sequence[LearnerRow]) -> Setting:
     found = Setting.of(config, prompt_tokens=prompt_tokens_of_rows(rows))
-    return replace(found, replicas=cell[0], tightened_to=cell[1]).at_pace()
+    return replace(found, replicas=cell[0], tightened_to=cell[1])
 
 
 def _compare(outcome: Outcome, measured: Measured, is_own: bool) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from asyncrl.core.config.load import load_config
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.metrics.row_log import read_rows
+from asyncrl.core.service_command import Tighten
+from asyncrl.core.service_status import BufferStatus, ReplicaStatus
 from benchmarks.pipeline.bounded import Work
 from benchmarks.pipeline.crew import LAUNCHER, Crew, seats_of
 from benchmarks.pipeline.sleepers import Pace
@@ -193,7 +195,7 @@ def run_case(
         say(f"{case.engine}, sigma {case.sigma:g}, {case.way}: first step after {started_s:.1f} s")
         windows = []
         for max_lag, num_steps in turns:
-            crew.ask("buffer.0", "command", "tighten", {"max_lag": max_lag})
+            crew.command("buffer.0", Tighten(max_lag=max_lag))
             first = len(watch.rows) + case.num_settling
             watch.follow(first + num_steps)
             windows.append(read_window(watch.rows[: first + num_steps], watch.samples, first))
@@ -242,8 +244,16 @@ class Watch:
                 end_s = time.monotonic() + NEXT_ROW_S
             self.rows = found
             if found:  # before, the replicas may still be starting
-                replicas = {name: self._crew.ask(name, "status") for name in self._replicas}
-                dropped = self._crew.ask("buffer.0", "status")["dropped"]
-                self.samples.append(Sample(time.time(), replicas, sum(dropped.values())))
+                self.samples.append(self._take_sample())
             if time.monotonic() > end_s:
                 raise ServiceFailed(f"no step in time\n{self._crew.tail('learner.0')}")
+
+    def _take_sample(self) -> Sample:
+        engines = {}
+        for name in self._replicas:
+            status = self._crew.status(name)
+            assert isinstance(status, ReplicaStatus) and status.engine is not None, status
+            engines[name] = status.engine
+        buffer = self._crew.status("buffer.0")
+        assert isinstance(buffer, BufferStatus), buffer
+        return Sample(time.time(), engines, sum(buffer.dropped.values()))

@@ -29,7 +29,10 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.files.log_records import log_to_stderr
 from asyncrl.core.files.private import make_secret
+from asyncrl.core.rpc.message import Message
 from asyncrl.core.runtime.threads import ThreadEvent
+from asyncrl.core.service_command import AnyCommand
+from asyncrl.core.service_status import ServiceStatus
 
 FORKS = multiprocessing.get_context("forkserver")
 PRELOADED = (
@@ -62,7 +65,7 @@ class Crew:
 
     >>> # with Crew(config, folder) as crew:
     >>> #     crew.start("buffer.0", Seat(cores=frozenset({0})))
-    >>> #     crew.ask("buffer.0", "status")
+    >>> #     crew.status("buffer.0")
     """
 
     config: Config
@@ -102,18 +105,29 @@ class Crew:
         theirs.close()
         self._processes[name], self._pipes[name] = process, ours
 
-    def ask(self, name: str, what: str, *args: Any) -> dict[str, Any]:
-        """Return the answer to `status`, or to `command` with a name and arguments.
+    def status(self, name: str) -> ServiceStatus:
+        """Return the status of a service. Raises ServiceFailed as `command`."""
+        answer = self._ask(name, "status")
+        assert isinstance(answer, ServiceStatus), answer
+        return answer
+
+    def command(self, name: str, command: AnyCommand) -> Message:
+        """Have a service carry out a command; return its answer.
 
         Raises:
             ServiceFailed: The service has ended, or does not answer.
         """
+        answer = self._ask(name, "command", command)
+        assert isinstance(answer, command.answer), answer
+        return answer
+
+    def _ask(self, name: str, *call: object) -> object:
         pipe = self._pipes[name]
         try:
-            pipe.send((what, *args))
+            pipe.send(call)
             if not pipe.poll(CALL_S):
                 raise ServiceFailed(f"{name} did not answer within {CALL_S:g} s")
-            answer: dict[str, Any] = pipe.recv()
+            answer: object = pipe.recv()
         except (EOFError, OSError) as error:
             raise ServiceFailed(f"{name} has ended\n{self.tail(name)}") from error
         return answer

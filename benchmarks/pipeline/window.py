@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl.core.service_status import EngineStatus
+
 TRAINING = ("timing_s/old_log_prob", "timing_s/update_actor")
 BUSY = "busy"
 """The share of the replicas' time in which they had a request in flight, beside the causes of the rest."""
@@ -26,7 +28,7 @@ class Sample:
     """
 
     time_s: float
-    replicas: Mapping[str, Mapping[str, Any]]
+    replicas: Mapping[str, EngineStatus]
     dropped_groups: int = 0
 
 
@@ -80,7 +82,7 @@ def read_window(rows: Sequence[Mapping[str, Any]], samples: Sequence[Sample], fi
     after = min((one for one in samples if one.time_s >= ended_s), key=_time, default=samples[-1])
     between_s, num_replicas = after.time_s - before.time_s, len(after.replicas)
     spent = _account(before, after)
-    sampled = sum(after.replicas[name]["tokens"] - before.replicas[name]["tokens"] for name in after.replicas)
+    sampled = sum(after.replicas[name].tokens - before.replicas[name].tokens for name in after.replicas)
     busy_s = spent[BUSY] / num_replicas
     tokens = _mean(measured, TRAINED) + _mean(measured, "staleness/masked_tokens")
     watched = [one for one in samples if before.time_s <= one.time_s <= after.time_s]
@@ -115,7 +117,7 @@ def _time(sample: Sample) -> float:
 
 def _running(samples: Sequence[Sample]) -> float:
     """Return the mean number of requests in flight, of all replicas, over the samples with any."""
-    running = [sum(status["in_flight_requests"] for status in one.replicas.values()) for one in samples]
+    running = [sum(status.in_flight_requests for status in one.replicas.values()) for one in samples]
     return statistics.fmean(count for count in running if count) if any(running) else 0.0
 
 
@@ -124,9 +126,9 @@ def _account(before: Sample, after: Sample) -> dict[str, float]:
     spent: dict[str, float] = {BUSY: 0.0}
     for name, status in after.replicas.items():
         earlier = before.replicas[name]
-        spent[BUSY] += status["busy_s"] - earlier["busy_s"]
-        for cause, seconds in status["idle_by_cause"].items():
-            spent[cause] = spent.get(cause, 0.0) + seconds - earlier["idle_by_cause"].get(cause, 0.0)
+        spent[BUSY] += status.busy_s - earlier.busy_s
+        for cause, seconds in status.idle_by_cause.items():
+            spent[cause] = spent.get(cause, 0.0) + seconds - earlier.idle_by_cause.get(cause, 0.0)
     return spent
 
 

@@ -19,6 +19,7 @@ import torch
 from asyncrl.core.config.tree import AlgorithmSection, KlSection
 from asyncrl.core.errors import ConfigError, DataError
 from asyncrl.core.staleness import UNLOADED
+from asyncrl.core.variants import estimators_needing
 from learner.algorithms.advantage import ADVANTAGES, AdvantageFn, AdvantageInput, is_constant
 from learner.algorithms.advantage.terms import on_one_rank
 from learner.algorithms.aggregation import aggregate, aggregate_rows
@@ -38,7 +39,6 @@ from learner.algorithms.presets import find_correction
 from learner.algorithms.registry import resolve
 from learner.algorithms.rows import Rows, Sum, masked, masked_mean
 from learner.algorithms.value import value_loss
-from learner.algorithms.variants import needing
 from learner.algorithms.wording import check_section, describe_section
 from learner.batching.batch import PackedBatch
 
@@ -99,7 +99,7 @@ class Objective:
         return self._needs("greedy")
 
     def _needs(self, what: str) -> bool:
-        return self.section.advantage in needing(what)
+        return self.section.advantage in estimators_needing(what)
 
     def prepare(
         self,

@@ -1,52 +1,14 @@
-"""Advantage estimators and policy losses by name: one record for each, of what it is and needs (pure).
+"""Records of the advantage estimators and policy losses, by name (pure).
 
-Imports no torch: the configuration, `plan`, the simulator and the learner all read these records. A variant
-that is added here is known everywhere. Invariant: `function` is imported by who calls it, never here.
+Imports no torch. An estimator or loss that is added here is known to configuration, `plan`, the planner, the
+learner and the documentation. Invariant: `function` is imported by who calls it, never here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-VALUES, GREEDY, PROX, SUM_PI_SQUARED = "values", "greedy", "prox", "sum_pi_squared"
-"""Inputs of an estimator besides rewards and groups: a critic's values, the reward of a greedy answer per
-group, and two results of the pass over the batch at the start of a step."""
-
-
-@dataclass(frozen=True)
-class Estimator:
-    """One advantage estimator.
-
-    Attributes:
-        function: `module:name` of what computes it.
-        needs: What it reads besides rewards and groups.
-        batch_wide: Why it needs the whole batch before its first token is trained; empty if it does not.
-        is_discounted: Whether it reads `algorithm.gamma`.
-    """
-
-    function: str
-    needs: frozenset[str] = frozenset()
-    batch_wide: str = ""
-    is_discounted: bool = False
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """One policy loss.
-
-    Attributes:
-        function: `module:name` of what computes it.
-        picks_tokens: It singles out tokens of the microbatch at hand.
-        aggregation: The one aggregation that it has; empty if `algorithm.aggregation` chooses.
-        has_dual_clip: Whether it reads `algorithm.dual_clip`.
-    """
-
-    function: str
-    picks_tokens: bool = False
-    aggregation: str = ""
-    has_dual_clip: bool = False
-
+from asyncrl.core.variants import GREEDY, PROX, SUM_PI_SQUARED, VALUES, Estimator, PolicyLoss
 
 _ADVANTAGE, _LOSSES = "learner.algorithms.advantage", "learner.algorithms.losses"
 _WHITENS = "whitens them over the whole batch"
@@ -105,12 +67,3 @@ LOSSES: Mapping[str, PolicyLoss] = {
     "dro": PolicyLoss(f"{_LOSSES}.smooth:dro"),
     "m2po": PolicyLoss(f"{_LOSSES}.clipped:m2po", picks_tokens=True),
 }
-
-
-def needing(what: str) -> tuple[str, ...]:
-    """Return the advantages that read `what`.
-
-    >>> needing(GREEDY)
-    ('remax',)
-    """
-    return tuple(name for name, one in ADVANTAGES.items() if what in one.needs)

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 from asyncrl.core.config.tree import AlgorithmSection
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.variants import PROX, VALUES, estimators_needing
 from learner.algorithms.presets import Correction, find_correction, is_policy_gradient
 from learner.algorithms.registry import check_name
-from learner.algorithms.variants import ADVANTAGES, LOSSES, PROX, VALUES, needing
+from learner.algorithms.variants import ADVANTAGES, LOSSES
 
 DISCOUNTED = tuple(name for name, one in ADVANTAGES.items() if one.is_discounted)
 ONE_AGGREGATION = {name: one.aggregation for name, one in LOSSES.items() if one.aggregation}
@@ -127,9 +128,10 @@ def _check_advantage(section: AlgorithmSection) -> Iterator[Problem]:
         return
     if section.gamma != _DEFAULTS.gamma and name not in DISCOUNTED:
         yield f"algorithm.gamma does nothing with {name}", f"It belongs to {', '.join(DISCOUNTED)}"
-    if section.lam != _DEFAULTS.lam and name not in needing(VALUES):
-        yield f"algorithm.lam does nothing with {name}", f"It belongs to {', '.join(needing(VALUES))}"
-    if section.value_clip != _DEFAULTS.value_clip and name not in needing(VALUES):
+    with_values = estimators_needing(VALUES)
+    if section.lam != _DEFAULTS.lam and name not in with_values:
+        yield f"algorithm.lam does nothing with {name}", f"It belongs to {', '.join(with_values)}"
+    if section.value_clip != _DEFAULTS.value_clip and name not in with_values:
         yield f"algorithm.value_clip does nothing with {name}", "It belongs to a critic"
 
 
@@ -193,7 +195,7 @@ def _check_prox(section: AlgorithmSection, correction: Correction) -> Iterator[P
             "Choose a decoupled correction",
         )
     name = section.advantage
-    if name in needing(PROX) and (section.prox != "recompute" or correction.is_bypass):
+    if name in estimators_needing(PROX) and (section.prox != "recompute" or correction.is_bypass):
         corrected = "correction: disabled" if name == "vtrace" else "a decoupled correction"
         yield f"{name} needs recomputed prox log-probs", f"Use prox: recompute and {corrected}"
 

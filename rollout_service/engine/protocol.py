@@ -8,18 +8,22 @@ Shapes: P prompt tokens, T response tokens.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from asyncrl.core.errors import EngineError
 from asyncrl.core.staleness import PolicyVersion, Span
+from asyncrl.core.variants import ENGINES, EngineFacts, engine_facts
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from transformers import PreTrainedTokenizerBase
+
+    from asyncrl.core.config.tree import Config
     from weight_sync.memory.staging import Staged
 
 
@@ -117,3 +121,21 @@ class Engine(Protocol):
 
     async def shutdown(self) -> None:
         """Stop the engine and its processes."""
+
+
+class EngineVariant(EngineFacts, ABC):
+    """One value of `rollout.engine`: the module `variant` of a package beside this module holds it."""
+
+    def prepare(self, config: Config) -> None:
+        """Do what must be done before anything else is imported, and begin what takes long."""
+
+    @abstractmethod
+    def build(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:
+        """Return the engine of a replica, not yet started."""
+
+
+def engine_variant(name: str) -> EngineVariant:
+    """Return the variant that `rollout.engine` names."""
+    found = engine_facts(name)
+    assert isinstance(found, EngineVariant), f"{ENGINES}.{name}.variant holds one"
+    return found

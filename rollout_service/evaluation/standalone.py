@@ -8,7 +8,7 @@ from asyncrl.buffer.messages import EvaluationOrder
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.metrics.tallies import conclude
-from rollout_service.composition import build_engine
+from rollout_service.engine.protocol import engine_variant
 from rollout_service.environments.registry import load_environment
 from rollout_service.evaluation.wiring import build_evaluator, load_held_out, load_tokenizer
 from rollout_service.rewards.registry import load_reward
@@ -32,7 +32,7 @@ async def _evaluate(config: Config) -> dict[str, float]:
     tokenizer = load_tokenizer(config.model.path)
     held_out = load_held_out(config, tokenizer, episodes)
     reward = load_reward(config.reward)
-    engine = build_engine(config, tokenizer)
+    engine = engine_variant(config.rollout.engine).build(config, tokenizer)
     evaluator = build_evaluator(config, engine, tokenizer, held_out, reward, episodes)
     if evaluator is None:
         raise ConfigError("there are no prompts to evaluate on", hint="Name a file with --data")

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.buffer.journals.file_journal import FileJournal
-from asyncrl.buffer.journals.journal import Journal, MemoryJournal
+from asyncrl.buffer.journals.journal import Journal
+from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.service import BufferService
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.experience import Group, Trajectory

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from asyncrl.buffer.composition import ledger_settings, open_journal
+from asyncrl.buffer.composition import ledger_settings
+from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.cli.app import app
 from asyncrl.cli.reports.account import lines_of

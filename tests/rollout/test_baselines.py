@@ -17,7 +17,7 @@ from asyncrl.core.metrics.tallies import conclude
 from asyncrl.core.service_status import ShapingStatus, Statuses
 from rollout_service import composition
 from rollout_service.data.sources import load_prompts
-from rollout_service.engine.scripted_engine import ScriptedEngine
+from rollout_service.engine.scripted.engine import ScriptedEngine
 from rollout_service.evaluation.wiring import build_evaluator
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.registry import load_reward

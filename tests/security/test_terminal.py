@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import convert
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -34,11 +35,14 @@ from asyncrl.control.page.view import view_of
 from asyncrl.control.record.ending import paragraph
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.record.sync_history import Membership, WeightsReport
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.files.printable import printable
+from asyncrl.core.files.sync_records import BlameRecord
+from asyncrl.core.service_status import MemberStatus
 from asyncrl.core.states import RunState
 from tests.control.page.page_runs import make_group, make_snapshot
-from tests.statuses import snapshot_of
+from tests.statuses import filled, snapshot_of
 
 ROOT = Path(__file__).parents[2]
 FORGED = "2026-11-23 16:00:00,000 CRITICAL forged"
@@ -199,24 +203,20 @@ def test_the_panel_reads_no_markup_and_sends_the_terminal_its_own_sequences_alon
 
 
 def test_reports_of_inspect_write_it_out(capsys: pytest.CaptureFixture[str]) -> None:
-    member = {
-        "state": EVIL,
-        "version": 1,
-        "staged": 1,
-        "last_round_s": None,
-        "last_swap_s": None,
-        "error": EVIL,
-    }
-    report = {
-        "run": "x",
-        "told_by": EVIL,
-        "counters": {EVIL: 1},
-        "version": None,
-        "membership": {"number": 1, "members": [EVIL]},
-        "replicas": {EVIL: member},
-        "rounds": [],
-        "failures": [{"time": 0.0, "culprit": EVIL, "number": 1, "cause": EVIL}],
-    }
+    member = convert(filled(MemberStatus, {"state": "READY", "error": EVIL}), MemberStatus)
+    report = WeightsReport(
+        run="x",
+        told_by=EVIL,
+        token=1,
+        version=None,
+        digest="",
+        num_bytes=0,
+        replicas={EVIL: member},
+        counters={EVIL: 1},
+        membership=Membership(1, (EVIL,)),
+        rounds=(),
+        failures=(BlameRecord(EVIL, EVIL, 1),),
+    )
     exits.show(*weights.lines_of(report))
     assert harm_in(capsys.readouterr().out) == ""
     exits.show(*account.lines_of({"max_lag": 1, "lag": {}, "dropped": {EVIL: 2}}))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from asyncrl.core.errors import WireError
+from asyncrl.core.files.sync_records import BlameRecord, LoadFailureRecord
 from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.weight_sync.protocol.test_protocol_peer import CARD, TIMING, WAIT_S
@@ -17,7 +18,6 @@ from weight_sync.coordination.coordinator import CoordinatorService
 from weight_sync.coordination.journal import JOURNAL_FILE, MAX_BYTES, Journal
 from weight_sync.protocol.messages import MAX_ABILITIES, MAX_TEXT
 from weight_sync.protocol.protocol import Coordination
-from weight_sync.protocol.records import BlameRecord, LoadFailureRecord
 
 WHO = {"name": "receiver.0", "incarnation": "1"}
 SEAT = {"abilities": ["gloo"], "store_host": "127.0.0.1", "store_port": 9}

@@ -15,7 +15,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from asyncrl.core.errors import FencedError, WireError
+from asyncrl.core.files.sync_records import (
+    BlameRecord,
+    LoadFailureRecord,
+    MembersRecord,
+    Record,
+    RoundRecord,
+)
 from asyncrl.core.rpc import Request, Server
 from asyncrl.core.rpc.message import A, Answer, Message, Operation
 from asyncrl.core.rpc.operations import Operations, send_answer
@@ -31,11 +40,10 @@ from weight_sync.bounds import limits_of
 from weight_sync.coordination.callers import card_of, seat_of
 from weight_sync.coordination.journal import Journal
 from weight_sync.coordination.mail import KnownVersion, Mailbox, ReportLog, fill, forget_versions
-from weight_sync.coordination.picture import picture_members, picture_obstacles, picture_rounds, told_of
+from weight_sync.coordination.picture import picture_members, picture_obstacles, picture_rounds
 from weight_sync.memory.manifest import ANY_VERSION, Manifest, VersionBounds
 from weight_sync.protocol import messages as wire
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
-from weight_sync.protocol.records import BlameRecord, LoadFailureRecord, Record, RoundRecord
 
 log = logging.getLogger(__name__)
 
@@ -308,9 +316,9 @@ class CoordinatorService:
             log.warning(
                 "version %d did not reach all: %s, %s", record.number, record.cause, record.causes or "-"
             )
-        known = self._versions.get(record.number) if isinstance(record, RoundRecord) else None
-        about = {"digest": known.digest, "version_bytes": known.num_bytes} if known else {}
-        self._journal.note(record, **about)
+        if isinstance(record, RoundRecord) and (known := self._versions.get(record.number)):
+            record = msgspec.structs.replace(record, digest=known.digest, version_bytes=known.num_bytes)
+        self._journal.note(record)
 
     def _tell(self) -> None:
         """Renew what is told of the members, unless that was done a moment ago."""
@@ -328,12 +336,11 @@ class CoordinatorService:
         if members == self._last_picture:
             return
         self._last_picture = members
-        line = {name: told_of(member) for name, member in members.items()}
-        self._journal.write({"kind": "members", "version": self._version(), "members": line})
+        self._journal.note(MembersRecord(self._version(), members))
 
-    def _version(self) -> list[int] | None:
+    def _version(self) -> tuple[int, int] | None:
         current = self._coordination.current
-        return [current.number, current.step] if current else None
+        return (current.number, current.step) if current else None
 
     def _describe_in_time(self) -> None:
         now = self._clock.now()

@@ -1,8 +1,7 @@
 """The coordinator's files in the run's folder: its fencing token and the journal of its rounds.
 
-`weight_sync.token` holds the token of the newest coordinator. `weight_sync.jsonl` holds one JSON object
-a line: `start`, `round`, `blame`, `load_failure`, `members`; `asyncrl inspect weights` reads it. `fences` is
-for the next coordinator: who takes no leases before which version.
+`weight_sync.token` holds the token of the newest coordinator. `weight_sync.jsonl` holds the entries of
+`asyncrl.core.files.sync_records`; those of the fences are for the next coordinator.
 Invariants: a token is never given twice, also if the clock was set back; the journal stays under
 `MAX_BYTES`, its oldest lines go first, the fences never; who is no longer the newest coordinator writes
 nothing.
@@ -17,17 +16,17 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
+
 from asyncrl.core.files.durable import append_lines
-from weight_sync.protocol.records import BlameRecord, LoadFailureRecord, Record, RoundRecord
+from asyncrl.core.files.sync_records import JOURNAL_FILE, Entry, FencesRecord, StartRecord, parse_entry
 
 log = logging.getLogger(__name__)
 
-TOKEN_FILE, JOURNAL_FILE = "weight_sync.token", "weight_sync.jsonl"
+TOKEN_FILE = "weight_sync.token"
 MAX_BYTES = 1 << 20
-KINDS = {RoundRecord: "round", BlameRecord: "blame", LoadFailureRecord: "load_failure"}
 
 
 def take_token(folder: Path, wall_ns: Callable[[], int] = time.time_ns) -> int:
@@ -63,21 +62,13 @@ def read_fences(folder: Path) -> dict[str, int]:
     To be read after a token was taken: from then on no older coordinator writes.
     """
     try:
-        lines = (folder / JOURNAL_FILE).read_text(errors="replace").splitlines()
+        lines = (folder / JOURNAL_FILE).read_bytes().splitlines()
     except OSError:
         return {}
     for line in reversed(lines):
-        if '"fences"' in line and (fences := _as_fences(line)) is not None:
-            return fences
+        if b'"fences"' in line and isinstance(entry := parse_entry(line), FencesRecord):
+            return dict(entry.fences)
     return {}
-
-
-def _as_fences(text: str) -> dict[str, int] | None:
-    try:
-        line = json.loads(text)
-        return {str(name): int(number) for name, number in dict(line["fences"]).items()}
-    except (ValueError, TypeError, KeyError):  # a torn line, or another kind of line that names them
-        return None
 
 
 def _as_token(text: str) -> int:
@@ -100,23 +91,19 @@ class Journal:
         self._max_bytes = max_bytes
         self._fences = dict(fences or {})
         self._wall_ns = wall_ns
-        self.write({"kind": "start", "token": token})
-
-    def note(self, record: Record, **fields: object) -> None:
-        """Write down a record of the protocol."""
-        self.write({"kind": KINDS[type(record)], **asdict(record), **fields})
+        self.note(StartRecord(token))
 
     def note_fences(self, fences: dict[str, int]) -> None:
         """Write down which members are fenced, and until which version number, if that has changed."""
         if fences != self._fences:
             self._fences = fences
-            self.write(self._fences_line())
+            self.note(FencesRecord(fences))
 
-    def write(self, line: Mapping[str, object]) -> None:
-        """Append one line, unless a newer coordinator writes here; one that would not fit is left out."""
+    def note(self, entry: Entry) -> None:
+        """Append an entry, unless a newer coordinator writes here; one that would not fit is left out."""
         if self._path is None or newest_token(self._path.parent) > self._token:
             return
-        text = json.dumps({"time": self._wall_ns() / 1e9, **line}) + "\n"
+        text = self._line_of(entry)
         if len(text) > self._max_bytes // 2:
             log.warning("a line of %d bytes does not fit the journal of weight sync", len(text))
             return
@@ -130,7 +117,7 @@ class Journal:
     def _shorten(self) -> None:
         assert self._path is not None, "only what is written grows"
         lines = self._path.read_text(errors="replace").splitlines(keepends=True)
-        fences = json.dumps(self._fences_line()) + "\n"  # which may have been in what goes
+        fences = self._line_of(FencesRecord(self._fences))  # which may have been in what goes
         kept: deque[str] = deque()
         room = self._max_bytes // 2 - len(fences)
         while lines and (room := room - len(lines[-1].encode())) >= 0:
@@ -139,5 +126,6 @@ class Journal:
         temporary.write_text("".join([*kept, fences]))
         temporary.replace(self._path)
 
-    def _fences_line(self) -> Mapping[str, object]:
-        return {"kind": "fences", "fences": self._fences}
+    def _line_of(self, entry: Entry) -> str:
+        timed = msgspec.structs.replace(entry, time=self._wall_ns() / 1e9)
+        return json.dumps(msgspec.to_builtins(timed)) + "\n"

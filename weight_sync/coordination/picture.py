@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
-import msgspec
+from collections.abc import Iterator
 
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.service_status import MemberStatus, RoundStatus
@@ -33,12 +31,6 @@ def _picture_member(member: Member, now: float | None) -> MemberStatus:
         error=member.last_error,
         silent_s=None if now is None else round(now - member.last_seen, 3),
     )
-
-
-def told_of(member: MemberStatus) -> Mapping[str, object]:
-    """Return what the journal keeps of a member: all but how long it was silent."""
-    fields = msgspec.structs.asdict(member)
-    return {name: value for name, value in fields.items() if name != "silent_s"}
 
 
 def picture_obstacles(coordination: Coordination) -> Iterator[Obstacle]:

@@ -1,7 +1,6 @@
-"""The publisher's segments: which may be written, which must stay.
+"""The publisher's segments, one in each of its slots (`protocol.slots`).
 
-Owns a fixed number of slots. A slot that is current (late joiners need it), in transfer, or being
-written is never given away; with no other left, the learner's publish is deferred.
+Owns their files, and the fencing token of the learner that may write them.
 Invariant: names carry the fencing token and a serial number, so no two writers ever share a file.
 """
 
@@ -17,6 +16,7 @@ from asyncrl.core.staleness import UNLOADED
 from weight_sync.memory import segments
 from weight_sync.memory.legacy import Legacy, LegacyFile
 from weight_sync.memory.manifest import Manifest
+from weight_sync.protocol.slots import NUM_SLOTS, Slots
 
 NO_TOKEN = -1
 PREPARE_STEP_BYTES = 64 << 20
@@ -50,25 +50,20 @@ class Slot:
         return self.manifest.version.number if self.manifest else UNLOADED
 
 
-class SegmentPool:
+class SegmentPool(Slots[Slot]):
     """See the module.
 
     Args:
         prefix: Start of all its segments' names.
         life: Part of the names that tells this process from others.
-        num_slots: At least 2; with 3 a publish is deferred only if two old transfers hang.
-        keeps_sent: Keep the newest version that was sent, for differences to it; takes a slot more.
+        num_slots: At least 2. keeps_sent: As of `Slots`; takes a slot more.
     """
 
-    def __init__(self, prefix: str, life: str, num_slots: int = 3, keeps_sent: bool = False) -> None:
-        assert num_slots >= 2, "one slot is always current"
+    def __init__(self, prefix: str, life: str, num_slots: int = NUM_SLOTS, keeps_sent: bool = False) -> None:
+        super().__init__([Slot() for _ in range(num_slots)], keeps_sent=keeps_sent)
         self._prefix, self._life = prefix, life
-        self._slots = [Slot() for _ in range(num_slots)]
         self._serial = 0
-        self._keeps_sent = keeps_sent
-        self.sent: Slot | None = None
         self.token = NO_TOKEN
-        self.current: Slot | None = None
         self._legacy = LegacyFile(prefix)
         self._take_over()
 
@@ -130,7 +125,7 @@ class SegmentPool:
             SyncError: There is no room in shared memory.
         """
         self.open(token)
-        slot = next((slot for slot in self._slots if slot.is_writing), None) or self._free_slot()
+        slot = self.next_to_write()
         if slot is None:
             return None
         slot.manifest = None
@@ -149,9 +144,7 @@ class SegmentPool:
         if self.current is None or self.current.token != self.token:
             return False
         num_bytes = self.current.num_bytes
-        kept = (self.current, self.sent)
-        waiting = [slot for slot in self._slots if slot not in kept and not slot.num_transfers]
-        for slot in waiting:
+        for slot in self._unused():
             if not slot.is_writing and (slot.num_bytes != num_bytes or slot.token != self.token):
                 slot.manifest = None
                 self._fit(slot, num_bytes, PREPARE_STEP_BYTES)
@@ -183,47 +176,12 @@ class SegmentPool:
         self.current = slot
         self._leave()
 
-    def hold(self, number: int) -> Slot | None:
-        """Return the slot of version `number` and keep it as it is until `release`."""
-        for slot in self._slots:
-            if slot.number == number and number != UNLOADED:
-                slot.num_transfers += 1
-                return slot
-        return None
-
-    def release(self, slot: Slot) -> None:
-        """One transfer of the slot has ended."""
-        assert slot.num_transfers > 0, "released more often than held"
-        slot.num_transfers -= 1
-
-    def note_sent(self, slot: Slot) -> None:
-        """The slot's version has reached receivers: the next one may be sent as a difference to it."""
-        if self._keeps_sent and (self.sent is None or slot.number > self.sent.number):
-            self.sent = slot
-
     def close(self) -> None:
         """Unlink everything."""
         segments.unlink(str(self._legacy.path))
         for slot in self._slots:
             if slot.path:
                 segments.unlink(slot.path)
-
-    def describe(self) -> list[str]:
-        """Return one word per slot, for the status."""
-        return [self._state_of(slot) for slot in self._slots]
-
-    def _state_of(self, slot: Slot) -> str:
-        if slot.num_transfers:
-            return "in transfer"
-        if slot is self.current:
-            return "current"
-        return "writing" if slot.is_writing else "free"
-
-    def _free_slot(self) -> Slot | None:
-        # The oldest: one that was just replaced may still be asked for.
-        kept = (self.current, self.sent)
-        free = [slot for slot in self._slots if slot not in kept and not slot.num_transfers]
-        return min(free, key=lambda slot: slot.number, default=None)
 
     def _fit(self, slot: Slot, num_bytes: int, step_bytes: int) -> None:
         """Give the slot a segment of the current token that is up to `step_bytes` nearer to `num_bytes`."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from asyncrl.core.files.sync_records import BlameRecord, Record
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from weight_sync.protocol.members import Member, PublisherSeat
 from weight_sync.protocol.messages import Instruction
-from weight_sync.protocol.records import BlameRecord, Record
 from weight_sync.protocol.rounds import Order, Round, Timing
 
 PUBLISHER = "publisher"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from asyncrl.core.files.sync_records import RoundRecord
 from weight_sync.protocol.floor import PUBLISHER, Floor
 from weight_sync.protocol.members import Member
-from weight_sync.protocol.records import RoundRecord
 from weight_sync.protocol.rounds import (
     ABORTED,
     DEADLINE,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 
+from asyncrl.core.files.sync_records import LoadFailureRecord
 from asyncrl.core.staleness import UNLOADED
 from weight_sync.protocol.floor import Floor
 from weight_sync.protocol.members import Member, MemberState
 from weight_sync.protocol.messages import Commit, Withdraw
-from weight_sync.protocol.records import LoadFailureRecord
 
 MAX_LOAD_FAILURES = 3
 LOAD = "load"

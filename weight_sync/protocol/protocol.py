@@ -14,13 +14,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
+from asyncrl.core.files.sync_records import Record
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from weight_sync.protocol.conduct import Conduct
 from weight_sync.protocol.floor import PUBLISHER, Floor
 from weight_sync.protocol.members import Card, Member, MemberState, PublisherSeat
 from weight_sync.protocol.messages import Withdraw
 from weight_sync.protocol.permits import Permits
-from weight_sync.protocol.records import Record
 from weight_sync.protocol.rounds import (
     DIGEST,
     SILENT,

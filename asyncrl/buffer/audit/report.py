@@ -1,25 +1,20 @@
-"""Reads the journal of a run, living or ended, and reports on it: `asyncrl inspect` and `asyncrl verify`.
+"""Reports on the journal of a run, living or ended: `asyncrl inspect` and `asyncrl verify`.
 
-Owns which journal a run has and that nothing in it is changed. A buffer may be at work on it meanwhile:
-what is read is what was committed when reading began.
+Nothing in the journal is changed, and a buffer may be at work on it: see `journals.kind`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypedDict
 
 from asyncrl.buffer.audit.account import AccountReport, Moment, TimedEvent, describe_account, trace_ticket
-from asyncrl.buffer.audit.payloads import Payloads, payloads_in_files, payloads_in_redis
 from asyncrl.buffer.audit.recount import Account, Finding, Recount
-from asyncrl.buffer.composition import expand_variables, ledger_settings, run_key
-from asyncrl.buffer.journals.file_journal import read_newest, read_turns
-from asyncrl.buffer.journals.journal import Turn
-from asyncrl.buffer.journals.redis.past import asking, keys_of, read_living
-from asyncrl.buffer.journals.redis.server import RedisServer
+from asyncrl.buffer.composition import ledger_settings
+from asyncrl.buffer.journals.kind import Scan, journal_kind
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.core.config.load import find_run_folder, load_resolved
@@ -29,31 +24,23 @@ from asyncrl.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class RunPast:
-    """Contents of a run's journal.
-
-    Attributes:
-        snapshot: Of the ledger before the first of the turns; None if they begin with the run.
-        turns: All committed turns after it, in order.
-        payloads: What finds stored groups; of use while the past is open.
-    """
+    """Contents of a run's journal, and the configuration that they are read by."""
 
     config: Config
-    snapshot: Mapping[str, object] | None
-    turns: Sequence[Turn]
-    payloads: Payloads
+    scan: Scan
 
     def start(self) -> LedgerState:
         """Return the ledger before the first of the turns."""
         settings = ledger_settings(self.config)
         return (
             LedgerState(settings)
-            if self.snapshot is None
-            else LedgerState.from_snapshot(settings, self.snapshot)
+            if self.scan.snapshot is None
+            else LedgerState.from_snapshot(settings, self.scan.snapshot)
         )
 
     def events(self) -> Iterator[TimedEvent]:
         """Yield every event with the time of its turn."""
-        for turn in self.turns:
+        for turn in self.scan.turns:
             for event in turn.events:
                 yield TimedEvent(turn.time_s, event)
 
@@ -76,34 +63,8 @@ def opened_past(folder: Path, *, is_whole: bool = True) -> Iterator[RunPast]:
         CheckpointError: The journal is damaged.
     """
     config = load_resolved(folder)
-    section = config.buffer
-    if section.journal == "none":
-        raise ConfigError(f"run '{folder.name}' keeps no journal (buffer.journal: none)")
-    if section.journal == "file":
-        buffer = folder / "buffer"
-        snapshot, turns = (None, read_turns(buffer)) if is_whole else read_newest(buffer)
-        yield RunPast(config, snapshot, turns, payloads_in_files(buffer / "payloads"))
-        return
-    with _redis_of(config, folder) as url, asking(url) as (ask, label):
-        keys = keys_of(run_key(folder))
-        past = read_living(ask, keys, label)
-        yield RunPast(config, past.values, past.turns, payloads_in_redis(ask, keys["payloads"]))
-
-
-@contextlib.contextmanager
-def _redis_of(config: Config, folder: Path) -> Iterator[str]:
-    """Yield the URL of the run's Redis; its own server is started for as long if it has ended."""
-    section = config.buffer
-    if section.redis_url is not None:
-        yield expand_variables(section.redis_url)
-        return
-    server = RedisServer(folder.absolute() / "buffer" / "redis", section.fsync)
-    was_started = server.ensure()
-    try:
-        yield server.url
-    finally:
-        if was_started:
-            server.stop()
+    with journal_kind(config.buffer.journal).scan(config.buffer, folder, is_whole=is_whole) as scan:
+        yield RunPast(config, scan)
 
 
 def committed_steps(folder: Path) -> list[int]:
@@ -112,7 +73,7 @@ def committed_steps(folder: Path) -> list[int]:
     None at all: nothing has been written to its journal. Raises as `opened_past`.
     """
     with opened_past(folder, is_whole=False) as past:
-        if past.snapshot is None and not past.turns:
+        if past.scan.snapshot is None and not past.scan.turns:
             return []
         state = past.start()
         for timed in past.events():
@@ -134,7 +95,7 @@ def inspect_ticket(run: str, runs_dir: str, number: int) -> list[Moment]:
         ConfigError: The journal does not know it.
     """
     past = open_past(run, runs_dir)
-    moments = trace_ticket(past.events(), number, None if past.snapshot is None else past.start())
+    moments = trace_ticket(past.events(), number, None if past.scan.snapshot is None else past.start())
     if not moments:
         raise ConfigError(
             f"the journal of run '{run}' does not know ticket {number}",
@@ -167,7 +128,7 @@ def verify_run(run: str, runs_dir: str) -> Verdict:
     return {
         "findings": [asdict(finding) for finding in findings],
         "events": recount.num_events,
-        "from_the_beginning": past.snapshot is None,
+        "from_the_beginning": past.scan.snapshot is None,
         "steps_trained": recount.steps_trained,
         "lineages": recount.num_lineages,
         "max_lag": recount.max_lag,

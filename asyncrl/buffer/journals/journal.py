@@ -1,4 +1,4 @@
-"""Journal protocol: the buffer's durable state; and `MemoryJournal`, which keeps nothing.
+"""Journal protocol: the buffer's durable state.
 
 Owns the order of durability: a payload is appended before the event that names it is committed, and
 events are committed before any request is answered. Events are committed in turns, one per turn of the
@@ -9,7 +9,6 @@ Invariant: an acknowledged push survives `kill -9`; `fsync` decides the loss at 
 from __future__ import annotations
 
 import enum
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import xxhash
 from asyncrl.buffer.ledger.events import Event, pack, unpack
 from asyncrl.core.errors import CheckpointError, WireError
 from asyncrl.core.obstacle import Obstacle
-from asyncrl.core.service_status import AnyJournalStatus, JournalStatus
+from asyncrl.core.service_status import AnyJournalStatus
 from asyncrl.core.wire import Frame
 
 Fsync = Literal["everysec", "always", "never"]
@@ -124,66 +123,6 @@ class Journal(Protocol):
 
     def close(self) -> None:
         """Make all durable and let go of files and connections."""
-
-
-class MemoryJournal:
-    """Remembers nothing: `buffer.journal: none`. The buffer's death is the run's."""
-
-    need = Need.NOTHING
-
-    def __init__(self) -> None:
-        self.counters: Counter[str] = Counter()
-
-    def recover(self) -> Recovery:
-        return Recovery(None, ())
-
-    def append(self, ticket: int, attempt: int, frames: Sequence[Frame]) -> None:
-        pass
-
-    def holds(self, ticket: int, attempt: int) -> bool:
-        return False
-
-    def read(self, ticket: int, attempt: int) -> list[bytes] | None:
-        return None
-
-    def release(self, ticket: int) -> None:
-        pass
-
-    def is_recent(self, ticket: int) -> bool:
-        return True
-
-    def keep_only(self, tickets: Collection[int]) -> None:
-        pass
-
-    def commit(self, events: Sequence[Event], now: float) -> bool:
-        return True
-
-    def write_snapshot(self, values: Mapping[str, object]) -> None:
-        pass
-
-    def survey(self) -> bool:
-        return True
-
-    def begin_anew(self, values: Mapping[str, object]) -> bool:
-        return True
-
-    def wake_at(self) -> float:
-        return math.inf
-
-    def listen(self, call: Callable[[], None]) -> None:
-        pass
-
-    def tick(self, now: float) -> None:
-        pass
-
-    def status(self) -> JournalStatus:
-        return JournalStatus()
-
-    def obstacles(self) -> list[Obstacle]:
-        return []
-
-    def close(self) -> None:
-        pass
 
 
 def pack_turn(events: Iterable[Event]) -> tuple[bytes, str]:

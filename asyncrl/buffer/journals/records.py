@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import xxhash
 
+from asyncrl.core.errors import WireError
+from asyncrl.core.experience import Group, decode_group
 from asyncrl.core.wire import Frame
 
 MAGIC = b"AXP1"
@@ -71,3 +73,12 @@ def read_frames(record: bytes, ticket: int, attempt: int) -> list[bytes] | None:
         frames.append(bytes(body[offset : offset + length]))
         offset += length
     return frames
+
+
+def read_group(record: bytes, ticket: int, attempt: int) -> Group | None:
+    """Return the group of a stored record, None if it is damaged or of an older asyncrl."""
+    frames = read_frames(record, ticket, attempt)
+    try:
+        return None if frames is None else decode_group(frames)
+    except WireError:
+        return None

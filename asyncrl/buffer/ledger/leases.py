@@ -214,6 +214,34 @@ class ReplicaCommands:
         is_duplicate = attempt == found.attempt and found.state in PAYLOAD_STATES
         return "duplicate" if is_duplicate else "late"
 
+    def take_in(
+        self,
+        ticket: int,
+        num_tokens: int,
+        num_bytes: int,
+        numbers: Collection[int],
+        *,
+        is_masked: bool = False,
+        is_uniform: bool = False,
+    ) -> str:
+        """Store a welcome group, or drop one that would train nothing; return `stored` or `dropped`.
+
+        Args:
+            numbers: Of the versions that sampled it. is_masked: No token of it may be trained.
+            is_uniform: All of its rewards are equal, and such groups are not wanted.
+
+        Raises:
+            LedgerError: As `store`.
+        """
+        if is_masked:
+            self.drop_masked(ticket)
+        elif is_uniform:
+            self.drop_uniform(ticket)
+        else:
+            self.store(ticket, num_tokens, num_bytes, (min(numbers), max(numbers)))
+            return "stored"
+        return "dropped"
+
     def store(self, ticket: int, num_tokens: int, num_bytes: int, versions: tuple[int, int]) -> None:
         """Store a welcome group; `versions` are the lowest and the highest number that sampled it.
 

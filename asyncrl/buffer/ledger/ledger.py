@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.ledger.leases import ReplicaCommands
@@ -48,13 +49,28 @@ from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import (
     Checkpoint,
     DropReason,
+    Grant,
     LedgerSettings,
+    Part,
     Reissue,
     State,
     Ticket,
 )
 from asyncrl.core.errors import FencedError, LedgerError
 from asyncrl.core.staleness import is_admissible, is_over_age, lag
+
+
+class Reserved(NamedTuple):
+    """A batch, or a part of one.
+
+    Attributes:
+        versions: (number, step to subtract) of every version that may have sampled it.
+        is_whole: It makes the batch of its step whole.
+    """
+
+    tickets: list[Ticket]
+    versions: list[tuple[int, int]]
+    is_whole: bool
 
 
 class Ledger(ReplicaCommands):
@@ -192,6 +208,18 @@ class Ledger(ReplicaCommands):
                 hint="Call resume with the step of the checkpoint that was loaded",
             )
 
+    def grant(
+        self, replica: str, version: int, want: int, evaluating: int | None, now: float
+    ) -> tuple[list[Grant], Part | None] | None:
+        """Return what a replica's call for leases is answered, None while there is nothing for it.
+
+        Args:
+            evaluating: As of `Evaluations.give`; the others and errors are those of `lease`.
+        """
+        grants = self.lease(replica, version, want, now)
+        part = self.evaluations.give(replica, version, evaluating)
+        return (grants, part) if grants or part is not None else None
+
     def reserve(self, token: int, step: int, now: float) -> list[Ticket] | None:
         """Reserve the oldest complete groups for `step`, or return None while it must not start yet.
 
@@ -239,6 +267,19 @@ class Ledger(ReplicaCommands):
         if reserved == known and not (missing and self._reserve_oldest(step, missing, least, now)):
             return None
         return next(part for part in self._parts(step) if not known.issuperset(one.id for one in part))
+
+    def reserve_next(
+        self, token: int, step: int, now: float, have: Collection[int] | None, at_least: int = 1
+    ) -> Reserved | None:
+        """Reserve the batch of `step`, see `reserve`; with `have` the next part of it, see `reserve_part`."""
+        if have is None:
+            tickets = self.reserve(token, step, now)
+        else:
+            tickets = self.reserve_part(token, step, now, have, at_least)
+        if tickets is None:
+            return None
+        is_whole = self.is_whole(step, [*(have or ()), *(ticket.id for ticket in tickets)])
+        return Reserved(tickets, self.counted_versions(tickets), is_whole)
 
     def is_whole(self, step: int, have: Collection[int]) -> bool:
         """Tell whether `have` is all that `step` trains."""

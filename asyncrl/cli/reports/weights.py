@@ -5,35 +5,36 @@ from __future__ import annotations
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from asyncrl.cli.exits import show
 from asyncrl.cli.reports.table import align
 from asyncrl.control.api.client import connect
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.record.sync_history import report_weights
+from asyncrl.control.record.sync_history import WeightsReport, report_weights
 
 
 def print_weights(folder: Path, as_json: bool) -> None:
     """Print the report of the run in `folder`."""
     report = inspect_weights(folder)
     if as_json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps(msgspec.to_builtins(report), indent=2))
     else:
         show(*lines_of(report))
 
 
-def inspect_weights(folder: Path) -> dict[str, Any]:
+def inspect_weights(folder: Path) -> WeightsReport:
     """Return the report of the run in `folder`, from its coordinator while it lives."""
     client = connect(RunDir(folder))
     return report_weights(folder, client.weights() if client else None)
 
 
-def lines_of(report: dict[str, Any]) -> list[str]:
+def lines_of(report: WeightsReport) -> list[str]:
     """Return the report as lines of text."""
-    counters = "  ".join(f"{name} {count}" for name, count in sorted(report["counters"].items()))
+    counters = "  ".join(f"{name} {count}" for name, count in sorted(report.counters.items()))
     head = [
-        f"run {report['run']}, told by its {report['told_by']}",
+        f"run {report.run}, told by its {report.told_by}",
         f"version     {_version(report)}",
         f"membership  {_membership(report)}",
         f"counters    {counters or '-'}",
@@ -41,55 +42,54 @@ def lines_of(report: dict[str, Any]) -> list[str]:
     return [*head, "", *_replicas(report), "", *_rounds(report), "", *_failures(report)]
 
 
-def _version(report: dict[str, Any]) -> str:
-    if report["version"] is None:
+def _version(report: WeightsReport) -> str:
+    if report.version is None:
         return "none yet"
-    number, step = report["version"]
-    return f"{number} (step {step}), {report['num_bytes']} bytes, digest {report['digest'] or '-'}"
+    number, step = report.version
+    return f"{number} (step {step}), {report.num_bytes} bytes, digest {report.digest or '-'}"
 
 
-def _membership(report: dict[str, Any]) -> str:
-    found = report["membership"]
-    return f"{found['number']} ({', '.join(found['members'])})" if found else "none yet"
+def _membership(report: WeightsReport) -> str:
+    found = report.membership
+    return f"{found.number} ({', '.join(found.members)})" if found else "none yet"
 
 
-def _replicas(report: dict[str, Any]) -> list[str]:
+def _replicas(report: WeightsReport) -> list[str]:
     rows = [("replica", "state", "version", "staged", "transfer s", "swap s", "remarks")]
-    for name, member in sorted(report["replicas"].items()):
-        is_so = [word for word in ("fenced", "pinned", "served_alone") if member.get(word)]
-        remarks = ", ".join(
-            [word.replace("_", " ") for word in is_so] + [member["error"]] * bool(member["error"])
-        )
-        numbers = (member["version"] or "-", member["staged"] or "-")
-        times = (_seconds(member["last_round_s"]), _seconds(member["last_swap_s"]))
-        rows.append((name, member["state"], *map(str, numbers), *times, remarks or "-"))
+    for name, member in sorted(report.replicas.items()):
+        said = {"fenced": member.fenced, "pinned": member.pinned, "served alone": member.served_alone}
+        is_so = [word for word, is_true in said.items() if is_true]
+        remarks = ", ".join(is_so + [member.error] * bool(member.error))
+        version, staged = str(member.version or "-"), str(member.staged or "-")
+        times = (_seconds(member.last_round_s), _seconds(member.last_swap_s))
+        rows.append((name, member.state, version, staged, *times, remarks or "-"))
     return align(rows)
 
 
-def _rounds(report: dict[str, Any]) -> list[str]:
+def _rounds(report: WeightsReport) -> list[str]:
     rows = [("round of", "version", "lane", "seconds", "bytes", "members", "cause")]
-    for line in report["rounds"]:
-        parts = ", ".join(f"{name} {part}" for name, part in sorted(line["parts"].items()))
+    for line in report.rounds:
+        parts = ", ".join(f"{name} {part}" for name, part in sorted(line.parts.items()))
         rows.append(
             (
-                _clock_time(line["time"]),
-                str(line["number"]),
-                line["lane"],
-                _seconds(line["seconds"]),
-                str(line["num_bytes"]),
+                _clock_time(line.time),
+                str(line.number),
+                line.lane,
+                _seconds(line.seconds),
+                str(line.num_bytes),
                 parts,
-                line["cause"] or "-",
+                line.cause or "-",
             )
         )
     return align(rows) if len(rows) > 1 else ["no round has ended yet"]
 
 
-def _failures(report: dict[str, Any]) -> list[str]:
-    if not report["failures"]:
+def _failures(report: WeightsReport) -> list[str]:
+    if not report.failures:
         return ["no culprit"]
     rows = [("blamed at", "culprit", "newest", "cause")]
-    for line in report["failures"]:
-        rows.append((_clock_time(line["time"]), line["culprit"], str(line["number"]), line["cause"]))
+    for line in report.failures:
+        rows.append((_clock_time(line.time), line.culprit, str(line.number), line.cause))
     return align(rows)
 
 

@@ -70,7 +70,7 @@ def _choose(book: FateBook, choice: Choice) -> tuple[str, list[Fate]]:
 
 def _collect(book: FateBook, past: RunPast, fates: Sequence[Fate]) -> tuple[list[Rollout], list[Fate]]:
     """Return the answers of the groups whose payload is there and can be read, and the other groups."""
-    found = past.payloads([fate.key for fate in fates])
+    found = past.scan.find_payloads([fate.key for fate in fates])
     rollouts: list[Rollout] = []
     gone = []
     for fate in fates:

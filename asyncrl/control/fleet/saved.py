@@ -6,11 +6,14 @@ have defaults, so that the saved state of an older release can be read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from asyncrl.control.fleet.budget import Budget
 from asyncrl.control.fleet.machine import FleetMachine, FleetRules
 from asyncrl.control.fleet.units import Member, Unit
+from asyncrl.core.errors import ConfigError
 from asyncrl.core.states import ServiceState
 
 FORMAT = 1
@@ -66,14 +69,22 @@ def dump(machine: FleetMachine) -> SavedMachine:
     )
 
 
-def restore(rules: FleetRules, saved: SavedMachine, now: float) -> FleetMachine:
-    """Return a machine in the state `saved`. Services that are gone by now are to be reported so.
+def refuse_newer(saved: object) -> None:
+    """Refuse the plain values of a machine that a newer release has saved: its fields may be others.
 
     Raises:
-        ValueError: It was written by a newer release.
+        ConfigError: It is one.
     """
-    if saved.format > FORMAT:
-        raise ValueError(f"the fleet's state has format {saved.format}, this release knows {FORMAT}")
+    found = saved.get("format") if isinstance(saved, Mapping) else None
+    if isinstance(found, int) and found > FORMAT:
+        raise ConfigError(
+            f"the state of this run's fleet has format {found}, and this release of asyncrl knows {FORMAT}",
+            hint="Go on with the release that has run it last, or choose another run.name",
+        )
+
+
+def restore(rules: FleetRules, saved: SavedMachine, now: float) -> FleetMachine:
+    """Return a machine in the state `saved`. Services that are gone by now are to be reported so."""
     machine = FleetMachine(rules, now)
     machine.wanted, machine.wanted_standby = saved.wanted, saved.wanted_standby
     machine.is_short = saved.is_short

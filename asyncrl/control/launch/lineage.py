@@ -23,6 +23,7 @@ from asyncrl.core.config.tree import Config, CriticSection, ModelSection, Reward
 from asyncrl.core.errors import CheckpointError, ConfigError, NoJournal
 from asyncrl.core.files.weight_files import read_shapes
 from asyncrl.core.metrics.metric import Row
+from asyncrl.core.variants import journal_facts
 
 FetchedSection = ModelSection | CriticSection
 """The sections whose `path` may be a hub id."""
@@ -52,7 +53,7 @@ def refuse_lost_past(folder: RunDir, model: Path) -> None:
     Args:
         model: The folder of the policy's model.
     """
-    if not folder.resolved.exists() or load_resolved(folder.path).buffer.journal == "none":
+    if not _keeps_past(folder):
         return
     from asyncrl.buffer.audit.report import committed_steps  # here: `up` must be quick otherwise
 
@@ -186,7 +187,7 @@ def _show(values: Mapping[str, object], key: str) -> str:
 
 def refuse_earlier_life(folder: RunDir) -> None:
     """Raise ConfigError if there is anything to go on from in `folder`: nothing of it is ever removed."""
-    if not folder.resolved.exists() or load_resolved(folder.path).buffer.journal == "none":
+    if not _keeps_past(folder):
         return
     steps = _steps_on_disk(folder)
     what = f"checkpoints of {_list(steps)}" if steps else "a journal"
@@ -244,6 +245,10 @@ def checkpoint_name(step: int) -> str:
 
 def _steps_on_disk(folder: RunDir) -> list[int]:
     return sorted(int(found.name.removeprefix("step-")) for found in folder.checkpoints.glob("step-*"))
+
+
+def _keeps_past(folder: RunDir) -> bool:
+    return folder.resolved.exists() and journal_facts(load_resolved(folder.path).buffer.journal).keeps_past
 
 
 def _list(steps: Sequence[int]) -> str:

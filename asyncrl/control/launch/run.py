@@ -35,6 +35,7 @@ from asyncrl.core.files.durable import replace_text
 from asyncrl.core.files.private import keep_others_out, make_own
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.states import RunState
+from asyncrl.core.variants import journal_facts
 
 LOCK = ".lock"
 MAX_EARLIER_LIVES = 8
@@ -168,7 +169,7 @@ def _write_down(folder: RunDir, config: Config, asked: Config) -> None:
     folder.outcome.unlink(missing_ok=True)
     folder.phase.unlink(missing_ok=True)
     folder.promise.unlink(missing_ok=True)
-    if config.buffer.journal == "none":  # nothing to go on from: a new history
+    if not journal_facts(config.buffer.journal).keeps_past:  # nothing to go on from: a new history
         remove_rows(folder.metrics)
         folder.remove_learner_rows()
     for path, one in ((folder.resolved, config), (folder.asked, asked)):

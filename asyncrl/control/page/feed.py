@@ -14,11 +14,11 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 import msgspec
 
+from asyncrl.buffer.journals.kind import NewestGroups
 from asyncrl.control.page.pipeline import counters_of
 from asyncrl.control.page.reading import RowTail
 from asyncrl.control.page.rollouts.answers import rollouts_of
@@ -29,7 +29,6 @@ from asyncrl.control.rows.metering import accuracy
 from asyncrl.control.rows.row_files import is_evaluation
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.errors import AsyncrlError
-from asyncrl.core.experience import Group
 from asyncrl.core.states import RUN_ENDS
 
 log = logging.getLogger(__name__)
@@ -41,17 +40,11 @@ RETRY_MS = 1000
 Status = Callable[[], Snapshot]
 
 
-class Payloads(Protocol):
-    """Source of the newest groups."""
-
-    def newest(self) -> Sequence[Group]: ...
-
-
 class Feed:
     """Makes the events; see the module.
 
     Args:
-        payloads: None of a run that keeps no journal.
+        newest: Reads the newest groups; None of a run that keeps no journal.
         decoder: Called at the first look at rollouts.
     """
 
@@ -59,12 +52,12 @@ class Feed:
         self,
         status: Status,
         rows: RowTail,
-        payloads: Payloads | None,
+        newest: NewestGroups | None,
         decoder: Callable[[], Decode],
     ) -> None:
         self._status = status
         self._rows, self._curves, self._meter = rows, Curves(), FlowMeter()
-        self._payloads, self._decoder = payloads, decoder
+        self._newest, self._decoder = newest, decoder
         self._decode: Decode | None = None
         self._lock = threading.Lock()
         self._made_at = self._rollouts_at = -1e9
@@ -124,10 +117,10 @@ class Feed:
         return bool(rows)
 
     def _read_rollouts(self) -> dict[str, object]:
-        if self._payloads is None:
+        if self._newest is None:
             return {"groups": [], "note": "buffer.journal is none: no rollouts are kept"}
         try:
-            groups = self._payloads.newest()
+            groups = self._newest()
             if groups and self._decode is None:
                 self._decode = self._decoder()
         except (AsyncrlError, OSError) as error:

@@ -7,23 +7,13 @@ Invariant: a look costs about the same after a week as after an hour.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from asyncrl.buffer.composition import expand_variables, run_key
-from asyncrl.buffer.journals.records import HEADER_BYTES, read_frames, read_header
-from asyncrl.buffer.journals.redis.past import asking, keys_of
-from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.control.rows.row_files import lines_of, older_files
-from asyncrl.core.config.tree import Config
-from asyncrl.core.errors import ConfigError, WireError
-from asyncrl.core.experience import Group, decode_group
 from asyncrl.core.metrics.metric import Row
 
 log = logging.getLogger(__name__)
@@ -31,9 +21,6 @@ log = logging.getLogger(__name__)
 WHOLE_FILE_BYTES = 8 << 20
 """Of metrics, that are read in one go: two thousand steps or more."""
 NUM_SAMPLES, NUM_SAMPLED_FILES = 400, 20
-NUM_GROUPS = 6
-NUM_SEGMENTS = 2
-"""The newest files that the first look goes through; they are of 64 MiB."""
 
 
 class RowTail:
@@ -92,74 +79,3 @@ def _parse(line: bytes) -> Row | None:
     except ValueError:  # a write that was torn by a crash
         return None
     return row if isinstance(row, dict) else None
-
-
-class FilePayloads:
-    """The newest groups in the segments of a file journal. It goes on where it stopped."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._path: Path | None = None
-        self._offset = 0
-        self._places: deque[tuple[Path, int, int, int, int]] = deque(maxlen=NUM_GROUPS)
-
-    def newest(self) -> list[Group]:
-        """Return them, the newest first."""
-        paths = sorted(self._folder.glob("*.segment"))
-        for path in paths[-NUM_SEGMENTS:] if self._path is None else paths:
-            if self._path is None or path > self._path:
-                self._path, self._offset = path, 0
-            if path == self._path:
-                with contextlib.suppress(FileNotFoundError):  # nobody needs that segment any more
-                    self._scan(path)
-        groups = (self._read(*place) for place in reversed(self._places))
-        return [group for group in groups if group is not None]
-
-    def _scan(self, path: Path) -> None:
-        with path.open("rb", buffering=0) as file:
-            while (header := read_header(os.pread(file.fileno(), HEADER_BYTES, self._offset))) is not None:
-                num_bytes = HEADER_BYTES + header.body_bytes
-                self._places.append((path, self._offset, num_bytes, header.ticket, header.attempt))
-                self._offset += num_bytes
-
-    def _read(self, path: Path, offset: int, num_bytes: int, ticket: int, attempt: int) -> Group | None:
-        try:
-            with path.open("rb", buffering=0) as file:
-                record = os.pread(file.fileno(), num_bytes, offset)
-        except FileNotFoundError:  # nobody needs that segment any more
-            return None
-        return _group_of(record, ticket, attempt)
-
-
-class RedisPayloads:
-    """The newest groups, by ticket, in the run's hash of payloads."""
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        self._config = config
-        self._folder = folder
-
-    def newest(self) -> list[Group]:
-        """Return them, the newest first. Raises ConfigError where Redis does not answer."""
-        key = keys_of(run_key(self._folder))["payloads"]
-        with asking(self._url()) as (ask, _):
-            names = sorted((tuple(map(int, name.split(b":"))) for name in ask("HKEYS", key)), reverse=True)
-            found = [(name, ask("HGET", key, ":".join(map(str, name)))) for name in names[:NUM_GROUPS]]
-        groups = (_group_of(record, name[0], name[1]) for name, record in found if record is not None)
-        return [group for group in groups if group is not None]
-
-    def _url(self) -> str:
-        section = self._config.buffer
-        if section.redis_url is not None:
-            return expand_variables(section.redis_url)
-        server = RedisServer(self._folder.absolute() / "buffer" / "redis", section.fsync)
-        if server.pid is None:
-            raise ConfigError("the run's Redis does not run")
-        return server.url
-
-
-def _group_of(record: bytes, ticket: int, attempt: int) -> Group | None:
-    frames = read_frames(record, ticket, attempt)
-    try:
-        return None if frames is None else decode_group(frames)
-    except WireError:  # of an older asyncrl
-        return None

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 
+from asyncrl.buffer.journals.kind import journal_kind
 from asyncrl.control.api.server import EventStream, Route, Text
-from asyncrl.control.page.feed import Feed, Payloads
-from asyncrl.control.page.reading import FilePayloads, RedisPayloads, RowTail
+from asyncrl.control.page.feed import Feed
+from asyncrl.control.page.reading import RowTail
 from asyncrl.control.page.rollouts.decoding import decoder_of
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.rows.prometheus import CONTENT_TYPE, health_answer, prometheus_text
@@ -46,7 +47,7 @@ def page_routes(snapshot: Callable[[], Snapshot], config: Config, folder: Path) 
     feed = Feed(
         snapshot,
         RowTail(RunDir(folder).metrics),
-        _payloads(config, folder),
+        journal_kind(config.buffer.journal).newest(config.buffer, folder),
         lambda: decoder_of(Path(config.model.path), log.warning),
     )
     routes: dict[str, Route] = {f"GET {path}": _asset(*asset) for path, asset in ASSETS.items()}
@@ -70,12 +71,3 @@ def _asset(name: str, content_type: str) -> Route:
     body = files(__package__).joinpath(name).read_bytes()
     text = Text(content_type, body, {"Content-Security-Policy": POLICY})
     return lambda _: text
-
-
-def _payloads(config: Config, folder: Path) -> Payloads | None:
-    journal = config.buffer.journal
-    if journal == "none":
-        return None
-    return (
-        FilePayloads(folder / "buffer" / "payloads") if journal == "file" else RedisPayloads(config, folder)
-    )

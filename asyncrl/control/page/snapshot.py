@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
@@ -18,10 +19,32 @@ DOUBTED_STAGES = (Stage.SUSPECT, Stage.DEAD, Stage.RETIRED)
 
 
 def shown(snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot with each text as it may be shown, and without numbers that are none."""
-    cleaned = finite_values(printable_values(values_of(snapshot)))
+    """Return the snapshot with each text as it may be shown, and without numbers that are none.
+
+    A field whose number is none has its default, or 0 where it has none: one service's number takes nothing
+    else from the page.
+    """
+    numbers = _with_numbers(snapshot)
+    assert isinstance(numbers, Snapshot), "a struct stays what it is"
+    cleaned = finite_values(printable_values(values_of(numbers)))
     assert isinstance(cleaned, dict), "a snapshot's values are an object"
     return read_snapshot(cleaned)
+
+
+def _with_numbers(value: object) -> object:
+    """Return structs, and those in their mappings and tuples, whose fields hold no number that is none."""
+    if isinstance(value, msgspec.Struct):
+        told = {one.name: _number_of(getattr(value, one.name), one) for one in msgspec.structs.fields(value)}
+        return msgspec.structs.replace(value, **told)
+    if isinstance(value, Mapping):
+        return {name: _with_numbers(one) for name, one in value.items()}
+    return tuple(_with_numbers(one) for one in value) if isinstance(value, tuple) else value
+
+
+def _number_of(value: object, field: msgspec.structs.FieldInfo) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return 0.0 if field.required else field.default
+    return _with_numbers(value)
 
 
 def services_of(snapshot: Snapshot, kind: str) -> dict[str, ServiceView]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from asyncrl.buffer.composition import check_redis, ledger_settings, max_group_bytes
+from asyncrl.buffer.composition import ledger_settings, max_group_bytes
+from asyncrl.buffer.journals.kind import journal_kind
 from asyncrl.control import shared_memory
 from asyncrl.control.plan import derived, machine, names
 from asyncrl.control.plan.footprint import capacity, memory, sizes
@@ -16,10 +17,10 @@ from asyncrl.control.plan.footprint.capacity import Capacity
 from asyncrl.control.plan.footprint.memory import SHM, VERSIONS, Part
 from asyncrl.control.plan.models import read_table
 from asyncrl.control.prepare import is_builtin
-from asyncrl.control.services import function
 from asyncrl.core.config.models.architectures import ModelSize, read_max_positions
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.variants import engine_facts
 
 NOT_CHECKED_ELSEWHERE = (
     "the CPUs, GPUs and memory of the machine that it will run on: they are checked there, at `up`",
@@ -104,9 +105,9 @@ def check_buffer(config: Config) -> Iterator[str]:
 
 
 def check_journal(config: Config) -> Iterator[str]:
-    """Say if the Redis of the journal cannot be used from here now."""
+    """Say if the journal cannot be used from here now."""
     try:
-        check_redis(config.buffer, Path(config.run.dir) / config.run.name)
+        journal_kind(config.buffer.journal).check(config.buffer, Path(config.run.dir) / config.run.name)
     except ConfigError as error:
         yield _line("buffer.url", error)
 
@@ -127,7 +128,7 @@ def check_cut_of_engine(config: Config) -> Iterator[str]:
 def check_long_rows(config: Config) -> Iterator[str]:
     """Say if a row may be longer than the engine can take."""
     size = read_size(config)
-    if size is None or config.rollout.engine != "vllm":
+    if size is None or not engine_facts(config.rollout.engine).loads_model:
         return
     table = read_table(Path(config.model.path) / "config.json")
     yield from sizes.find_long_rows(config, size, read_max_positions(table))
@@ -135,12 +136,13 @@ def check_long_rows(config: Config) -> Iterator[str]:
 
 def check_heads(config: Config) -> Iterator[str]:
     """Say if the engine has no attention for the model's heads on the device that it is to run on."""
-    size = read_size(config)
-    if size is None or config.rollout.engine != "vllm":
+    size, engine = read_size(config), engine_facts(config.rollout.engine)
+    known = engine.cpu_head_sizes
+    if size is None or config.rollout.gpus or not known or size.head_size in known:
         return
-    find_unsupported = function("rollout_service.engine.limits:find_unsupported_head")
-    if problem := find_unsupported(size.head_size, config.rollout.gpus):
-        yield f"model.path: {problem}; choose another model, or rollout.gpus: 1"
+    sizes_known = ", ".join(map(str, known))
+    problem = f"{engine.title} on CPU has no attention for heads of {size.head_size}, only of {sizes_known}"
+    yield f"model.path: {problem}; choose another model, or rollout.gpus: 1"
 
 
 def check_memory(config: Config, there: Capacity | None = None) -> Iterator[str]:

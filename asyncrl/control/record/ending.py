@@ -18,6 +18,7 @@ from asyncrl.core.config.load import load_resolved
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.files.printable import ESCAPED, INDENTED, printable
 from asyncrl.core.states import RunState
+from asyncrl.core.variants import journal_facts
 
 SHOWN_LINES = 20
 TOLD_CHARACTERS = 80
@@ -119,7 +120,7 @@ def command_of(folder: RunDir) -> str:
 
 def _keeps_no_journal(folder: RunDir) -> bool:
     try:
-        return load_resolved(folder.path).buffer.journal == "none"
+        return not journal_facts(load_resolved(folder.path).buffer.journal).keeps_past
     except ConfigError:  # a folder without its configuration, or another asyncrl's
         return False
 

@@ -30,7 +30,7 @@ from asyncrl.control.fleet.messages import (
     Wanted,
 )
 from asyncrl.control.fleet.rules import make_rules
-from asyncrl.control.fleet.saved import SavedMachine, SavedUnit, dump, restore
+from asyncrl.control.fleet.saved import SavedMachine, SavedUnit, dump, refuse_newer, restore
 from asyncrl.control.fleet.units import LEARNER, Stage, Unit, key_of
 from asyncrl.control.launch.ray_launcher import Launcher
 from asyncrl.control.record.events import EventLog, Kind
@@ -181,10 +181,15 @@ class Upkeep:
     # --- what may be asked ----------------------------------------------------------------
 
     def begin(self, replicas: int, standby: int) -> bool:
-        """Start every service; or take charge of those that a dead supervisor has left, and return True."""
+        """Start every service; or take charge of those that a dead supervisor has left, and return True.
+
+        Raises:
+            ConfigError: A newer release has saved the state of the fleet.
+        """
         with self._lock:
             found = read_json(self._path)
             if found is not None and found.get("run_id") == self._roster.run_id:
+                refuse_newer(found.get("machine"))
                 self._take_over(msgspec.convert(found, SavedFleet))
                 return True
             log.info("starting %d replicas and %d that stand by", replicas, standby)

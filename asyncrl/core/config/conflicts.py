@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 from asyncrl.core.config.rules.streaming import find_stream_conflicts
 from asyncrl.core.config.secrets import find_secrets
-from learner.algorithms.variants import GREEDY, VALUES, needing
+from asyncrl.core.variants import GREEDY, VALUES, engine_facts, estimators_needing, journal_facts
 
 if TYPE_CHECKING:
     from asyncrl.core.config.root import Root
     from asyncrl.core.config.sections.experience import BufferSection
     from asyncrl.core.config.sections.learner import LearnerSection
 
-WITH_VALUES = needing(VALUES)
+WITH_VALUES = estimators_needing(VALUES)
 """Advantages that need a critic."""
-WITH_GREEDY = needing(GREEDY)
+WITH_GREEDY = estimators_needing(GREEDY)
 """Advantages that need the reward of a greedy answer per group."""
 CONFLICT = "conflict"
 """The type of the validation error that carries `Conflict`s in its context."""
@@ -37,13 +37,13 @@ class Conflict:
 
 
 def _journal_conflicts(buffer: BufferSection) -> list[Conflict]:
-    keys = ("buffer.journal", "buffer.url")
-    if buffer.journal != "redis" and buffer.url is not None:
+    keys, takes_url = ("buffer.journal", "buffer.url"), journal_facts(buffer.journal).takes_url
+    if not takes_url and buffer.url is not None:
         what = f"buffer.url does nothing with buffer.journal: {buffer.journal}"
         return [Conflict(keys, what, "Set buffer.journal: redis")]
-    if buffer.journal == "redis" and buffer.url is None:
+    if takes_url and buffer.url is None:
         hint = "Set buffer.url, or buffer.url: managed for a private server"
-        return [Conflict(keys, "buffer.journal: redis names no Redis", hint)]
+        return [Conflict(keys, f"buffer.journal: {buffer.journal} names no Redis", hint)]
     return []
 
 
@@ -173,7 +173,7 @@ def _find_gateway_conflicts(config: Root) -> Iterator[Conflict]:
     if rollout.gateway is None:
         return
     hint = "Leave it out, or rollout.gateway"
-    if rollout.engine != "vllm":
+    if not engine_facts(rollout.engine).has_gateway:
         yield Conflict(
             ("rollout.engine", "rollout.gateway"), f"rollout.engine: {rollout.engine} has no gateway", hint
         )

@@ -1,31 +1,25 @@
 """A rollout replica: leases groups, lets its engine sample them, pushes them, swaps weights under way.
 
-    STARTING -> SYNCING -> READY -> DRAINING     READY <-> PINNED (evaluation)
+    STARTING -> SYNCING -> READY     READY <-> PINNED (evaluation)
   consumes: grants, versions     waits for: a free place, the buffer     produces: pushes, reports of swaps
-Owns the timing of its engine. When it asks for leases, renews, repeats a call and gives back are the rules of
+Owns the timing of its engine. When it asks for leases and renews them are the rules of
 `asyncrl.buffer.rules.replica`, which `rollout_service.replica` follows.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from asyncrl.buffer.ledger.tickets import Grant, Part
 from asyncrl.buffer.rules.replica import (
-    FAREWELL_DEADLINE_S,
-    RETRY_PAUSE_S,
     HeldOrder,
     LeaseCall,
     Leasing,
-    Tries,
     count_free_groups,
     is_order_good,
     may_lease,
-    plan_drain,
     renewal_interval_s,
 )
 from asyncrl.core.staleness import UNLOADED
@@ -34,11 +28,11 @@ from asyncrl.planner.actors import buffer
 from asyncrl.planner.actors.evaluation import PinnedWork, draw_answers
 from asyncrl.planner.engine import SimulatedEngine
 from asyncrl.planner.rates import Rates
-from asyncrl.planner.setting import Setting
+from asyncrl.planner.setting import LEASE_WAIT_S, Setting
 from asyncrl.planner.world import Actor, Args, World
 
-STARTING, SYNCING, READY = ServiceState.STARTING, ServiceState.SYNCING, ServiceState.READY
-PINNED, DRAINING, ENDED = ServiceState.PINNED, ServiceState.DRAINING, ServiceState.ENDED
+STARTING, SYNCING = ServiceState.STARTING, ServiceState.SYNCING
+READY, PINNED = ServiceState.READY, ServiceState.PINNED
 
 
 @dataclass
@@ -84,8 +78,6 @@ class ReplicaActor(Actor):
         self._num_unfinished = 0
         self._leasing, self._order = Leasing(), HeldOrder()
         self._ordered: tuple[Part, LeaseCall] | None = None
-        self._drain_stages: deque[float] = deque()
-        self._is_leaving = False
         self._due: float | None = None
         self._swapping = UNLOADED
         self._evaluation: PinnedWork | None = None
@@ -94,22 +86,22 @@ class ReplicaActor(Actor):
         self._dice = random.Random(0)
 
     def begin(self) -> None:
-        """Say that the leases of an earlier life are free, and ask for weights once the engine is up."""
+        """Ask for weights once the engine is up."""
         self.after(self._rates.start_s, self._come_up)
         self.every(renewal_interval_s(self._setting.ledger.lease_s), self._renew)
 
     def _come_up(self) -> None:
-        self._insist(buffer.NAME, "retire", {}, lambda _: self._sync())
-
-    def _sync(self) -> None:
         self.state = SYNCING
-        self.tell(self._receiver, "attend", number=self.serving, life=str(self.life))
+        self._attend()
+
+    def _attend(self) -> None:
+        self.tell(self._receiver, "attend", number=self.serving)
 
     # Weights
 
-    def on_who_serves(self, src: str, args: Args, call: int) -> None:
-        if self.state not in (STARTING, DRAINING, ENDED):
-            self.tell(src, "attend", number=self.serving, life=str(self.life))
+    def on_withdrawn(self, src: str, args: Args, call: int) -> None:
+        if self.state != STARTING:
+            self._attend()
 
     def on_fence(self, src: str, args: Args, call: int) -> None:
         self._is_fenced = args["is_fenced"]
@@ -131,7 +123,7 @@ class ReplicaActor(Actor):
     def _end_swap(self, receiver: str, number: int) -> None:
         self.engine.serve(number, self.world.now)
         self.serving = number
-        self.world.note("serving", name=self.name, life=self.life, number=number)
+        self.world.note("serving", name=self.name, number=number)
         if self.state == SYNCING:
             self.state = READY
         self.tell(receiver, "swapped", number=number)
@@ -151,34 +143,27 @@ class ReplicaActor(Actor):
         call = self._leasing.next_call(self.serving, want, self._work)
         if call is None:
             return
-        wait_s = max(call.wait_s, setting.pace.lease_wait_s)
-        args = {"version": call.version, "want": call.want, "held": call.held, "wait_s": wait_s}
+        args: dict[str, float | None] = {"version": call.version, "want": call.want, "wait_s": LEASE_WAIT_S}
         args["evaluating"] = self._order.number
-        deadline_s = wait_s + setting.pace.call_deadline_s
-        self.call(buffer.NAME, "lease", args, lambda answer: self._hear_grants(call, answer), deadline_s)
+        self.call(buffer.NAME, "lease", args, lambda answer: self._hear_grants(call, answer))
 
-    def _hear_grants(self, call: LeaseCall, answer: Args | None) -> None:
-        if answer is None or "error" in answer:
-            self.after(RETRY_PAUSE_S, self._end_lease, call, False)
-            return
+    def _hear_grants(self, call: LeaseCall, answer: Args) -> None:
         for grant in answer["grants"]:
             self._begin_group(grant)
-        part = answer.get("evaluate")
+        part = answer["evaluate"]
         if part is not None and self._order.take(part.id):
             self._ordered = (part, call)
             if self._swapping <= self.serving:  # else it pins itself once the swap is done
                 self._pin(part, call)
         else:
-            self._end_lease(call, True)
+            self._end_lease(call)
 
-    def _end_lease(self, call: LeaseCall, is_answered: bool) -> None:
-        self._leasing.end(call, is_answered=is_answered)
+    def _end_lease(self, call: LeaseCall) -> None:
+        self._leasing.end(call, is_answered=True)
         self._ask()
 
     def _begin_group(self, grant: Grant) -> None:
         key = (grant.ticket, grant.attempt)
-        if key in self._work:
-            return
         lengths = self._setting.draw_lengths(grant.ticket, self._dice)
         self._work[key] = Work(grant, len(lengths))
         self._num_unfinished += len(lengths)
@@ -188,23 +173,8 @@ class ReplicaActor(Actor):
         self._schedule()
 
     def _renew(self) -> None:
-        if self.state not in (STARTING, ENDED):
-            args, deadline_s = {"held": list(self._work)}, self._setting.pace.call_deadline_s
-            self.call(buffer.NAME, "renew", args, self._hear_lost, deadline_s)
-
-    def _hear_lost(self, answer: Args | None) -> None:
-        if answer is not None and answer.get("lost"):
-            for key in answer["lost"]:
-                self._lose(tuple(key))
-            self._ask()
-
-    def _lose(self, key: Any) -> None:
-        work = self._work.pop(key, None)
-        if work is None:
-            return
-        self._num_unfinished -= work.num_left
-        self.engine.lose({(key, sample) for sample in range(self._setting.num_samples)}, self.world.now)
-        self._schedule()
+        if self.state != STARTING:
+            self.tell(buffer.NAME, "renew", held=list(self._work))
 
     # Evaluations
 
@@ -212,18 +182,16 @@ class ReplicaActor(Actor):
         """Serve one version until no part of its evaluation is left for this replica."""
         self.state = PINNED
         if self._setting.cohort == 1:
-            self.tell(self._receiver, "pin", life=str(self.life))
+            self.tell(self._receiver, "pin")
         if is_order_good(call.version, self.serving):
             self._hear_part({"evaluate": part})
             return
         self._order.forget()
-        args = {"version": self.serving, "want": 0, "held": None, "wait_s": 0.0, "evaluating": None}
-        self._insist(buffer.NAME, "lease", args, self._hear_part, self._unpin)
+        args = {"version": self.serving, "want": 0, "wait_s": 0.0, "evaluating": None}
+        self.call(buffer.NAME, "lease", args, self._hear_part)
 
     def _hear_part(self, answer: Args) -> None:
-        part = answer.get("evaluate")
-        if self.state != PINNED:
-            return
+        part = answer["evaluate"]
         if part is None:
             self._unpin()
             return
@@ -240,7 +208,7 @@ class ReplicaActor(Actor):
         if work.is_done:
             self._evaluation = None
             args = {"id": work.part.id, "part": work.part.part, "version": work.version}
-            self._insist(buffer.NAME, "evaluated", args, self._hear_part, self._unpin)
+            self.call(buffer.NAME, "evaluated", args, self._hear_part)
         self._schedule()
 
     def _end_answer(self, work: PinnedWork, num_tokens: int) -> None:
@@ -252,12 +220,12 @@ class ReplicaActor(Actor):
         self.state, ordered, self._ordered = READY, self._ordered, None
         self._order.forget()
         if self._setting.cohort == 1:
-            self.tell(self._receiver, "unpin", life=str(self.life))
+            self.tell(self._receiver, "unpin")
         put_off, self._put_off = self._put_off, None
         if put_off is not None:
             self.on_swap(put_off[0], {"number": put_off[1]}, 0)
         if ordered is not None:
-            self._end_lease(ordered[1], True)
+            self._end_lease(ordered[1])
 
     def _put_off_swap(self, receiver: str, number: int) -> None:
         """Swap once the pin has ended.
@@ -285,7 +253,7 @@ class ReplicaActor(Actor):
         for (key, sample), spans in self.engine.take_ended(self.world.now):
             if self._evaluation is not None and key == self._evaluation.key:
                 self._end_answer(self._evaluation, spans.total())
-            elif key in self._work:  # else of an evaluation that a drain has ended
+            else:
                 self._end_sample(key, sample, spans)
         self._schedule()
         self._ask()
@@ -301,74 +269,11 @@ class ReplicaActor(Actor):
             self.after(self._rates.group_overhead_s, self._push, key)
 
     def _push(self, key: tuple[int, int]) -> None:
-        work = self._work.get(key)
-        if work is None:
-            return
+        work = self._work[key]
         num_tokens = work.spans.total() + round(self._setting.prompt_tokens * self._setting.trained_samples)
         args = {"ticket": key[0], "attempt": key[1], "num_tokens": num_tokens, "spans": work.spans}
-        self._insist(buffer.NAME, "push", args, lambda _: self._end_group(key), lambda: self._end_group(key))
+        self.call(buffer.NAME, "push", args, lambda _: self._end_group(key))
 
     def _end_group(self, key: tuple[int, int]) -> None:
-        self._work.pop(key, None)
+        del self._work[key]
         self._ask()
-        if self.state == DRAINING and not self._work:
-            self._give_back()
-
-    # The supervisor
-
-    def drain(self, grace_s: float = 0.0) -> None:
-        """Let groups end within `grace_s`, hand back what is unfinished, and end."""
-        self.state = DRAINING
-        self._evaluation = None  # the supervisor's `retire` frees the part
-        for _, most_s in plan_drain(grace_s, resumes_partial=False):
-            self._drain_stages.append(most_s)
-        self._end_stage()
-
-    def _end_stage(self) -> None:
-        if self._drain_stages and self._work:
-            self.after(self._drain_stages.popleft(), self._end_stage)
-        else:
-            self._give_back()
-
-    def _give_back(self) -> None:
-        if self._is_leaving:
-            return
-        self._is_leaving, held = True, list(self._work)
-        for key in held:
-            self._lose(key)
-        self.call(buffer.NAME, "release", {"held": held}, lambda _: self._retire(), FAREWELL_DEADLINE_S)
-
-    def _retire(self) -> None:
-        self.call(buffer.NAME, "retire", {}, lambda _: self._end(), FAREWELL_DEADLINE_S)
-
-    def _end(self) -> None:
-        self.state = ENDED
-
-    def promote(self) -> None:
-        """Take leases from here on."""
-        self.is_standby = False
-        self._ask()
-
-    def _insist(
-        self,
-        dst: str,
-        op: str,
-        args: Args,
-        then: Callable[[Args], None],
-        give_up: Callable[[], None] | None = None,
-    ) -> None:
-        """Ask until there is an answer, or with `give_up` until the tries are spent."""
-        tries = Tries()
-
-        def ask() -> None:
-            self.call(dst, op, args, hear, self._setting.pace.call_deadline_s)
-
-        def hear(answer: Args | None) -> None:
-            if answer is not None:
-                then(answer)
-            elif give_up is None or tries.may_repeat():
-                self.after(RETRY_PAUSE_S, ask)
-            else:
-                give_up()
-
-        ask()

@@ -1,4 +1,4 @@
-"""The supervisor: the real fleet machine, which starts, watches and ends the other actors.
+"""The supervisor: the real fleet machine, which starts and watches the other actors.
 
 Owns how a service is made. It looks at its services directly, not through the network: they are its children.
 """
@@ -7,28 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import assert_never
 
 from asyncrl.control.fleet.machine import FleetMachine, FleetRules
-from asyncrl.control.fleet.messages import (
-    Begin,
-    Cause,
-    Drain,
-    Effect,
-    End,
-    Event,
-    Forgo,
-    GiveUp,
-    Gone,
-    Heard,
-    Kill,
-    Promote,
-    Retire,
-    Start,
-    Tick,
-    Wanted,
-)
-from asyncrl.control.upkeep.reading import in_order
+from asyncrl.control.fleet.messages import Begin, Event, Heard, Start, Tick
 from asyncrl.core.states import ServiceState
 from asyncrl.planner.actors import buffer, learner
 from asyncrl.planner.actors.buffer import BufferActor
@@ -42,7 +23,7 @@ from asyncrl.planner.actors.weights import (
     ReceiverActor,
 )
 from asyncrl.planner.rates import Rates
-from asyncrl.planner.setting import NEVER, Setting
+from asyncrl.planner.setting import NEVER, WATCH_S, Setting
 from asyncrl.planner.world import Actor, World
 
 NAME = "supervisor"
@@ -59,89 +40,50 @@ class SupervisorActor(Actor):
 
     Attributes:
         machine: The real one.
-        given_up: Why the run was ended, empty if it was not.
     """
 
     def __init__(self, world: World, setting: Setting, rates: Rates, num_steps: int) -> None:
         super().__init__(world, NAME)
         self._setting, self._rates, self._num_steps = setting, rates, num_steps
         self.machine = FleetMachine(self._rules(setting), world.now)
-        self.given_up = ""
-        self._heard: dict[str, tuple[int, str]] = {}
+        self._heard: dict[str, ServiceState] = {}
 
     @staticmethod
     def _rules(setting: Setting) -> FleetRules:
-        """Return the run's rules, stretched for a fleet that is larger, or looked at more seldom."""
-        rules, pace = setting.fleet, setting.pace
+        """Return the run's rules, stretched for a fleet that is looked at seldom; its silence is no news."""
+        rules = setting.fleet
         return replace(
             rules,
-            start_deadline_s=max(rules.start_deadline_s, 4 * pace.watch_s),
+            start_deadline_s=max(rules.start_deadline_s, 4 * WATCH_S),
             max_replicas=max(rules.max_replicas, setting.replicas + setting.standby),
-            silence_s=pace.fleet_silence_s,
-            long_silence_s=max(rules.long_silence_s, pace.fleet_silence_s),
+            silence_s=NEVER,
+            long_silence_s=NEVER,
         )
 
     def begin(self) -> None:
         """Start the run."""
         self.hear(Begin(self._setting.replicas, self._setting.standby))
-        self.every(self._setting.pace.watch_s, self._look)
-
-    def scale(self, replicas: int) -> None:
-        """Want another number of replicas."""
-        self.hear(Wanted(replicas))
+        self.every(WATCH_S, self._look)
 
     def hear(self, event: Event) -> None:
         """Hand an event to the machine and do what it says."""
         for effect in self.machine.apply(event, self.world.now):
-            self._perform(effect)
+            if isinstance(effect, Start):  # nothing dies and nobody scales the fleet: others are of the end
+                self.world.start(self._make(effect.name, effect.is_standby))
 
     def _look(self) -> None:
-        names, living = list(self.machine.names), self.world.actors
-        for event in in_order(Gone(name, "was killed", Cause.DEATH) for name in names if name not in living):
-            self.hear(event)
-        for name in names:
-            if name in living:
-                self._listen(living[name])
+        for name in self.machine.names:
+            self._listen(self.world.actors[name])
         self.hear(Tick())
 
     def _listen(self, actor: Actor) -> None:
-        """Hand on what an actor says; where silence is no news, only what differs from its last word.
-
-        There is little to be heard of a fleet of thousands, and nobody in it dies but by the user's will.
-        """
-        said = actor.life, str(getattr(actor, "state", "READY"))
-        if self._setting.pace.fleet_silence_s == NEVER and self._heard.get(actor.name) == said:
+        """Hand on what an actor says if it differs from its last word: thousands say little that is new."""
+        state = ServiceState(getattr(actor, "state", "READY"))
+        if self._heard.get(actor.name) == state:
             return
-        self._heard[actor.name] = said
+        self._heard[actor.name] = state
         done = actor.num_done if isinstance(actor, ReplicaActor) else int(getattr(actor, "step", 0))
-        self.hear(Heard(actor.name, ServiceState(said[1]), done))
-
-    def _perform(self, effect: Effect) -> None:
-        match effect:
-            case Start():
-                self.world.start(self._make(effect.name, effect.is_standby))
-            case Kill() | End():
-                self.world.kill(effect.name)
-                if effect.name.startswith("rollout."):
-                    self.tell(buffer.NAME, "retire", replica=effect.name)
-            case Drain():
-                self._replica(effect.index, ReplicaActor.drain)
-            case Promote():
-                self._replica(effect.index, ReplicaActor.promote)
-            case GiveUp():
-                self.given_up = effect.reason
-                self.world.note("given_up", reason=effect.reason)
-            case Forgo():
-                self.world.note("forgo", reason=effect.reason)
-            case Retire():
-                self.world.note("retire", reason=effect.reason)
-            case _:
-                assert_never(effect)
-
-    def _replica(self, index: int, do: Callable[[ReplicaActor], None]) -> None:
-        actor = self.world.actors.get(f"rollout.{index}")
-        if isinstance(actor, ReplicaActor):
-            do(actor)
+        self.hear(Heard(actor.name, state, done))
 
     def _make(self, name: str, is_standby: bool) -> Actor:
         world, setting, rates = self.world, self._setting, self._rates

@@ -1,34 +1,34 @@
 """Weight sync: the real coordination, and beside it the publisher and the receivers as its peers.
 
   learner -publish-> publisher -published-> coordinator -orders-> publisher, receivers -commit-> replicas
-Each side drives its pure machines: `Coordination`; `Allegiance`, `Attendance`, `Copies`, `Pin`. Bytes are
-time alone. Several replicas may share a receiver (`Setting.cohort`); it swaps them in turn, as permits would.
+Each side drives its pure machines: `Coordination`; `Slots`, `Attendance`, `Copies`, `Pin`. Bytes are time
+alone. Several replicas may share a receiver (`Setting.cohort`); it swaps them in turn, as permits would.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, replace
 
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
 from asyncrl.planner.rates import Rates
-from asyncrl.planner.setting import Setting
+from asyncrl.planner.setting import DEAD_S, HEARTBEAT_S, SILENCE_S, TICK_S, Setting
 from asyncrl.planner.world import Actor, Args, World
 from weight_sync.protocol.copies import Copies
 from weight_sync.protocol.members import Card, PublisherSeat
-from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Pin
+from weight_sync.protocol.peer import Attendance, Pin
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
-from weight_sync.protocol.rounds import ABORTED, NEVER, SUPERSEDED, TRANSPORT, Timing
+from weight_sync.protocol.rounds import ABORTED, SUPERSEDED, Timing
+from weight_sync.protocol.slots import NUM_SLOTS, Slots
 
 COORDINATOR_NAME, PUBLISHER_NAME = "weight_sync.0", "publisher.0"
 ABILITIES = frozenset({"gloo"})
 
 
 def timing_of(setting: Setting) -> Timing:
-    """Return the deadlines of weight sync at the setting's pace."""
-    usual, pace = Timing.of(setting.sync_deadline_s), setting.pace
-    return replace(usual, silence_s=pace.silence_s, dead_s=max(pace.dead_s, usual.dead_s))
+    """Return the deadlines of weight sync, stretched for members that speak seldom."""
+    usual = Timing.of(setting.sync_deadline_s)
+    return replace(usual, silence_s=SILENCE_S, dead_s=max(DEAD_S, usual.dead_s))
 
 
 class CoordinatorActor(Actor):
@@ -36,44 +36,33 @@ class CoordinatorActor(Actor):
 
     def __init__(self, world: World, setting: Setting) -> None:
         super().__init__(world, COORDINATOR_NAME)
-        kept = world.disk.setdefault(COORDINATOR_NAME, {"fences": {}})
-        self._kept = kept
         members = setting.num_members + setting.standby
-        self.coordination = Coordination(
-            timing_of(setting),
-            min(setting.parallelism, members),
-            token=self.life,
-            fences=kept["fences"],
-        )
-        self._tick_s = setting.pace.tick_s
+        self.coordination = Coordination(timing_of(setting), min(setting.parallelism, members), token=1)
 
     def begin(self) -> None:
-        self.every(self._tick_s, self._tick)
+        self.every(TICK_S, self._tick)
 
     def on_hello(self, src: str, args: Args, call: int) -> None:
-        is_in = self.coordination.hello(args["card"], self.world.now)
+        self.coordination.hello(args["card"], self.world.now)
         self._post()
-        self.answer(src, call, is_in=is_in, token=self.coordination.token)
 
     def on_publisher_hello(self, src: str, args: Args, call: int) -> None:
-        seat = PublisherSeat(args["incarnation"], ABILITIES, "", 0, self.world.now, born=args["born"])
-        is_in = self.coordination.publisher_hello(seat, args["current"], self.world.now)
+        seat = PublisherSeat(PUBLISHER_NAME, ABILITIES, "", 0, self.world.now, born=1)
+        self.coordination.publisher_hello(seat, None, self.world.now)
         self._post()
-        self.answer(src, call, is_in=is_in)
 
     def on_poll(self, src: str, args: Args, call: int) -> None:
-        known = self.coordination.seen(args["name"], args["incarnation"], self.world.now)
+        self.coordination.seen(args["name"], src, self.world.now)
         member = self.coordination.members.get(args["name"])
         self._post()
-        self.answer(src, call, is_known=known, is_fenced=member is not None and member.is_fenced)
+        self.answer(src, call, is_fenced=member is not None and member.is_fenced)
 
     def on_event(self, src: str, args: Args, call: int) -> None:
-        """A member or the publisher reports; who is not known any more must say hello first."""
-        name, method = args["name"], args["method"]
-        if not self.coordination.seen(name, args["incarnation"], self.world.now):
-            return
+        """A member or the publisher reports."""
+        name = args["name"]
+        self.coordination.seen(name, src, self.world.now)
         given = (name, *args["given"]) if name != PUBLISHER else args["given"]
-        getattr(self.coordination, method)(*given, now=self.world.now)
+        getattr(self.coordination, args["method"])(*given, now=self.world.now)
         self._post()
 
     def _tick(self) -> None:
@@ -81,84 +70,73 @@ class CoordinatorActor(Actor):
         self._post()
 
     def _post(self) -> None:
-        orders = self.coordination.take_orders()
-        self._kept["fences"] = self.coordination.fences
-        for order in orders:
+        for order in self.coordination.take_orders():
             dst = PUBLISHER_NAME if order.to == PUBLISHER else order.to
-            self.tell(dst, "order", kind=order.kind, token=self.coordination.token, **order.fields)
-        for record in self.coordination.take_records():
-            self.world.note("sync", record=record)
+            self.tell(dst, "order", kind=order.kind, **order.fields)
+        self.coordination.take_records()
+
+
+@dataclass(eq=False)
+class Slot:
+    """A segment of the publisher, without its bytes."""
+
+    number: int = UNLOADED
+    is_writing: bool = False
+    num_transfers: int = 0
 
 
 class PublisherActor(Actor):
-    """Holds versions of one learner, the newest token's, and sends them.
-
-    Attributes:
-        token: The newest fencing token that has published here.
-        state: For the supervisor.
-    """
+    """Holds the learner's versions, and sends them."""
 
     state = "READY"
 
     def __init__(self, world: World, setting: Setting, rates: Rates) -> None:
         super().__init__(world, PUBLISHER_NAME)
         self._setting, self._rates = setting, rates
-        self._incarnation = f"{PUBLISHER_NAME}#{self.life}"
-        self.current: PolicyVersion | None = None
-        self.token = 0
+        self._slots: Slots[Slot] = Slots([Slot() for _ in range(NUM_SLOTS)])
         self._rounds = Attendance()
-        self._allegiance = Allegiance()
         self._joined: dict[int, list[str]] = {}
-        self._sizes: dict[int, tuple[int, int]] = {}
-        self._sending: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+        self._sending: dict[int, Slot] = {}
 
     def begin(self) -> None:
-        self._greet()
-        self.every(self._setting.pace.heartbeat_s, self._poll)
+        self.tell(COORDINATOR_NAME, "publisher_hello")
+        self.every(HEARTBEAT_S, self._poll)
 
     def on_acquire(self, src: str, args: Args, call: int) -> None:
-        if args["token"] < self.token:
-            self.world.note("refused", op="acquire", src=src, error="FencedError")
-            self.answer(src, call, has_room=False, is_fenced=True)
-            return
-        held = set(self._sending.values()) | ({self.current.number} if self.current else set())
-        self.answer(src, call, has_room=len(held) < self._setting.num_buffers)
+        slot = self._slots.next_to_write()
+        if slot is not None:
+            slot.number, slot.is_writing = UNLOADED, True
+        self.answer(src, call, has_room=slot is not None)
 
     def on_publish(self, src: str, args: Args, call: int) -> None:
-        """Take a version over. An older token's is refused."""
-        if args["token"] < self.token:
-            self.world.note("refused", op="publish", src=src, error="FencedError")
-            self.answer(src, call, is_taken=False, is_fenced=True)
-            return
-        self.token = args["token"]
-        version = PolicyVersion(args["number"], args["step"])
-        if self.current is None or version.number > self.current.number:
-            self.current = version
-            self.world.note("published", number=version.number, step=version.step, token=self.token)
-            self._report("published", version)
-        self.answer(src, call, is_taken=True)
+        """Take over what was written."""
+        slot = self._slots.next_to_write()
+        assert slot is not None and slot.is_writing, "it was acquired"
+        slot.number, slot.is_writing = args["number"], False
+        self._slots.current = slot
+        self.world.note("published", number=slot.number)
+        self._report("published", PolicyVersion(slot.number, args["step"]))
+        self.answer(src, call)
 
     def on_order(self, src: str, args: Args, call: int) -> None:
-        if self._allegiance.hear(args["token"]) is Hearing.OLDER:
-            return
         round_id = args["round"]
         if args["kind"] == "transfer" and self._rounds.begin(round_id, needs_offer=False):
-            if self.current is None or args["number"] != self.current.number:
+            slot = self._slots.hold(args["number"])
+            if slot is None:
                 self._rounds.end(round_id)
                 self._report("send_failed", round_id, SUPERSEDED)
                 return
-            self._sizes[round_id] = (args["world"] - 1, args["number"])
-            self._sending[round_id] = args["number"]
+            self._sizes[round_id], self._sending[round_id] = args["world"] - 1, slot
             self._send_if_complete(round_id)
         elif args["kind"] == "abort":
             self._abort(round_id)
 
     def _abort(self, round_id: int) -> None:
         stage = self._rounds.abort(round_id)
-        begun_s = math.inf if round_id in self._sizes else NEVER
         self._forget(round_id)
         if stage is not None:
-            self._report("send_failed", round_id, ABORTED, begun_s=begun_s)
+            self._report("send_failed", round_id, ABORTED)
 
     def on_join(self, src: str, args: Args, call: int) -> None:
         """A receiver has opened its end of the round's group."""
@@ -169,42 +147,30 @@ class PublisherActor(Actor):
 
     def _send_if_complete(self, round_id: int) -> None:
         size = self._sizes.get(round_id)
-        if size is not None and len(self._joined.get(round_id, ())) >= size[0]:
+        if size is not None and len(self._joined.get(round_id, ())) >= size:
             self.after(self._rates.transfer_s, self._finish, round_id)
 
     def _finish(self, round_id: int) -> None:
         if not self._rounds.end(round_id):
             return
-        number, joined = self._sizes[round_id][1], self._joined[round_id]
-        is_whole = all(name in self.world.actors for name in joined)  # a dead end breaks the group
+        number, joined = self._sending[round_id].number, self._joined[round_id]
         self._forget(round_id)
         for name in joined:
-            self.tell(name, "bytes" if is_whole else "broken", round=round_id, number=number)
-        if is_whole:
-            self._report("sent", round_id, 1)
-        else:
-            self._report("send_failed", round_id, TRANSPORT)
+            self.tell(name, "bytes", round=round_id, number=number)
+        self._report("sent", round_id, 1)
 
     def _forget(self, round_id: int) -> None:
-        for book in (self._sizes, self._joined, self._sending):
-            book.pop(round_id, None)
-
-    def _greet(self) -> None:
-        args = {"incarnation": self._incarnation, "born": self.life, "current": self.current}
-        self.call(COORDINATOR_NAME, "publisher_hello", args, lambda _: None)
+        self._sizes.pop(round_id, None)
+        self._joined.pop(round_id, None)
+        slot = self._sending.pop(round_id, None)
+        if slot is not None:
+            self._slots.release(slot)
 
     def _poll(self) -> None:
-        args = {"name": PUBLISHER, "incarnation": self._incarnation}
-        self.call(COORDINATOR_NAME, "poll", args, self._hear_poll, self._setting.pace.call_deadline_s)
+        self.call(COORDINATOR_NAME, "poll", {"name": PUBLISHER}, lambda _: None)
 
-    def _hear_poll(self, answer: Args | None) -> None:
-        if answer is not None and not answer["is_known"]:
-            self._greet()
-
-    def _report(self, method: str, *given: object, **more: object) -> None:
-        del more  # `begun_s` is infinite wherever it is not said
-        args = {"name": PUBLISHER, "incarnation": self._incarnation, "method": method, "given": given}
-        self.tell(COORDINATOR_NAME, "event", **args)
+    def _report(self, method: str, *given: object) -> None:
+        self.tell(COORDINATOR_NAME, "event", name=PUBLISHER, method=method, given=given)
 
 
 @dataclass(frozen=True)
@@ -227,31 +193,32 @@ class ReceiverActor(Actor):
     def __init__(self, world: World, name: str, setting: Setting, replicas: tuple[str, ...]) -> None:
         super().__init__(world, name)
         self._setting = setting
-        self._incarnation = f"{name}#{self.life}"
         self.replicas = replicas
         self.serving = UNLOADED
         self._copies: Copies[Copy] = Copies(lambda copy: None)
         self._is_fenced, self._pin = False, Pin()
         self._attending: set[str] = set()
         self._rounds = Attendance()
-        self._allegiance = Allegiance()
         self._to_swap: deque[str] = deque()
         self._swapping: set[str] = set()
         members = setting.num_members
         self._at_once = max(1, setting.parallelism // max(1, members))
 
     def begin(self) -> None:
-        self._greet()
-        for replica in self.replicas:
-            self.tell(replica, "who_serves")
-        self.every(self._setting.pace.heartbeat_s, self._poll)
+        card = Card(
+            self.name,
+            self.name,
+            ABILITIES,
+            serving=UNLOADED,
+            staged=UNLOADED,
+            is_attended=False,
+            is_pinned=False,
+            born=1,
+        )
+        self.tell(COORDINATOR_NAME, "hello", card=card)
+        self.every(HEARTBEAT_S, self._poll)
 
     def on_order(self, src: str, args: Args, call: int) -> None:
-        hearing = self._allegiance.hear(args["token"])
-        if hearing is Hearing.OLDER:
-            return
-        if hearing is Hearing.NEWER:
-            self._greet()
         getattr(self, "_obey_" + args["kind"])(args)
 
     def _obey_offer(self, args: Args) -> None:
@@ -269,7 +236,7 @@ class ReceiverActor(Actor):
     def _obey_withdraw(self, args: Args) -> None:
         self._withdraw()
         for replica in self.replicas:
-            self.tell(replica, "who_serves")
+            self.tell(replica, "withdrawn")
 
     def _withdraw(self) -> None:
         """Take back what was committed, and what replicas were told and have not loaded."""
@@ -294,22 +261,15 @@ class ReceiverActor(Actor):
         """All buckets of the round are here."""
         if self._rounds.end(args["round"]):
             self._copies.put_verified(Copy(args["number"]))
-            self.world.note("verified", name=self.name, number=args["number"])
             self._report("verified", args["round"], args["number"])
-
-    def on_broken(self, src: str, args: Args, call: int) -> None:
-        if self._rounds.end(args["round"]):
-            self._report("failed", args["round"], TRANSPORT)
 
     def on_attend(self, src: str, args: Args, call: int) -> None:
         """A replica asks for weights; it serves `number`, nothing if it has just been started."""
         self._attending.add(src)
-        self._note_pin(self._pin.meet(args["life"]))
         if args["number"] < self.serving or src in self._swapping:
             self._swapping.discard(src)
             self.serving = args["number"]
             self._copies.untake()
-            self._note_pin(self._pin.end())
             self._report("restarted", args["number"])
         elif len(self.replicas) == 1:
             self.serving = args["number"]
@@ -317,10 +277,10 @@ class ReceiverActor(Actor):
         self.tell(src, "fence", is_fenced=self._is_fenced)
 
     def on_pin(self, src: str, args: Args, call: int) -> None:
-        self._note_pin(self._pin.set(args["life"], True))
+        self._note_pin(self._pin.set(src, True))
 
     def on_unpin(self, src: str, args: Args, call: int) -> None:
-        self._note_pin(self._pin.set(args["life"], False))
+        self._note_pin(self._pin.set(src, False))
 
     def _note_pin(self, has_changed: bool) -> None:
         if not has_changed:
@@ -346,37 +306,14 @@ class ReceiverActor(Actor):
             self._swapping.add(replica)
             self.tell(replica, "swap", number=self._copies.taken_number)
 
-    def _greet(self) -> None:
-        card = Card(
-            self.name,
-            self._incarnation,
-            ABILITIES,
-            serving=self.serving,
-            staged=max(self._copies.newest_verified, self._copies.taken_number),
-            is_attended=len(self._attending) == len(self.replicas),
-            is_pinned=self._pin.is_held,
-            born=self.life,
-        )
-        self.call(COORDINATOR_NAME, "hello", {"card": card}, self._hear_hello)
-
-    def _hear_hello(self, answer: Args | None) -> None:
-        if answer is not None:
-            self._allegiance.hear(answer["token"])
-
     def _poll(self) -> None:
-        args = {"name": self.name, "incarnation": self._incarnation}
-        self.call(COORDINATOR_NAME, "poll", args, self._hear_poll, self._setting.pace.call_deadline_s)
+        self.call(COORDINATOR_NAME, "poll", {"name": self.name}, self._hear_poll)
 
-    def _hear_poll(self, answer: Args | None) -> None:
-        if answer is None:
-            return
-        if not answer["is_known"]:
-            self._greet()
+    def _hear_poll(self, answer: Args) -> None:
         if answer["is_fenced"] != self._is_fenced:
             self._is_fenced = answer["is_fenced"]
             for replica in self.replicas:
                 self.tell(replica, "fence", is_fenced=self._is_fenced)
 
     def _report(self, method: str, *given: object) -> None:
-        args = {"name": self.name, "incarnation": self._incarnation, "method": method, "given": given}
-        self.tell(COORDINATOR_NAME, "event", **args)
+        self.tell(COORDINATOR_NAME, "event", name=self.name, method=method, given=given)

@@ -51,7 +51,7 @@ class Ours:
             lease_s=60.0,
             max_attempts=3,
         )
-        from asyncrl.buffer.composition import open_journal  # only the server's process needs it
+        from asyncrl.buffer.journals.kind import open_journal  # only the server's process needs it
         from asyncrl.buffer.service import BufferService
         from asyncrl.buffer.store import ExperienceStore
         from asyncrl.core.config.tree import BufferSection

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
-from asyncrl.buffer.composition import open_journal
+from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.buffer.service import BufferService
@@ -189,7 +189,7 @@ def run_buffer(pipe: Connection, load: Load, folder: str) -> None:
         lease_s=LEASE_S,
         max_attempts=3,
     )
-    journal, runtime = open_journal(BufferSection(journal=load.journal), Path(folder)), ThreadRuntime()  # type: ignore[arg-type]
+    journal, runtime = open_journal(BufferSection(journal=load.journal), Path(folder)), ThreadRuntime()
     store = ExperienceStore(settings, journal, GROUP_SIZE, drops_constant_groups=False, now=runtime.now())
     service, stop = BufferService(store, runtime), ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,), daemon=True)

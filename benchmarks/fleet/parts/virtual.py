@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.buffer.journals.journal import MemoryJournal
+from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.rules.learner import RESERVE_WAIT_S, is_checkpoint_due

@@ -11,6 +11,7 @@ import pytest
 
 from asyncrl.core.config.lengths import Lengths
 from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.service_status import EngineStatus
 from asyncrl.core.staleness import PolicyVersion, Span
 from benchmarks.harness.rows import RowFile
 from benchmarks.pipeline import asynchrony as pipeline
@@ -138,8 +139,16 @@ def row(number: int, **figures: float) -> dict[str, float]:
 def sample(
     time_s: float, tokens: int, busy_s: float, lease_s: float, running: int = 0, dropped: int = 0
 ) -> Sample:
-    status: dict[str, Any] = {"tokens": tokens, "busy_s": busy_s, "idle_by_cause": {"lease": lease_s}}
-    return Sample(time_s, {"rollout.0": {**status, "in_flight_requests": running}}, dropped)
+    engine = EngineStatus(
+        in_flight_requests=running,
+        tokens=tokens,
+        trajectories=0,
+        busy_s=busy_s,
+        idle_by_cause={"lease": lease_s},
+        swaps=0,
+        last_swap_s=0.0,
+    )
+    return Sample(time_s, {"rollout.0": engine}, dropped)
 
 
 def test_a_window_is_of_the_steps_after_the_first_ones_and_leaves_the_rest_out() -> None:

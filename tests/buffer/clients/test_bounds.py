@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.buffer.bounds import GroupBounds
 from asyncrl.buffer.composition import group_bounds
-from asyncrl.buffer.journals.journal import MemoryJournal
+from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.config.load import load_config

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.journals.journal import Journal, MemoryJournal, Need
+from asyncrl.buffer.journals.journal import Journal, Need
+from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.events import Event, Opened

@@ -11,11 +11,12 @@ import pytest
 
 from asyncrl.buffer.journals.file_journal import EVENTS, FORMAT, FileJournal, read_turns
 from asyncrl.buffer.journals.redis.journal import RedisJournal
-from asyncrl.buffer.journals.redis.past import keys_of, read_run
+from asyncrl.buffer.journals.redis.past import keys_of
 from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.core.errors import ConfigError
 from tests.buffer.journals.journal_parts import raw_link
+from tests.buffer.journals.redis.redis_parts import read_run
 from tests.buffer.parts import make_store
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from asyncrl.buffer.journals.journal import MemoryJournal
+from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.ledger.events import Event
 from asyncrl.buffer.service import Desk
 from asyncrl.buffer.store import ExperienceStore

@@ -6,7 +6,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from asyncrl.buffer.journals.journal import MemoryJournal
+from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.service import Desk
 from asyncrl.buffer.store import ExperienceStore

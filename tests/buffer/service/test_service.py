@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.buffer.client import LearnerClient, ReplicaClient
 from asyncrl.buffer.composition import build, ledger_settings, max_group_bytes
-from asyncrl.buffer.journals.journal import MemoryJournal
+from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.ledger.events import Event, Opened
 from asyncrl.buffer.messages import EvaluationOrder
 from asyncrl.buffer.service import BufferService, Desk

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.buffer.composition import ledger_settings, open_journal
+from asyncrl.buffer.composition import ledger_settings
+from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.control.launch import run
 from asyncrl.control.launch.lineage import (

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 from page_runs import make_config, make_group, write_groups
 
-from asyncrl.buffer.composition import run_key
+from asyncrl.buffer.journals.kind import NUM_NEWEST, journal_kind
 from asyncrl.buffer.journals.records import make_record
 from asyncrl.buffer.journals.redis.past import asking, keys_of
+from asyncrl.buffer.journals.redis.place import run_key
 from asyncrl.buffer.journals.redis.server import RedisServer
+from asyncrl.buffer.journals.segment_payloads import SegmentPayloads
 from asyncrl.buffer.journals.segments import SegmentFolder
 from asyncrl.control.page.reading import (
-    NUM_GROUPS,
     NUM_SAMPLES,
-    FilePayloads,
-    RedisPayloads,
     RowTail,
 )
 from asyncrl.control.page.rollouts.decoding import decoder_of
@@ -93,14 +92,14 @@ def test_of_files_that_were_compressed_a_sample_is_read_and_all_that_comes_after
 
 def test_the_newest_groups_are_found_while_a_buffer_writes_and_segments_change(tmp_path: Path) -> None:
     folder = tmp_path / "payloads"
-    payloads = FilePayloads(folder)
+    payloads = SegmentPayloads(folder)
     assert payloads.newest() == []
     segments = SegmentFolder(folder, segment_bytes=2000)
     for ticket in range(1, 31):
         segments.append(ticket, 1, encode_group(make_group(ticket)))
         if ticket in (2, 3, 29):
             newest = [group.ticket for group in payloads.newest()]
-            assert newest == list(range(ticket, max(0, ticket - NUM_GROUPS), -1))
+            assert newest == list(range(ticket, max(0, ticket - NUM_NEWEST), -1))
     for ticket in range(1, 30):
         segments.release(ticket)  # and with them all files but the newest
     assert [group.ticket for group in payloads.newest()] == [30, 29]
@@ -111,7 +110,7 @@ def test_a_record_that_is_half_written_is_left_for_later(tmp_path: Path) -> None
     write_groups(tmp_path, 2)
     (path,) = (tmp_path / "buffer" / "payloads").glob("*.segment")
     whole = path.read_bytes()
-    payloads = FilePayloads(path.parent)
+    payloads = SegmentPayloads(path.parent)
     path.write_bytes(whole[:-10])
     assert [group.ticket for group in payloads.newest()] == [1]
     path.write_bytes(whole)
@@ -122,23 +121,25 @@ def test_a_payload_with_a_flipped_bit_is_not_shown(tmp_path: Path) -> None:
     write_groups(tmp_path, 2)
     (path,) = (tmp_path / "buffer" / "payloads").glob("*.segment")
     path.write_bytes(path.read_bytes()[:-1] + b"\x00")
-    assert [group.ticket for group in FilePayloads(path.parent).newest()] == [1]
+    assert [group.ticket for group in SegmentPayloads(path.parent).newest()] == [1]
 
 
 def test_the_newest_groups_come_out_of_redis_too_and_its_end_is_an_error(tmp_path: Path) -> None:
     server = RedisServer(tmp_path / "buffer" / "redis")
     server.ensure()
-    payloads = RedisPayloads(make_config(tmp_path, journal="redis"), tmp_path)
+    config = make_config(tmp_path, journal="redis")
+    newest = journal_kind("redis").newest(config.buffer, tmp_path)
+    assert newest is not None
     try:
         with asking(server.url) as (ask, _):
             for ticket in range(5, 13):
                 record = make_record(ticket, 1, encode_group(make_group(ticket)))
                 ask("HSET", keys_of(run_key(tmp_path))["payloads"], f"{ticket}:1:1", record)
-        assert [group.ticket for group in payloads.newest()] == [12, 11, 10, 9, 8, 7]
+        assert [group.ticket for group in newest()] == [12, 11, 10, 9, 8, 7]
     finally:
         server.stop()
     with pytest.raises(ConfigError, match="does not run"):
-        payloads.newest()
+        newest()
 
 
 @pytest.mark.parametrize(("has_tokenizer", "text"), [(True, "51937="), (False, "<7><3><11><5><9><12>")])

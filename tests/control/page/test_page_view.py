@@ -13,9 +13,11 @@ from page_runs import WORDS, make_group, make_snapshot
 from asyncrl.control.page.figures import DASH
 from asyncrl.control.page.pipeline import counters_of
 from asyncrl.control.page.rollouts.answers import HEAD_TOKENS, rollouts_of, text_of
+from asyncrl.control.page.snapshot import shown
 from asyncrl.control.page.trends import FlowMeter
 from asyncrl.control.page.view import view_of
 from asyncrl.core.errors import WireError
+from asyncrl.core.service_status import FileJournalStatus
 from tests.statuses import snapshot_of
 
 
@@ -225,6 +227,21 @@ def test_a_figure_that_is_no_number_leaves_the_others_on_the_page(place: str, va
         snapshot = make_snapshot()
         find(snapshot)[name] = value
         json.dumps(view_of(snapshot_of(snapshot)), allow_nan=False)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_field_that_must_be_a_number_and_is_none_leaves_the_rest_on_the_page(value: float) -> None:
+    snapshot = make_snapshot()
+    snapshot["ledger"]["journal"] = {"kind": "file", "is_away": False, "fsync": "batch", "unsynced_s": value}
+    snapshot["obstacles"] = [{"service": "buffer.0", "cause": "disk_full", "reason": "full", "since": value}]
+    found = snapshot_of(snapshot)
+    assert found.ledger is not None and isinstance(found.ledger.journal, FileJournalStatus)
+    assert not math.isfinite(found.ledger.journal.unsynced_s), "it is told as it is"
+    cleaned = shown(found)
+    assert cleaned.ledger is not None and isinstance(cleaned.ledger.journal, FileJournalStatus)
+    assert (cleaned.ledger.journal.unsynced_s, cleaned.obstacles[0].since) == (0.0, 0.0)
+    assert cleaned.ledger.issued == found.ledger.issued and cleaned.services.keys() == found.services.keys()
+    json.dumps(view_of(found), allow_nan=False)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, "many"])

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from asyncrl.buffer.audit.account import TimedEvent
 from asyncrl.buffer.audit.report import opened_past
-from asyncrl.buffer.composition import ledger_settings, open_journal
+from asyncrl.buffer.composition import ledger_settings
+from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.buffer.ledger import events as ev
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.cli.app import app
@@ -32,6 +33,7 @@ from asyncrl.core.config.load import dump_resolved
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.experience import encode_group
+from asyncrl.core.files.sync_records import RoundRecord
 from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.parts import GROUP_SIZE, make_group
 
@@ -177,8 +179,8 @@ def test_what_reaches_over_the_edge_of_the_window_is_cut_there():
     book = GroupBook(Window(100.0, 200.0))
     book.take_all(past((50.0, ev.Leased(1, "rollout.0", 0.0, 1, 1)), (150.0, ev.Stored(1, 1, 1, (1, 1)))))
     book.take_all(past((10.0, ev.Leased(2, "rollout.0", 0.0, 1, 1)), (90.0, ev.Stored(2, 1, 1, (1, 1)))))
-    line = {"time": 101.0, "kind": "round", "seconds": 5.0, "number": 2, "lane": "MAIN", "step": 1}
-    rounds = rounds_in([line | {"num_bytes": 8, "parts": {}, "cause": ""}], Window(100.0, 200.0))
+    record = RoundRecord(1, "MAIN", 2, 1, 1, {}, 5.0, 8, "", {}, (), time=101.0)
+    rounds = rounds_in([record], Window(100.0, 200.0))
     tracks = check_trace(chrome_trace([book.timeline(), rounds], {}))
     assert [(span["ts"], span["dur"]) for span in tracks["rollout.0"]["groups"]] == [(0, 50_000_000)]
     assert [(span["ts"], span["dur"]) for span in tracks["weight_sync.0"]["rounds (MAIN)"]] == [
@@ -235,8 +237,9 @@ def make_run(folder: Path, journal: str = "file") -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = [
         {"time": last_s, "kind": "start", "token": 3},
-        {"time": last_s, "kind": "round", "lane": "MAIN", "number": 1, "step": 0, "num_bytes": 8,
-         "seconds": 0.25, "parts": {"receiver.0": "SWAPPED"}, "cause": ""},
+        {"time": last_s, "kind": "round", "round": 1, "lane": "MAIN", "number": 1, "step": 0, "membership": 1,
+         "num_bytes": 8, "seconds": 0.25, "parts": {"receiver.0": "SWAPPED"}, "cause": "", "causes": {},
+         "culprits": []},
         {"time": last_s, "kind": "blame", "culprit": "receiver.1", "cause": "silent", "number": 1},
     ]  # fmt: skip
     (folder / "weight_sync.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

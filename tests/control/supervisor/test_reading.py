@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
 from msgspec.structs import replace
 
 from asyncrl.control.fleet.messages import Cause, Gone
+from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.upkeep.reading import event_of, events_of
+from asyncrl.core.errors import ConfigError
+from tests.control.supervisor.test_repair import STOPPED, Run
 from tests.statuses import status_of, statuses_of
 
 
@@ -28,3 +35,15 @@ def test_an_error_of_the_configuration_is_never_tried_again() -> None:
     assert event_of("rollout.0", failed) == Gone("rollout.0", "failed: ServiceFailed: x", Cause.FINAL)
     failed = replace(failed, error_kinds=("ServiceFailed",))
     assert event_of("rollout.0", failed) == Gone("rollout.0", "failed: ServiceFailed: x", Cause.ERROR)
+
+
+def test_a_supervisor_refuses_the_fleet_of_a_newer_release_by_its_format(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    first.begin()
+    saved = read_json(RunDir(tmp_path).fleet)
+    assert saved is not None
+    saved["machine"] = {"format": saved["machine"]["format"] + 1, "units_by_host": {}}
+    RunDir(tmp_path).fleet.write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match=r"of this run's fleet has format 2, and this release .* knows 1"):
+        Run(tmp_path, first.launcher).upkeep.begin(3, 0)
+    first.upkeep.stop(5.0, STOPPED)

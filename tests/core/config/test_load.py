@@ -114,7 +114,7 @@ def test_a_section_whose_keys_are_all_commented_out_has_its_defaults(write):
         ),
         (
             "buffer: {journal: fil}\n",
-            "a.yaml:4:19: buffer.journal is 'fil', but must be one of 'none', 'file' or 'redis'. Did you",
+            "a.yaml:4:19: buffer.journal is 'fil', but must be one of 'file', 'none' or 'redis'. Did you",
         ),
         (
             "rollout: {top_p: 0.9}\n",
@@ -140,7 +140,7 @@ def test_a_section_whose_keys_are_all_commented_out_has_its_defaults(write):
         (
             "rollout: {engine: sglang}\n",
             (
-                "a.yaml:4:19: rollout.engine is 'sglang', but must be one of 'vllm' or 'scripted'. "
+                "a.yaml:4:19: rollout.engine is 'sglang', but must be one of 'scripted' or 'vllm'. "
                 "There is no adapter for SGLang yet: swaps with requests in flight"
             ),
         ),

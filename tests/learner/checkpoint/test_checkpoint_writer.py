@@ -205,7 +205,7 @@ def test_scores_are_taken_at_every_order_however_few_evaluations_the_buffer_tell
         client.register_version(0)
         leader = Leader(config, client, lambda token: None, store)
         for leader.step in range(4):
-            leader._evaluate_if_due()
+            leader._order_evaluation()
             args = {"replica": "a", "version": 1, "metrics": {"accuracy": leader.step / 4}}
             replica.call("evaluated", id=leader.last_evaluation, **args)
         assert store.scores() == {0: 0.0, 1: 0.25, 2: 0.5}, "the last one comes with the next order"

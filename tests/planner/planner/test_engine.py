@@ -58,11 +58,3 @@ def test_a_swap_holds_up_all_requests_and_is_no_busy_time():
     engine.swap(3.0, 1.0)
     assert drive(engine) == [(5.0, 0)]
     assert engine.busy_s == pytest.approx(2.0)
-
-
-def test_a_lost_request_never_ends_and_makes_room():
-    engine = make_engine(most=1)
-    engine.begin(((1, 1), 0), 10, 0.0)
-    engine.begin(((2, 1), 0), 10, 0.0)
-    engine.lose({((1, 1), 0)}, 0.5)
-    assert [key for end in (1.5,) for key, _ in engine.take_ended(end)] == [((2, 1), 0)]

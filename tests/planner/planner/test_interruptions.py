@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.buffer.ledger.census import take_census
 from asyncrl.planner.actors.replica import PINNED
-from asyncrl.planner.actors.weights import CoordinatorActor
 from asyncrl.planner.rates import Rates
-from asyncrl.planner.setting import REAL
 from asyncrl.planner.simulation import Simulation
 from asyncrl.planner.sweep import count_steps, recommend
 from tests.planner.planner.runs import RATES, make_setting, run
@@ -59,20 +56,6 @@ def test_no_policy_trains_a_token_over_the_bound_in_a_part(policy):
     found = run(make_setting(*IN_PARTS, "staleness.max_lag=1", f"staleness.policy={policy}"))
     assert found.outcome().residue == 0
     assert all(max(one.lags) <= 1 for one in found.watch.records)
-
-
-@pytest.mark.parametrize("name", ["learner.0", "buffer.0"])
-def test_a_streamed_run_goes_on_after_a_crash_in_the_middle_of_a_step(name):
-    setting = make_setting(*IN_PARTS, "checkpoint.every_steps=5", keeps_journal=True, pace=REAL)
-    simulation = Simulation(setting, RATES, seed=0, steps=20)
-    simulation.run(until_s=9.0)
-    simulation.world.run(lambda: simulation.learner is not None and bool(simulation.learner.is_in_part))
-    simulation.world.kill(name)
-    simulation.run(until_s=600.0)
-    assert simulation.watch.is_over
-    assert simulation.buffer is not None
-    assert take_census(simulation.buffer.ledger.state).residue == 0
-    assert simulation.buffer.ledger.state.steps_trained == 20
 
 
 def test_the_copy_of_a_checkpoint_holds_the_learner_up_and_its_writing_does_not():
@@ -142,7 +125,7 @@ def pinned(simulation: Simulation) -> list[str]:
 @pytest.mark.parametrize("replicas", [2, 40])
 def test_a_pinned_replica_keeps_its_version_and_follows_afterwards(replicas):
     several = ("eval.every_steps=4", "eval.prompts=256", "eval.replicas=2", f"rollout.replicas={replicas}")
-    setting = make_setting(*several, "learner.groups_per_step=32").at_pace()
+    setting = make_setting(*several, "learner.groups_per_step=32")
     simulation = Simulation(setting, RATES, seed=0, steps=12)
     swapped: list[str] = []
 
@@ -168,30 +151,6 @@ def test_a_swap_that_is_on_its_way_as_a_pin_begins_is_handed_over_anew():
     simulation = Simulation(make_setting(*settings), slow_mail, seed=0, steps=30)
     simulation.run_to_end()
     assert_all_follow(simulation)
-
-
-def test_another_replica_ends_the_evaluation_of_one_that_died():
-    setting = make_setting("eval.every_steps=10", "eval.prompts=64", keeps_journal=True, pace=REAL)
-    simulation = Simulation(setting, RATES, seed=0, steps=20)
-    simulation.world.run(lambda: bool(pinned(simulation)))
-    simulation.world.kill(pinned(simulation)[0])
-    simulation.run(until_s=600.0)
-    assert simulation.watch.is_over
-    assert 1 in simulation.watch.evaluated
-    assert_all_follow(simulation)
-
-
-def test_a_new_coordinator_hears_who_is_pinned():
-    setting = make_setting("eval.every_steps=10", "eval.prompts=2560", pace=REAL)
-    simulation = Simulation(setting, RATES, seed=0, steps=20)
-    simulation.world.run(lambda: bool(pinned(simulation)))
-    [name] = pinned(simulation)
-    simulation.world.kill("weight_sync.0")
-    simulation.run(until_s=simulation.world.now + 8.0)
-    assert pinned(simulation) == [name]
-    found = simulation.world.actors["weight_sync.0"]
-    assert isinstance(found, CoordinatorActor)
-    assert found.coordination.members[name.replace("rollout", "receiver")].is_pinned
 
 
 def test_evaluations_that_overtake_one_another_are_said_to():

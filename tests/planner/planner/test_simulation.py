@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.buffer.ledger.census import take_census
 from asyncrl.core.errors import ConfigError
 from asyncrl.planner.rates import Rates
-from asyncrl.planner.setting import MAX_MEMBERS, REAL
+from asyncrl.planner.setting import MAX_MEMBERS
 from asyncrl.planner.simulation import Simulation
 from tests.planner.planner.runs import RATES, make_setting, run
 
@@ -39,9 +38,9 @@ def test_a_synchronous_run_takes_generation_and_training_one_after_the_other():
 
 
 def test_a_lone_replica_gets_the_rest_of_a_step_as_its_groups_end():
-    setting = make_setting("staleness.max_lag=0", "rollout.replicas=1", "rollout.max_sequences=8", pace=REAL)
+    setting = make_setting("staleness.max_lag=0", "rollout.replicas=1", "rollout.max_sequences=8")
     found = run(setting, steps=12).outcome()
-    assert max(found.step_times_s) < setting.pace.lease_wait_s + setting.pace.call_deadline_s
+    assert max(found.step_times_s) < 12.0, "no call lies for as long as it may"
 
 
 @pytest.mark.parametrize("policy", ["mask", "drop", "wait"])
@@ -77,35 +76,6 @@ def test_a_tightened_bound_admits_fewer_groups_than_the_configured_one():
     assert tight.step_s > 1.5 * loose.step_s
 
 
-SERVICES = ["rollout.1", "receiver.0", "buffer.0", "learner.0", "weight_sync.0", "publisher.0"]
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_a_run_goes_on_after_the_crash_of_any_service(name):
-    setting = make_setting("checkpoint.every_steps=5", keeps_journal=True, pace=REAL)
-    simulation = Simulation(setting, RATES, seed=0, steps=30)
-    simulation.world.at(9.0, simulation.world.kill, name)
-    simulation.run(until_s=600.0)
-    assert simulation.watch.is_over
-    buffer = simulation.buffer
-    assert buffer is not None
-    assert take_census(buffer.ledger.state).residue == 0
-    assert buffer.ledger.state.steps_trained == 30
-
-
-def test_a_resumed_learner_comes_to_the_weights_of_the_run_without_a_crash():
-    setting = make_setting("checkpoint.every_steps=5", "staleness.max_lag=0", keeps_journal=True, pace=REAL)
-    digests = []
-    for crashes in ((), (7.0, 11.0)):
-        simulation = Simulation(setting, RATES, seed=0, steps=20)
-        for time in crashes:
-            simulation.world.at(time, simulation.world.kill, "learner.0")
-        simulation.run(until_s=600.0)
-        assert simulation.learner is not None
-        digests.append(simulation.learner.digest)
-    assert digests[0] == digests[1]
-
-
 def test_uniform_groups_are_replaced_by_new_prompts():
     plain, uniform = (run(make_setting(uniform_share=share)).outcome() for share in (0.0, 0.5))
     assert uniform.residue == 0
@@ -113,7 +83,7 @@ def test_uniform_groups_are_replaced_by_new_prompts():
 
 
 def test_replicas_of_a_large_fleet_share_members_and_swap_one_after_another():
-    setting = make_setting("rollout.replicas=40", "learner.groups_per_step=64").at_pace()
+    setting = make_setting("rollout.replicas=40", "learner.groups_per_step=64")
     assert setting.cohort == -(-40 // MAX_MEMBERS)
     found = run(setting, replace(RATES, swap_s=0.05), steps=6).outcome()
     assert found.spread_s == pytest.approx(0.05 + 40 * 0.05, rel=0.1)  # a transfer, then 40 swaps
@@ -121,5 +91,5 @@ def test_replicas_of_a_large_fleet_share_members_and_swap_one_after_another():
 
 def test_swaps_side_by_side_shorten_the_sync_of_a_large_fleet():
     setting = make_setting("rollout.replicas=40", "learner.groups_per_step=64", "weight_sync.parallelism=40")
-    found = run(setting.at_pace(), replace(RATES, swap_s=0.05), steps=6).outcome()
+    found = run(setting, replace(RATES, swap_s=0.05), steps=6).outcome()
     assert found.spread_s < 0.3

@@ -78,7 +78,7 @@ def test_no_step_waits_for_a_lost_commit(replicas: int) -> None:
     config = make_config("rollout.group_size=8", "learner.groups_per_step=16", "rollout.max_tokens=7")
     setting = Setting.of(config, LengthsModel(1.0, 6.0), prompt_tokens=10.0)
     setting = replace(setting, replicas=replicas, lengths=LengthsModel(1.0, 6.0), max_sequences=128)
-    found = Simulation(setting.at_pace(), SHORT, seed=0, steps=60).run_to_end()
+    found = Simulation(setting, SHORT, seed=0, steps=60).run_to_end()
     assert max(found.step_times_s) < 5 * median(found.step_times_s)
 
 

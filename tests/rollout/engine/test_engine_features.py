@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from asyncrl.core.errors import EngineError
-from rollout_service.engine.limits import CPU_HEAD_SIZES, find_unsupported_head
 from rollout_service.engine.vllm.features import NEEDED, Feature, check_features, find_missing
+from rollout_service.engine.vllm.variant import VARIANT
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,4 @@ def test_every_needed_feature_says_where_it_is():
 def test_the_head_sizes_that_plan_knows_are_those_of_vllms_attention_on_cpu():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()
-    assert 16 not in CPU_HEAD_SIZES and "heads of 16" in find_unsupported_head(16, gpus=0)
-    assert find_unsupported_head(16, gpus=1) == "", "GPUs have a backend for any"
+    assert list(VARIANT.cpu_head_sizes) == CPUAttentionBackend.get_supported_head_sizes()

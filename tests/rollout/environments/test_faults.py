@@ -18,7 +18,7 @@ from rollout_service.data import functions
 from rollout_service.data.prompts import PromptSet
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.protocol import Interrupted, Sampling
-from rollout_service.engine.scripted_engine import ScriptedEngine
+from rollout_service.engine.scripted.engine import ScriptedEngine
 from rollout_service.environments import Environment, EnvironmentFailed, Step
 from rollout_service.environments import runner as runner_module
 from rollout_service.environments.registry import Episodes

@@ -24,7 +24,7 @@ from asyncrl.core.staleness import PolicyVersion
 from rollout_service.data.prompts import PromptSet
 from rollout_service.data.sources import load_prompts, load_sources
 from rollout_service.engine.metered import MeteredEngine
-from rollout_service.engine.scripted_engine import ScriptedEngine
+from rollout_service.engine.scripted.engine import ScriptedEngine
 from rollout_service.evaluation.wiring import make_evaluator
 from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica import Replica

@@ -27,7 +27,7 @@ from rollout_service.data.prompts import PromptSet, TokenizedPrompt
 from rollout_service.data.sources import load_prompts
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.protocol import Completion, Interrupted, Sampling
-from rollout_service.engine.scripted_engine import ScriptedEngine, scripted_logprob
+from rollout_service.engine.scripted.engine import ScriptedEngine, scripted_logprob
 from rollout_service.parts import ReplicaParts, ReplicaSettings
 from rollout_service.replica import Replica
 from rollout_service.rewards.score import Answer, Score

@@ -19,7 +19,7 @@ from asyncrl.core.runtime.threads import ThreadEvent
 from asyncrl.core.service_command import Drain, Promote, Standing
 from asyncrl.core.states import ServiceState
 from rollout_service.engine.protocol import EngineDied
-from rollout_service.engine.scripted_engine import scripted_logprob
+from rollout_service.engine.scripted.engine import scripted_logprob
 from rollout_service.gateway.refusal import NobodyCame
 from rollout_service.rewards.calling import FunctionReward
 from rollout_service.rewards.matching import score_digit_sort

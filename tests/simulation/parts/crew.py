@@ -124,6 +124,8 @@ class Crew:
             world.after(strike.seconds, process.thaw)
         elif strike.kind == "twin" and process is not None:
             self._forsake(process, strike.seconds, strike.amount)
+        elif strike.kind == "lost" and process is not None:
+            self._lose(process, strike.seconds)
         elif strike.kind == "part":
             one, _, other = name.partition("|")
             self.wires.part(one, other, strike.seconds)
@@ -151,6 +153,12 @@ class Crew:
         self.world.after(pause_s * self._dice.uniform(0.3, 1.0), self._restart, process)
         self.world.after(pause_s, process.thaw)
         self.world.after(seconds, process.kill)
+
+    def _lose(self, process: Process, pause_s: float) -> None:
+        """Stop it for good: its connections stay up, and nobody answers."""
+        process.freeze()
+        self._tell_loss(process.name)
+        self.world.after(pause_s, self._restart, process)
 
     def _pass_point(self, process: Process, name: str, place: tuple[int | None, ...]) -> None:
         for trap in list(self._traps):

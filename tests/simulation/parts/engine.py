@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.core.errors import EngineError, SyncError
 from asyncrl.core.staleness import UNLOADED, PolicyVersion
-from rollout_service.engine.scripted_engine import ScriptedEngine
+from rollout_service.engine.scripted.engine import ScriptedEngine
 from weight_sync.memory.staging import Staged, open_tensors
 
 LOAD_S, PAUSED_S = 0.05, 0.05

@@ -18,13 +18,14 @@ class Strike:
     """One fault: `kind` befalls `target` at `at` for `seconds`; `amount` is a share or a number.
 
     Kinds: `kill` at the `amount`-th call of the runtime from then on; `ambush` at the `amount`-th fault
-    point; `stop`, as SIGSTOP; `twin`: thought dead, it goes on after the pause beside its successor;
-    `snare`: a twin at the `amount`-th fault point; `answering`: a kill or a twin as it has answered an
-    evaluation; `part`: nothing passes between `one|other`; `cut`: connections break; `slow`: messages are
-    late; `intrude`: somebody sends it what no client sends; `swell`: its memory grows beyond the bound;
-    `garble`: bits flip in weights on their way; `refuse`: the engine's next load fails; `away`, `damage`,
-    `power`: the journal's disk takes nothing, a payload rots, the power is cut; `rot`: a checkpoint does;
-    `pause`: an operator pauses the run; `join`, `leave`, `pin`: a replica comes, goes, evaluates.
+    point; `stop`, as SIGSTOP; `twin`: thought dead, it goes on after the pause beside its successor; `lost`:
+    a twin that never goes on, and never ends; `snare`: a twin at the `amount`-th fault point; `answering`: a
+    kill or a twin as it has answered an evaluation; `part`: nothing passes between `one|other`; `cut`:
+    connections break; `slow`: messages are late; `intrude`: somebody sends it what no client sends; `swell`:
+    its memory grows beyond the bound; `garble`: bits flip in weights on their way; `refuse`: the engine's
+    next load fails; `away`, `damage`, `power`: the journal's disk takes nothing, a payload rots, the power is
+    cut; `rot`: a checkpoint does; `pause`: an operator pauses the run; `join`, `leave`, `pin`: a replica
+    comes, goes, evaluates.
     """
 
     at: float

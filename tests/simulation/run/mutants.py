@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.buffer.client import LearnerClient, ReplicaClient
+from asyncrl.buffer.client import ReplicaClient
 from asyncrl.buffer.ledger.evaluations import EvaluationOrders
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.lineage import VersionBook
@@ -120,10 +120,6 @@ async def _lease_lost(
     self: ReplicaClient, version: int, want: int, wait_s: float, held: Any = None
 ) -> LeaseReply:
     return await _LEASE(self, version, want, wait_s, None)
-
-
-def _repeat_nothing(self: LearnerClient, call: Any) -> Any:
-    return call(self._deadline_s)
 
 
 def _skip_resume(self: Leader, step: int, refused: Any) -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 from pathlib import Path
 
 from asyncrl.buffer.ledger.state import LedgerState
-from asyncrl.core.runtime.faults import set_hook
 from tests.simulation.kernel.network import Wires
-from tests.simulation.kernel.watchdog import watched
-from tests.simulation.kernel.world import Stuck, World
+from tests.simulation.kernel.world import World
 from tests.simulation.outcome import Outcome
 from tests.simulation.parts.journal import Disk
+from tests.simulation.parts.stage import play_stage
 from tests.simulation.parts.strikes import Strike
 from tests.simulation.run.cluster import RunCluster
 from tests.simulation.run.data import read_data
@@ -22,7 +19,6 @@ from tests.simulation.run.rank import STATE_FILE
 from tests.simulation.run.scenario import Scenario, draw_scenario
 from tests.simulation.sync.content import Truth
 from tests.simulation.sync.play import strike_weights
-from weight_sync.memory.segments import SHM_DIR
 
 PATIENCE_S = 150.0
 """Virtual seconds after the last fault within which a run must have ended."""
@@ -33,38 +29,14 @@ def play(seed: int, faults: str = "general", keeps_lines: bool = False) -> Outco
     """Play a seed of a class of faults."""
     read_data()
     scenario = draw_scenario(seed, faults)
-    prefix = f"asyncrl-simulated-{os.getpid():08d}/"
-    folder = SHM_DIR / prefix
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "run").mkdir(parents=True, mode=0o700)
     world = World(f"run/{faults}/{seed}", scenario.preempts, keeps_lines)
-    before = set_hook(world.pass_point)
-    stage = Stage(world, scenario, prefix, folder / "run")
-    try:
-        with watched(world):
-            stage.play()
-    except Stuck as error:
-        stage.judge.say(f"bug: {error}")
-    finally:
-        world.end()
-        set_hook(before)
-        shutil.rmtree(folder, ignore_errors=True)
-    return Outcome(
-        seed=seed,
-        faults=faults,
-        broken=tuple(stage.judge.broken),
-        trace=world.trace,
-        virtual_s=world.now,
-        num_events=world.num_events,
-        num_starts=stage.cluster.crew.num_starts,
-        lines=tuple(world.lines or ()),
-    )
+    return play_stage(seed, faults, world, lambda *where: Stage(scenario, *where))
 
 
 class Stage:
     """A world of a run and its faults."""
 
-    def __init__(self, world: World, scenario: Scenario, prefix: str, folder: Path) -> None:
+    def __init__(self, scenario: Scenario, world: World, prefix: str, folder: Path) -> None:
         self.world, self.scenario = world, scenario
         self._segments = folder.parent
         self._asked_at, self._has_rotted = 0.0, False
@@ -72,6 +44,11 @@ class Stage:
         truth = Truth(f"{scenario.seed}", is_sparse=scenario.uses_delta)
         self.judge = RunJudge(world, wires, truth, scenario, disk)
         self.cluster = RunCluster(world, wires, scenario, truth, self.judge, prefix, folder, disk)
+
+    @property
+    def num_starts(self) -> int:
+        """Processes that were started."""
+        return self.cluster.crew.num_starts
 
     def play(self) -> None:
         """Let everything happen, then judge."""

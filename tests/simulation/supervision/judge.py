@@ -18,13 +18,15 @@ from tests.simulation.supervision.scenario import CORE, Scenario
 
 if TYPE_CHECKING:
     from tests.simulation.supervision.cluster import PlayedCluster
-    from tests.simulation.supervision.services import Life
+    from tests.simulation.supervision.services import Life, Rollout
 
 MAX_RESTARTS = 3
 GRACE_S = 15.0
 ILL_S = {"gone": 80.0, "halted": 40.0, "silent": 90.0, "starting": 150.0}
 """Within which a service that every run has is started again, by how it is ill."""
 PAUSE_S, CUT_OFF_S = 10.0, 30.0
+SEEN_S = 3.0
+"""Within which a supervisor sees that a replica has come up."""
 SUPERVISOR = "supervisor.0"
 FORGONE = re.compile(r"goes on with (\d+) replicas and (\d+) that stand by")
 
@@ -58,6 +60,7 @@ class SupervisionJudge:
         self.blows: Counter[str] = Counter()
         self.cursed: set[str] = set()
         self.deaths: list[tuple[str, float]] = []
+        self._removed: set[str] = set()
         self.steps: set[int] = set()
         self.unsaved = ""
         self._is_ending = False
@@ -84,13 +87,15 @@ class SupervisionJudge:
     def hear_death(self, life: Life) -> None:
         """A life ends, not by order."""
         self.hear_blow(life.name)
-        self.deaths.append((life.name, self.world.now))
+        if unit_of(life.name) not in self._removed:  # else its supervisor has ended the replica already
+            self.deaths.append((life.name, self.world.now))
 
     def hear_start(self, name: str, before: Life | None, cluster: PlayedCluster) -> None:
         """A service is to be started."""
         if before is not None and before.is_alive:
             self.say(f"lives: {name} is started while {before} lives")
-        self._starts.append((unit_of(name), self.world.now))
+        self._starts.append((name, self.world.now))
+        self._removed.discard(unit_of(name))
         if self.has_ended or self._run_dir.outcome.exists():
             self.say(f"end: {name} is started after the end")
         buffer = cluster.lives.get("buffer.0")
@@ -113,9 +118,11 @@ class SupervisionJudge:
         """Tell whether no fault has befallen them for a while."""
         return all(self.world.now > self._blown_until.get(one, -GRACE_S) + GRACE_S for one in units)
 
-    def hear_replica_removal(self, life: Life) -> None:
+    def hear_replica_removal(self, life: Rollout) -> None:
         """A replica's process is ended by the supervisor: one that works drains first, if the run goes on."""
-        if life.is_working and self._is_well(unit_of(life.name)) and not self.was_stopped:
+        self._removed.add(life.name)
+        is_known = self.world.now - life.ready_at > SEEN_S
+        if life.is_working and is_known and self._is_well(life.name) and not self.was_stopped:
             self._cut_off.append((self.world.now, f"drain: {life} was ended while it worked"))
 
     def hear_removal(self, life: Life, step: int, saved: int) -> None:
@@ -218,14 +225,14 @@ class SupervisionJudge:
             self.say(f"rows: those of steps {lost} are not on record")
 
     def _judge_events(self) -> None:
-        """Each death that a start of the same unit follows is told before that."""
+        """Each death that a start of the same name follows is told before that."""
         if self.was_full and self.blows[SUPERVISOR]:
             return  # what the disk did not take died with the supervisor
         events = load_events(self._run_dir.events)
         told = [(str(one["kind"]), unit_of(str(one["service"])), float(str(one["time"]))) for one in events]
         for name, at in self.deaths:
             unit, began = unit_of(name), EPOCH_S + at
-            later = [EPOCH_S + time for who, time in self._starts if who == unit and time >= at]
+            later = [EPOCH_S + time for who, time in self._starts if who == name and time >= at]
             exits = [time for kind, who, time in told if kind == "exit" and who == unit and time >= began]
             if later and not (exits and exits[0] <= later[0]):
                 self.say(f"told: the end of {name} at {at:.1f} s is not among the events")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import resource
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,9 +24,9 @@ from asyncrl.core.rpc.message import Message
 from asyncrl.core.service_status import Statuses
 from tests.simulation.kernel.network import Wires
 from tests.simulation.kernel.runtime import SimRuntime
-from tests.simulation.kernel.watchdog import watched
-from tests.simulation.kernel.world import Process, Stuck, World
+from tests.simulation.kernel.world import Process, World
 from tests.simulation.outcome import Outcome
+from tests.simulation.parts.stage import play_stage
 from tests.simulation.parts.strikes import Strike
 from tests.simulation.supervision.cluster import Curse, PlayedCluster, PlayedKernel, PlayedLauncher
 from tests.simulation.supervision.judge import MAX_RESTARTS, SupervisionJudge
@@ -49,27 +47,8 @@ T = TypeVar("T")
 def play(seed: int, faults: str = "general", keeps_lines: bool = False) -> Outcome:
     """Play a seed of a class of faults."""
     scenario = draw_scenario(seed, faults)
-    folder = Path(tempfile.mkdtemp(prefix="asyncrl-supervised-", dir="/dev/shm"))
     world = World(f"supervision/{faults}/{seed}", scenario.preempts, keeps_lines)
-    stage = Stage(world, scenario, folder)
-    try:
-        with watched(world), _own_limit():
-            stage.play()
-    except Stuck as error:
-        stage.judge.say(f"bug: {error}")
-    finally:
-        world.end()
-        shutil.rmtree(folder, ignore_errors=True)
-    return Outcome(
-        seed=seed,
-        faults=faults,
-        broken=tuple(stage.judge.broken),
-        trace=world.trace,
-        virtual_s=world.now,
-        num_events=world.num_events,
-        num_starts=stage.cluster.num_starts,
-        lines=tuple(world.lines or ()),
-    )
+    return play_stage(seed, faults, world, lambda world, _, folder: Stage(world, scenario, folder))
 
 
 @contextmanager
@@ -162,8 +141,17 @@ class Stage:
 
     # --- faults -----------------------------------------------------------------------------------
 
+    @property
+    def num_starts(self) -> int:
+        """Services that were started."""
+        return self.cluster.num_starts
+
     def play(self) -> None:
         """Let everything happen, then judge."""
+        with _own_limit():
+            self._play()
+
+    def _play(self) -> None:
         world, scenario = self.world, self.scenario
         self._start()
         world.after(LOOK_S, self._look)

@@ -5,6 +5,7 @@ Owns what a life of a service does and says. Invariant: a life that is over chan
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -154,7 +155,7 @@ class Rollout(Life):
 
     def __init__(self, cluster: PlayedCluster, spec: ServiceSpec, number: int) -> None:
         super().__init__(cluster, spec, number)
-        self.is_standby, self.num_answers = spec.context.is_standby, 0
+        self.is_standby, self.num_answers, self.ready_at = spec.context.is_standby, 0, math.inf
 
     def come_up(self) -> None:
         self.state = ServiceState.SYNCING
@@ -168,7 +169,7 @@ class Rollout(Life):
         if not all(self.cluster.works(name) for name in sources):
             self.after(LOOK_S, self._sync)
             return
-        self.state = ServiceState.READY
+        self.state, self.ready_at = ServiceState.READY, self.world.now
         self._work()
 
     def _work(self) -> None:

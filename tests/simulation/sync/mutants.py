@@ -25,12 +25,6 @@ def _open_any(self: SegmentPool, token: int) -> None:
     self.token = max(self.token, token)
 
 
-def _take_any(self: Shelf, serving: int) -> Copy | None:
-    if self._committed is not None and self._taken is None:
-        self._taken, self._committed = self._committed, None
-    return self._taken
-
-
 def _abandon_to_all(self: Shelf, round_id: int, copy: Copy) -> None:
     self.give_back(copy)
 
@@ -174,6 +168,12 @@ MUTANTS = (
         (Patch(Liaison, "_say_hello", _deliver_any),),
     ),
     Mutant(
+        "new_connection",
+        "a peer whose coordinator is silent connects anew",
+        "lost",
+        (Patch(Liaison, "_connect_anew", lambda self, client: client),),
+    ),
+    Mutant(
         "pins_end",
         "a pin ends with the replica that asked for it",
         "pinned",
@@ -196,6 +196,12 @@ MUTANTS = (
         "a receiver tells that its replica was started anew",
         "kill_replica",
         (Patch(ReceiverService, "_note_serving", always(None)),),
+    ),
+    Mutant(
+        "aborts_end",
+        "a transfer that was aborted gives its copy back",
+        "general",
+        (Patch(PublisherService, "_abort", always(None)), Patch(ReceiverService, "_abort", always(None))),
     ),
     Mutant(
         "fences_end", "a fence is lifted by catching up", "silent", (Patch(Member, "catch_up", _never_lift),)

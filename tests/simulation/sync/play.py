@@ -2,68 +2,47 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+from collections import Counter
 from pathlib import Path
 
-from asyncrl.core.runtime.faults import set_hook
 from tests.simulation.kernel.network import Wires
-from tests.simulation.kernel.watchdog import watched
-from tests.simulation.kernel.world import Stuck, World
+from tests.simulation.kernel.world import World
 from tests.simulation.outcome import Outcome
+from tests.simulation.parts.stage import play_stage
 from tests.simulation.parts.strikes import Strike
 from tests.simulation.sync.cluster import SyncCluster
 from tests.simulation.sync.content import Truth
 from tests.simulation.sync.judge import Judge
 from tests.simulation.sync.scenario import Scenario, draw_scenario
-from weight_sync.memory.segments import SHM_DIR
 
 PATIENCE_S = 90.0
 """Virtual seconds after the last fault within which all must have come to the last version."""
-MAX_SEGMENTS_OF_REPLICA, MAX_SEGMENTS_OF_PUBLISHER = 9, 6
+MAX_SEGMENTS = {"publisher": 10, "receiver": 3}
+"""Of a name's processes at rest. A receiver's: two free ones, and one that is the base of differences."""
 
 
 def play(seed: int, faults: str = "general", keeps_lines: bool = False) -> Outcome:
     """Play a seed of a class of faults."""
     scenario = draw_scenario(seed, faults)
-    prefix = f"asyncrl-simulated-{os.getpid():08d}/"
-    folder = SHM_DIR / prefix
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "run").mkdir(parents=True, mode=0o700)
     world = World(f"sync/{faults}/{seed}", scenario.preempts, keeps_lines)
-    before = set_hook(world.pass_point)
-    stage = Stage(world, scenario, prefix, folder / "run")
-    try:
-        with watched(world):
-            stage.play()
-    except Stuck as error:
-        stage.judge.say(f"bug: {error}")
-    finally:
-        world.end()
-        set_hook(before)
-        shutil.rmtree(folder, ignore_errors=True)
-    return Outcome(
-        seed=seed,
-        faults=faults,
-        broken=tuple(stage.judge.broken),
-        trace=world.trace,
-        virtual_s=world.now,
-        num_events=world.num_events,
-        num_starts=stage.cluster.crew.num_starts,
-        lines=tuple(world.lines or ()),
-    )
+    return play_stage(seed, faults, world, lambda *where: Stage(scenario, *where))
 
 
 class Stage:
     """A world of weight sync and its faults."""
 
-    def __init__(self, world: World, scenario: Scenario, prefix: str, folder: Path) -> None:
+    def __init__(self, scenario: Scenario, world: World, prefix: str, folder: Path) -> None:
         self.world, self.scenario = world, scenario
         self._folder = folder.parent
         wires = Wires(world, prefix.encode())
         truth = Truth(f"{scenario.seed}", is_sparse=scenario.uses_delta)
         self.judge = Judge(world, wires, truth)
         self.cluster = SyncCluster(world, wires, scenario, truth, self.judge, prefix, folder)
+
+    @property
+    def num_starts(self) -> int:
+        """Processes that were started."""
+        return self.cluster.crew.num_starts
 
     def play(self) -> None:
         """Let everything happen, then judge."""
@@ -105,10 +84,11 @@ class Stage:
             judge.say(f"bug: {sentence}")
         for sentence in cluster.carriage.faults:
             judge.say(f"S5: {sentence}")
-        most = MAX_SEGMENTS_OF_PUBLISHER + MAX_SEGMENTS_OF_REPLICA * len(cluster.replicas)
-        found = [path for path in self._folder.iterdir() if path.is_file()]
-        if len(found) > most:
-            judge.say(f"leak: {len(found)} segments are left, at most {most} are in use")
+        files = (path.name for path in self._folder.iterdir() if path.is_file())
+        for name, num in Counter(file.partition("-")[0] for file in files).items():
+            most = MAX_SEGMENTS[name.partition(".")[0]]
+            if num > most:
+                judge.say(f"leak: {num} segments of {name} are left, at most {most} are in use")
 
 
 def strike_weights(cluster: SyncCluster, strike: Strike) -> bool:

@@ -19,13 +19,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from asyncrl.core.files.sync_records import BlameRecord
 from tests.weight_sync.protocol.world import TIMING
 from tests.weight_sync.sides import Boss, ModelPublisher, ModelReceiver, Peer, Thread
 from weight_sync.memory import segments
 from weight_sync.protocol.members import MemberState
 from weight_sync.protocol.peer import Stage
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
-from weight_sync.protocol.records import BlameRecord
 from weight_sync.protocol.rounds import Order
 
 NAMES = st.sampled_from(["a", "b", "c"])

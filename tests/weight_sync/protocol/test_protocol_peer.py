@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl.control.record.sync_history import read_entries
 from asyncrl.core.errors import FencedError
+from asyncrl.core.files.sync_records import BlameRecord, StartRecord
 from asyncrl.core.rpc import Client, Request, Server
 from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.threads import in_thread
@@ -31,7 +33,6 @@ from weight_sync.liaison import Introduction, Liaison, Reset
 from weight_sync.protocol.messages import Commit, Instruction, Pinned, Unpinned
 from weight_sync.protocol.peer import Allegiance, Attendance, Hearing, Pin, Stage
 from weight_sync.protocol.protocol import Coordination
-from weight_sync.protocol.records import BlameRecord
 from weight_sync.protocol.rounds import Timing
 
 TIMING = Timing(deadline_s=2.0, offer_s=0.5, settle_s=0.25, silence_s=0.6, dead_s=6.0)
@@ -150,6 +151,19 @@ def test_the_fences_of_the_last_coordinator_stay_however_long_the_journal_gets(t
     with (tmp_path / JOURNAL_FILE).open("a") as file:
         file.write('{"kind": "fences", "fen')
     assert read_fences(tmp_path) == {}
+
+
+def test_lines_of_the_journal_that_cannot_be_read_are_passed_over(tmp_path):
+    journal = Journal(tmp_path, 7)
+    with (tmp_path / JOURNAL_FILE).open("a") as file:
+        file.write('{"kind": "of a later version"}\n{"kind": "start"}\n\xff\n')
+    journal.note(BlameRecord("a", "silent", 1))
+    with (tmp_path / JOURNAL_FILE).open("a") as file:
+        file.write('{"kind": "blame", "culpr')
+    start, blame = read_entries(tmp_path)
+    assert isinstance(start, StartRecord) and start.token == 7 and start.time > 0.0
+    assert isinstance(blame, BlameRecord) and blame.culprit == "a"
+    assert list(read_entries(tmp_path / "none")) == []
 
 
 def test_a_full_disk_ends_no_coordinator(tmp_path):

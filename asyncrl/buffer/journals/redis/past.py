@@ -98,18 +98,6 @@ def _read_turns(ask: Ask, key: str, after: int, last: int) -> Iterator[Turn]:
             yield Turn(number, float(fields[b"at"]), events)
 
 
-def read_run(url: str, run: str) -> Past:
-    """Return what a run's journal holds, whether or not a buffer is at work on it.
-
-    Raises:
-        CheckpointError: As `read_past`.
-        ConfigError: Redis cannot be reached, or refuses the user.
-    """
-    with asking(url) as (ask, label):
-        refuse_newer(ask, keys_of(run), label)
-        return read_living(ask, keys_of(run), label)
-
-
 @contextlib.contextmanager
 def asking(url: str) -> Iterator[tuple[Ask, str]]:
     """Connect to a Redis; the block gets what asks it, and its name for messages.
@@ -133,7 +121,9 @@ def read_living(ask: Ask, keys: dict[str, str], label: str) -> Past:
 
     Raises:
         CheckpointError: As `read_past`.
+        ConfigError: A newer asyncrl wrote it.
     """
+    refuse_newer(ask, keys, label)
     for _ in range(LOOKS):
         try:
             return read_past(ask, keys, label)

@@ -6,25 +6,25 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from asyncrl.control.record.timeline.spans import Moment, Span, Timeline, Window
+from asyncrl.core.files.sync_records import BlameRecord, Entry, RoundRecord, StartRecord
 
 COORDINATOR = "weight_sync.0"
 _BY_NAME = ("time", "kind", "service", "text")
 
 
-def rounds_in(lines: Iterable[Mapping[str, Any]], window: Window) -> Timeline:
+def rounds_in(entries: Iterable[Entry], window: Window) -> Timeline:
     """Return the rounds that fall into the window, in lanes as the protocol has them, and who was blamed."""
     spans, moments = [], []
-    for line in lines:
-        time_s = float(line["time"])
-        if line["kind"] == "round" and window.meets(time_s - line["seconds"], time_s):
-            about = {key: line[key] for key in ("step", "num_bytes", "parts", "cause")}
-            name = f"version {line['number']}" + (f": {line['cause']}" if line["cause"] else "")
-            lane = f"rounds ({line['lane']})"
-            spans.append(Span(COORDINATOR, lane, name, time_s - line["seconds"], time_s, about))
-        elif line["kind"] == "blame" and window.holds(time_s):
-            moments.append(Moment(COORDINATOR, f"blames {line['culprit']}: {line['cause']}", time_s))
-        elif line["kind"] == "start" and window.holds(time_s):
-            moments.append(Moment(COORDINATOR, "start", time_s, {"token": line["token"]}))
+    for entry in entries:
+        if isinstance(entry, RoundRecord) and window.meets(entry.time - entry.seconds, entry.time):
+            about = {key: getattr(entry, key) for key in ("step", "num_bytes", "parts", "cause")}
+            name = f"version {entry.number}" + (f": {entry.cause}" if entry.cause else "")
+            lane = f"rounds ({entry.lane})"
+            spans.append(Span(COORDINATOR, lane, name, entry.time - entry.seconds, entry.time, about))
+        elif isinstance(entry, BlameRecord) and window.holds(entry.time):
+            moments.append(Moment(COORDINATOR, f"blames {entry.culprit}: {entry.cause}", entry.time))
+        elif isinstance(entry, StartRecord) and window.holds(entry.time):
+            moments.append(Moment(COORDINATOR, "start", entry.time, {"token": entry.token}))
     return Timeline(window, spans, moments)
 
 

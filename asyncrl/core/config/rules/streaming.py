@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from learner.algorithms.variants import ADVANTAGES, LOSSES
+from asyncrl.core.variants import estimators, losses
 
 if TYPE_CHECKING:
     from asyncrl.core.config.root import Root
     from asyncrl.core.config.sections.algorithm import AlgorithmSection
 
-BATCH_WIDE = {name: one.batch_wide for name, one in ADVANTAGES.items() if one.batch_wide}
+BATCH_WIDE = {name: one.batch_wide for name, one in estimators().items() if one.batch_wide}
 """Advantages that are not those of a group alone, and why."""
-PICKS_TOKENS = tuple(name for name, one in LOSSES.items() if one.picks_tokens)
+PICKS_TOKENS = tuple(name for name, one in losses().items() if one.picks_tokens)
 """Losses that single out tokens of the microbatch at hand, which streaming cuts otherwise."""
-BY_ROWS = tuple(name for name, one in LOSSES.items() if one.aggregation)
+BY_ROWS = tuple(name for name, one in losses().items() if one.aggregation)
 """Losses that are a mean over rows, whatever `aggregation` says of the others."""
 MEANS_OF_ROWS = ("seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from asyncrl.core.config.sections.section import Count, NonNegative, Seconds, Section, refuse
+from asyncrl.core.variants import JournalName
 
 
 class StalenessSection(Section):
@@ -50,7 +51,7 @@ class BufferSection(Section):
     servers have their own setting.
     """
 
-    journal: Literal["none", "file", "redis"] = "file"
+    journal: JournalName = "file"
     """The durable log of groups and events."""
     url: Annotated[str | None, AfterValidator(check_url)] = None
     """The Redis of `journal: redis`. For example: managed,

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, model_serializer, model_validator
 
 from asyncrl.core.config.sections.section import Count, NonNegative, Seconds, Section, Text, refuse
+from asyncrl.core.variants import EngineName
 
 
 class GatewaySection(Section):
@@ -123,7 +124,7 @@ class RolloutSection(Section):
     """[GPUs] GPUs of each replica, over which its engine is sharded. 0 runs on CPU."""
     cpus: Annotated[float, Field(ge=0)] = 0.25
     """[cores] CPU cores that Ray reserves for each replica."""
-    engine: Literal["vllm", "scripted"] = "vllm"
+    engine: EngineName = "vllm"
     """Inference engine: vLLM, or a script for tests and simulations."""
     group_size: Count = 8
     """[trajectories] Trajectories sampled for each prompt."""

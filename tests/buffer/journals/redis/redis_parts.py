@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl.buffer.journals.redis.link import LinkDown, RedisLink, find_server
+from asyncrl.buffer.journals.redis.past import Past, asking, keys_of, read_living
 from asyncrl.core.runtime.threads import ThreadEvent
 from tests.buffer.journals.journal_parts import raw_link
 
@@ -34,6 +35,12 @@ def plain_redis(folder: Path, *options: str, port: int = 0) -> Iterator[str]:
     finally:
         process.kill()
         process.wait(10.0)
+
+
+def read_run(url: str, run: str) -> Past:
+    """Return what the journal of `run` holds, as whoever looks at it reads it."""
+    with asking(url) as (ask, label):
+        return read_living(ask, keys_of(run), label)
 
 
 def await_answer(url: str) -> None:

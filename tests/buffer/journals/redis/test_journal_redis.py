@@ -13,7 +13,7 @@ import pytest
 from asyncrl.buffer.journals.journal import Need, pack_turn
 from asyncrl.buffer.journals.redis.journal import RedisJournal
 from asyncrl.buffer.journals.redis.link import RedisLink
-from asyncrl.buffer.journals.redis.past import keys_of, read_living, read_run
+from asyncrl.buffer.journals.redis.past import keys_of, read_living
 from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.ledger.census import take_census
 from asyncrl.buffer.ledger.events import DataDescribed, Opened, VersionRegistered
@@ -26,7 +26,7 @@ from asyncrl.core.obstacle import Cause
 from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from tests.buffer.journals.journal_parts import Place, begin, kill, push, raw_link, settle, wipe
-from tests.buffer.journals.redis.redis_parts import Wire, administer, plain_redis
+from tests.buffer.journals.redis.redis_parts import Wire, administer, plain_redis, read_run
 from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group, serving
 
 RIGHTS = (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.buffer.composition import open_journal
+from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.control.launch.processes import pids_of_run, pids_of_service

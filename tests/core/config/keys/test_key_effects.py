@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from asyncrl.buffer.composition import build as build_buffer
-from asyncrl.buffer.composition import ledger_settings, open_journal
+from asyncrl.buffer.composition import ledger_settings
+from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.control.cluster.inventory import needed_paths
 from asyncrl.control.cluster.opening import namespace_of, needs_of
 from asyncrl.control.fleet.autoscaler import autoscaler_of
@@ -44,6 +45,7 @@ from learner.leader import Leader
 from learner.ranks import Ranks
 from learner.service import LearnerService
 from rollout_service import composition as rollout
+from rollout_service.engine.protocol import engine_variant
 from rollout_service.environments.registry import load_environment
 from rollout_service.evaluation.wiring import make_evaluator
 from rollout_service.rewards.registry import load_reward
@@ -97,7 +99,7 @@ def learner(config: Config, folder: Path) -> Any:
 
 
 def replica(config: Config, folder: Path) -> Any:
-    engine = rollout.build_engine(config, SimpleNamespace(eos_token_id=0))  # type: ignore[arg-type]
+    engine = engine_variant(config.rollout.engine).build(config, SimpleNamespace(eos_token_id=0))  # type: ignore[arg-type]
     overlong = rollout._build_overlong(config)
     return (
         rollout._replica_settings(config),

@@ -1,0 +1,160 @@
+"""Variants that a configuration names: facts of each estimator, loss, journal and engine, and their lookup.
+
+A record stands beside the variant's code, in a room above this one, and is found by its name at run time. It
+imports neither torch nor the variant's library, so that configuration, `plan`, `doctor`, the planner, the
+services and the documentation all read the same record.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
+
+ALGORITHMS = "learner.algorithms.variants"
+JOURNALS, ENGINES = "asyncrl.buffer.journals.kinds", "rollout_service.engine"
+"""The module of the records of estimators and losses; the package that has a module for each journal; the one
+that has a package for each engine, with a module `variant`."""
+VALUES, GREEDY, PROX, SUM_PI_SQUARED = "values", "greedy", "prox", "sum_pi_squared"
+"""Inputs of an estimator besides rewards and groups: a critic's values, the reward of a greedy answer per
+group, and two results of the pass over the batch at the start of a step."""
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """One advantage estimator.
+
+    Attributes:
+        function: `module:name` of its function, imported by the learner alone.
+        needs: What it reads besides rewards and groups.
+        batch_wide: Why it needs the whole batch before its first token is trained; empty if it does not.
+        is_discounted: Whether it reads `algorithm.gamma`.
+    """
+
+    function: str
+    needs: frozenset[str] = frozenset()
+    batch_wide: str = ""
+    is_discounted: bool = False
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """One policy loss.
+
+    Attributes:
+        function: `module:name` of its function, imported by the learner alone.
+        picks_tokens: It singles out tokens of the microbatch at hand.
+        aggregation: The one aggregation that it has; empty if `algorithm.aggregation` chooses.
+        has_dual_clip: Whether it reads `algorithm.dual_clip`.
+    """
+
+    function: str
+    picks_tokens: bool = False
+    aggregation: str = ""
+    has_dual_clip: bool = False
+
+
+@dataclass(frozen=True)
+class JournalFacts:
+    """One journal of the buffer.
+
+    Attributes:
+        keeps_past: Whether a buffer that starts again finds what the last one committed.
+        takes_url: Whether it needs `buffer.url`; no other journal reads it.
+    """
+
+    keeps_past: bool
+    takes_url: bool = False
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """One inference engine.
+
+    Attributes:
+        title: Its name in messages.
+        loads_model: Whether it loads `model.path`, whose limits it then has.
+        has_gateway: Whether agents can generate through `rollout.gateway`.
+        tokens_per_s: Rate of every request, whatever else runs; None where requests share a device, at most
+            `rollout.max_sequences` of them at once.
+        distributions: Requirement list -> the package that only this list has, such as `{"gpu": "vllm"}`.
+        cpu_head_sizes: Sizes of attention heads that it runs on CPU; empty for all. On GPUs it runs any.
+    """
+
+    title: str
+    loads_model: bool
+    has_gateway: bool = False
+    tokens_per_s: float | None = None
+    distributions: Mapping[str, str] = field(default_factory=dict)
+    cpu_head_sizes: tuple[int, ...] = ()
+
+
+def journal_names() -> tuple[str, ...]:
+    """Return the names of `buffer.journal`, in the order of the alphabet."""
+    return tuple(sorted(found.name for found in _modules(JOURNALS)))
+
+
+def engine_names() -> tuple[str, ...]:
+    """Return the names of `rollout.engine`, in the order of the alphabet."""
+    return tuple(sorted(found.name for found in _modules(ENGINES) if found.ispkg))
+
+
+def journal_facts(name: str) -> JournalFacts:
+    """Return the facts of a journal that a configuration names."""
+    return find_record(f"{JOURNALS}.{name}", "KIND", JournalFacts)
+
+
+def engine_facts(name: str) -> EngineFacts:
+    """Return the facts of an engine that a configuration names."""
+    return find_record(f"{ENGINES}.{name}.variant", "VARIANT", EngineFacts)
+
+
+def estimators() -> Mapping[str, Estimator]:
+    """Return the advantage estimators by name."""
+    found: Mapping[str, Estimator] = import_module(ALGORITHMS).ADVANTAGES
+    return found
+
+
+def losses() -> Mapping[str, PolicyLoss]:
+    """Return the policy losses by name."""
+    found: Mapping[str, PolicyLoss] = import_module(ALGORITHMS).LOSSES
+    return found
+
+
+def estimators_needing(what: str) -> tuple[str, ...]:
+    """Return the advantages that read `what`.
+
+    >>> estimators_needing(GREEDY)
+    ('remax',)
+    """
+    return tuple(name for name, one in estimators().items() if what in one.needs)
+
+
+def find_record(module: str, attribute: str, kind: type[Record]) -> Record:
+    """Import `module` and return its record.
+
+    Raises:
+        TypeError: The attribute is of another type.
+    """
+    found = getattr(import_module(module), attribute)
+    if not isinstance(found, kind):
+        raise TypeError(f"{module}.{attribute} is a {type(found).__name__}, not a {kind.__name__}")
+    return found
+
+
+def _modules(package: str) -> list[pkgutil.ModuleInfo]:
+    spec = find_spec(package)
+    return list(pkgutil.iter_modules(spec.submodule_search_locations if spec is not None else None))
+
+
+if TYPE_CHECKING:
+    JournalName: TypeAlias = str
+    EngineName: TypeAlias = str
+else:
+    JournalName, EngineName = Literal[journal_names()], Literal[engine_names()]
+"""A name for which there is a record; of a configuration with another one an error says which there are."""

@@ -1,0 +1,1 @@
+"""The scripted engine: plausible traffic without a model."""
