@@ -86,6 +86,8 @@ class LearnerService:
         self._together = TogetherWriter(ranks)
         self._runtime = runtime or ThreadRuntime()
         self._writer = BackgroundWriter(ranks.rank, runtime=self._runtime)
+        if leader is not None:
+            leader.keeper.has_marked = self._writer.has_marked
         self._watch = Stopwatch(self._runtime)
         self._recorder = recorder
         source = intake if recorder is None else Recording(intake, recorder)

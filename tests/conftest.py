@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import leftovers
 
@@ -30,6 +31,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, and passed o
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# An example that takes a millisecond takes two seconds on a busy machine: no failure of what it shows.
+settings.register_profile(
+    "unhurried", parent=settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("unhurried")
 
 _EXIT_STATUS = pytest.StashKey[int]()
 _SESSION = pytest.StashKey[leftovers.Session]()

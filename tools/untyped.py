@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 MAXIMA: Mapping[str, int] = {
-    "asyncrl": 129,
+    "asyncrl": 128,
     "learner": 10,
     "rollout_service": 1,
     "weight_sync": 12,

@@ -1,10 +1,11 @@
 """Typed clients of the buffer for replicas and learners.
 
-Every method raises DeadlineExceeded when the buffer does not answer in time, and the buffer's own
-error otherwise. A long poll (`lease`, `reserve`) returns empty-handed after `wait_s`; ask again. A
-call whose answer was lost may be repeated: pushes, `reserve`, `trained` and `checkpointed` count once.
-`LearnerClient` repeats the calls that were lost with its connection, so a buffer that is started again
-within the deadline is a pause and no failure; the caller of `ReplicaClient` repeats its calls itself.
+Every method raises DeadlineExceeded when the buffer does not answer in time, WireError when its answer is
+none to the call, and the buffer's own error otherwise. A long poll (`lease`, `reserve`) returns
+empty-handed after `wait_s`; ask again. A call whose answer was lost may be repeated: pushes, `reserve`,
+`trained` and `checkpointed` count once. `LearnerClient` repeats the calls that were lost with its connection,
+so a buffer that is started again within the deadline is a pause and no failure; the caller of
+`ReplicaClient` repeats its calls itself.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _draw_panel(axes: Any, rows: Sequence[Row], value: str) -> int:
         axes.errorbar(places, [row.values[value] for row in points], yerr=errors, marker="o", label=label)
     axes.set_xlabel(axis, fontsize="small")
     if any(lines):
-        axes.legend(fontsize=6)
+        axes.legend(loc="best", fontsize=6)
     return len(lines)
 
 

@@ -172,8 +172,10 @@ def noise_of_median(spread: float, num_samples: int) -> float:
     0.25
     """
     assert num_samples >= MIN_SAMPLES, "too few samples to know their noise"
+    from scipy.stats import t  # here: a wheel holds this module for `calibrate`, and scipy is of a checkout
+
     deviation = spread / _expected_spread(min(num_samples, _MANY))
-    quantile = _student_quantile(num_samples - 1)
+    quantile = float(t.ppf((1 + LEVEL) / 2, num_samples - 1))
     return quantile * _MEDIAN_OVER_MEAN * deviation / math.sqrt(num_samples)
 
 
@@ -184,22 +186,6 @@ def _expected_spread(num_samples: int) -> float:
     return spread_of(
         [normal.inv_cdf((place - 0.375) / (num_samples + 0.25)) for place in range(1, num_samples + 1)]
     )
-
-
-def _student_quantile(freedom: int) -> float:
-    """Return Student's two-sided quantile at `LEVEL` (Abramowitz and Stegun 26.7.5); 1 % low at 3.
-
-    >>> [round(_student_quantile(freedom), 2) for freedom in (3, 7, 29, 10**6)]
-    [3.16, 2.36, 2.05, 1.96]
-    """
-    z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return math.fsum(term / freedom**power for power, term in enumerate(terms))
 
 
 def parse(body: object, where: str) -> RowFile:

@@ -19,13 +19,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scipy import stats
+
 from benchmarks.soak import sampling
 from benchmarks.soak.sampling import Sample
 from benchmarks.soak.teeth import MIN_FALLS, Point, find_teeth
 
 NUM_BLOCKS = 10
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
-"""Student's t of a two-sided interval of 95 %, with 1 degree of freedom to the 8 of 10 blocks, or more."""
 SETTLING_SHARE = 1 / 3
 """Of a soak, at its beginning: caches fill, allocators and pools take their size."""
 WEEK_S = 7 * 86_400.0
@@ -173,9 +173,5 @@ def _line_of(medians: Sequence[Point], points: Sequence[Point], resolution: floa
 
 def _fit(points: Sequence[Point]) -> _Line:
     """Return the least-squares line through points, three at least."""
-    xs, ys = zip(*points, strict=True)
-    slope, intercept = statistics.linear_regression(xs, ys)
-    rest = sum((y - intercept - slope * x) ** 2 for x, y in points)
-    mean, freedom = statistics.fmean(xs), len(points) - 2
-    error = math.sqrt(rest / freedom / sum((x - mean) ** 2 for x in xs))
-    return _Line(slope, T_95[min(freedom, len(T_95)) - 1] * error)
+    found = stats.linregress(*zip(*points, strict=True))
+    return _Line(float(found.slope), float(stats.t.ppf(0.975, len(points) - 2) * found.stderr))

@@ -261,5 +261,5 @@ def draw(results: dict[str, Any], path: Path) -> None:
     labels = [f"{row['num_bytes'] / MB:.0f} MB to {row['num_receivers']}" for row in rows]
     axes.set_xticks(range(len(rows)), labels)
     axes.set_ylabel("GB/s to each receiver")
-    axes.legend(fontsize="small")
+    axes.legend(loc="best", fontsize="small")
     save(figure, path)

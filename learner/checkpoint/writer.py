@@ -18,13 +18,14 @@ from pathlib import Path
 
 from asyncrl.core.errors import CheckpointError, DeadlineExceeded
 from asyncrl.core.runtime.faults import fault_point
-from asyncrl.core.runtime.interface import Runtime, Task
+from asyncrl.core.runtime.interface import Event, Runtime, Task
 from asyncrl.core.runtime.threads import ThreadRuntime
 from learner.checkpoint.snapshot import Snapshot, remove_files
 from learner.checkpoint.store import CheckpointStore, Cut
 
 WRITE_DEADLINE_S = 1800.0
-POLL_S = 0.01
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.01, 0.32
+"""Between two looks for the marks of other ranks, of which their disk tells nobody; the pause doubles."""
 MARK = "written-"
 MARK_AGAIN_S = 0.5
 
@@ -35,7 +36,9 @@ CommitCall = Callable[[int, str, Sequence[int]], None]
 class BackgroundWriter:
     """Writes one rank's snapshots, one checkpoint at a time, each within `deadline_s`.
 
-    `problem` is why the last one could not be written, empty if it was or is not done yet.
+    Attributes:
+        problem: Why the last one could not be written, empty if it was or is not done yet.
+        has_marked: Set while none is being written.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class BackgroundWriter:
         self._thread: Task | None = None
         self._folder = Path()
         self.problem = ""
+        self.has_marked = self._runtime.event()
+        self.has_marked.set()
 
     def begin(self, folder: Path, take: Mapping[str, Callable[[], Snapshot]]) -> None:
         """Take snapshots and begin to write them; returns when they are taken.
@@ -61,6 +66,7 @@ class BackgroundWriter:
         self.join()
         snapshots = {name: call() for name, call in take.items()}
         self._folder = folder
+        self.has_marked.clear()
         self._thread = self._runtime.spawn("checkpoint-writer", partial(self._write, folder, snapshots))
 
     def join(self) -> None:
@@ -91,6 +97,7 @@ class BackgroundWriter:
                 remove_files(folder / name, self._rank)
         self.problem = problem
         self._mark(folder, problem)
+        self.has_marked.set()
 
     def _mark(self, folder: Path, problem: str) -> None:
         """Tell rank 0 that this rank is done, as soon as the disk takes it; for so long rank 0 waits."""
@@ -131,6 +138,8 @@ class CheckpointKeeper:
         commit: Makes the checkpoint known to the journal.
         best_metric: What the store's best checkpoints are chosen by.
         committed: Returns the steps whose checkpoints the journal knows; by default all that are there.
+
+    `has_marked`: Of this process's writer; until it is set the marks are not looked for.
     """
 
     def __init__(
@@ -155,6 +164,7 @@ class CheckpointKeeper:
         self._sealed = _Sealed()
         self._step = 0
         self._metrics: dict[str, float] = {}
+        self.has_marked: Event | None = None
 
     def has_room(self) -> bool:
         """Wait for the checkpoint that is being written, at most `max_stall_s`; say whether it is done.
@@ -224,7 +234,10 @@ class CheckpointKeeper:
         began = time.perf_counter()
         folder = self._store.temporary(step)
         try:
-            await_marks(folder, self._world_size, WRITE_DEADLINE_S, self._runtime)
+            end = self._runtime.now() + WRITE_DEADLINE_S
+            if self.has_marked is not None:
+                self.has_marked.wait(WRITE_DEADLINE_S)
+            await_marks(folder, self._world_size, max(0.0, end - self._runtime.now()), self._runtime)
             num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             digest = self._store.seal(step, token, cut)
         except Exception as error:  # the end of a thread: `commit_finished` raises it, whatever it was
@@ -250,12 +263,13 @@ def await_marks(folder: Path, world_size: int, deadline_s: float, runtime: Runti
         CheckpointError: A rank could not write, or the deadline has passed.
     """
     runtime = runtime or ThreadRuntime()
-    end = runtime.now() + deadline_s
+    end, pause_s = runtime.now() + deadline_s, FIRST_LOOK_S
     while len(marks := sorted(folder.glob(f"{MARK}*"))) < world_size:
         if runtime.now() >= end:
             missing = world_size - len(marks)
             raise CheckpointError(f"{missing} of {world_size} ranks have not written in {deadline_s:g} s")
-        runtime.sleep(POLL_S)
+        runtime.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_LOOK_S)
     problems = [problem for mark in marks if (problem := mark.read_text())]
     if problems:
         raise CheckpointError("; ".join(problems))

@@ -55,6 +55,6 @@ def learner(service: BufferService) -> Iterator[LearnerClient]:
 def raw(service: BufferService, learner: LearnerClient) -> Iterator[Client]:
     """A client that may say anything."""
     client = Client(ThreadRuntime(), service.address)
-    client.call("describe_data", deadline_s=20.0, num_prompts=10, digest="d")
+    client.call("describe_data", deadline_s=60.0, num_prompts=10, digest="d")
     yield client
     client.close()

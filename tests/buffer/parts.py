@@ -55,9 +55,9 @@ def make_store(
 
 
 @contextlib.contextmanager
-def serving(store: ExperienceStore) -> Iterator[BufferService]:
+def serving(store: ExperienceStore, runtime: ThreadRuntime | None = None) -> Iterator[BufferService]:
     """Run the service in a thread."""
-    service = BufferService(store, ThreadRuntime())
+    service = BufferService(store, runtime or ThreadRuntime())
     stop = ThreadEvent()
     thread = threading.Thread(target=service.run, args=(stop,), daemon=True)
     thread.start()
@@ -65,5 +65,5 @@ def serving(store: ExperienceStore) -> Iterator[BufferService]:
         yield service
     finally:
         stop.set()
-        thread.join(timeout=10.0)
+        thread.join(timeout=60.0)
         assert not thread.is_alive(), "the service did not stop"

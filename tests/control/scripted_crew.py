@@ -13,7 +13,9 @@ from asyncrl.core.states import RunState
 
 
 class ScriptedCrew:
-    """Notes what it is asked; services in `unreachable` cannot be told anything."""
+    """Notes what it is asked; services in `unreachable` cannot be told anything, and the first ask fails with
+    the first of `failures`, the next with the next.
+    """
 
     def __init__(self) -> None:
         self.state = RunState.RUNNING
@@ -21,6 +23,7 @@ class ScriptedCrew:
         self.num_draining = 0
         self.learner_life = 0
         self.unreachable: set[str] = set()
+        self.failures: list[Exception] = []
         self.told: list[tuple[str, str]] = []
 
     def scale(self, replicas: int) -> Begun:
@@ -35,6 +38,8 @@ class ScriptedCrew:
         if service in self.unreachable:
             raise ServiceFailed(f"{service} is gone")
         self.told.append((service, command.word))
+        if self.failures:
+            raise self.failures.pop(0)
         known = {"step": 7, "max_lag": getattr(command, "max_lag", 0), "paused": isinstance(command, Pause)}
         return msgspec.convert(
             {name: known[name] for name in command.answer.__struct_fields__}, command.answer

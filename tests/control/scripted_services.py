@@ -221,6 +221,14 @@ class SlowSaver(WaitingLearner):
             raise OSError(words)
 
 
+class HeldUpSaver(SlowSaver):
+    """As SlowSaver, and reports a full disk all the while."""
+
+    def status(self) -> ServiceStatus:
+        full = Obstacle("", Cause.DISK_FULL, "OSError: no space left on device")
+        return replace(super().status(), obstacles=(full,))
+
+
 class NothingToSave(SlowSaver):
     """As SlowSaver, but before its first step."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -140,6 +141,52 @@ def test_every_process_of_a_run_is_found_by_its_mark_and_ended(ray_started: None
     assert not is_alive(os.getpid(), RUN_ID), "the test's own process has no mark"
     assert end_leftovers(RUN_ID) >= 1
     assert not is_alive(pid, RUN_ID)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "why"),
+    [
+        ("m.0", "build_mute", "its status failed: ValueError: no status today"),
+        (
+            "publisher.9",
+            "build_impostor",
+            "its status cannot be read: what it sent is no status of a publisher",
+        ),
+    ],
+)
+def test_a_service_whose_status_cannot_be_had_has_failed(
+    ray_started: None, tmp_path: Path, name: str, function: str, why: str
+) -> None:
+    launcher = ray_launcher.RayLauncher("tests")
+    launcher.start(make_spec(tmp_path, name, function))
+    assert await_state(launcher, name, "FAILED").error.startswith(why)
+    assert launcher.counters["refused_statuses"] == (1 if function == "build_impostor" else 0)
+    launcher.kill(name)
+
+
+def test_a_service_that_no_node_has_room_for_is_dead(ray_started: None, tmp_path: Path) -> None:
+    launcher = ray_launcher.RayLauncher("tests")
+    spec = make_spec(tmp_path, "n.0")
+    launcher.start(dataclasses.replace(spec, node="0" * 56))
+    assert "is not schedulable" in await_state(launcher, "n.0", "DEAD").error
+    launcher.kill("n.0")
+
+
+@ray.remote(max_retries=0, num_cpus=0)
+def lose_answer() -> bytes:
+    """Die instead of answering, as the process that holds an answer may."""
+    os._exit(1)
+
+
+def test_a_status_that_ray_has_lost_is_asked_for_again(ray_started: None, tmp_path: Path) -> None:
+    launcher = ray_launcher.RayLauncher("tests")
+    launcher.start(make_spec(tmp_path, "l.0"))
+    await_state(launcher, "l.0", "READY")
+    launcher._asked["l.0"] = lose_answer.remote()
+    assert launcher.statuses(["l.0"], 60.0)["l.0"] == ServiceStatus(state=ServiceState.SILENT)
+    assert launcher.counters["lost_statuses"] == 1
+    assert launcher.statuses(["l.0"], 60.0)["l.0"].state == "READY"
+    launcher.kill("l.0")
 
 
 @pytest.mark.long

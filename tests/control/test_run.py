@@ -49,7 +49,7 @@ def marked_process() -> Iterator[subprocess.Popen[bytes]]:
     )
     yield process
     process.kill()
-    process.wait(5)
+    process.wait(60.0)
 
 
 def write_live(folder: Path, pid: int) -> None:
@@ -101,7 +101,7 @@ def test_what_a_dead_run_left_is_ended_by_its_mark_and_removed(
     sockets = tmp_path / "sockets"
     sockets.mkdir()
     assert end_leftovers(RUN_ID) == 1
-    assert marked_process.wait(5) != 0
+    assert marked_process.wait(60.0) != 0
     assert remove_leftovers(RUN_ID, sockets) == ["publisher-1", semaphore.name]
     assert not segments.exists() and not semaphore.exists() and not sockets.exists()
 

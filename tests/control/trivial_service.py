@@ -12,8 +12,8 @@ from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.rpc.message import Done, Message
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.service_command import AnyCommand, Bound, Promote, RetireReplica, Tighten
-from asyncrl.core.service_status import ServiceStatus
-from asyncrl.core.states import ServiceState
+from asyncrl.core.service_status import ServiceStatus, SupervisorStatus
+from asyncrl.core.states import RunState, ServiceState
 
 
 class TrivialService:
@@ -44,6 +44,28 @@ class TrivialService:
 
 def build(context: ServiceContext) -> TrivialService:
     return TrivialService(context)
+
+
+class Mute(TrivialService):
+    """Cannot say how it is."""
+
+    def status(self) -> ServiceStatus:
+        raise ValueError("no status today")
+
+
+def build_mute(context: ServiceContext) -> TrivialService:
+    return Mute(context)
+
+
+class Impostor(TrivialService):
+    """Says what the supervisor of a run would say."""
+
+    def status(self) -> ServiceStatus:
+        return SupervisorStatus(state=ServiceState.READY, run=RunState.RUNNING, step=1)
+
+
+def build_impostor(context: ServiceContext) -> TrivialService:
+    return Impostor(context)
 
 
 def build_threadless(context: ServiceContext) -> TrivialService:

@@ -68,18 +68,18 @@ def test_two_threads_write_the_same_file_at_once(tmp_path: Path, monkeypatch: py
     def replace_late(self: Path, target: Path) -> Path:
         if threading.current_thread() is slow:
             inside.set()
-            assert met.wait(10.0)
+            assert met.wait(60.0)
         rename(self, target)
         return target
 
     monkeypatch.setattr(Path, "replace", replace_late)
     slow = threading.Thread(target=replace_text, args=(path, "slow"))
     slow.start()
-    assert inside.wait(10.0)
+    assert inside.wait(60.0)
     replace_text(path, "fast")
     assert path.read_text() == "fast"
     met.set()
-    slow.join(10.0)
+    slow.join(60.0)
     assert path.read_text() == "slow" and os.listdir(tmp_path) == ["a.json"]
 
 

@@ -170,6 +170,9 @@ def test_no_page_and_no_message_installs_asyncrl_from_an_index():
 
 
 FOLDERS = "asyncrl|benchmarks|configs|learner|research|rollout_service|tests|tools|weight_sync"
+RUN_MODULE = re.compile(
+    r"python -m ((?:asyncrl|benchmarks|research|tests|learner|rollout_service|weight_sync)[\w.]*)"
+)
 NAMED_PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]*)`")
 
 
@@ -177,3 +180,14 @@ def test_every_path_that_a_page_names_exists():
     named = [(page.name, path) for page in PAGES for path in NAMED_PATH.findall(page.read_text())]
     assert len(named) > 60
     assert not [(page, path) for page, path in named if not (ROOT / path).exists()]
+
+
+def test_every_module_that_a_page_runs_does_something_when_it_is_run():
+    named = {name for page in PAGES for name in RUN_MODULE.findall(page.read_text())}
+    named |= set(RUN_MODULE.findall((ROOT / "research" / "README.md").read_text()))
+    assert len(named) > 10
+    for name in named:
+        path = ROOT / name.replace(".", "/")
+        main = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        assert main.exists(), name
+        assert path.is_dir() or 'if __name__ == "__main__"' in main.read_text(), name

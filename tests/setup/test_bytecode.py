@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import bytecode
+import pytest
 
 SITE = {
     "vllm/__init__.py": "",
@@ -30,6 +31,12 @@ def make_site(folder: Path) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def few_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set-up reads all modules of asyncrl, which takes seconds; none of them names what is sought here."""
+    monkeypatch.setattr(bytecode, "OWN", ("weight_sync/memory",))
 
 
 def compiled(site: Path) -> set[str]:

@@ -53,7 +53,7 @@ def groups() -> list[dict]:
 
 
 def test_the_batch_file_is_a_shell_script():
-    assert subprocess.run(["bash", "-n", str(SLURM)], check=False, timeout=10).returncode == 0
+    assert subprocess.run(["bash", "-n", str(SLURM)], check=False, timeout=60.0).returncode == 0
     options = [line for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH")]
     assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", line) for line in options)
     assert "set -euo pipefail" in SLURM.read_text()

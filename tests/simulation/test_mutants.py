@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.simulation.command import play_seeds
 from tests.simulation.mutation import PRODUCTION, mutated
 from tests.simulation.scopes import GENERAL, SCOPES
+from tests.simulation.unit_mutants import UNIT_MUTANTS, UNIT_TESTS
 
 ALL = [(scope.name, mutant.name) for scope in SCOPES.values() for mutant in scope.mutants]
 QUICK = [
@@ -16,6 +18,7 @@ QUICK = [
     *(("supervision", "kill_first"), ("supervision", "fleet_saved"), ("supervision", "promise_kept")),
 ]
 NUM_AIMED, NUM_GENERAL = 200, 2000
+MUTANTS = [*(mutant for scope in SCOPES.values() for mutant in scope.mutants), *UNIT_MUTANTS]
 
 
 def first_found(scope: str, name: str) -> int | None:
@@ -27,16 +30,15 @@ def first_found(scope: str, name: str) -> int | None:
 
 
 def test_mutants_patch_modules_of_production_only() -> None:
-    for scope, name in ALL:
-        for patch in SCOPES[scope].mutant(name).patches:
-            assert patch.module.split(".")[0] in PRODUCTION, name
+    for mutant in MUTANTS:
+        for patch in mutant.patches:
+            assert patch.module.split(".")[0] in PRODUCTION, mutant.name
             module = sys.modules[patch.module]
-            assert "/tests/" not in str(module.__file__), name
+            assert "/tests/" not in str(module.__file__), mutant.name
 
 
 def test_a_mutant_is_gone_after_its_seed() -> None:
-    for scope, name in ALL:
-        mutant = SCOPES[scope].mutant(name)
+    for mutant in MUTANTS:
         before = [vars(patch.target).get(patch.name) for patch in mutant.patches]
         with mutated(mutant):
             assert [vars(patch.target).get(patch.name) for patch in mutant.patches] != before
@@ -53,3 +55,13 @@ def test_a_guard_that_is_taken_out_is_missed(scope: str, name: str) -> None:
 @pytest.mark.parametrize(("scope", "name"), [one for one in ALL if one not in QUICK])
 def test_every_guard_that_is_taken_out_is_missed(scope: str, name: str) -> None:
     assert first_found(scope, name) is not None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", UNIT_TESTS)
+def test_a_guard_that_no_seed_misses_is_missed_by_its_unit_test(name: str) -> None:
+    command = [sys.executable, "-m", "tests.simulation.unit_mutants", name]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == pytest.ExitCode.TESTS_FAILED, found.stdout
+    assert "1 failed" in found.stdout, "the test itself, not its fixtures"
+    assert {one.name for one in UNIT_MUTANTS} == set(UNIT_TESTS)

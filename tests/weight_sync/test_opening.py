@@ -12,7 +12,7 @@ from asyncrl.core.rpc import Request, Server
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from weight_sync.handoff import Handoff
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Publisher:

@@ -29,7 +29,7 @@ from weight_sync.memory import segments
 from weight_sync.protocol.messages import Attended
 from weight_sync.protocol.protocol import PUBLISHER, Coordination
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 FLAGS = {"attended": True, "pinned": False, "draining": False}
 ORDERS = {"publisher first": (PUBLISHER, "a", "b", "c"), "publisher last": ("a", "b", "c", PUBLISHER)}
 AT_ONCE_S = 1.5

@@ -81,7 +81,7 @@ class RayLauncher:
     """Detached named Ray actors. `connect` or `start_local` must have been called in this process.
 
     Attributes:
-        counters: `refused_statuses`, which were none of the service's kind.
+        counters: `refused_statuses`, which were none of the service's kind; `lost_statuses`, by Ray.
     """
 
     def __init__(self, namespace: str) -> None:
@@ -167,7 +167,8 @@ class RayLauncher:
         except ray.exceptions.RayActorError as error:
             return ServiceStatus(state=ServiceState.DEAD, error=_death_of(error))
         except ray.exceptions.RayTaskError as error:
-            return ServiceStatus(state=ServiceState.FAILED, error=f"its status failed: {error.cause}")
+            why = f"{type(error.cause).__name__}: {error.cause}"
+            return ServiceStatus(state=ServiceState.FAILED, error=f"its status failed: {why}")
         except (ray.exceptions.ActorUnschedulableError, ray.exceptions.RuntimeEnvSetupError) as error:
             return ServiceStatus(state=ServiceState.DEAD, error=_first_line(error))
         except ray.exceptions.RayError as error:  # an answer that was lost, say; the next pulse asks again

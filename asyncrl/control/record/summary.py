@@ -162,5 +162,5 @@ def draw_curves(history: History, path: Path, max_lag: int, name_of_run: str) ->
         if name == "perf/learner_tokens_per_s":
             other = "perf/rollout_tokens_per_s"
             axes.plot(steps, np.nan_to_num(history[other]), linewidth=0.8, label=other)
-        axes.legend(fontsize=7)
+        axes.legend(loc="best", fontsize=7)
     figure.savefig(path, dpi=110)

@@ -32,6 +32,8 @@ INSTALL_DEADLINE_S = 900.0
 ANSWER_DEADLINE_S = 40.0
 CONNECT_S = 0.4
 """What processes get to connect before producers begin."""
+LONGEST_TURN_S = 60.0
+"""A way that delivers nothing in as long a turn has failed."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,18 @@ class Figures:
     Attributes:
         per_s: Trajectories delivered and decoded, per second.
         cpu_s_per_1000: Processor seconds of all the way's processes per 1,000 trajectories.
+        seconds: Of the turn, without what does not count.
         latencies_s: From when an entry was due until the consumer had decoded it; of paced turns.
     """
 
     per_s: float
     cpu_s_per_1000: float
+    seconds: float
     latencies_s: tuple[float, ...] = ()
+
+    def are_taken(self, turn: Turn) -> bool:
+        """Return whether something was delivered, and a latency measured if the turn is paced."""
+        return self.per_s > 0 and bool(self.latencies_s or not turn.groups_per_s)
 
 
 class Crew:
@@ -71,9 +79,20 @@ class Crew:
     def run(self, turn: Turn, seconds: float, warm_s: float) -> Figures:
         """Run one turn of `seconds`, after `warm_s` that do not count.
 
+        A turn in which nothing was measured tells of the machine and not of the way: it is run again, twice
+        as long.
+
         Raises:
-            ServiceFailed: A process reported an error or ended.
+            ServiceFailed: A process reported an error or ended, or the longest turn delivered nothing.
         """
+        while not (figures := self._run(turn, seconds, warm_s)).are_taken(turn):
+            seconds *= 2
+            if seconds > LONGEST_TURN_S:
+                raise ServiceFailed(f"nothing was delivered within {seconds / 2:g} s")
+            turn = replace(turn, name=f"{turn.name}-again")
+        return figures
+
+    def _run(self, turn: Turn, seconds: float, warm_s: float) -> Figures:
         address = self._ask("server", {"do": "open", "turn": turn.as_values()})
         try:
             return self._measure(turn, address, seconds, warm_s)
@@ -174,7 +193,7 @@ def _figures(turn: Turn, logs: dict[str, list[dict[str, Any]]], cpu_s: float) ->
     arrived = ((number, at) for log in logs["consume"] for number, at in log["times"])
     latencies = tuple(at - began[number] for number, at in arrived if began.get(number, 0.0) >= turn.warm_s)
     seconds = turn.stop_s - turn.warm_s
-    return Figures(count / seconds, 1000.0 * cpu_s / max(1, count), latencies)
+    return Figures(count / seconds, 1000.0 * cpu_s / max(1, count), seconds, latencies)
 
 
 def percentile_s(latencies: Sequence[float], percent: float) -> float:

@@ -118,7 +118,7 @@ def test_a_fetch_of_more_parts_than_a_service_keeps_replies_loses_none() -> None
         replica.close()
 
     with serving(store) as service:
-        learner = LearnerClient(service.address, deadline_s=20.0)
+        learner = LearnerClient(service.address, deadline_s=60.0)
         learner.open("learner.0")
         learner.register_version(0)
         asyncio.run(fill(service.address))

@@ -30,7 +30,7 @@ def test_the_documented_generator_and_learner_train_together() -> None:
         # max_lag is 1 in the tests' settings: version 1 may sample the first two steps, not the third.
         assert asyncio.run(generate(service.address, 4)) == 4
         assert asyncio.run(generate(service.address, 2, version=2)) == 2
-        learner.join(20.0)
+        learner.join(60.0)
         assert results == [3 * 2 * 2 * 3]
         status = observer.status()
         observer.close()
@@ -39,7 +39,7 @@ def test_the_documented_generator_and_learner_train_together() -> None:
 
 
 def wait_until_published(observer: LearnerClient, version: int) -> None:
-    deadline_s = time.monotonic() + 20.0
+    deadline_s = time.monotonic() + 60.0
     while observer.status().last_version < version:
         assert time.monotonic() < deadline_s, "the learner never published"
         time.sleep(0.01)

@@ -56,7 +56,7 @@ class BufferProcess:
 
     def end(self) -> None:
         self._process.kill()
-        self._process.wait(10.0)
+        self._process.wait(60.0)
 
 
 class Honest:
@@ -123,7 +123,7 @@ def dealer(address: str) -> Iterator[zmq.Socket[bytes]]:
 def raw_socket(address: str) -> socket.socket:
     """Return a bare TCP connection to `address`."""
     host, port = address.removeprefix("tcp://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10.0)
+    return socket.create_connection((host, int(port)), timeout=60.0)
 
 
 def raw_peer(address: str) -> socket.socket:

@@ -38,7 +38,7 @@ def serving(kind: str, folder: Path, keys: RunKeys) -> Iterator[str]:
         yield service.status().address
     finally:
         stop.set()
-        thread.join(10.0)
+        thread.join(60.0)
 
 
 def refused_of(address: str, keys: ClientKeys, ops: list[str]) -> set[str]:
@@ -47,7 +47,7 @@ def refused_of(address: str, keys: ClientKeys, ops: list[str]) -> set[str]:
     with contextlib.closing(Client(ThreadRuntime(), address, keys)) as client:
         for op in ops:
             try:
-                client.call(op, deadline_s=10.0, **CALLS.get(op, {}))
+                client.call(op, deadline_s=60.0, **CALLS.get(op, {}))
             except NotAllowed:
                 refused.add(op)
             except AsyncrlError:

@@ -168,7 +168,7 @@ BAD_HEADERS = {
 def test_a_malformed_header_is_counted_and_ignored(buffer: BufferProcess, honest: Honest, name: str) -> None:
     before = honest.learner.status().counters.get("wire/malformed", 0)
     send_all(buffer.address, [[BAD_HEADERS[name]]] * 3)
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 60.0
     while honest.learner.status().counters.get("wire/malformed", 0) < before + 3:
         assert time.monotonic() < end, honest.learner.status().counters
 
@@ -199,7 +199,7 @@ def test_arguments_that_make_no_sense_are_answered_with_an_error_or_nothing_give
 ) -> None:
     client = Client(ThreadRuntime(), buffer.address)
     with contextlib.closing(client), contextlib.suppress(WireError, LedgerError, FencedError, AsyncrlError):
-        reply = client.call(op, deadline_s=10.0, **args)
+        reply = client.call(op, deadline_s=60.0, **args)
         assert not reply.args.get("grants"), reply
 
 

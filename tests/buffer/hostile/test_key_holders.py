@@ -60,7 +60,7 @@ class Keyed:
     def end(self) -> None:
         assert self._process.poll() is None, "the service has ended"
         self._process.kill()
-        self._process.wait(10.0)
+        self._process.wait(60.0)
 
 
 @contextlib.contextmanager

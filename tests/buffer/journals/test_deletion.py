@@ -34,7 +34,7 @@ def first_segment(folder: Path) -> Path:
 
 
 def tick_until(journal: FileJournal, is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 60.0
     while not is_so():
         journal.tick(0.0)
         assert time.monotonic() < end

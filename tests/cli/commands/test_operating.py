@@ -134,7 +134,7 @@ def test_a_run_that_is_starting_can_be_ended_and_asked_for_nothing_else(tmp_path
         write_json(folder.outcome, stopped)  # as a head does that is ended in its start
         done = asyncrl("down", "--dir", tmp_path)
         assert (done.code, done.out) == (0, "") and "the run has ended" in done.err
-        assert head.wait(10.0) != 0
+        assert head.wait(60.0) != 0
 
 
 @pytest.mark.parametrize(

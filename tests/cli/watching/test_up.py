@@ -72,7 +72,7 @@ def head(folder: RunDir) -> Iterator[subprocess.Popen[bytes]]:
     write_json(folder.live, live)
     yield process
     process.kill()
-    process.wait(5)
+    process.wait(60.0)
     api.close()
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_is_still_ending_is_waited_for_and_then_begun(
     threading.Timer(0.5, head.kill).start()
     with pytest.raises(ConfigError, match=r"--resume never: .*earlier start"):
         up(["a.yaml"], [], resume="never")
-    assert head.wait(5) != 0
+    assert head.wait(60.0) != 0
     assert "again: stopping (ending Ray)" in capsys.readouterr().err
 
 

@@ -53,7 +53,7 @@ def test_a_node_is_swept_of_every_earlier_life_of_the_run_and_of_nothing_else(tm
         lives = [Life(run_id, str(tmp_path / f"asyncrl-{run_id}")) for run_id in (OLDER, OLD)]
         assert sweep_node(lives) == (2, 2)
         for process, segment, sockets in (old, older):
-            assert process.wait(5) != 0 and not segment.exists() and not sockets.exists()
+            assert process.wait(60.0) != 0 and not segment.exists() and not sockets.exists()
         process, segment, sockets = other
         assert process.poll() is None and segment.exists() and (sockets / "receiver.0").exists()
         assert sweep_node(lives) == (0, 0)
@@ -171,7 +171,7 @@ def test_the_next_up_sweeps_the_nodes_of_a_cluster_unless_an_earlier_life_lives_
 
             done = enter(cluster.address, tmp_path, f"{OLD}={sockets}=0")
             assert done.returncode == 0, done.stderr
-            assert process.wait(5) != 0 and not segment.exists() and not sockets.exists()
+            assert process.wait(60.0) != 0 and not segment.exists() and not sockets.exists()
         assert "told: on node " in done.stdout and "ended 1 processes" in done.stdout
         assert pids_of_run(OLD) == []
     finally:

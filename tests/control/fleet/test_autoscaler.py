@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.control.fleet.autoscaler import FULL, GROW_AT, Autoscaler, Decision, Pacing
-from asyncrl.planner.studies.experiment import draw_lengths
-from asyncrl.planner.studies.ledger_rule import LedgerRule
-from asyncrl.planner.studies.scaling import ElasticQueue
-from asyncrl.planner.studies.work import Shape
+from research.policies.experiment import draw_lengths
+from research.policies.ledger_rule import LedgerRule
+from research.policies.work import Shape
+from tests.control.fleet.elastic_queue import ElasticQueue
 
 PACING = Pacing(settle_s=10.0, window_s=20.0, min_steps=9, hold_s=40.0, max_hold_s=640.0)
 

@@ -31,7 +31,7 @@ def started() -> Iterator[Started]:
     yield started
     for process in started:
         process.kill()
-        process.wait(5)
+        process.wait(60.0)
 
 
 def overrun(times: int, started: Started) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ def start_head(folder: RunDir) -> Iterator[StartHead]:
     yield start
     for process in started:
         process.kill()
-        process.wait(5)
+        process.wait(60.0)
         assert process.stdout is not None
         process.stdout.close()
 
@@ -71,7 +71,7 @@ def test_a_run_is_found_live_before_it_has_an_api_and_not_when_its_head_is_dead(
         "phase": "starting the head process",
     }
     head.kill()
-    head.wait(5)
+    head.wait(60.0)
     assert handle.is_over
     assert attach(folder) is None
 
@@ -97,7 +97,7 @@ def test_a_supervisor_that_has_answered_and_does_not_any_more_is_not_said_to_sta
 def test_a_run_without_services_is_stopped_by_its_head(folder: RunDir, start_head: StartHead) -> None:
     head = start_head()
     found(folder).stop(10.0)
-    assert head.wait(5) == -signal.SIGTERM
+    assert head.wait(60.0) == -signal.SIGTERM
 
 
 def test_a_run_with_an_api_is_asked_and_everything_that_it_shows_meanwhile_is_passed_on(
@@ -160,7 +160,7 @@ def test_what_does_not_end_in_time_is_killed_and_reaped_and_its_sockets_are_remo
     handle = found(folder)
     handle.head = head  # as in the terminal that started it, which reaps it too
     handle.stop(0.5)
-    assert head.wait(5) == -signal.SIGKILL
+    assert head.wait(60.0) == -signal.SIGKILL
     assert not (folder.path / "sockets").exists()
 
 
@@ -179,5 +179,5 @@ def test_how_a_head_was_killed_that_the_terminal_had_started_is_told(
     handle = found(folder)
     handle.head = head
     head.kill()
-    head.wait(5)
+    head.wait(60.0)
     assert handle.result().error == "the head process died of SIGKILL"

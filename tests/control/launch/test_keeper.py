@@ -106,10 +106,10 @@ def test_the_process_of_a_supervisor_that_was_stopped_is_ended_before_there_is_a
     process.send_signal(signal.SIGSTOP)
     try:
         run(tmp_path, ScriptedLauncher(*["SILENT"] * 320, "ENDED"))
-        assert process.wait(5) == -signal.SIGKILL
+        assert process.wait(60.0) == -signal.SIGKILL
     finally:
         process.kill()
-        process.wait(5)
+        process.wait(60.0)
 
 
 def test_a_supervisor_that_was_only_slow_to_answer_is_left_alone(tmp_path: Path) -> None:
@@ -163,11 +163,11 @@ def test_the_death_of_one_of_rays_own_processes_is_noticed_by_name(tmp_path: Pat
             os.kill(processes["other"].pid, 9)
             assert not noticed.wait(0.7)
             os.kill(processes[victim].pid, 9)
-            assert noticed.wait(10.0)
+            assert noticed.wait(60.0)
     finally:
         for process in processes.values():
             process.kill()
-            process.wait(5)
+            process.wait(60.0)
     assert deaths == [victim]
 
 
@@ -184,16 +184,16 @@ def test_the_watch_of_ray_goes_on_after_it_found_no_descriptor_left(tmp_path: Pa
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             assert not is_open("127.0.0.1:1") and not noticed.is_set()
             raylet.kill()
-            assert noticed.wait(20.0)
+            assert noticed.wait(60.0)
     finally:
         raylet.kill()
-        raylet.wait(5)
+        raylet.wait(60.0)
 
 
 def wait_until(claim: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 60.0
     while not claim():
-        assert time.monotonic() < end, "waited 20 s"
+        assert time.monotonic() < end, "waited 60 s"
         time.sleep(0.05)
 
 
@@ -207,5 +207,5 @@ def test_what_rays_death_breaks_is_told_as_rays_death(tmp_path: Path) -> None:
     raylet, deaths = named_process(tmp_path, "raylet"), list[str]()
     with pytest.raises(ConnectionError), watching_ray(deaths.append):
         fail_after_the_death_of(raylet)
-    raylet.wait(5)
+    raylet.wait(60.0)
     assert deaths[0] == "raylet"

@@ -63,7 +63,7 @@ class Browser:
         await self.call("Browser.close")
         await self._session.close()
         try:
-            self._process.wait(20)
+            self._process.wait(60.0)
         finally:
             self._process.kill()
             self._process.wait()

@@ -42,7 +42,7 @@ def test_rows_that_a_learner_handed_over_to_nobody_are_taken_from_its_own_log(
         steps = [row["training/global_step"] for row in training_rows(lines)]
         assert steps[:2] == [1, 2], "they are taken down when the second life is seen, before what it does"
     (tmp_path / "go-on").touch()
-    thread.join(30.0)
+    thread.join(120.0)
     assert not thread.is_alive()
     rows = training_rows(load_rows(tmp_path / "metrics.jsonl"))
     assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]

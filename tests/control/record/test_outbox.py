@@ -25,7 +25,7 @@ from asyncrl.core.runtime.clock import ManualClock
 from tests.statuses import snapshot_of, told_by
 from tests.threads import RUNTIME
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 WHERE = ("open", "write", "close")
 
 

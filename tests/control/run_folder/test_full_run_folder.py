@@ -38,7 +38,7 @@ def test_a_full_disk_is_an_event_on_it_and_an_obstacle_until_there_is_room(small
     (small_disk / "ballast").unlink()
     wait_for(lambda: not told_by(supervisor)["obstacles"])
     (small_disk / "go-on").touch()
-    thread.join(30.0)
+    thread.join(120.0)
     assert not thread.is_alive()
     outcome = read_json(RunDir(small_disk).outcome)
     assert outcome is not None and outcome["state"] == "finished"
@@ -76,7 +76,7 @@ def test_what_happens_to_a_run_on_a_full_disk_has_room_that_was_reserved(small_d
     finally:
         (small_disk / "ballast").unlink()
         stop.set()
-        thread.join(60.0)
+        thread.join(120.0)
     assert not thread.is_alive() and "scale" in kinds
 
 
@@ -164,7 +164,7 @@ def test_how_a_run_ended_on_a_full_disk_is_recorded_in_room_that_was_reserved(sm
     wait_for(lambda: bool(told_by(supervisor)["obstacles"]))
     fill(small_disk / "more ballast")  # where events were told
     supervisor.stop()
-    thread.join(30.0)
+    thread.join(120.0)
     assert not thread.is_alive()
     outcome = read_json(RunDir(small_disk).outcome)
     assert outcome is not None and outcome["state"] == "stopped"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tracemalloc
 from pathlib import Path
+
+import pytest
 
 from asyncrl.control.record.history import read_history
 from asyncrl.control.record.summary import NAMES, draw_curves, smooth, summarise
 from asyncrl.control.rows.metering import Meter
 from asyncrl.core.config.tree import Config
 from asyncrl.core.service_status import Statuses
+from benchmarks.harness.plots import draw
+from benchmarks.harness.rows import Row
 from tests.statuses import statuses_of
 
 REQUIRED = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "f"}}
@@ -33,6 +38,21 @@ def test_curves_are_drawn_of_rows_that_lack_some(tmp_path: Path) -> None:
     row = {"training/global_step": 1, "timing_s/step": 1.0, "staleness/lag_max_trained": 0}
     draw_curves(read_history([row], NAMES), tmp_path / "curves.png", 4, "a run")
     assert (tmp_path / "curves.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("draws", ["a run", "rows"])
+def test_a_machine_that_is_slow_to_draw_is_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: str
+) -> None:
+    """matplotlib warns of a legend that took a second to place; in a supervisor that is no news."""
+    seconds = itertools.count()
+    monkeypatch.setattr("matplotlib.legend.time.perf_counter", lambda: 10.0 * next(seconds))
+    if draws == "a run":
+        draw_curves(read_history([make_row(1)], NAMES), tmp_path / "curves.png", 4, "a run")
+    else:
+        cases = [{"lag": lag, "way": way} for lag in range(3) for way in "xy"]
+        draw([Row("b", case, {"step_s": 1.0}) for case in cases], tmp_path / "rows.png")
+    assert next(seconds) > 1, "the clock was read"
 
 
 def test_the_summary_holds_what_the_guard_counted_last() -> None:

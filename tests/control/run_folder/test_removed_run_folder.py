@@ -25,10 +25,10 @@ def test_a_run_whose_folder_is_removed_ends_with_that(tmp_path: Path, is_made_an
     folder.path.rename(tmp_path / "away")  # at once, as no rmtree is
     if is_made_anew:
         folder.logs.mkdir(parents=True)  # as a service does that is started again
-    thread.join(30.0)
+    thread.join(120.0)
     has_ended = not thread.is_alive()
     stop.set()
-    thread.join(30.0)
+    thread.join(120.0)
     assert has_ended and "learner.0" in launcher.killed
     outcome = read_json(folder.outcome)
     assert outcome is not None and outcome["state"] == "failed" and outcome["is_removed"]

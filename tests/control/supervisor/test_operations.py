@@ -245,21 +245,25 @@ def test_what_was_promised_while_the_last_one_was_looked_for_is_not_forgotten(
 
 
 def test_a_learner_that_is_late_to_answer_is_asked_once_and_one_that_refuses_again(
-    operations: Operations, crew: ScriptedCrew, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    operations: Operations, crew: ScriptedCrew, tmp_path: Path
 ) -> None:
-    failures: list[Exception] = [ServiceFailed("starting"), DeadlineExceeded("no answer")]
-    asked: list[str] = []
-
-    def ask(service: str, command: Any) -> Any:
-        asked.append(command.word)
-        raise failures[len(asked) - 1]
-
-    monkeypatch.setattr(crew, "ask", ask)
+    crew.failures = [ServiceFailed("starting"), DeadlineExceeded("no answer")]
     write_promise(tmp_path, step=7, life=0)
     crew.learner_life = 1
     for _ in range(4):
         operations.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
-    assert len(asked) == 2 and read_promise(tmp_path) == (7, 1)
+    assert crew.told == [("learner.0", "checkpoint")] * 2 and read_promise(tmp_path) == (7, 1)
+
+
+@pytest.mark.parametrize("form", [{"step": "seven"}, {"step": 7}])
+def test_a_promise_in_another_form_is_none_and_the_next_one_takes_its_place(
+    operations: Operations, crew: ScriptedCrew, tmp_path: Path, caplog: pytest.LogCaptureFixture, form: Any
+) -> None:
+    write_json(RunDir(tmp_path).promise, {"run_id": RUN_ID, **form})
+    operations.keep_promise(statuses_of({"learner.0": {"state": "READY", "step": 8}}))
+    assert "the pending checkpoint request in" in caplog.text and crew.told == []
+    perform(operations, "checkpoint", {})  # of step 7
+    assert read_promise(tmp_path) == (7, 0)
 
 
 def test_a_promise_that_the_disk_does_not_take_ends_no_run(
@@ -289,7 +293,7 @@ def buffer_of(folder: Path) -> Iterator[BufferService]:
         yield service
     finally:
         stop.set()
-        thread.join(10.0)
+        thread.join(120.0)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from scripted_services import REPLACE
 from thread_launcher import ThreadLauncher
 
 from asyncrl.control.api import operations as api
-from asyncrl.control.diagnosis.lookout import Lookout
 from asyncrl.control.fleet.messages import Halted, Heard
 from asyncrl.control.launch.processes import (
     end_service,
@@ -41,7 +40,6 @@ from asyncrl.control.upkeep.hands import Hands
 from asyncrl.control.upkeep.keeper import Upkeep
 from asyncrl.control.upkeep.kernel import LinuxKernel
 from asyncrl.control.upkeep.reading import at_home, event_of, events_of
-from asyncrl.core import obstacle
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, ServiceFailed
 from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.core.runtime.threads import ThreadRuntime
@@ -206,7 +204,7 @@ def test_numbers_of_processes_on_another_node_touch_nobody_here(run: Run) -> Non
         run.launcher.silent |= {"rollout.0", "receiver.1", "rollout.1"}
         hands.dump_stacks(["rollout.0", "receiver.1"])
         hands.dump_stacks(["rollout.1"])
-        assert mine.wait(10.0) == -signal.SIGUSR1
+        assert mine.wait(60.0) == -signal.SIGUSR1
         assert (stranger.poll(), child.poll()) == (None, None)
     finally:
         run.launcher.silent.clear()
@@ -226,7 +224,7 @@ def test_all_processes_of_a_killed_service_die_and_those_of_others_do_not() -> N
         reaper = threading.Thread(target=lambda: (mine.wait(), child.wait()))
         reaper.start()
         assert end_service("repair77", "rollout.1", [child.pid, os.getpid()]) == []
-        reaper.join(5.0)
+        reaper.join(60.0)
         assert not is_alive(mine.pid, "repair77") and not is_alive(child.pid, "repair77")
         assert other.poll() is None
     finally:
@@ -261,7 +259,7 @@ def test_what_a_dead_replica_has_left_is_gone_before_it_is_started_again(run: Ru
         assert seen == [("rollout.1", False, False), ("receiver.1", False, False)]
     finally:
         core.kill()
-        reaper.join(5.0)
+        reaper.join(60.0)
         shutil.rmtree(folder)
 
 
@@ -343,7 +341,7 @@ def test_a_status_is_given_while_a_pulse_or_the_end_takes_its_time(run: Run) -> 
         def call(*args: Any) -> Any:
             thread = threading.Thread(target=function, daemon=True)
             thread.start()
-            thread.join(5.0)
+            thread.join(120.0)
             assert not thread.is_alive(), "it waits for the end of it"
             return then(*args)
 
@@ -427,10 +425,10 @@ def test_a_new_supervisor_of_a_run_that_was_being_ended_only_ends_it(tmp_path: P
     again = Supervisor(first.roster, first.launcher, Recorder(tmp_path / "metrics.jsonl", RUNTIME), RUNTIME)
     thread = threading.Thread(target=again.run, args=(stop := threading.Event(),))
     thread.start()
-    thread.join(10.0)
+    thread.join(120.0)
     is_over = not thread.is_alive()
     stop.set()
-    thread.join(30.0)
+    thread.join(120.0)
     assert is_over and first.launcher.started == []
     assert first.launcher.adopt() == set()
     assert read_outcome_of(RunDir(tmp_path)) == first.upkeep.ending
@@ -464,25 +462,23 @@ def test_while_the_learner_writes_its_last_checkpoint_the_others_are_kept_up(tmp
     launcher.gone.add("buffer.0")
     wait_for(lambda: launcher.started.count("buffer.0") == 2)
     (tmp_path / "may-save").touch()
-    thread.join(30.0)
+    thread.join(120.0)
     assert not thread.is_alive()
     assert (read_outcome(tmp_path)["state"], launcher.started.count("learner.0")) == ("stopped", 1)
 
 
-@pytest.mark.parametrize("reason", ["", "OSError: no space left on device"])
+@pytest.mark.parametrize("learner", ["SlowSaver", "HeldUpSaver"])
 def test_a_stop_whose_checkpoint_could_not_be_written_is_a_failure_that_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+    tmp_path: Path, learner: str
 ) -> None:
-    noted = reason and obstacle.Obstacle("learner.0", obstacle.Cause.SERVICE_DOWN, reason)
-    monkeypatch.setattr(Lookout, "blocking", property(lambda _: noted or None))
-    supervisor, launcher = make_supervised(tmp_path, "SlowSaver")
+    supervisor, launcher = make_supervised(tmp_path, learner)
     (tmp_path / "may-save").write_text("no space left on device")
     stop = threading.Event()
     thread = threading.Thread(target=supervisor.run, args=(stop,))
     thread.start()
     wait_for(lambda: supervisor.state == "running")
     stop.set()
-    thread.join(30.0)
+    thread.join(120.0)
     outcome = read_outcome(tmp_path)
     assert (outcome["state"], outcome["service"]) == ("failed", "learner.0")
     assert outcome["error"].startswith("learner.0 failed: OSError: no space left on device; it wrote no")
@@ -532,10 +528,10 @@ def test_a_rank_that_never_ends_is_not_waited_for_for_ever(
     supervisor, _ = make_supervised(tmp_path, "make_ranked_learner", dp=2)
     thread = threading.Thread(target=supervisor.run, args=(stop := threading.Event(),))
     thread.start()
-    thread.join(20.0)
+    thread.join(120.0)
     is_over = not thread.is_alive()
     stop.set()
-    thread.join(30.0)
+    thread.join(120.0)
     assert is_over and read_outcome(tmp_path)["state"] == "finished"
 
 
@@ -547,7 +543,7 @@ def test_rows_of_steps_that_a_new_learner_takes_again_replace_the_older_ones(tmp
     launcher.gone.add("learner.0")
     wait_for(lambda: launcher.started.count("learner.0") == 2)
     (tmp_path / "go-on").touch()
-    thread.join(30.0)
+    thread.join(120.0)
     assert not thread.is_alive()
     rows = training_rows(load_rows(tmp_path / "metrics.jsonl"))
     assert [row["training/global_step"] for row in rows] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -586,5 +582,5 @@ def test_a_run_that_takes_no_steps_says_who_waits_for_whom_and_dumps_stacks(
     assert stall["waiting"][0] == "learner.0 waits for buffer.0: 0 of 16 groups are stored"
     assert told_by(supervisor)["health"] == "degraded"
     (tmp_path / "go-on").touch()
-    thread.join(30.0)
+    thread.join(120.0)
     assert not thread.is_alive()

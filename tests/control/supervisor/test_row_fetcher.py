@@ -35,7 +35,7 @@ class SlowLearner(ThreadLauncher):
     def command(self, name: str, command: Any, deadline_s: float) -> Any:
         assert name == "learner.0" and isinstance(command, HandOverRows)
         self.asked.append(command.after)
-        assert self.may_answer.wait(10.0)
+        assert self.may_answer.wait(60.0)
         if self.is_dead:
             raise ServiceFailed("learner.0 failed 'rows': it was killed")
         return handed(command.after)
@@ -87,7 +87,7 @@ def test_a_new_supervisor_records_nothing_before_the_learner_says_which_rows_it_
     command, fetch = PacedLearner.command, RowFetcher.fetch
 
     def be_late(self: PacedLearner, asked: AnyCommand) -> Message:
-        assert may_answer.wait(10.0)
+        assert may_answer.wait(60.0)
         return command(self, asked)
 
     def fetch_and_allow(self: RowFetcher, life: int, after: int, wait_s: float) -> Any:

@@ -25,7 +25,7 @@ def test_a_learner_that_has_trained_nothing_is_not_waited_for(tmp_path: Path) ->
         assert "learner.0" in launcher.killed
     finally:
         (tmp_path / "may-save").touch()  # lets the thread that stands for its process end
-        thread.join(30.0)
+        thread.join(120.0)
 
 
 def test_a_step_that_was_done_since_the_last_look_is_saved(
@@ -39,7 +39,7 @@ def test_a_step_that_was_done_since_the_last_look_is_saved(
     launcher.service("learner.0").step = 1
     supervisor.perform(api.Stop())
     (tmp_path / "may-save").write_text("there is no room")
-    thread.join(30.0)
+    thread.join(120.0)
     assert "there is no room" in read_outcome(tmp_path)["error"], "it was waited for"
 
 
@@ -49,7 +49,7 @@ def test_a_learner_whose_process_dies_after_its_end_holds_up_nothing(tmp_path: P
     thread, stop = start(supervisor)
     wait_for(lambda: told_by(supervisor)["services"].get("learner.0", {}).get("state") == "ENDED")
     launcher.gone.add("learner.0")
-    thread.join(30.0)
+    thread.join(120.0)
     stop.set()
     assert not thread.is_alive() and supervisor.state == "finished"
     assert told_by(supervisor)["accuracy"] == 0.25, "its last evaluation was waited for"
@@ -70,6 +70,6 @@ def test_what_keeps_the_last_checkpoint_from_being_written_is_told(tmp_path: Pat
         wait_for(lambda: bool(told_by(supervisor)["obstacles"]))
     finally:
         (tmp_path / "may-save").write_text("the buffer does not answer")
-        thread.join(30.0)
+        thread.join(120.0)
     error = read_outcome(tmp_path)["error"]
     assert "the buffer does not answer (Redis at localhost:1 is away: Connection refused); it wrote" in error

@@ -55,9 +55,9 @@ def make_supervisor(
 
 
 def wait_for(claim: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10.0
+    end = time.monotonic() + 60.0
     while not claim():
-        assert time.monotonic() < end, "waited 10 s"
+        assert time.monotonic() < end, "waited 60 s"
         time.sleep(0.01)
 
 
@@ -160,7 +160,7 @@ def test_the_autoscaler_is_refused_what_an_operator_would_be_and_says_so_once(
     wait_for(lambda: EagerAutoscaler.num_decisions >= 3)
     status = told_by(supervisor)
     stop.set()
-    thread.join(10.0)
+    thread.join(120.0)
     assert not thread.is_alive()
     found = [event["text"] for event in status["events"] if event["kind"] == "autoscale"]
     assert len(found) == 1 and "not scaled to" in found[0] and "this machine has 2" in found[0]
@@ -214,12 +214,12 @@ def test_an_open_page_sees_how_the_run_ended_before_the_head_ends_it(tmp_path: P
     thread, _ = start(supervisor)
     wait_for(lambda: told_by(supervisor)["state"] == "running")
     request = urllib.request.Request(f"{api.url}/events", headers={"Authorization": "Bearer key"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as stream:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60.0) as stream:
         assert b"retry" in stream.readline()
         supervisor.perform(operations.Stop())
         told = stream.read().decode()
         was_read.set()
-    thread.join(10.0)
+    thread.join(120.0)
     api.close()
     assert not thread.is_alive() and found == [("stopping", True)]
     assert told_by(supervisor)["state"] == "stopped"
@@ -231,7 +231,7 @@ def test_a_stop_ends_every_service_and_says_stopped(tmp_path: Path) -> None:
     thread, _ = start(supervisor)
     wait_for(lambda: told_by(supervisor)["state"] == "running")
     supervisor.perform(operations.Stop())
-    thread.join(10.0)
+    thread.join(120.0)
     assert not thread.is_alive()
     outcome = read_json(RunDir(tmp_path).outcome)
     assert outcome is not None and outcome["state"] == "stopped"
@@ -252,7 +252,7 @@ def test_scaling_up_starts_new_indices_and_scaling_down_drains_the_newest(tmp_pa
     wait_for(lambda: supervisor.num_draining == 0)
     assert supervisor.scale(2).started == ("rollout.1",)
     stop.set()
-    thread.join(10.0)
+    thread.join(120.0)
     assert not thread.is_alive()
 
 
@@ -267,7 +267,7 @@ def test_a_leavers_process_is_ended_only_after_it_has_drained(tmp_path: Path) ->
     (tmp_path / "may-leave").touch()
     wait_for(lambda: "rollout.1" in launcher.killed)
     stop.set()
-    thread.join(10.0)
+    thread.join(120.0)
     assert not thread.is_alive()
 
 
@@ -280,7 +280,7 @@ def test_a_checkpoint_that_a_learner_died_over_is_asked_of_the_next_one(tmp_path
     launcher.gone.add("learner.0")
     wait_for(lambda: "1:" in (tmp_path / "asked").read_text())
     stop.set()
-    thread.join(10.0)
+    thread.join(120.0)
     assert not thread.is_alive()
     assert (tmp_path / "asked").read_text() == "0:5 1:5 "
 
@@ -296,7 +296,7 @@ def test_more_replicas_than_the_machine_has_room_for_are_refused(
         supervisor.perform(operations.Scale(10))
     assert told_by(supervisor)["state"] == "running"
     stop.set()
-    thread.join(10.0)
+    thread.join(120.0)
     assert not thread.is_alive()
 
 
@@ -371,7 +371,7 @@ def test_a_leaver_that_hangs_in_its_drain_is_ended_and_the_run_goes_on(tmp_path:
     wait_for(lambda: "rollout.1" in launcher.killed)
     assert told_by(supervisor)["state"] == "running"
     stop.set()
-    thread.join(20)
+    thread.join(120.0)
 
 
 def test_rates_do_not_jump_when_a_replica_is_silent_for_a_pulse() -> None:

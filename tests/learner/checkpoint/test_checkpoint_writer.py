@@ -129,6 +129,32 @@ def test_ranks_that_do_not_write_in_time_are_counted(tmp_path):
         await_marks(tmp_path, 2, deadline_s=0.05)
 
 
+def test_the_sealer_looks_for_no_mark_while_its_own_rank_writes(store, journal):
+    may_write = ThreadEvent()
+
+    class Slow(Snapshot):
+        def write(self, folder):
+            assert may_write.wait(WAIT_S)
+            take().write(folder)
+
+    class Counting(ThreadRuntime):
+        num_sleeps = 0
+
+        def sleep(self, seconds):
+            self.num_sleeps += 1
+            super().sleep(seconds)
+
+    runtime, writer = Counting(), BackgroundWriter(0)
+    keeper = CheckpointKeeper(store, journal.commit, 1, max_stall_s=0.0, runtime=runtime)
+    keeper.has_marked = writer.has_marked
+    writer.begin(keeper.begin(5), {"": lambda: Slow(0, {}, (), {}, {})})
+    keeper.seal_in_background(5, 1)
+    assert not keeper.commit_finished(0.05)
+    may_write.set()
+    assert keeper.commit_finished(WAIT_S)
+    assert (runtime.num_sleeps, [step for step, *_ in journal.commits]) == (0, [5])
+
+
 def test_the_best_by_the_named_metric_stays_for_export_but_not_in_the_journal(store, journal):
     keeper, writer = keep(store, journal, max_stall_s=WAIT_S), BackgroundWriter(0)
     for step, accuracy in ((1, 0.9), (2, 0.1), (3, 0.2), (4, 0.3)):

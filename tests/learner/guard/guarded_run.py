@@ -132,7 +132,7 @@ class Run:
             self.learner.run(ThreadEvent())
         finally:
             stop.set()
-            sampler.join(10.0)
+            sampler.join(60.0)
 
     def status(self) -> BufferStatus:
         with contextlib.closing(LearnerClient(self.address)) as client:

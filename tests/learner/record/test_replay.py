@@ -437,7 +437,7 @@ class SlowDisk(Shelf):
 
     def write(self, recorded: RecordedStep) -> int:
         self.has_begun.set()
-        if not self.may_write.wait(10.0):
+        if not self.may_write.wait(60.0):
             raise OSError("nobody let it write")
         return super().write(recorded)
 
@@ -458,11 +458,11 @@ def test_a_disk_that_takes_nothing_costs_steps_of_the_record_and_not_the_run(
     )
     for number in range(6):
         take(recorder, step, number)
-        assert disk.has_begun.wait(10.0)
+        assert disk.has_begun.wait(60.0)
     assert waited_s == [0.01] * 4 + [0.0] * 2, "it waits once for a disk that hangs"
     disk.may_write.set()
     put(None, timeout=10.0)
-    recorder._thread.join(10.0)
+    recorder._thread.join(60.0)
     taken = recorder.take_metrics()
     assert taken["record/lost_steps"] == 3.0, "one is being written and two wait"
     assert disk.steps() == [0, 1, 2]

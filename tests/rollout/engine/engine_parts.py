@@ -120,5 +120,5 @@ class LoopThread:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10.0)
+        self._thread.join(60.0)
         self._loop.close()

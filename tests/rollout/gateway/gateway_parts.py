@@ -172,7 +172,7 @@ def open_gateway_stage(folder: Path, deadline_s: float = 120.0) -> Iterator[Stag
             },
             "learner": {"groups_per_step": 1, "minibatches": 1},
             "staleness": {"max_lag": 60, "ready_batches": 60},
-            "buffer": {"journal": "none", "lease_s": 5.0},
+            "buffer": {"journal": "none", "lease_s": 60.0},
             "algorithm": {"drop_constant_groups": False},
         }
     )

@@ -37,7 +37,7 @@ from rollout_service.tasks.digit_sort.folder import write_prompts
 from rollout_service.tasks.digit_sort.vocabulary import EOS, build_tokenizer
 from weight_sync.memory.staging import Staged
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 GROUP_SIZE = 4
 
 
@@ -102,7 +102,7 @@ def make_config(folder: Path, advantage: str = "grpo", **rollout: Any) -> Config
             "rollout": {"group_size": GROUP_SIZE, "max_tokens": 6, "engine": "scripted", **rollout},
             "learner": {"groups_per_step": 4},
             "staleness": {"max_lag": 1},
-            "buffer": {"journal": "none", "lease_s": 1.0},
+            "buffer": {"journal": "none", "lease_s": 60.0},
             "algorithm": {"drop_constant_groups": False, "advantage": advantage},
         }
     )
@@ -173,10 +173,14 @@ def open_stage(
     sources: Sequence[SourceSection] = (),
     make_client: Callable[[str, str, float], ReplicaClient] = ReplicaClient,
     is_standby: bool = False,
-    lease_s: float = 1.0,
+    lease_s: float = 60.0,
+    renew_as_of_s: float = 0.0,
     runtime: Runtime | None = None,
 ) -> Iterator[Stage]:
-    """A buffer service and a replica of it, running; the replica on a runtime of its own."""
+    """A buffer service and a replica of it, running; the replica on a runtime of its own.
+
+    It renews its leases as if they lasted `renew_as_of_s`, where that is given.
+    """
     runtime = runtime or ThreadRuntime()
     write_data(folder)
     config = make_config(folder, advantage)
@@ -206,7 +210,7 @@ def open_stage(
                 overlong=overlong,
             )
 
-        settings = ReplicaSettings(4, lease_s, 10.0)
+        settings = ReplicaSettings(4, renew_as_of_s or lease_s, 60.0)
         replica = Replica(runtime, "rollout.0", settings, build, is_standby=is_standby)
         learner = LearnerClient(address)
         with running(replica) as failures:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -220,11 +221,28 @@ def test_a_draining_replica_releases_what_it_holds_and_retires(tmp_path: Path):
         assert stage.receiver.calls == ["drain", "close"]
 
 
-def test_a_lease_is_renewed_while_its_group_takes_longer_than_the_lease(tmp_path: Path):
-    with open_stage(tmp_path, DIGIT_SORT, tokens_per_s=2.5) as stage:  # a group takes up to 2.4 s
+class NotingClient(ReplicaClient):
+    """Notes which leases it renewed."""
+
+    renewed: Counter[tuple[int, int]]
+
+    async def renew(self, held: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        keys = set(held)
+        lost = await super().renew(keys)
+        self.renewed.update(keys - set(lost))
+        return lost
+
+
+def test_a_lease_is_renewed_again_and_again_while_its_group_is_generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(NotingClient, "renewed", Counter(), raising=False)
+    slow: dict[str, Any] = {"tokens_per_s": 0.1, "make_client": NotingClient, "renew_as_of_s": 0.3}
+    with open_stage(tmp_path, DIGIT_SORT, **slow) as stage:
         stage.serve_first_version()
-        assert stage.learner.reserve(0, WAIT_S) is not None
-        assert "expired" not in stage.census().reissues
+        wait_for(lambda: stage.replica.status().in_flight_groups == 4, "full slots")
+        wait_for(lambda: sum(times >= 3 for times in NotingClient.renewed.values()) == 4, "renewals")
+        assert stage.census().reissues == {}
 
 
 def test_an_engine_that_died_ends_the_replica_with_an_error(tmp_path: Path):

@@ -99,7 +99,7 @@ def test_a_prompt_that_has_no_utf8_fails_alone(tmp_path: Path):
 @pytest.mark.long
 def test_a_model_whose_process_dies_or_hangs_fails_what_it_had_and_starts_again(tmp_path: Path):
     wanted = scores_alone(write_model(tmp_path))
-    reward = ModelReward("judge", ModelSettings(str(tmp_path)), deadline_s=20.0)
+    reward = ModelReward("judge", ModelSettings(str(tmp_path)), deadline_s=60.0)
 
     async def fail(signal_number: int) -> str:
         (pid,) = reward.child_pids()

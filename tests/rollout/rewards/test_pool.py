@@ -194,7 +194,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_math_verify_compares_mathematics_and_survives_what_never_ends():
-    pool = PooledReward("math_verify", "math_verify", workers=1, deadline_s=20.0)
+    pool = PooledReward("math_verify", "math_verify", workers=1, deadline_s=60.0)
     reward = TotalReward([Weighed(pool)])
     told = score_all(reward, r"so \boxed{\frac{8}{2}}", "it is $4.0$", r"\boxed{5}", "none", r"\boxed{2^2}")
     assert told == [1.0, 1.0, 0.0, 0.0, 1.0]

@@ -108,23 +108,40 @@ def test_a_server_that_drops_the_connection_is_asked_again():
     assert ask(judge, "4") == [0.5]
 
 
-def test_at_the_deadline_the_last_reason_is_told():
+def advance(seconds: float) -> None:
+    """Move the clock of the running loop."""
+    loop = asyncio.get_running_loop()
+    before = loop.time
+    loop.time = lambda: before() + seconds  # type: ignore[method-assign]
+
+
+def test_at_the_deadline_the_last_reason_is_told(monkeypatch: pytest.MonkeyPatch):
     async def judge(request: web.Request) -> web.Response:
         return web.Response(status=500, text="out of order")
 
-    ((kind, message),) = ask(judge, "4", deadline_s=0.3)
-    assert kind == "unreachable"
-    assert "did not answer within 0.3 s: status 500: out of order" in message
+    post, left_s = RemoteReward._post, list[float]()
+
+    async def post_third_time_late(reward: RemoteReward, items: Any, timeout_s: float) -> object:
+        left_s.append(timeout_s)
+        try:
+            return await post(reward, items, timeout_s)
+        finally:
+            advance(500.0 if len(left_s) == 3 else 0.0)
+
+    monkeypatch.setattr(RemoteReward, "_post", post_third_time_late)
+    ((kind, message),) = ask(judge, "4", deadline_s=500.0)
+    assert kind == "unreachable" and len(left_s) == 3
+    assert "did not answer within 500 s: status 500: out of order" in message
 
 
 def test_an_answer_that_waits_behind_others_has_its_whole_deadline_left(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(remote, "MAX_RUNNING", 1)
 
     async def judge(request: web.Request) -> web.Response:
-        await asyncio.sleep(0.3)
+        advance(400.0)
         return reply([1.0])
 
-    assert ask(judge, *"12345678", deadline_s=1.0, batch=1) == [1.0] * 8
+    assert ask(judge, *"12345678", deadline_s=1000.0, batch=1) == [1.0] * 8
 
 
 def test_a_server_that_hangs_is_given_up_at_the_deadline():

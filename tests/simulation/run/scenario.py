@@ -90,6 +90,9 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "storage": ("damage", "power", "away", "ambush:learner.0"),
 }
 
+PAIRS = tuple(f"{first}{second}" for first in range(10) for second in range(10) if (first + second) % 8 == 0)
+"""Stop strings of two digits: now and then one lies across the place where an answer was handed on."""
+
 
 @dataclass(frozen=True)
 class Scenario(SyncScenario):
@@ -174,7 +177,7 @@ def draw_scenario(seed: int, faults: str) -> Scenario:
         evaluation_parts=dice.randint(1, 2),
         failing_share=0.2 if faults == "failing" else more.choice((0.0, 0.0, 0.05)),
         longest_row=more.choice((1 << 20, 1 << 20, 16)) if faults in ("failing", "general") else 1 << 20,
-        stop=more.choice(((), (), ("1", "77"))),
+        stop=PAIRS if faults == "drains" else more.choice(((), (), ("1", "77"))),
         rollbacks=_draw_rollbacks(more, faults),
         is_forking=more.random() < 0.6,
         drops_constant=group_size > 1 and more.random() < 0.2,

@@ -59,15 +59,21 @@ def test_who_meets_goes_on_when_all_are_there_and_fails_in_time_if_one_stays_awa
 def test_who_waits_in_the_store_holds_up_no_other() -> None:
     store = open_store("127.0.0.1", 0, TIMEOUT)
 
-    def wait_in_vain() -> None:
-        with pytest.raises(RuntimeError):
-            connect_store(store, "127.0.0.1", store.port, TIMEOUT).wait(["never"], timedelta(seconds=1.5))
+    has_begun = threading.Event()
 
-    waiter = threading.Thread(target=wait_in_vain)
+    def wait_for_the_last() -> None:
+        waiting = connect_store(store, "127.0.0.1", store.port, TIMEOUT)
+        has_begun.set()
+        waiting.wait(["last"], timedelta(seconds=60))
+
+    waiter = threading.Thread(target=wait_for_the_last)
     waiter.start()
+    assert has_begun.wait(60.0)
     own = connect_store(store, "127.0.0.1", store.port, TIMEOUT)
     for index in range(20):
         own.set(f"key {index}", "")
         time.sleep(0.01)
     assert waiter.is_alive()
-    waiter.join()
+    own.set("last", "")
+    waiter.join(60.0)
+    assert not waiter.is_alive()

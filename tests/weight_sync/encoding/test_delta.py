@@ -127,13 +127,13 @@ def test_who_has_missed_versions_gets_everything(cluster):
     )
     learner.publish(1)
     assert first.load() == second.load() == 1
-    second.receiver.client.call("pin", deadline_s=5.0)
+    second.receiver.client.call("pin", deadline_s=60.0)
     wait_until(lambda: cluster.members()["receiver.1"].state == "PINNED", "the pin")
     for number in range(2, 7):
         learner.publish(number)
         assert first.load() == number
     learner.sent(6)
-    second.receiver.client.call("unpin", deadline_s=5.0)
+    second.receiver.client.call("unpin", deadline_s=60.0)
     assert second.load() == 6
     num_bytes, num_deltas = learner.sent(7)
     assert num_bytes >= NUM_BYTES and num_deltas == 0

@@ -21,7 +21,7 @@ from weight_sync.memory.manifest import Layout, TensorSpec, plan
 from weight_sync.memory.parts import Part, split_parts
 from weight_sync.memory.together import TogetherWriter, Written
 
-WAIT_S = 5.0
+WAIT_S = 60.0
 
 
 class ThreadMeeting:

@@ -34,7 +34,7 @@ def plain_redis(folder: Path, *options: str, port: int = 0) -> Iterator[str]:
         yield url
     finally:
         process.kill()
-        process.wait(10.0)
+        process.wait(60.0)
 
 
 def read_run(url: str, run: str) -> Past:
@@ -44,7 +44,7 @@ def read_run(url: str, run: str) -> Past:
 
 
 def await_answer(url: str) -> None:
-    end = time.monotonic() + 20.0
+    end = time.monotonic() + 60.0
     while True:
         try:
             with raw_link(url) as link:

@@ -176,7 +176,7 @@ def test_a_service_that_was_taken_over_ends_with_an_error(place: Place) -> None:
     with pytest.raises(FencedError, match="another buffer has taken over"):
         service.run(ThreadEvent())
     assert service.status().state == "FAILED"
-    thread.join(15.0)
+    thread.join(60.0)
     successor.journal.close()
 
 

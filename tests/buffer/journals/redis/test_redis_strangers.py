@@ -57,7 +57,7 @@ class Stranger:
         """Go, and return what he was told."""
         time.sleep(0.5)
         self._process.kill()
-        return self._process.communicate(timeout=10.0)[0]
+        return self._process.communicate(timeout=60.0)[0]
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_a_redis_that_wants_certificates_of_its_clients_says_so(here: Certificat
             with end:
                 with contextlib.suppress(ssl.SSLError):
                     end.do_handshake()
-                is_over.wait(10.0)
+                is_over.wait(60.0)
 
         thread = threading.Thread(target=refuse)
         thread.start()
@@ -129,7 +129,7 @@ def test_a_redis_that_wants_certificates_of_its_clients_says_so(here: Certificat
         with pytest.raises(ConfigError, match=r"wants a certificate of its clients.*\?ssl_certfile=FILE"):
             RedisJournal(lambda: url, "refused", connect_deadline_s=5.0)
         is_over.set()
-        thread.join(10.0)
+        thread.join(60.0)
 
 
 def test_settings_of_tls_in_a_url_without_tls_are_a_config_error() -> None:

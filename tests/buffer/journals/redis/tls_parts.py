@@ -98,7 +98,7 @@ class TlsFront:
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(10.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10.0)
+        self._thread.join(60.0)
         self._loop.close()
 
 

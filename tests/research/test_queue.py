@@ -10,12 +10,12 @@ from statistics import mean
 import pytest
 
 from asyncrl.core.staleness import Span, check_spans
-from asyncrl.planner.studies.experiment import RULES, Cell, Sizes, draw_lengths, run_cell
-from asyncrl.planner.studies.lengths import LONGEST, length_of, share_longer
-from asyncrl.planner.studies.queue import Queue
-from asyncrl.planner.studies.rules import AdmissionOnly, Batch
-from asyncrl.planner.studies.tally import Tally
-from asyncrl.planner.studies.work import Shape, Work, spans_of
+from research.policies.experiment import RULES, Cell, Sizes, draw_lengths, run_cell
+from research.policies.lengths import LONGEST, length_of, share_longer
+from research.policies.queue import Queue
+from research.policies.rules import AdmissionOnly, Batch
+from research.policies.tally import Tally
+from research.policies.work import Shape, Work, spans_of
 
 SMALL = Sizes(groups_per_step=16, warm_up_steps=20, window_steps=40, num_seeds=1)
 

@@ -16,8 +16,8 @@ from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.rules.learner import is_checkpoint_due, kept_checkpoints
 from asyncrl.buffer.rules.replica import renewal_interval_s
 from asyncrl.core.staleness import is_over_age
-from asyncrl.planner.studies.rules import Batch
-from asyncrl.planner.studies.work import Shape, Work
+from research.policies.rules import Batch
+from research.policies.work import Shape, Work
 
 NUM_PROMPTS = 1_000_003
 NUM_REPLICAS = 4

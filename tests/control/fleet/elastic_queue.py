@@ -1,4 +1,4 @@
-"""The queueing model with a fleet that an autoscaler changes while it runs (pure).
+"""The queueing model with a fleet that an autoscaler changes while it runs.
 
 Owns what the autoscaler sees of the model: a row per step, as the supervisor has one. A second is a
 learner step; a replica that is wanted has its slots after `START_STEPS`, one that leaves takes no more
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from asyncrl.control.fleet.autoscaler import Autoscaler, Decision
 from asyncrl.core.staleness import lag
-from asyncrl.planner.studies.queue import Queue
-from asyncrl.planner.studies.rules import Rule
-from asyncrl.planner.studies.tally import Tally
-from asyncrl.planner.studies.work import Shape, Work, spans_of
+from research.policies.queue import Queue
+from research.policies.rules import Rule
+from research.policies.tally import Tally
+from research.policies.work import Shape, Work, spans_of
 
 START_STEPS = 5.0
 

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from asyncrl.core.staleness import lag
-from asyncrl.planner.studies.rules import Rule
-from asyncrl.planner.studies.tally import Figures, Tally
-from asyncrl.planner.studies.work import Shape, Work, spans_of
+from research.policies.rules import Rule
+from research.policies.tally import Figures, Tally
+from research.policies.work import Shape, Work, spans_of
 
 FINISHED, TRAINED, WAKE = range(3)
 
@@ -22,7 +22,7 @@ class Queue:
     """One run.
 
     >>> from itertools import repeat
-    >>> from asyncrl.planner.studies.rules import AdmissionOnly
+    >>> from research.policies.rules import AdmissionOnly
     >>> shape = Shape(groups_per_step=2, slots=2, max_lag=1)
     >>> queue = Queue(shape, AdmissionOnly(shape), repeat(1000), Tally(first_step=5, last_step=10))
     >>> queue.run().violations

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from asyncrl.planner.studies.experiment import RULES, Sizes
-from research import policies as staleness_policies
-from research.policies import check, main, measure, select_cells, table
+from research.policies import study as staleness_policies
+from research.policies.experiment import RULES, Sizes
+from research.policies.study import check, main, measure, select_cells, table
 
 TINY = Sizes(groups_per_step=8, warm_up_steps=10, window_steps=20, num_seeds=1)
 

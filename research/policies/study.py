@@ -2,7 +2,7 @@
 
 Log-normal lengths (sigma 0.5, 1.2, 1.8) x `max_lag` (1, 2, 4, 8) x slots for 1.5 and 3 batches in flight x
 our `mask`, `drop`, `wait` and the rules of AReaL, prime-rl and verl V1's `wait`, over the same lengths.
-`--quick` takes sigma 1.2 and `max_lag` 4 and 8. Definitions of the words: `asyncrl.planner.studies.tally`.
+`--quick` takes sigma 1.2 and `max_lag` 4 and 8. Definitions of the words: `research.policies.tally`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import asyncrl
-from asyncrl.planner.studies.experiment import GENERATION_LOAD, RULES, Cell, Sizes, run_cell
 from benchmarks.harness.options import Verdict, judge, make_parser, report
+from research.policies.experiment import GENERATION_LOAD, RULES, Cell, Sizes, run_cell
 
 SIGMAS, MAX_LAGS, BATCHES_IN_FLIGHT = (0.5, 1.2, 1.8), (1, 2, 4, 8), (1.5, 3.0)
 QUICK_SIGMAS, QUICK_MAX_LAGS = (1.2,), (4, 8)
@@ -52,7 +52,7 @@ LARGEST_RATIO = 99.0
 def main(arguments: Sequence[str]) -> int:
     """Simulate as the command line says and return the exit code."""
     parser = make_parser(
-        "python -m research.policies",
+        "python -m research.policies.study",
         __doc__,
         "sigma 1.2, max_lag 4 and 8, one seed: under a minute",
     )
@@ -210,3 +210,7 @@ def _ratios(rules: Mapping[str, Mapping[str, Any]], sigma: float, max_lag: int) 
 
 def _at_most(value: float, limit: float) -> float:
     return LARGEST_RATIO if value <= limit / LARGEST_RATIO else limit / value
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

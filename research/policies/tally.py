@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from asyncrl.planner.studies.work import Work
+from research.policies.work import Work
 
 
 @dataclass(frozen=True)

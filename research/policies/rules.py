@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from asyncrl.core.staleness import is_over_age, lag
-from asyncrl.planner.studies.work import Shape, Work
+from research.policies.work import Shape, Work
 
 
 @dataclass(frozen=True)

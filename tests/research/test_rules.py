@@ -8,12 +8,12 @@ import pytest
 
 from asyncrl.buffer.ledger.tickets import State
 from asyncrl.core.errors import LedgerError
-from asyncrl.planner.studies.experiment import Cell, Sizes, draw_lengths, run_cell
-from asyncrl.planner.studies.ledger_rule import LEASE, LedgerRule
-from asyncrl.planner.studies.queue import Queue
-from asyncrl.planner.studies.rules import AdmissionOnly, Batch, Blocking, DropAtConsumption
-from asyncrl.planner.studies.tally import Tally
-from asyncrl.planner.studies.work import Shape, Work
+from research.policies.experiment import Cell, Sizes, draw_lengths, run_cell
+from research.policies.ledger_rule import LEASE, LedgerRule
+from research.policies.queue import Queue
+from research.policies.rules import AdmissionOnly, Batch, Blocking, DropAtConsumption
+from research.policies.tally import Tally
+from research.policies.work import Shape, Work
 
 SMALL = Sizes(groups_per_step=16, warm_up_steps=20, window_steps=60, num_seeds=1)
 SHAPE = Shape(groups_per_step=2, slots=3, max_lag=1)

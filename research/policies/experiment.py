@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from asyncrl.planner.studies.ledger_rule import LedgerRule
-from asyncrl.planner.studies.lengths import least_lag, length_of
-from asyncrl.planner.studies.queue import Queue
-from asyncrl.planner.studies.rules import AdmissionOnly, Blocking, DropAtConsumption, Rule
-from asyncrl.planner.studies.tally import Figures, Tally
-from asyncrl.planner.studies.work import TOKENS_PER_STEP, Shape
+from research.policies.ledger_rule import LedgerRule
+from research.policies.lengths import least_lag, length_of
+from research.policies.queue import Queue
+from research.policies.rules import AdmissionOnly, Blocking, DropAtConsumption, Rule
+from research.policies.tally import Figures, Tally
+from research.policies.work import TOKENS_PER_STEP, Shape
 
 GENERATION_LOAD = 1.15
 """Groups that the slots can sample per group that the learner can train."""

@@ -1,0 +1,1 @@
+"""Costs of staleness policies and of published rules: a queueing model around the real ledger."""

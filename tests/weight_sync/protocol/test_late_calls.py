@@ -1,0 +1,51 @@
+"""Calls of a replica that come behind its later ones change nothing at its receiver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl.core.runtime.threads import ThreadEvent
+from tests.runtimes import ManualRuntime
+from tests.weight_sync.protocol.test_turns import Asked
+from weight_sync.memory.shelf import Shelf
+from weight_sync.receiver import ReceiverService
+
+
+@pytest.fixture
+def receiver(tmp_path: Path) -> Iterator[ReceiverService]:
+    """One that no thread serves: each call is handled here."""
+    shelf = Shelf(f"asyncrl-test-late-{tmp_path.name}/", "a")
+    nobody, here = f"ipc://{tmp_path}/nobody", f"ipc://{tmp_path}/r"
+    runtime = ManualRuntime(100.0)
+    found = ReceiverService(
+        nobody, "receiver.0", "1", shelf, ("gloo",), _make_none, runtime, lost_s=60.0, bind=here
+    )
+    yield found
+    over = ThreadEvent()
+    over.set()
+    found.run(over)
+
+
+def _make_none(backend: str) -> None:
+    raise AssertionError("nothing is transferred")
+
+
+def test_a_pin_behind_its_unpin_holds_nothing(receiver: ReceiverService) -> None:
+    receiver.handle(Asked("unpin", life="a", seq=2))
+    receiver.handle(Asked("pin", life="a", seq=1))
+    receiver.end_turn()
+    assert not receiver.status().pinned
+    receiver.handle(Asked("pin", life="a", seq=3))
+    receiver.end_turn()
+    assert receiver.status().pinned, "a new one is heard"
+
+
+def test_a_load_that_is_told_behind_a_later_one_is_not_believed(receiver: ReceiverService) -> None:
+    receiver.handle(Asked("loaded", life="a", seq=4, number=1, ok=True, error=""))
+    receiver.handle(Asked("loaded", life="a", seq=2, number=1, ok=False, error="half loaded"))
+    receiver.end_turn()
+    status = receiver.status()
+    assert status.version == 1 and status.counters["late_calls"] == 1
