@@ -22,7 +22,7 @@ def down(folder: RunDir, deadline_s: float = DEADLINE_S) -> int:
     Raises:
         DeadlineExceeded: It has not ended in time.
     """
-    from asyncrl.control.launch.handle import attach
+    from asyncrl.cli.run.handle import attach
 
     handle = attach(folder)
     if handle is None:

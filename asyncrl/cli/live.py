@@ -1,6 +1,6 @@
 """A run's snapshot as one line, as a row of a table, as text or as a panel (pure).
 
-Nothing here asks, waits or prints. Words and figures are those of the page (`control.page.view`); one that
+Nothing here asks, waits or prints. Words and figures are those of the page (`page.view`); one that
 the snapshot lacks is a dash.
 """
 
@@ -17,14 +17,14 @@ from rich.text import Text
 
 from asyncrl.cli.bulletin import TOLD_KINDS, line_of
 from asyncrl.cli.reports.table import align
-from asyncrl.control.page.figures import DASH
-from asyncrl.control.page.picture import Account, Event, Lag, Obstacle, Service, View
-from asyncrl.control.page.pipeline import Node
-from asyncrl.control.page.snapshot import shown
-from asyncrl.control.page.view import view_of
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.files.printable import ESCAPED, INDENTED, printable
 from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.page.figures import DASH
+from asyncrl.page.picture import Account, Event, Lag, Obstacle, Service, View
+from asyncrl.page.pipeline import Node
+from asyncrl.page.snapshot import shown
+from asyncrl.page.view import view_of
 
 TONE_STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "busy": "yellow"}
 PANEL_WIDTH = 100

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from asyncrl.control.api.client import RunClient
+    from asyncrl.cli.run.client import RunClient
     from asyncrl.control.record.rundir import RunDir
 
 PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False}
@@ -71,14 +71,14 @@ Step = Annotated[
 
 def find_live(runs_dir: str, *names: str | None) -> RunClient:
     """Return a client of the named live run, or of the one that was started last."""
-    from asyncrl.control.api.client import find_run
+    from asyncrl.cli.run.client import find_run
 
     return find_run(runs_dir, one_of(*names))
 
 
 def find_live_folder(runs_dir: str, *names: str | None) -> RunDir:
     """Return the folder of the named live run, or of the live one that was started last."""
-    from asyncrl.control.api import client
+    from asyncrl.cli.run import client
 
     return client.find_live_folder(runs_dir, one_of(*names))
 
@@ -89,7 +89,7 @@ def find_folder(runs_dir: str, *names: str | None) -> Path:
     Raises:
         UnknownRun: There is none.
     """
-    from asyncrl.control.record.sync_history import find_newest_folder
+    from asyncrl.cli.timeline.sync_history import find_newest_folder
 
     name = one_of(*names)
     if not name:
@@ -105,7 +105,7 @@ def find_target(runs_dir: str, *names: str | None) -> str:
     Raises:
         UnknownRun: There is neither.
     """
-    from asyncrl.control.prepare import is_model
+    from asyncrl.planner.plan.prepare import is_model
 
     name = one_of(*names)
     return name if name and is_model(name) else str(find_folder(runs_dir, name))

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from asyncrl.cli import exits
 from asyncrl.cli.exits import say
-from asyncrl.control.services import function
 from asyncrl.core.config.reading.problems import ConfigProblems, Problem, suggest
 from asyncrl.core.errors import AsyncrlError, ConfigError
 from asyncrl.core.runtime.clock import SystemClock
 from asyncrl.core.runtime.faults import fault_point
+from asyncrl.core.service_function import function
 from asyncrl.core.states import RUN_ENDS, RunState
 
 if TYPE_CHECKING:
-    from asyncrl.control.launch.handle import RunHandle
+    from asyncrl.cli.run.handle import RunHandle
     from asyncrl.control.record.rundir import RunDir
     from asyncrl.core.config.load import Loaded
     from asyncrl.core.config.tree import Config
@@ -69,8 +69,8 @@ def _up(configs: Sequence[str], overrides: Sequence[str], is_detached: bool, res
     loaded = load([find_config(name) for name in configs], overrides)
     say(f"{loaded.config.run.name}: checking the configuration and what it names")
     fault_point("up.checking")
-    from asyncrl.control.launch.handle import attach
-    from asyncrl.control.launch.run import AlreadyStarted, finished_run, folder_of
+    from asyncrl.cli.run.handle import attach
+    from asyncrl.cli.run.start import AlreadyStarted, finished_run, folder_of
 
     folder = folder_of(loaded.config)
     try:
@@ -107,7 +107,7 @@ def _join(live: RunHandle, config: Config, resume: str, is_detached: bool) -> in
 
 def _await_other_start(folder: RunDir) -> RunHandle | None:
     """Return the run that another `asyncrl up` starts at this moment; None if nothing comes of it."""
-    from asyncrl.control.launch.handle import attach
+    from asyncrl.cli.run.handle import attach
 
     clock = SystemClock()
     end = clock.now() + OTHER_START_S
@@ -119,7 +119,7 @@ def _await_other_start(folder: RunDir) -> RunHandle | None:
 def _interrupted(folder: RunDir) -> int:
     """Ctrl-C in a start: end the head if it is there."""
     from asyncrl.cli import watch
-    from asyncrl.control.launch.handle import attach
+    from asyncrl.cli.run.handle import attach
 
     if (live := attach(folder)) is not None:
         watch.stop(live)
@@ -156,13 +156,14 @@ def _step_of(resume: str) -> int | None:
 
 
 def _start(config: Config, resume: str, step: int | None, command: str) -> RunHandle:
-    from asyncrl.control.launch import lineage, run
+    from asyncrl.cli.run import start as run
+    from asyncrl.cli.run.resume import check_step, refuse_earlier_life
 
     folder = run.folder_of(config)
     if resume == NEVER:
-        lineage.refuse_earlier_life(folder)
+        refuse_earlier_life(folder)
     if step is not None:
-        lineage.check_step(folder, step, lambda number: _verify_checkpoint(folder, number))
+        check_step(folder, step, lambda number: _verify_checkpoint(folder, number))
     return run.start(config, say, command, before=None if step is None else lambda: _go_back(folder, step))
 
 
@@ -172,7 +173,7 @@ def _verify_checkpoint(folder: RunDir, step: int) -> None:
 
 
 def _go_back(folder: RunDir, step: int) -> None:
-    from asyncrl.control.launch.lineage import rewind
+    from asyncrl.cli.run.resume import rewind
 
     aside = rewind(folder, step)
     kept = f"; the later checkpoints are kept in {aside}, and are not used again" if aside else ""
@@ -181,8 +182,8 @@ def _go_back(folder: RunDir, step: int) -> None:
 
 def _refuse_difference(folder: RunDir, config: Config, resume: str) -> None:
     """Raise ConfigError unless the live run in `folder` was started with `config`."""
-    from asyncrl.control.launch.lineage import differences
-    from asyncrl.control.launch.run import with_absolute_dir
+    from asyncrl.cli.run.resume import differences
+    from asyncrl.cli.run.start import with_absolute_dir
     from asyncrl.core.config.load import load_config
 
     end_it = f"End it first: asyncrl down {folder.path.name} --dir {folder.path.parent}"

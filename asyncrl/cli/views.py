@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from asyncrl.cli.bulletin import Bulletin
 from asyncrl.cli.live import LEGEND, PANEL_WIDTH, fields_of, panel_of, state_line_of
-from asyncrl.control.page.figures import DASH
-from asyncrl.control.page.view import resumed_of
 from asyncrl.control.snapshot import HeadWord, Snapshot
 from asyncrl.core.files.printable import INDENTED, printable
 from asyncrl.core.runtime.clock import Clock, SystemClock
+from asyncrl.page.figures import DASH
+from asyncrl.page.view import resumed_of
 
 LINE_S = 10.0
 PAINT_S = 1.0

@@ -145,7 +145,7 @@ def stop(run: Watched) -> None:
         run.stop(0.0)
     say(f"stopped in {timer.elapsed_s:.1f} s ({timer.summary()})")
     if not tell_failure(run.folder, outcome):
-        from asyncrl.control.record.ending import next_start_of
+        from asyncrl.cli.run.ending import next_start_of
 
         say(next_start_of(run.folder))
 
@@ -154,7 +154,7 @@ def tell_failure(folder: RunDir, outcome: Outcome | None) -> bool:
     """Print to stderr what a run failed of, if it did, perhaps while it was being stopped; return whether."""
     if outcome is None or outcome.state != RunState.FAILED:
         return False
-    from asyncrl.control.record.ending import paragraph
+    from asyncrl.cli.run.ending import paragraph
 
     say(paragraph(folder, outcome))
     return True

@@ -1,1 +1,1 @@
-"""The control plane: plans a run, places its services, watches them, ends them."""
+"""The control plane: places a run's services, watches and repairs them, ends them."""

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import msgspec
 
-from asyncrl.control import plan
 from asyncrl.control.api import operations as api
+from asyncrl.control.machine.resources import check_replicas
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.roster import MAX_REPLICAS, Roster
@@ -135,7 +135,7 @@ class Operations:
     def check_room(self, replicas: int) -> None:
         """Raise ConfigError if this machine has no room for so many replicas beside spares and leavers."""
         config = self.roster.config
-        plan.check_replicas(config, replicas + config.rollout.standby + self.crew.num_draining)
+        check_replicas(config, replicas + config.rollout.standby + self.crew.num_draining)
 
     def _drain(self, index: int) -> api.Begun:
         known = self.crew.replicas

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from asyncrl.control.diagnosis.bottleneck import is_scoring
+from asyncrl.control.diagnosis.waits import is_scoring
 from asyncrl.core.service_status import BUFFER, LEARNER, ServiceStatus, Statuses
 from asyncrl.core.states import RunState, ServiceState
 
+FIRST_START = "starting the supervisor"
+"""The last phase that the head tells of before the supervisor tells of its own."""
 ANSWERS_WAIT = "answers wait for their rewards, tools or environments"
 
 BEGINNING = (ServiceState.WAITING, ServiceState.STARTING, ServiceState.SILENT)

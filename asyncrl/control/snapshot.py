@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
-from asyncrl.control.diagnosis.bottleneck import Diagnosis
+from asyncrl.control.diagnosis.waits import Diagnosis
 from asyncrl.control.fleet.units import Stage
 from asyncrl.core.errors import WireError
 from asyncrl.core.obstacle import Obstacle

@@ -18,15 +18,17 @@ import msgspec
 
 from asyncrl.buffer.ledger.tickets import DropReason
 from asyncrl.control.api.operations import AnyRequest, Begun
-from asyncrl.control.diagnosis.bottleneck import diagnose
 from asyncrl.control.diagnosis.lookout import Lookout, why_unsaved, would_repeat
 from asyncrl.control.diagnosis.notices import Notices
+from asyncrl.control.diagnosis.waits import diagnose
+from asyncrl.control.diagnosis.watchdog import Watchdog
 from asyncrl.control.fleet.autoscaler import autoscaler_of
 from asyncrl.control.fleet.units import STARTING_STATES
-from asyncrl.control.fleet.watchdog import Watchdog
-from asyncrl.control.launch.ray_launcher import Launcher
+from asyncrl.control.machine.kernel import Kernel
 from asyncrl.control.operations import Operations
 from asyncrl.control.phases import phase_of
+from asyncrl.control.ray.launcher import Launcher
+from asyncrl.control.reconciler.reconciler import FleetReconciler
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.outcome import Outcome, write_outcome
 from asyncrl.control.record.rundir import RunDir
@@ -39,8 +41,6 @@ from asyncrl.control.rows.recorder import Recorder, lost_rows
 from asyncrl.control.rows.row_fetcher import RowFetcher
 from asyncrl.control.rows.row_files import is_evaluation, iterate_rows, load_rows, newest_rows
 from asyncrl.control.snapshot import Health, Snapshot, view_ledger, view_service
-from asyncrl.control.upkeep.keeper import Upkeep
-from asyncrl.control.upkeep.kernel import Kernel
 from asyncrl.core.errors import AsyncrlError, ConfigError, FolderRemoved, ServiceFailed, WouldRepeat
 from asyncrl.core.files.durable import reserve_room
 from asyncrl.core.metrics.metric import Row
@@ -92,7 +92,7 @@ class Supervisor:
         self._run_dir = RunDir(roster.run_dir)
         self._events = EventLog(self._run_dir.events, runtime, EVENTS_RESERVE_BYTES)
         reserve_room(self._run_dir.reserve, OUTCOME_RESERVE_BYTES)
-        self._upkeep = Upkeep(roster, launcher, self._events, runtime, kernel)
+        self._fleet = FleetReconciler(roster, launcher, self._events, runtime, kernel)
         self._fetcher = RowFetcher(launcher, runtime)
         self._operations = Operations(roster, self, self._events, runtime.lock())
         self._watchdog = Watchdog(roster.config.learner.groups_per_step)
@@ -124,9 +124,9 @@ class Supervisor:
         """Run to the end of training, to a stop, or to the first failure; then end every service."""
         try:
             self._begin()
-            if self._upkeep.ending is None:
+            if self._fleet.ending is None:
                 self._watch(stop)
-            outcome = self._upkeep.ending or Outcome(state=RunState.FINISHED)
+            outcome = self._fleet.ending or Outcome(state=RunState.FINISHED)
             if self._is_stop_asked.is_set() or stop.is_set():
                 outcome = msgspec.structs.replace(outcome, state=RunState.STOPPED)
         except ServiceFailed as failure:
@@ -181,7 +181,7 @@ class Supervisor:
             resumed_step=learner.resumed_step if learner is not None else 0,
             paused=self._operations.is_paused,
             metrics=self._row,
-            services={name: view_service(one, self._upkeep.describe(name)) for name, one in statuses.items()},
+            services={name: view_service(one, self._fleet.describe(name)) for name, one in statuses.items()},
             bottleneck=diagnose(self._row, statuses, obstacles),
             obstacles=tuple(obstacles),
             events=tuple(self._events.newest(EVENTS_TOLD)),
@@ -194,7 +194,7 @@ class Supervisor:
 
     def _health(self) -> Health:
         is_held_up = self._watchdog.is_stalled or self._lookout.is_held_up
-        is_ill = self._state == RunState.FAILED or self._upkeep.is_degraded or is_held_up
+        is_ill = self._state == RunState.FAILED or self._fleet.is_degraded or is_held_up
         return Health.DEGRADED if is_ill else Health.OK
 
     def weights(self) -> WeightsAnswer:
@@ -217,40 +217,40 @@ class Supervisor:
 
     @property
     def replicas(self) -> list[int]:
-        return self._upkeep.replicas
+        return self._fleet.replicas
 
     @property
     def num_draining(self) -> int:
-        return self._upkeep.num_draining
+        return self._fleet.num_draining
 
     @property
     def learner_life(self) -> int:
-        return self._upkeep.num_restarts(LEARNER)
+        return self._fleet.num_restarts(LEARNER)
 
     def scale(self, replicas: int) -> Begun:
         """Want so many replicas."""
-        return self._upkeep.scale(replicas)
+        return self._fleet.scale(replicas)
 
     def drain(self, index: int) -> Begun:
         """Let a replica drain and leave."""
-        return self._upkeep.drain(index)
+        return self._fleet.drain(index)
 
     def ask(self, service: str, command: Command[A]) -> A:
         """Pass a command on to a service."""
-        return self._upkeep.ask(service, command)
+        return self._fleet.ask(service, command)
 
     def stop(self) -> None:
         """End the run in order, also if this supervisor dies before it has."""
         self._is_stop_asked.set()
-        self._upkeep.finish_learner()
+        self._fleet.finish_learner()
 
     # --- the watch loop -------------------------------------------------------------------
 
     def _begin(self) -> None:
         rollout = self._roster.config.rollout
-        is_taken_over = self._upkeep.begin(rollout.replicas.start, rollout.standby)
-        self._learner_life = self._upkeep.num_restarts(LEARNER)
-        if self._upkeep.is_learner_ending:  # the one before this was asked to stop
+        is_taken_over = self._fleet.begin(rollout.replicas.start, rollout.standby)
+        self._learner_life = self._fleet.num_restarts(LEARNER)
+        if self._fleet.is_learner_ending:  # the one before this was asked to stop
             self._is_stop_asked.set()
         self._recover_rows()
         self._must_skip = is_taken_over
@@ -275,16 +275,16 @@ class Supervisor:
             ServiceFailed: It did not: what it did since its last checkpoint is lost.
         """
         self._state = RunState.STOPPING
-        self._upkeep.finish_learner()
-        self._statuses = self._upkeep.pulse()  # it may have trained since the last one
+        self._fleet.finish_learner()
+        self._statuses = self._fleet.pulse()  # it may have trained since the last one
         self._keep_time(self._runtime.now())
         if not self._has_trained():
             return
         self._is_saving = True
-        ranks = self._upkeep.learners
+        ranks = self._fleet.learners
         ending = self._runtime.spawn("stop-learner", partial(self._launcher.stop, ranks, LEARNER_STOP_S))
         while ending.is_alive():
-            self._statuses = self._upkeep.pulse()
+            self._statuses = self._fleet.pulse()
             self._look_out()
             self._collect_rows()
             ending.join(PULSE_S)
@@ -309,8 +309,8 @@ class Supervisor:
     def _observe(self) -> None:
         if self._run_dir.identity != self._identity:
             raise FolderRemoved(f"supervisor.0 failed: the run's folder {self._run_dir.path} was removed")
-        self._statuses = self._upkeep.pulse()
-        if (end := self._upkeep.given_up) is not None:
+        self._statuses = self._fleet.pulse()
+        if (end := self._fleet.given_up) is not None:
             raise (WouldRepeat if end.would_repeat else ServiceFailed)(end.reason)
         self._look_out()
         self._lookout.judge(self._statuses)
@@ -327,7 +327,7 @@ class Supervisor:
 
     def _look_out(self) -> None:
         self._recorder.write_rest()
-        error = self._recorder.write_error or self._upkeep.write_error
+        error = self._recorder.write_error or self._fleet.write_error
         unwritten = f"{self._run_dir.path} cannot be written: {error}" if error else ""
         self._lookout.look(self._statuses, self._stall if self._watchdog.is_stalled else "", unwritten)
 
@@ -361,14 +361,14 @@ class Supervisor:
             log.warning("%s", stall.text)
             self._stall = stall.text
             self._events.add("stall", stall.who, stall.text, waiting=list(stall.edges))
-            self._upkeep.dump_stacks()
+            self._fleet.dump_stacks()
 
     def _is_learner_done(self) -> bool:
         """Tell whether the leader has ended by itself, and no other rank is at work or awaited any more."""
-        if not self._upkeep.has_learner_ended:
+        if not self._fleet.has_learner_ended:
             return False
         self._over_since = self._over_since or self._runtime.now()
-        others = {name: self._statuses[name].state for name in self._upkeep.learners[1:]}
+        others = {name: self._statuses[name].state for name in self._fleet.learners[1:]}
         is_late = self._runtime.now() - self._over_since > LEARNER_STOP_S
         if is_late:
             log.warning("the learner is over; of its other ranks: %s", others)
@@ -379,7 +379,7 @@ class Supervisor:
         self._notices.look(self._statuses)
         if self._statuses.learner is None:
             return []
-        if (life := self._upkeep.num_restarts(LEARNER)) != self._learner_life:
+        if (life := self._fleet.num_restarts(LEARNER)) != self._learner_life:
             # Steps that it takes again come as rows again, and replace the older ones at reading.
             self._learner_life, self._num_rows = life, 0
             self._must_skip = self._recover_rows()
@@ -404,13 +404,13 @@ class Supervisor:
     def _autoscale(self, rows: list[Row]) -> None:
         if self._autoscaler is None or self._state != RunState.RUNNING or self._operations.is_paused:
             return
-        wanted, ready = self._upkeep.wanted, self._upkeep.num_ready
+        wanted, ready = self._fleet.wanted, self._fleet.num_ready
         decision = self._autoscaler.decide(self._runtime.now(), wanted, ready, rows)
         if decision is None:
             return
         try:
             self._operations.check_room(decision.replicas)
-            self._upkeep.scale(decision.replicas, why=decision.reason)
+            self._fleet.scale(decision.replicas, why=decision.reason)
             self._refusal = ""
         except ConfigError as error:  # no room, or all indices are taken by leavers; it asks again
             self._tell_of_refusal(f"not scaled to {decision.replicas} replicas: {error.message}")
@@ -474,11 +474,11 @@ class Supervisor:
             return
         states = [self._statuses.state(name) for name in (LEARNER, BUFFER)]
         if states == [ServiceState.READY, ServiceState.READY]:
-            self._launcher.stop(self._upkeep.learners, LEARNER_STOP_S)
+            self._launcher.stop(self._fleet.learners, LEARNER_STOP_S)
 
     def _end(self, outcome: Outcome) -> None:
         self._state, self._error = RunState.STOPPING, outcome.error
-        unstopped, last = self._upkeep.stop(SERVICE_STOP_S, outcome, has_work=self._has_trained())
+        unstopped, last = self._fleet.stop(SERVICE_STOP_S, outcome, has_work=self._has_trained())
         ended = {name: status for name, status in last.items() if status.state == ServiceState.ENDED}
         self._statuses = self._statuses | ended
         if unstopped:

@@ -16,13 +16,13 @@ from asyncrl.buffer.ledger.tickets import LedgerSettings
 from asyncrl.buffer.rules.replica import count_max_groups
 from asyncrl.control.fleet.machine import FleetRules
 from asyncrl.control.fleet.rules import make_rules
-from asyncrl.control.prepare import BUILTIN, builtin_root, is_builtin
 from asyncrl.control.roster import MAX_REPLICAS
 from asyncrl.core.config.conflicts import WITH_GREEDY
 from asyncrl.core.config.lengths import Lengths, parse_lengths
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.variants import engine_facts
+from asyncrl.planner.plan.prepare import BUILTIN, builtin_root, is_builtin
 
 ASSUMED_SIGMA = 1.0
 ASSUMED_FILL = 0.25

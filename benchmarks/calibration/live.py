@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from asyncrl.control.api.client import NotRunning, RunClient, connect
-from asyncrl.control.launch import run
-from asyncrl.control.launch.handle import RunHandle
+from asyncrl.cli.run import start as run
+from asyncrl.cli.run.client import NotRunning, RunClient, connect
+from asyncrl.cli.run.handle import RunHandle
 from asyncrl.control.rows.recorder import training_rows
 from asyncrl.control.rows.row_files import load_rows
 from asyncrl.core.config.tree import Config
@@ -111,7 +111,7 @@ def builtin_paths(say: Callable[[str], None]) -> Sequence[str]:
     """Return settings that name the built-in model and its prompts, made once and kept."""
     from pathlib import Path
 
-    from asyncrl.control.prepare import make_builtin
+    from asyncrl.planner.plan.prepare import make_builtin
 
     made = make_builtin("builtin:digit_sort", Path("runs").absolute() / "builtin", say)
     prompts = (f"data.train={made / 'train.parquet'}", f"data.eval={made / 'eval.parquet'}")

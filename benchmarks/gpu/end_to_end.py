@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.control.launch import run
+from asyncrl.cli.run import start as run
 from asyncrl.core.config.load import load_config
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ServiceFailed

@@ -20,10 +20,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from asyncrl.control.launch.ports import HeldPort
-from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
-from asyncrl.control.launch.spec import RUN_VARIABLE
-from asyncrl.control.roster import Roster
+from asyncrl.control.machine.ports import HeldPort
+from asyncrl.control.machine.processes import end_leftovers, remove_leftovers
+from asyncrl.control.roster import RUN_VARIABLE, Roster
 from asyncrl.core.config.load import dump_resolved, load_resolved
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ServiceFailed

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from asyncrl.control.launch.handle import RunHandle
-from asyncrl.control.launch.processes import pids_of_run, shared_memory_of
+from asyncrl.cli.run.handle import RunHandle
+from asyncrl.control.machine.processes import pids_of_run, shared_memory_of
 from asyncrl.core.service import SERVICE_VARIABLE
 
 MEMORY, DESCRIPTORS, THREADS = "memory_bytes", "descriptors", "threads"

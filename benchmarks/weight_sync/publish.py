@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.control.launch.ports import HeldPort
+from asyncrl.control.machine.ports import HeldPort
 from asyncrl.core.config.tree import LearnerSection
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.runtime.threads import ThreadRuntime

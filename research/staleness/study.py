@@ -137,7 +137,7 @@ def rounded(value: Any) -> Any:
 
 
 def _task_folder() -> Path:
-    from asyncrl.control.prepare import make_builtin
+    from asyncrl.planner.plan.prepare import make_builtin
 
     return make_builtin("builtin:digit_sort", Path("runs").absolute() / "builtin", _say)
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl.control.launch import run
-from asyncrl.control.launch.handle import RunHandle
+from asyncrl.cli.run import start as run
+from asyncrl.cli.run.handle import RunHandle
 from asyncrl.control.record.rundir import read_json
 from asyncrl.core.config.load import load_config
 from asyncrl.core.errors import ServiceFailed

@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl import __version__
 from asyncrl.cli.exits import code_of
-from asyncrl.control.api.client import NotRunning
+from asyncrl.cli.run.client import NotRunning
 from asyncrl.core.errors import ConfigError, DataError, DeadlineExceeded, ServiceFailed
 
 ROOT = Path(__file__).resolve().parents[2]

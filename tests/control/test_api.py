@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.control.api import client as api_client
+from asyncrl.cli.run import client as api_client
+from asyncrl.cli.run.client import NotRunning, RunClient, find_run
 from asyncrl.control.api import server
-from asyncrl.control.api.client import NotRunning, RunClient, find_run
 from asyncrl.control.api.server import MAX_BODY_BYTES, MAX_CONNECTIONS, ControlApi
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.snapshot import Snapshot

@@ -11,9 +11,8 @@ from scripted_services import REPLACE
 
 from asyncrl.cli.bulletin import Bulletin
 from asyncrl.cli.views import LineView
-from asyncrl.control.diagnosis import watch
+from asyncrl.control.diagnosis import watch, watchdog
 from asyncrl.control.diagnosis.notices import Notices
-from asyncrl.control.fleet import watchdog
 from asyncrl.control.record.events import EventLog, load_events
 from asyncrl.control.record.rundir import RunDir, read_json
 from tests.control.supervisor.test_supervisor import make_supervisor, start, wait_for

@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from asyncrl.control.launch.spec import ServiceSpec
+from asyncrl.control.roster import ServiceSpec
 from asyncrl.core.errors import AsyncrlError, DeadlineExceeded, ServiceFailed
 from asyncrl.core.rpc.message import Done
 from asyncrl.core.runtime.threads import ThreadEvent

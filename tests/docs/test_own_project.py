@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.control.launch.processes import end_leftovers
+from asyncrl.control.machine.processes import end_leftovers
 from tests.docs.pages import ROOT, YOUR_OWN, commands_of, run, start, write_files
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]

@@ -11,9 +11,9 @@ import pytest
 import typer.main
 
 from asyncrl.cli.app import app
-from asyncrl.control.prepare import BUILTIN, BUILTINS, make_builtin
-from asyncrl.control.shared_memory import count_weights
 from asyncrl.core.config.load import load_config
+from asyncrl.planner.plan.footprint.shared_memory import count_weights
+from asyncrl.planner.plan.prepare import BUILTIN, BUILTINS, make_builtin
 from rollout_service.data.sources import load_prompts
 from rollout_service.tasks.tiny_text.model import build_tokenizer
 from tests.cli.commands.calling import asyncrl

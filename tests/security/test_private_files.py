@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.buffer.journals.redis.server import RedisServer
-from asyncrl.control.launch import run
+from asyncrl.cli.run import start as run
 from asyncrl.control.record.rundir import write_json
 from asyncrl.core.config.tree import Config
 from asyncrl.core.files.private import keep_others_out

@@ -12,7 +12,7 @@ import msgpack
 import pytest
 
 from asyncrl.cli.doctor.machine import check_leftovers
-from asyncrl.control.launch.processes import SHM, remove_leftovers, remove_segments, shared_memory_of
+from asyncrl.control.machine.processes import SHM, remove_leftovers, remove_segments, shared_memory_of
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.files.private import make_private
 from asyncrl.core.staleness import PolicyVersion

@@ -28,20 +28,20 @@ from asyncrl.cli.reports.logs import TIME, Logs, Writer
 from asyncrl.cli.reports.status import table_of
 from asyncrl.cli.rollouts.sheet import Sheet
 from asyncrl.cli.rollouts.terminal import sheet_on_terminal
+from asyncrl.cli.run.ending import paragraph
+from asyncrl.cli.timeline.sync_history import Membership, WeightsReport
 from asyncrl.cli.views import LineView, PanelView
-from asyncrl.control.diagnosis.bottleneck import Diagnosis
-from asyncrl.control.page.rollouts.answers import rollouts_of
-from asyncrl.control.page.view import view_of
-from asyncrl.control.record.ending import paragraph
+from asyncrl.control.diagnosis.waits import Diagnosis
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.record.sync_history import Membership, WeightsReport
 from asyncrl.control.snapshot import Snapshot
 from asyncrl.core.files.printable import printable
 from asyncrl.core.files.sync_records import BlameRecord
 from asyncrl.core.service_status import MemberStatus
 from asyncrl.core.states import RunState
-from tests.control.page.page_runs import make_group, make_snapshot
+from asyncrl.page.rollouts import rollouts_of
+from asyncrl.page.view import view_of
+from tests.page.page_runs import make_group, make_snapshot
 from tests.statuses import filled, snapshot_of
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ SERVICE = """
 import sys, traceback
 from pathlib import Path
 from asyncrl.core.config.tree import Config
-from asyncrl.control.launch.host import ServiceHost
+from asyncrl.control.ray.host import ServiceHost
 from asyncrl.core.service import ServiceContext
 import logging
 EVIL = sys.stdin.buffer.read().decode(errors="surrogatepass")
@@ -118,7 +118,7 @@ def test_a_service_logs_what_an_agent_says_as_one_record_that_steers_nothing(tmp
 
 
 def test_the_head_formats_its_records_in_the_same_way() -> None:
-    tree = ast.parse((ROOT / "asyncrl/control/launch/head.py").read_text())
+    tree = ast.parse((ROOT / "asyncrl/control/ray/head.py").read_text())
     (main,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
     assert "log_to_stderr()" in [ast.unparse(line) for line in main.body]
 

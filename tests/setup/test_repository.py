@@ -90,7 +90,7 @@ def test_a_wheel_holds_the_configurations_and_every_package(tmp_path):
     assert {one.split(".")[1] for one in imported if "." in one} <= {"harness", "calibration"}
     kept = [path for package in PACKAGES for path in Path(package).rglob("*.*") if path.is_file()]
     data = {str(path) for path in kept if path.suffix not in (".py", ".pyc") and is_in_a_package(path)}
-    assert {"configs/schema.json", "asyncrl/control/page/page.js"} <= data <= names
+    assert {"configs/schema.json", "asyncrl/page/page.js"} <= data <= names
 
 
 def is_in_a_package(path):

@@ -90,9 +90,9 @@ SUPERVISION_FILES = (
     "asyncrl/control/rows/recorder.py",
     "asyncrl/control/rows/row_fetcher.py",
     "asyncrl/control/supervisor.py",
-    "asyncrl/control/upkeep/hands.py",
-    "asyncrl/control/upkeep/keeper.py",
-    "asyncrl/control/upkeep/reading.py",
+    "asyncrl/control/reconciler/actuator.py",
+    "asyncrl/control/reconciler/reconciler.py",
+    "asyncrl/control/reconciler/status_events.py",
 )
 
 

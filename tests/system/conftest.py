@@ -30,7 +30,7 @@ def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def digit_sort(runs_dir: Path) -> Path:
     """The folder of the demo's model and data."""
-    from asyncrl.control.prepare import make_builtin
+    from asyncrl.planner.plan.prepare import make_builtin
 
     return make_builtin("builtin:digit_sort", runs_dir / "builtin", print)
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from asyncrl.control.shared_memory import SHM_DIR
 from asyncrl.core.errors import DeadlineExceeded, WireError
 from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.staleness import PolicyVersion
+from asyncrl.planner.plan.footprint.shared_memory import SHM_DIR
 from tests.weight_sync.cluster import Cluster, load, model, running_cluster, take, wait_until
 from weight_sync.bounds import SPARE_BYTES
 from weight_sync.memory.manifest import ANY_VERSION, Bucket, Manifest, TensorSpec, VersionBounds, plan

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.control.shared_memory import NUM_AT_PUBLISHER, NUM_AT_RECEIVER
 from asyncrl.core.errors import FencedError
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.rpc import Client
 from asyncrl.core.runtime.threads import ThreadRuntime
 from asyncrl.core.staleness import PolicyVersion
+from asyncrl.planner.plan.footprint.shared_memory import NUM_AT_PUBLISHER, NUM_AT_RECEIVER
 from tests.weight_sync.cluster import (
     TIMING,
     WAIT_S,

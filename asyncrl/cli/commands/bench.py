@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import typer
 
 from asyncrl.cli.options import GROUP, show_help
-from asyncrl.control.services import function
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.service_function import function
 
 app = typer.Typer(help="Run a benchmark.", callback=show_help, **GROUP)
 

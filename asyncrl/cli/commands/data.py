@@ -9,7 +9,7 @@ import typer
 
 from asyncrl.cli import exits
 from asyncrl.cli.options import GROUP, show_help
-from asyncrl.control.services import function
+from asyncrl.core.service_function import function
 
 app = typer.Typer(help="Make prompt files.", callback=show_help, **GROUP)
 

@@ -19,7 +19,7 @@ from asyncrl.cli.options import (
     find_folder,
     find_target,
 )
-from asyncrl.control.services import function
+from asyncrl.core.service_function import function
 
 app = typer.Typer(**PLAIN)
 

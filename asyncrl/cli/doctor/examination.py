@@ -10,7 +10,7 @@ from asyncrl.cli.doctor import exposure, machine, packages, ray
 from asyncrl.cli.doctor.finding import Finding
 from asyncrl.cli.exits import show
 from asyncrl.cli.reports.table import align
-from asyncrl.control.plan import count_gpus
+from asyncrl.control.machine.resources import count_gpus
 
 
 def examine(runs_dir: str, address: str = "") -> Iterator[Finding]:

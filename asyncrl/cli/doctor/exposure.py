@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 
 from asyncrl.cli.doctor.finding import Finding, judge
-from asyncrl.control.api.client import find_folders
-from asyncrl.control.launch.handle import attach
+from asyncrl.cli.run.client import find_folders
+from asyncrl.cli.run.handle import attach
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.services import function
 from asyncrl.core.config.load import load_resolved
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.core.service_function import function
 
 OF_OTHERS = 0o077
 """Permissions of the group and of all others."""

@@ -15,8 +15,8 @@ import psutil
 
 from asyncrl.cli.doctor.files import MAX_NAMED, look_at
 from asyncrl.cli.doctor.finding import Finding, judge
-from asyncrl.control.launch.processes import SHM, pids_of_run
-from asyncrl.control.plan import count_gpus
+from asyncrl.control.machine.processes import SHM, pids_of_run
+from asyncrl.control.machine.resources import count_gpus
 from asyncrl.core.files.private import is_own
 
 GB = 10**9

@@ -22,19 +22,18 @@ from asyncrl.cli.doctor.packages import (
     installed_version,
     read_pins,
 )
-from asyncrl.control.cluster.settling import address_towards
-from asyncrl.control.launch.ports import PORTS, HeldPort
-from asyncrl.control.launch.processes import SHM
-from asyncrl.control.launch.ray_launcher import OBJECT_STORE_BYTES, base_folder, temporary_folder
-from asyncrl.control.launch.spec import RUN_VARIABLE
-from asyncrl.control.roster import SERVERS
+from asyncrl.control.machine.ports import PORTS, HeldPort
+from asyncrl.control.machine.processes import SHM
+from asyncrl.control.ray.host import address_towards
+from asyncrl.control.ray.launcher import OBJECT_STORE_BYTES, base_folder, temporary_folder
+from asyncrl.control.roster import RUN_VARIABLE, SERVERS
 from asyncrl.core.errors import AsyncrlError
 
 GB = 10**9
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 WORKER_PORTS = range(10_002, 20_000)
 """Of Ray's workers, unless `ray start` is told otherwise: none of them is a server's."""
-HEAD_MODULE = "asyncrl.control.launch.head"
+HEAD_MODULE = "asyncrl.control.ray.head"
 CONNECT_S = 3.0
 INVENTORY_S = 60.0
 MUCH_BYTES, MAX_FILES = 10**9, 5_000
@@ -179,10 +178,9 @@ def check_cluster(address: str) -> Iterator[Finding]:
 def _check_nodes(address: str) -> Iterator[Finding]:
     import ray.exceptions
 
-    from asyncrl.control.cluster import membership
-    from asyncrl.control.cluster.comparison import find_differences
-    from asyncrl.control.cluster.inventory import take_inventory
-    from asyncrl.control.launch.ray_launcher import shut_down
+    from asyncrl.control.ray import membership
+    from asyncrl.control.ray.inventory import find_differences, take_inventory
+    from asyncrl.control.ray.launcher import shut_down
 
     try:
         membership.join(address, "asyncrl-doctor")

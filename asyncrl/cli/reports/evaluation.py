@@ -13,14 +13,14 @@ from pathlib import Path
 
 from asyncrl.cli.exits import say, show
 from asyncrl.cli.reports.table import align
-from asyncrl.control.plan import count_gpus
-from asyncrl.control.prepare import MODEL_FILE, is_builtin, is_model, make_builtin, prepare
-from asyncrl.control.services import function
-from asyncrl.control.sources import check_sources
+from asyncrl.control.machine.resources import count_gpus
 from asyncrl.core.config.load import find_run_folder, load_config, load_resolved
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.metrics.tallies import HIGH, LOW
+from asyncrl.core.service_function import function
+from asyncrl.planner.plan.prepare import MODEL_FILE, is_builtin, is_model, make_builtin, prepare
+from asyncrl.planner.plan.sources import check_sources
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEFAULT_TOKENS = 1024

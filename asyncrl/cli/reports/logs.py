@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.control.launch.handle import attach
+from asyncrl.cli.run.handle import attach
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.files.printable import printable

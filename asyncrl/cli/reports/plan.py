@@ -11,17 +11,17 @@ import psutil
 
 from asyncrl.cli import exits
 from asyncrl.cli.reports.table import align
+from asyncrl.cli.run.difference import Change, compare_with_run
+from asyncrl.cli.run.handle import attach
 from asyncrl.cli.up import find_config, placed
-from asyncrl.control import plan
-from asyncrl.control.launch.handle import attach
-from asyncrl.control.plan.difference import Change, compare_with_run
-from asyncrl.control.plan.footprint.memory import HOST
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.shared_memory import SHM_DIR, free_bytes
 from asyncrl.core.config.load import find_run_folder, load
 from asyncrl.core.config.secrets import hide_passwords
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.planner import plan
+from asyncrl.planner.plan.footprint.memory import HOST
+from asyncrl.planner.plan.footprint.shared_memory import SHM_DIR, free_bytes
 
 GB = 10**9
 NO_DIFFERENCE = "nothing differs"

@@ -13,7 +13,6 @@ from typing import Any
 from asyncrl.cli import exits
 from asyncrl.cli.reports.table import align
 from asyncrl.cli.up import find_config
-from asyncrl.control.plan.checks import read_size
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.rows.recorder import training_rows
 from asyncrl.control.rows.row_files import load_rows
@@ -26,6 +25,7 @@ from asyncrl.planner.calibration import Measured
 from asyncrl.planner.caveats import find_caveats
 from asyncrl.planner.hardware import GPUS, assume_rates
 from asyncrl.planner.outcome import Outcome
+from asyncrl.planner.plan.checks import read_size
 from asyncrl.planner.rates import Rates
 from asyncrl.planner.setting import LengthsModel, Setting
 from asyncrl.planner.simulation import MAX_PERIOD

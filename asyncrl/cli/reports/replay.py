@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from asyncrl.cli import exits
-from asyncrl.control.services import function
+from asyncrl.core.service_function import function
 
 if TYPE_CHECKING:
     from learner.record.comparison import Comparison

@@ -16,9 +16,9 @@ from pathlib import Path
 from asyncrl.cli import exits
 from asyncrl.cli.live import row_of, text_of
 from asyncrl.cli.reports.table import align
+from asyncrl.cli.run.client import NotRunning, RunClient, connect, find_folders, find_live_folder
+from asyncrl.cli.run.handle import attach
 from asyncrl.control.api.access import page_url
-from asyncrl.control.api.client import NotRunning, RunClient, connect, find_folders, find_live_folder
-from asyncrl.control.launch.handle import attach
 from asyncrl.control.record.outcome import read_outcome
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.snapshot import LastWord, Snapshot, values_of

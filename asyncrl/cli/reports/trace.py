@@ -7,14 +7,13 @@ from pathlib import Path
 
 from asyncrl.buffer.audit.report import opened_past
 from asyncrl.cli.exits import say, show
+from asyncrl.cli.timeline.chrome import chrome_trace
+from asyncrl.cli.timeline.groups import GroupBook
+from asyncrl.cli.timeline.spans import Timeline, Window, events_in, rounds_in
+from asyncrl.cli.timeline.steps import choose_steps, findings_in, spans_of_steps, window_of
+from asyncrl.cli.timeline.sync_history import read_entries
 from asyncrl.control.record.events import load_events
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.record.sync_history import read_entries
-from asyncrl.control.record.timeline.chrome import chrome_trace
-from asyncrl.control.record.timeline.groups import GroupBook
-from asyncrl.control.record.timeline.happenings import events_in, rounds_in
-from asyncrl.control.record.timeline.spans import Timeline, Window
-from asyncrl.control.record.timeline.steps import choose_steps, findings_in, spans_of_steps, window_of
 from asyncrl.control.rows.row_files import load_rows
 from asyncrl.core.errors import ConfigError
 

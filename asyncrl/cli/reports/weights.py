@@ -10,9 +10,9 @@ import msgspec
 
 from asyncrl.cli.exits import show
 from asyncrl.cli.reports.table import align
-from asyncrl.control.api.client import connect
+from asyncrl.cli.run.client import connect
+from asyncrl.cli.timeline.sync_history import WeightsReport, report_weights
 from asyncrl.control.record.rundir import RunDir
-from asyncrl.control.record.sync_history import WeightsReport, report_weights
 
 
 def print_weights(folder: Path, as_json: bool) -> None:

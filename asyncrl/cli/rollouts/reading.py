@@ -15,10 +15,10 @@ from asyncrl.buffer.audit.rollouts import Fate, FateBook, Rollout, order_rollout
 from asyncrl.cli.exits import say
 from asyncrl.cli.rollouts.pieces import pieces_of
 from asyncrl.cli.rollouts.sheet import Entry, Sheet
-from asyncrl.control.page.rollouts.decoding import decoder_of
 from asyncrl.core.errors import WireError
 from asyncrl.core.experience import decode_group
 from asyncrl.core.files.printable import printable
+from asyncrl.page.rollouts import decoder_of
 
 MAX_DROPPED_GROUPS = 4096
 """Of the newest ones; older payloads are long gone."""

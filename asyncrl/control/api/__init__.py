@@ -1,1 +1,1 @@
-"""The control API and its client: the only way to a live run."""
+"""The control API: the only way to a live run."""

@@ -7,8 +7,8 @@ import logging
 from asyncrl.control.diagnosis import obstacles
 from asyncrl.control.diagnosis.watch import ObstacleWatch
 from asyncrl.control.fleet.units import STARTING_STATES
+from asyncrl.control.reconciler.status_events import FINAL_ERRORS
 from asyncrl.control.record.events import EventLog
-from asyncrl.control.upkeep.reading import FINAL_ERRORS
 from asyncrl.core.errors import ServiceFailed, WouldRepeat
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.runtime.interface import Runtime

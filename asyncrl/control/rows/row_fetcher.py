@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 
-from asyncrl.control.launch.ray_launcher import Launcher
+from asyncrl.control.ray.launcher import Launcher
 from asyncrl.core.errors import DeadlineExceeded, ServiceFailed
 from asyncrl.core.runtime.interface import Event, Runtime
 from asyncrl.core.service_command import HandOverRows, Rows

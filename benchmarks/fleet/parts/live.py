@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from asyncrl.control.api.client import RunClient, connect
-from asyncrl.control.launch import run
-from asyncrl.control.launch.handle import RunHandle
+from asyncrl.cli.run import start as run
+from asyncrl.cli.run.client import RunClient, connect
+from asyncrl.cli.run.handle import RunHandle
 from asyncrl.control.snapshot import ServiceView
 from asyncrl.core.config.load import load_config
 from asyncrl.core.errors import ServiceFailed

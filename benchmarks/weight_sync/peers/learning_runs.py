@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.control.launch import run
+from asyncrl.cli.run import start as run
 from asyncrl.core.config.load import load_config
 from asyncrl.core.errors import ServiceFailed
 from benchmarks.learner.inputs import save_qwen3

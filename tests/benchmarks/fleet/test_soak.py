@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.control.launch.handle import RunHandle
-from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.cli.run.handle import RunHandle
 from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.roster import RUN_VARIABLE
 from asyncrl.core.service import SERVICE_VARIABLE
 from benchmarks.soak.sampling import Sample, read_values
 from benchmarks.soak.soak import check, make_rows, table

@@ -15,8 +15,8 @@ from unittest import mock
 
 from asyncrl.cli.app import main
 from asyncrl.control.api.server import ControlApi, Route
-from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.control.roster import RUN_VARIABLE
 from asyncrl.core.config.load import dump_resolved
 from asyncrl.core.config.tree import Config
 

@@ -16,8 +16,8 @@ import pytest
 
 from asyncrl.cli.doctor import ray
 from asyncrl.cli.doctor.files import look_at
-from asyncrl.control.launch.ports import HeldPort
-from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.control.machine.ports import HeldPort
+from asyncrl.control.roster import RUN_VARIABLE
 from tests.cli.commands.calling import asyncrl
 
 RUN_ID = f"orphan{os.getpid()}"

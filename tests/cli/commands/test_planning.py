@@ -18,10 +18,10 @@ import asyncrl as asyncrl_package
 from asyncrl.cli.commands.starter import SAME_AS_THE_EXAMPLE
 from asyncrl.cli.doctor import examination, machine, packages, ray
 from asyncrl.cli.doctor.finding import Finding
-from asyncrl.control import plan
-from asyncrl.control.plan.difference import find_changes
-from asyncrl.control.plan.footprint.memory import HOST, count_parts
+from asyncrl.cli.run.difference import find_changes
 from asyncrl.core.config.load import dump_resolved, load_config
+from asyncrl.planner import plan
+from asyncrl.planner.plan.footprint.memory import HOST, count_parts
 from configs import shipped
 from rollout_service.rewards.registry import BUILT_IN
 from tests.cli.commands.calling import asyncrl, head_of, make_config, make_folder

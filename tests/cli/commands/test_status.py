@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.cli.reports import status
-from asyncrl.control.api.client import RunClient, find_run
+from asyncrl.cli.run.client import RunClient, find_run
 from asyncrl.control.record.rundir import write_json
 from asyncrl.control.snapshot import Snapshot, values_of
 from tests.cli.commands.calling import asyncrl, head_of, live_run, make_folder

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.live import fields_of, panel_of, row_of, state_line_of, state_of, table_of, text_of
-from asyncrl.control.page.view import view_of
 from asyncrl.control.snapshot import Snapshot
-from tests.control.page.page_runs import make_snapshot
+from asyncrl.page.view import view_of
+from tests.page.page_runs import make_snapshot
 from tests.statuses import snapshot_of
 
 ESCAPE_OR_BOX = re.compile(r"[\x1b\u2500-\u257f]")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.control.plan.model_folder import SIZES, write_model_folder
+from tests.planner.plan.model_folder import SIZES, write_model_folder
 
 PROCESS = Path(__file__).with_name("refused_process.py")
 BASE = """\

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from asyncrl.cli import exits
+from asyncrl.cli.run import start as run
 from asyncrl.cli.up import command_of, up
 from asyncrl.control.api.server import ControlApi
-from asyncrl.control.launch import run
-from asyncrl.control.launch.spec import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, write_json
+from asyncrl.control.roster import RUN_VARIABLE
 from asyncrl.core.config.load import dump_resolved, load_config
 from asyncrl.core.errors import ConfigError
 from asyncrl.core.runtime.faults import VARIABLE
-from tests.control.plan.model_folder import write_model_folder
+from tests.planner.plan.model_folder import write_model_folder
 
 RUN_ID = f"upon{os.getpid()}"
 CONFIG = """\

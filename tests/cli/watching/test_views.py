@@ -11,7 +11,7 @@ import pytest
 from asyncrl.cli.live import LEGEND
 from asyncrl.cli.views import LINE_S, PAINT_S, LineView, PanelView, view_on
 from asyncrl.core.runtime.clock import ManualClock
-from tests.control.page import page_runs
+from tests.page import page_runs
 from tests.statuses import snapshot_of
 
 

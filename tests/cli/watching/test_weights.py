@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from asyncrl.cli.app import app
 from asyncrl.control.api.server import ControlApi
-from asyncrl.control.launch.processes import RUN_VARIABLE
+from asyncrl.control.machine.processes import RUN_VARIABLE
 from asyncrl.control.record.rundir import RunDir, write_json
 from asyncrl.control.record.syncing import weights_answer, weights_metrics
 from asyncrl.core.config.load import dump_resolved

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from asyncrl.control.diagnosis.bottleneck import Diagnosis, diagnose
+from asyncrl.control.diagnosis.waits import Diagnosis, diagnose
 from asyncrl.core.obstacle import Cause, Obstacle
 from asyncrl.core.service_status import Statuses
 from tests.statuses import statuses_of

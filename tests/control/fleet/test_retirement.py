@@ -6,8 +6,8 @@ from pathlib import Path
 
 from asyncrl.control.diagnosis.obstacles import gather
 from asyncrl.control.fleet.messages import Heard
+from asyncrl.control.reconciler.status_events import event_of
 from asyncrl.control.record.outcome import Outcome
-from asyncrl.control.upkeep.reading import event_of
 from asyncrl.core.states import RunState
 from tests.control.supervisor.test_repair import Run
 from tests.statuses import status_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from asyncrl.control.page.trends import FlowMeter
 from asyncrl.control.rows.pace import MIN_STEPS, Pace
+from asyncrl.page.trends import FlowMeter
 
 
 def estimates(pace: Pace, durations: list[float], steps: int) -> list[float]:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from asyncrl.control.plan.footprint.estimate import CHECKS
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks.opening import SERVICES, check_sinks, label_of, open_sinks
 from asyncrl.control.record.sinks.tensorboard import TensorBoardSink, is_drawn
@@ -19,6 +18,7 @@ from asyncrl.control.rows.recorder import Recorder
 from asyncrl.core.config.load import load_config
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError
+from asyncrl.planner.plan.footprint.estimate import CHECKS
 from tests.threads import RUNTIME
 
 HERE = Path(__file__).parent

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from scripted_services import REPLACE
 
+from asyncrl.cli.run.handle import RunHandle
 from asyncrl.control.api import operations as api
-from asyncrl.control.launch.handle import RunHandle
 from asyncrl.control.record.events import EventLog, load_events
 from asyncrl.control.record.rundir import RunDir, read_json, write_json
 from asyncrl.control.rows.recorder import Recorder, training_rows

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from scripted_services import REPLACE
 
-from asyncrl.control.launch.handle import RunHandle
-from asyncrl.control.record.ending import paragraph
+from asyncrl.cli.run.ending import paragraph
+from asyncrl.cli.run.handle import RunHandle
 from asyncrl.control.record.rundir import RunDir, read_json
 from tests.control.supervisor.test_supervisor import make_supervisor, start, wait_for
 from tests.statuses import told_by

@@ -20,26 +20,25 @@ from thread_launcher import ThreadLauncher
 
 from asyncrl.control.api import operations as api
 from asyncrl.control.fleet.messages import Halted, Heard
-from asyncrl.control.launch.processes import (
+from asyncrl.control.machine.kernel import LinuxKernel
+from asyncrl.control.machine.processes import (
     end_service,
     is_alive,
     is_stopped,
     pids_of_service,
     stopped_services,
 )
-from asyncrl.control.launch.spec import RUN_VARIABLE, ServiceSpec
+from asyncrl.control.reconciler.actuator import ServiceActuator
+from asyncrl.control.reconciler.reconciler import FleetReconciler
+from asyncrl.control.reconciler.status_events import at_home, event_of, events_of
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.record.outcome import Outcome
 from asyncrl.control.record.outcome import read_outcome as read_outcome_of
 from asyncrl.control.record.rundir import RunDir, read_json
-from asyncrl.control.roster import Roster
+from asyncrl.control.roster import RUN_VARIABLE, Roster, ServiceSpec
 from asyncrl.control.rows.recorder import Recorder, training_rows
 from asyncrl.control.rows.row_files import load_rows
 from asyncrl.control.supervisor import Supervisor
-from asyncrl.control.upkeep.hands import Hands
-from asyncrl.control.upkeep.keeper import Upkeep
-from asyncrl.control.upkeep.kernel import LinuxKernel
-from asyncrl.control.upkeep.reading import at_home, event_of, events_of
 from asyncrl.core.errors import ConfigError, DeadlineExceeded, ServiceFailed
 from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.core.runtime.threads import ThreadRuntime
@@ -73,7 +72,7 @@ class Run:
         self.launcher = launcher or ThreadLauncher({**REPLACE, "learner": "scripted_services:WaitingLearner"})
         self.events = EventLog(RunDir(folder).events, RUNTIME)
         self.runtime = Runtime()
-        self.upkeep = Upkeep(self.roster, self.launcher, self.events, self.runtime)
+        self.upkeep = FleetReconciler(self.roster, self.launcher, self.events, self.runtime)
 
     def begin(self, replicas: int = 2, standby: int = 0) -> None:
         self.upkeep.begin(replicas, standby)
@@ -198,7 +197,7 @@ def test_numbers_of_processes_on_another_node_touch_nobody_here(run: Run) -> Non
         assert at_home(run_id, "rollout.0", away) == replace(away, child_pids=())
         assert at_home(run_id, "rollout.1", home) == home
         assert end_service(run_id, "rollout.0", [child.pid]) == [], "it is another service's"
-        hands = Hands(run.roster, run.launcher, run.events, LinuxKernel())
+        hands = ServiceActuator(run.roster, run.launcher, run.events, LinuxKernel())
         for name, pid in (("rollout.0", stranger.pid), ("receiver.1", child.pid), ("rollout.1", mine.pid)):
             hands.note_processes(name, status_of(name, pid=pid))
         run.launcher.silent |= {"rollout.0", "receiver.1", "rollout.1"}
@@ -571,8 +570,8 @@ def test_a_new_supervisor_records_no_row_of_a_living_learner_twice(tmp_path: Pat
 def test_a_run_that_takes_no_steps_says_who_waits_for_whom_and_dumps_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.control.fleet.watchdog.AT_LEAST_S", 0.5)
-    monkeypatch.setattr("asyncrl.control.fleet.watchdog.TIMES_USUAL", 1.0)
+    monkeypatch.setattr("asyncrl.control.diagnosis.watchdog.AT_LEAST_S", 0.5)
+    monkeypatch.setattr("asyncrl.control.diagnosis.watchdog.TIMES_USUAL", 1.0)
     supervisor, launcher = make_supervised(tmp_path, "PacedLearner")
     thread = threading.Thread(target=supervisor.run, args=(threading.Event(),))
     thread.start()

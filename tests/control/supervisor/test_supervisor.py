@@ -17,7 +17,6 @@ from asyncrl.control.api import operations
 from asyncrl.control.api.routes import operation_routes
 from asyncrl.control.api.server import ControlApi, Text
 from asyncrl.control.fleet.autoscaler import Autoscaler, Decision, Pacing
-from asyncrl.control.page.routes import page_routes
 from asyncrl.control.record.history import read_history
 from asyncrl.control.record.rundir import RunDir, read_json
 from asyncrl.control.record.summary import NAMES, summarise
@@ -30,6 +29,7 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, Refused
 from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
 from asyncrl.core.service_status import Statuses
+from asyncrl.page.routes import page_routes
 from tests.statuses import statuses_of, told_by
 from tests.threads import RUNTIME
 

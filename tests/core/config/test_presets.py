@@ -7,13 +7,13 @@ import json
 import pytest
 
 from asyncrl.cli.doctor.machine import MIN_MEMORY_GB, MIN_SHM_GB
-from asyncrl.control import plan
-from asyncrl.control.plan import checks
-from asyncrl.control.plan.footprint import sizes
-from asyncrl.control.plan.footprint.capacity import Capacity
-from asyncrl.control.plan.footprint.memory import LEARNER_GPU
 from asyncrl.core.config.load import load_config
 from asyncrl.core.config.models.architectures import ModelSize
+from asyncrl.planner import plan
+from asyncrl.planner.plan import checks
+from asyncrl.planner.plan.footprint import sizes
+from asyncrl.planner.plan.footprint.capacity import Capacity
+from asyncrl.planner.plan.footprint.memory import LEARNER_GPU
 from configs import shipped
 
 HERE = ("agents", "quickstart", "quickstart_redis", "tool_product")

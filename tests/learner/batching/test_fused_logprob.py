@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.control.launch.ports import HeldPort
+from asyncrl.control.machine.ports import HeldPort
 from learner.numerics import fused_logprob
 from learner.numerics.fused_logprob import fused_logprobs
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.control.launch.ports import held_row
+from asyncrl.control.machine.ports import held_row
 from learner.backend import Placement
 from tests import leftovers
 from tests.learner.parts.rank_process import RUNS

@@ -14,7 +14,7 @@ from asyncrl.core.config.tree import SourceSection
 from rollout_service.data.chat_template import ChatTemplate, has_no_template
 from rollout_service.data.inspection import BLOCK_ROWS, MAX_BYTES, MAX_ROWS, Search, find_problem
 from rollout_service.data.prompts import Prompt
-from tests.control.plan.model_folder import write_model_folder
+from tests.planner.plan.model_folder import write_model_folder
 
 CHATML = """\
 {%- if tools %}

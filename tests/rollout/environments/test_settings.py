@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl.control.plan import check
-from asyncrl.control.prepare import prepare
 from asyncrl.core.config.load import dump_resolved, load_config
 from asyncrl.core.config.reading.problems import ConfigProblems
 from asyncrl.core.errors import ConfigError
+from asyncrl.planner.plan import check
+from asyncrl.planner.plan.prepare import prepare
 from configs import shipped
 
 TOOL_PRODUCT = shipped()["tool_product"]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.control.launch.spec import ServiceSpec
+from asyncrl.control.roster import ServiceSpec
 from asyncrl.core.errors import DeadlineExceeded, ServiceFailed
 from asyncrl.core.service_command import A, Command
 from asyncrl.core.service_status import ServiceStatus, Statuses

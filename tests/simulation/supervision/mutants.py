@@ -13,11 +13,12 @@ from asyncrl.control.fleet.budget import Budget
 from asyncrl.control.fleet.machine import FleetMachine
 from asyncrl.control.fleet.units import Member, Unit
 from asyncrl.control.operations import Operations
+from asyncrl.control.reconciler import reconciler as keeper
+from asyncrl.control.reconciler import status_events as reading
+from asyncrl.control.reconciler.actuator import ServiceActuator
+from asyncrl.control.reconciler.reconciler import FleetReconciler, SavedFleet
 from asyncrl.control.record.events import EventLog
 from asyncrl.control.supervisor import Supervisor
-from asyncrl.control.upkeep import keeper, reading
-from asyncrl.control.upkeep.hands import Hands
-from asyncrl.control.upkeep.keeper import SavedFleet, Upkeep
 from asyncrl.core.service_command import Promote
 from asyncrl.core.service_status import Statuses
 from tests.simulation.mutation import Mutant, Patch, always
@@ -31,19 +32,19 @@ def _let_lie(self: FleetMachine, member: Member) -> None:
     member.is_down = True
 
 
-def _tell_no_promotion(self: Hands, index: int, command: Any) -> Any:
+def _tell_no_promotion(self: ServiceActuator, index: int, command: Any) -> Any:
     return None if isinstance(command, Promote) else _TELL(self, index, command)
 
 
-def _tell_nobody(self: Upkeep) -> None:
+def _tell_nobody(self: FleetReconciler) -> None:
     self._machine.losses = []
 
 
-def _finish_for_now(self: Upkeep) -> None:
+def _finish_for_now(self: FleetReconciler) -> None:
     """Nothing is taken down."""
 
 
-def _forget_ending(self: Upkeep, found: SavedFleet) -> None:
+def _forget_ending(self: FleetReconciler, found: SavedFleet) -> None:
     _TAKE_OVER(self, msgspec.structs.replace(found, ending=None))
 
 
@@ -64,12 +65,17 @@ def _write_once(self: EventLog) -> None:
         self._unwritten = []
 
 
-def _start_anew(self: Upkeep, replicas: int, standby: int) -> bool:
+def _start_anew(self: FleetReconciler, replicas: int, standby: int) -> bool:
     self._path.unlink(missing_ok=True)
     return _BEGIN(self, replicas, standby)
 
 
-_TELL, _TAKE_OVER, _BEGIN, _WRITE = Hands.tell_replica, Upkeep._take_over, Upkeep.begin, EventLog._write
+_TELL, _TAKE_OVER, _BEGIN, _WRITE = (
+    ServiceActuator.tell_replica,
+    FleetReconciler._take_over,
+    FleetReconciler.begin,
+    EventLog._write,
+)
 
 
 def _mutant(name: str, guard: str, faults: str, *patches: tuple[Any, str, Any]) -> Mutant:
@@ -93,31 +99,31 @@ MUTANTS = (
         "takes_over",
         "a successor takes charge of what runs",
         "successor",
-        (Upkeep, "begin", _start_anew),
+        (FleetReconciler, "begin", _start_anew),
     ),
     _mutant(
         "fleet_saved",
         "what the machine has come to is on disk before it is done",
         "successor",
-        (Upkeep, "_save", always(None)),
+        (FleetReconciler, "_save", always(None)),
     ),
     _mutant(
         "stop_taken_down",
         "a successor knows of the stop that was asked for",
         "stopped",
-        (Upkeep, "finish_learner", _finish_for_now),
+        (FleetReconciler, "finish_learner", _finish_for_now),
     ),
     _mutant(
         "ending_saved",
         "a successor of one that was ending the run only ends it",
         "stopped",
-        (Upkeep, "_take_over", _forget_ending),
+        (FleetReconciler, "_take_over", _forget_ending),
     ),
     _mutant(
         "losses_told",
         "each death is among the events",
         "deaths",
-        (Upkeep, "_tell_of_losses", _tell_nobody),
+        (FleetReconciler, "_tell_of_losses", _tell_nobody),
     ),
     _mutant(
         "events_kept",
@@ -141,7 +147,7 @@ MUTANTS = (
         "leases_retired",
         "what a dead replica held is issued again at once",
         "standby",
-        (Hands, "_retire", always(None)),
+        (ServiceActuator, "_retire", always(None)),
     ),
     _mutant(
         "silence",
@@ -165,7 +171,7 @@ MUTANTS = (
         "promotion_told",
         "who takes the place of a dead replica is told to lease",
         "standby",
-        (Hands, "tell_replica", _tell_no_promotion),
+        (ServiceActuator, "tell_replica", _tell_no_promotion),
     ),
     _mutant(
         "scaled_down",
@@ -195,7 +201,7 @@ MUTANTS = (
         "given_up",
         "a run that cannot be kept up ends",
         "crash_loop",
-        (Upkeep, "given_up", property(always(None))),
+        (FleetReconciler, "given_up", property(always(None))),
     ),
     _mutant(
         "rows_recovered",

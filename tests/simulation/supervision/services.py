@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl.control.launch.spec import ServiceSpec
+from asyncrl.control.roster import ServiceSpec
 from asyncrl.core.metrics.row_log import RowLog
 from asyncrl.core.rpc.message import Done, Message
 from asyncrl.core.service_command import (

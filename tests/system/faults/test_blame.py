@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from asyncrl.control.launch.ray_launcher import KILLED
+from asyncrl.control.ray.launcher import KILLED
 from asyncrl.control.record.events import load_events
 from asyncrl.control.record.rundir import RunDir, read_json
 from tests.system.parts.up_run import UpRun, leftovers

@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.journals.redis.server import RedisServer
-from asyncrl.control.launch.host import ServiceHost
+from asyncrl.control.ray.host import ServiceHost
 from asyncrl.core.config.tree import Config
 from asyncrl.core.experience import encode_group
 from asyncrl.core.rpc import Client

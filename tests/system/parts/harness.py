@@ -13,14 +13,9 @@ from types import TracebackType
 from typing import Self
 
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.control.launch.ports import HeldPort
-from asyncrl.control.launch.processes import (
-    end_leftovers,
-    end_service,
-    pids_of_service,
-    remove_leftovers,
-)
-from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.control.machine.ports import HeldPort
+from asyncrl.control.machine.processes import end_leftovers, end_service, pids_of_service, remove_leftovers
+from asyncrl.control.roster import RUN_VARIABLE
 from asyncrl.core.config.load import dump_resolved
 from asyncrl.core.config.tree import Config
 from asyncrl.core.files.private import make_secret

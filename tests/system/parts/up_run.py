@@ -15,8 +15,8 @@ from typing import Any
 
 import httpx
 
+from asyncrl.cli.run.handle import attach
 from asyncrl.control.api.access import page_url
-from asyncrl.control.launch.handle import attach
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.snapshot import HeadWord, values_of
 
@@ -112,7 +112,7 @@ class UpRun:
 
     def end(self) -> None:
         """End what is left of the run, as a test that failed leaves it."""
-        from asyncrl.control.launch.processes import end_leftovers, remove_leftovers
+        from asyncrl.control.machine.processes import end_leftovers, remove_leftovers
 
         self.process.kill()
         self.process.wait(10)
@@ -133,7 +133,7 @@ class UpRun:
 
 def leftovers(folder: Path) -> list[str]:
     """Return what a run has left: processes, sockets, shared-memory segments and semaphores."""
-    from asyncrl.control.launch.processes import pids_of_run, shared_memory_of
+    from asyncrl.control.machine.processes import pids_of_run, shared_memory_of
 
     live = json.loads((folder / "run.json").read_text())
     segments = shared_memory_of(live["run_id"])

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from asyncrl.buffer.audit.report import verify_run
-from asyncrl.control.launch.processes import pids_of_run
+from asyncrl.control.machine.processes import pids_of_run
 from tests.system.parts.up_run import UpRun, leftovers
 from tests.system.repair.test_kills import is_at_work
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from asyncrl.buffer.audit.report import verify_run
-from asyncrl.control.launch.processes import pids_of_run, pids_of_service
+from asyncrl.control.machine.processes import pids_of_run, pids_of_service
 from asyncrl.control.record.events import EVENTS_FILE, load_events
 from tests.system.parts.up_run import UpRun, leftovers
 from tests.system.repair.test_kills import is_at_work

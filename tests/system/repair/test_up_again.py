@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.control.launch.processes import pids_of_run, pids_of_service
+from asyncrl.control.machine.processes import pids_of_run, pids_of_service
 from tests.system.parts.up_run import UpRun, asyncrl_command, leftovers
 
 SHORT = ("learner.steps=5000", "rollout.replicas=1", "eval.every_steps=0", "checkpoint.every_steps=10")

@@ -14,7 +14,7 @@ import pytest
 from xxhash import xxh3_128_hexdigest
 
 from asyncrl.cli.reports.weights import inspect_weights
-from asyncrl.control.api.client import connect
+from asyncrl.cli.run.client import connect
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.core.errors import DeadlineExceeded, NotAllowed
 from asyncrl.core.files.weight_files import read_shapes

@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from asyncrl.buffer.client import LearnerClient
-from asyncrl.control.api.client import connect
+from asyncrl.cli.run.client import connect
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.core import wire
 from asyncrl.core.rpc import Client

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.control.launch.processes import (
+from asyncrl.control.machine.processes import (
     end_leftovers,
     is_stopped,
     pids_of_run,

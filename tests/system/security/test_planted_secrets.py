@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from asyncrl.control.api.access import page_token
-from asyncrl.control.launch.processes import pids_of_run
+from asyncrl.control.machine.processes import pids_of_run
 from asyncrl.core.sockets.keys import read_client_keys
 from tests.buffer.journals.redis.redis_parts import administer, plain_redis
 from tests.buffer.journals.redis.test_journal_redis import RIGHTS

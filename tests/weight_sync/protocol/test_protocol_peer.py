@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.control.record.sync_history import read_entries
+from asyncrl.cli.timeline.sync_history import read_entries
 from asyncrl.core.errors import FencedError
 from asyncrl.core.files.sync_records import BlameRecord, StartRecord
 from asyncrl.core.rpc import Client, Request, Server

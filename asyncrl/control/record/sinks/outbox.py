@@ -25,7 +25,7 @@ _Item = tuple[dict[str, float], int]
 
 
 class Outbox:
-    """Hands rows to a sink, one after another, from a thread of its own.
+    """ServiceActuator rows to a sink, one after another, from a thread of its own.
 
     Example:
         outbox = Outbox(TensorBoardSink(folder))

@@ -1,6 +1,6 @@
 """The supervisor: the real fleet machine, which looks at processes and starts and ends them.
 
-Owns what `asyncrl.control.upkeep` owns: it saves the machine's state before it does what follows from it,
+Owns what `asyncrl.control.reconciler` owns: it saves the machine's state before it does what follows from it,
 so the next supervisor finds every service. It looks at processes directly, as Ray does, not over the network.
 """
 

@@ -17,8 +17,8 @@ import pytest
 from asyncrl.buffer.journals.kind import open_journal
 from asyncrl.buffer.journals.redis.server import RedisServer
 from asyncrl.buffer.store import ExperienceStore
-from asyncrl.control.launch.processes import pids_of_run, pids_of_service
-from asyncrl.control.launch.spec import RUN_VARIABLE
+from asyncrl.control.machine.processes import pids_of_run, pids_of_service
+from asyncrl.control.roster import RUN_VARIABLE
 from asyncrl.core.config.tree import BufferSection
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.obstacle import Cause

@@ -20,23 +20,23 @@ import torch
 from asyncrl.buffer.composition import build as build_buffer
 from asyncrl.buffer.composition import ledger_settings
 from asyncrl.buffer.journals.kind import open_journal
-from asyncrl.control.cluster.inventory import needed_paths
-from asyncrl.control.cluster.opening import namespace_of, needs_of
+from asyncrl.cli.run.start import folder_of
 from asyncrl.control.fleet.autoscaler import autoscaler_of
-from asyncrl.control.launch.head import _make_keys
-from asyncrl.control.launch.run import folder_of
-from asyncrl.control.plan import checks, choose_backend, derived, machine
-from asyncrl.control.plan.footprint import estimate
-from asyncrl.control.plan.footprint.memory import count_parts
-from asyncrl.control.plan.footprint.sizes import count_tokens, estimate_activations
+from asyncrl.control.ray.bootstrap import namespace_of, needs_of
+from asyncrl.control.ray.head import _make_keys
+from asyncrl.control.ray.inventory import needed_paths
+from asyncrl.control.reconciler.reconciler import rules_of
 from asyncrl.control.record.rundir import RunDir
 from asyncrl.control.record.sinks.opening import check_sinks, open_sinks
 from asyncrl.control.roster import Roster
-from asyncrl.control.upkeep.keeper import rules_of
 from asyncrl.core.config.models.architectures import ModelSize
 from asyncrl.core.config.schema import walk
 from asyncrl.core.config.tree import Config
 from asyncrl.core.service import ServiceContext
+from asyncrl.planner.plan import checks, choose_backend, derived, machine
+from asyncrl.planner.plan.footprint import estimate
+from asyncrl.planner.plan.footprint.memory import count_parts
+from asyncrl.planner.plan.footprint.sizes import count_tokens, estimate_activations
 from learner.algorithms.learning_rate import schedule_lr
 from learner.algorithms.objective import make_objective
 from learner.batching.batch import build_batch

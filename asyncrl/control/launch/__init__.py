@@ -1,1 +1,0 @@
-"""Start and end of a run's processes: the head, Ray, the host of a service, leftovers."""

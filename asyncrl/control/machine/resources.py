@@ -1,0 +1,50 @@
+"""CPUs and GPUs of this machine, and those that a run asks Ray for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
+
+
+def count_cpus(config: Config, replicas: int) -> float:
+    """Return the CPUs that a run with so many rollout replicas asks Ray for."""
+    return config.learner.cpus * config.learner.num_ranks + config.rollout.cpus * replicas
+
+
+def count_gpus_wanted(config: Config, replicas: int) -> int:
+    """Return the GPUs that a run with so many rollout replicas asks Ray for."""
+    return config.learner.gpus * config.learner.num_ranks + config.rollout.gpus * replicas
+
+
+def count_gpus() -> int:
+    """Return the NVIDIA GPUs of this machine."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def check_resources(config: Config, replicas: int) -> Iterator[str]:
+    """Say what this machine has too little of for so many rollout replicas; a cluster's lie elsewhere."""
+    replicas = 0 if config.launcher.is_cluster else replicas
+    num_cpus, num_gpus = os.cpu_count() or 1, count_gpus()
+    cpus, gpus = count_cpus(config, replicas), count_gpus_wanted(config, replicas)
+    if cpus > num_cpus:
+        yield (
+            f"rollout.cpus and learner.cpus ask for {cpus:g} CPUs, this machine has {num_cpus}; "
+            "lower them or rollout.replicas"
+        )
+    if gpus > num_gpus:
+        yield (
+            f"rollout.gpus and learner.gpus ask for {gpus} GPUs, this machine has {num_gpus}; "
+            "set both to 0 to run on CPU"
+        )
+
+
+def check_replicas(config: Config, replicas: int) -> None:
+    """Raise ConfigError if this machine has no room for so many rollout replicas."""
+    problems = list(check_resources(config, replicas))
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -1,1 +1,0 @@
-"""Rollouts on the page: the newest groups, decoded."""

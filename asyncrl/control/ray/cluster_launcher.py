@@ -1,0 +1,116 @@
+"""Starts services on the nodes of a cluster: `Launcher` with a place for each service.
+
+Owns which service waits for a place. Invariant: a replica that no node has room for waits, and the run
+goes on; it is started as soon as a node has room, be it a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from asyncrl.control.ray.launcher import Launcher
+from asyncrl.control.ray.placement import Node, Placement
+from asyncrl.control.roster import ServiceSpec
+from asyncrl.core.errors import ConfigError, ServiceFailed
+from asyncrl.core.service_command import A, Command
+from asyncrl.core.service_status import ServiceStatus, Statuses
+from asyncrl.core.states import ServiceState
+
+log = logging.getLogger(__name__)
+
+WAITING = ServiceState.WAITING
+"""The state of a service that no node has room for."""
+TRY_EVERY_S = 2.0
+
+
+class ClusterLauncher:
+    """Places services, and has `launcher` start them there.
+
+    Args:
+        launcher: Starts a service on the node that its spec names.
+        placement: Remembers who is where.
+        nodes: Returns the nodes that are alive.
+        clean: Ends what a killed service has left on a node, its engine's processes and shared memory; told
+            the node's id and the service's name.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        placement: Placement,
+        nodes: Callable[[], Sequence[Node]],
+        clean: Callable[[str, str], None],
+    ) -> None:
+        self._launcher = launcher
+        self._placement = placement
+        self._nodes = nodes
+        self._clean = clean
+        self._waiting: dict[str, tuple[ServiceSpec, str]] = {}
+        self._tried_at = 0.0
+
+    def start(self, spec: ServiceSpec) -> None:
+        """Begin to start a service where there is room, or have it wait."""
+        was_waiting = self._waiting.pop(spec.name, None) is not None
+        try:
+            node = self._placement.choose(self._nodes(), spec.name, spec.cpus, spec.gpus)
+        except ConfigError as error:
+            if not was_waiting:
+                log.warning("%s waits: %s", spec.name, error)
+            self._waiting[spec.name] = (spec, str(error))
+            return
+        self._launcher.start(replace(spec, node=node))
+
+    def statuses(self, names: Iterable[str], deadline_s: float) -> Statuses:
+        """Return each service's status; `WAITING` for one that no node has room for."""
+        self._place_waiting()
+        names = list(names)
+        placed = [name for name in names if name not in self._waiting]
+        found = self._launcher.statuses(placed, deadline_s)
+        for name, status in found.items():
+            if status.node:
+                self._placement.recall(name, status.node)
+        return found | {
+            name: ServiceStatus(state=WAITING, error=self._waiting[name][1])
+            for name in names
+            if name in self._waiting
+        }
+
+    def command(self, name: str, command: Command[A], deadline_s: float) -> A:
+        """Pass a command to a service. Raises ServiceFailed, also for one that waits; or DeadlineExceeded."""
+        if name in self._waiting:
+            raise ServiceFailed(f"{name} waits for a node and cannot '{command.word}'")
+        return self._launcher.command(name, command, deadline_s)
+
+    def stop(self, names: Iterable[str], deadline_s: float) -> set[str]:
+        """Ask services to end, all at once; return the names of those that did, who waits among them."""
+        names = list(names)
+        waiting = {name for name in names if self._waiting.pop(name, None) is not None}
+        return waiting | self._launcher.stop([name for name in names if name not in waiting], deadline_s)
+
+    def kill(self, name: str) -> None:
+        """End a service's process now, and give its place back."""
+        self._waiting.pop(name, None)
+        node = self._placement.node_of(name)
+        self._placement.forget(name)
+        self._launcher.kill(name)
+        if node is not None and node != self._placement.home:  # home is the supervisor's to clean
+            self._clean(node, name)
+
+    def adopt(self) -> set[str]:
+        """Take charge of what an earlier launcher has started; its first statuses say where it lives."""
+        return self._launcher.adopt()
+
+    def _place_waiting(self) -> None:
+        if not self._waiting or time.monotonic() - self._tried_at < TRY_EVERY_S:
+            return
+        self._tried_at = time.monotonic()
+        for spec, _ in list(self._waiting.values()):
+            try:
+                self.start(spec)
+            except ServiceFailed as error:
+                log.warning("%s waits on: %s", spec.name, error)
+                self._placement.forget(spec.name)
+                self._waiting[spec.name] = (spec, str(error))

@@ -1,0 +1,490 @@
+"""Keeps a run's services as the fleet machine wants them, and tells it what is.
+
+Owns the machine, and decides nothing itself. Any thread may call. Invariant: what the machine has come to is
+on disk before any of it is done, so a supervisor that takes over finds every service that there may be.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from asyncrl.control.api.operations import Begun
+from asyncrl.control.fleet.machine import FleetMachine, FleetRules
+from asyncrl.control.fleet.messages import (
+    Begin,
+    Drain,
+    Effect,
+    End,
+    Event,
+    Finish,
+    GiveUp,
+    Gone,
+    Kill,
+    Leave,
+    Promote,
+    Start,
+    Tick,
+    Wanted,
+)
+from asyncrl.control.fleet.rules import make_rules
+from asyncrl.control.fleet.saved import SavedMachine, SavedUnit, dump, refuse_newer, restore
+from asyncrl.control.fleet.units import LEARNER, Stage, Unit, key_of
+from asyncrl.control.machine.kernel import Kernel, LinuxKernel
+from asyncrl.control.ray.launcher import Launcher
+from asyncrl.control.reconciler.actuator import COMMAND_DEADLINE_S, ServiceActuator
+from asyncrl.control.reconciler.status_events import at_home, events_of, in_order
+from asyncrl.control.record.events import EventLog, Kind
+from asyncrl.control.record.outcome import Outcome
+from asyncrl.control.record.rundir import RunDir, read_json, write_json
+from asyncrl.control.roster import MAX_REPLICAS, Roster
+from asyncrl.control.snapshot import ServiceFacts
+from asyncrl.core import service_command
+from asyncrl.core.errors import ConfigError, ServiceFailed
+from asyncrl.core.rpc.message import fields_of
+from asyncrl.core.runtime.interface import Runtime
+from asyncrl.core.service_command import A, Command, Tighten
+from asyncrl.core.service_status import ServiceStatus, Statuses
+from asyncrl.core.states import ServiceState
+
+log = logging.getLogger(__name__)
+
+STATUS_DEADLINE_S = 1.0
+LAST_STATUS_DEADLINE_S = 10.0
+SAVED_EVERY_S = 10.0
+"""While a unit waits for its start."""
+DEAD, RETIRED = ServiceState.DEAD, ServiceState.RETIRED
+"""The states that a service is shown in between two lives; the second for minutes."""
+ENDED_AT_ONCE = ("rollout", "receiver", "learner", "publisher", "weight_sync")
+"""Services that have nothing to hand over before the first step of this life of the run."""
+UNKNOWN = ServiceFacts()
+"""Of a service that no pulse has found yet."""
+
+
+class SavedBound(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The bound on lag that the buffer was told, None for the configured one."""
+
+    max_lag: int | None = None
+
+
+class SavedFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """What a supervisor that takes over has to know: `fleet.json`."""
+
+    run_id: str
+    bound: SavedBound
+    ending: Outcome | None
+    machine: SavedMachine
+
+
+def rules_of(roster: Roster) -> FleetRules:
+    """Return how patient a run is with its services."""
+    return make_rules(roster.config, roster.num_learner_ranks, MAX_REPLICAS)
+
+
+class FleetReconciler:
+    """The services of a run.
+
+    Attributes:
+        write_error: Why `fleet.json` is not up to date, empty if it is: the disk is full.
+        ending: The outcome of the run, once it is being ended. It stays on disk: a supervisor that is started
+            after this one died in its last moments must not begin the run anew.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        launcher: Launcher,
+        events: EventLog,
+        runtime: Runtime,
+        kernel: Kernel | None = None,
+    ) -> None:
+        self._roster = roster
+        self._launcher = launcher
+        self._kernel = kernel or LinuxKernel()
+        self._actuator = ServiceActuator(roster, launcher, events, self._kernel)
+        self._events = events
+        self._runtime = runtime
+        self._lock = runtime.lock()
+        self._machine = FleetMachine(rules_of(roster), runtime.now())
+        self._path = RunDir(roster.run_dir).fleet
+        self._saved: SavedFleet | None = None
+        self.write_error = ""
+        self._stages: dict[str, Stage] = {}
+        self._max_lag: int | None = None
+        self._is_bound_told = False
+        self._facts: dict[str, ServiceFacts] = {}
+        self._failures: dict[str, str] = {}  # why a service failed last, until its unit is up again
+        self._is_degraded = False
+        self.ending: Outcome | None = None
+
+    # --- reading --------------------------------------------------------------------------
+
+    @property
+    def given_up(self) -> GiveUp | None:
+        """Reason for which the run must end, if it must."""
+        return self._machine.given_up
+
+    @property
+    def learners(self) -> list[str]:
+        with self._lock:
+            return [name for name in self._machine.names if name.startswith("learner.")]
+
+    @property
+    def replicas(self) -> list[int]:
+        """Indices of the replicas that lease or are to."""
+        with self._lock:
+            return sorted(unit.index for unit in self._machine.replicas)
+
+    @property
+    def num_draining(self) -> int:
+        """Leavers whose processes are still up."""
+        with self._lock:
+            return len(self._machine.leavers)
+
+    @property
+    def wanted(self) -> int:
+        return self._machine.wanted
+
+    @property
+    def num_ready(self) -> int:
+        """Replicas that lease."""
+        with self._lock:
+            return sum(unit.is_up for unit in self._machine.replicas)
+
+    @property
+    def is_degraded(self) -> bool:
+        """As of the last pulse: a status is given while a pulse or the run's end takes its time."""
+        return self._is_degraded
+
+    @property
+    def has_learner_ended(self) -> bool:
+        """Whether its leader has ended by itself, be its process alive or not."""
+        return self._machine.units[LEARNER].has_ended
+
+    @property
+    def is_learner_ending(self) -> bool:
+        """Whether it was asked to end, by this supervisor or by one before it."""
+        return self._machine.units[LEARNER].is_ending
+
+    def num_restarts(self, name: str) -> int:
+        """Return how often the unit of a service was started again."""
+        with self._lock:
+            unit = self._machine.units.get(key_of(name))
+            return unit.num_restarts if unit else 0
+
+    def describe(self, name: str) -> ServiceFacts:
+        """Return what the last pulse found of a service beyond its own word."""
+        return self._facts.get(name, UNKNOWN)
+
+    # --- what may be asked ----------------------------------------------------------------
+
+    def begin(self, replicas: int, standby: int) -> bool:
+        """Start every service; or take charge of those that a dead supervisor has left, and return True.
+
+        Raises:
+            ConfigError: A newer release has saved the state of the fleet.
+        """
+        with self._lock:
+            found = read_json(self._path)
+            if found is not None and found.get("run_id") == self._roster.run_id:
+                refuse_newer(found.get("machine"))
+                self._take_over(msgspec.convert(found, SavedFleet))
+                return True
+            log.info("starting %d replicas and %d that stand by", replicas, standby)
+            self._events.add("start", "run", f"the run starts with {replicas} replicas", replicas=replicas)
+            self._apply(Begin(replicas, standby))
+            return False
+
+    def scale(self, replicas: int, why: str = "") -> Begun:
+        """Want so many replicas; `why` is the autoscaler's reason. Returns what was begun."""
+        with self._lock:
+            self._refuse_if_ending()
+            if replicas > self._machine.wanted and replicas > self._num_startable():
+                raise ConfigError(f"a run can have {MAX_REPLICAS} replicas at a time, and has")
+            begun = self._describe_begun(self._apply(Wanted(replicas)))
+        kind: Kind = "autoscale" if why else "scale"
+        text = why or f"{replicas} replicas are wanted"
+        told = fields_of(begun)
+        self._events.add(kind, "rollout", text, **told)
+        log.info("%s: %s", text, told)
+        return begun
+
+    def drain(self, index: int) -> Begun:
+        """Let a replica drain and leave; another is started in its place."""
+        with self._lock:
+            self._refuse_if_ending()
+            begun = self._describe_begun(self._apply(Leave(index)))
+        told = {"started": begun.started, "draining": begun.draining}
+        self._events.add("scale", f"rollout.{index}", f"rollout.{index} is to drain and leave", **told)
+        return begun
+
+    def ask(self, service: str, command: Command[A]) -> A:
+        """Pass a command on to a service. Raises ServiceFailed or DeadlineExceeded."""
+        with self._lock:
+            is_there = service in self._machine.names
+        if not is_there:
+            raise ServiceFailed(f"{service} is not running and cannot '{command.word}'")
+        answer = self._launcher.command(service, command, COMMAND_DEADLINE_S)
+        if isinstance(command, Tighten):
+            with self._lock:
+                self._max_lag, self._is_bound_told = command.max_lag, True
+                self._save()
+        return answer
+
+    def finish_learner(self) -> None:
+        """Take down, for good, that the learner is being ended. Whoever calls has it end."""
+        with self._lock:
+            self._apply(Finish())
+            self._save()
+
+    def dump_stacks(self) -> None:
+        """Have every service write the stacks of all its threads into its log."""
+        with self._lock:
+            names = self._machine.names
+        self._actuator.dump_stacks(names)
+
+    def pulse(self) -> Statuses:
+        """Ask all services how they are, do what follows from it, and return their statuses."""
+        with self._lock:
+            run_id = self._roster.run_id
+            heard = self._launcher.statuses(self._machine.names, STATUS_DEADLINE_S)
+            self._kernel.look(self._runtime.now())
+            found = {name: self._explained(at_home(run_id, name, status)) for name, status in heard.items()}
+            for name, status in found.items():
+                self._actuator.note_processes(name, status)
+            for name in self._apply_batch([*self._events_of(Statuses(found)), Tick()]):
+                found.pop(name, None)
+            self._repeat_promotions(Statuses(found))
+            self._tell_of_stages()
+            self._tell_bound()
+            self._save()
+            self._facts = {name: self._describe(name) for name in self._all_names()}
+            self._is_degraded = self._machine.is_degraded or self._machine.is_short
+            return self._told(found)
+
+    def _events_of(self, found: Statuses) -> list[Event]:
+        return events_of(self._roster.run_id, found, self._kernel.stopped_services)
+
+    def _explained(self, status: ServiceStatus) -> ServiceStatus:
+        """Add to why a service is gone what the kernel killed for want of memory, or did not start."""
+        why = self._kernel.recent(self._runtime.now())
+        if not why or status.state not in (ServiceState.FAILED, DEAD):
+            return status
+        return msgspec.structs.replace(status, error=f"{status.error or 'it is gone'}; {why}")
+
+    def stop(
+        self, deadline_s: float, outcome: Outcome, *, has_work: bool = True
+    ) -> tuple[set[str], Statuses]:
+        """End every service, those that depend on others first; at once those that have nothing to hand over.
+
+        Args:
+            outcome: Of the run: a supervisor that takes over from here on only ends it.
+            has_work: Something was trained. Before that only the buffer has anything that is worth a wait: an
+                engine that compiles, or a learner that loads, does not hear what it is asked for minutes.
+
+        Returns:
+            Who had to be killed, and each service's last status: the account after the last event.
+        """
+        with self._lock:  # let go then: nothing is begun any more, and others may ask meanwhile
+            self.ending = outcome
+            self._save()
+            left = {name: self._is_awake(name) for name in self._machine.names}
+            useless = {name for name in left if not self._machine.has_come_up(name)}
+            if not has_work:
+                useless |= {name for name in left if name.split(".")[0] in ENDED_AT_ONCE}
+        unstopped: set[str] = set()
+        statuses = Statuses()
+        for kinds in (("rollout", "learner"), ("receiver", "publisher"), ("weight_sync", "buffer")):
+            names = [name for name in left if name.split(".")[0] in kinds]
+            awake = [name for name in names if left[name] and name not in useless]
+            for name in set(names) - set(awake):
+                self._launcher.kill(name)
+            unstopped |= set(names) - useless - self._launcher.stop(awake, deadline_s)
+            statuses |= self._launcher.statuses(awake, LAST_STATUS_DEADLINE_S)
+            for name in awake:
+                self._launcher.kill(name)
+        return unstopped, statuses
+
+    def _is_awake(self, name: str) -> bool:
+        return (self._machine.silence_of(name) or 0.0) <= self._machine.rules.suspect_s
+
+    def _refuse_if_ending(self) -> None:
+        if self.ending is not None:
+            raise ConfigError("the run is being ended; it takes no more commands")
+
+    # --- the machine ----------------------------------------------------------------------
+
+    def _apply(self, event: Event) -> list[Effect]:
+        """Hand `event` to the machine and do what it says, also about what fails in doing so."""
+        done: list[Effect] = []
+        events: list[Event] = [event]
+        while events:
+            effects = self._machine.apply(events.pop(0), self._runtime.now())
+            self._tell_of_losses()
+            if effects:
+                self._save()
+            gone = [self._actuator.carry_out(effect, self._num_restarts(effect)) for effect in effects]
+            events += [found for found in gone if found is not None]
+            done += effects
+        return done
+
+    def _apply_batch(self, events: Iterable[Event]) -> set[str]:
+        """Apply events that were all seen before the first of them is dealt with; return who was renewed.
+
+        What a service reported that has been ended since was its last life's, and says nothing of the next.
+        """
+        renewed: set[str] = set()
+        for event in events:
+            if getattr(event, "name", None) in renewed:
+                continue
+            effects = self._apply(event)
+            renewed |= {effect.name for effect in effects if isinstance(effect, Start | Kill | End)}
+        return renewed
+
+    def _tell_of_losses(self) -> None:
+        losses, self._machine.losses = self._machine.losses, []
+        for loss in losses:
+            log.warning("%s %s", loss.name, loss.reason)
+            self._failures[loss.name] = loss.reason.removeprefix("failed: ")
+            self._events.add("exit", loss.name, f"{loss.name} {loss.reason}")
+
+    def _num_restarts(self, effect: Effect) -> int:
+        unit = self._machine.units.get(key_of(effect.name)) if isinstance(effect, Start) else None
+        return unit.num_restarts if unit else 0
+
+    def _repeat_promotions(self, statuses: Statuses) -> None:
+        """Tell those again that lease by now and have not heard of it."""
+        for unit in self._machine.replicas:
+            told = statuses.told_replicas.get(f"rollout.{unit.index}")
+            if told is not None and told.standby:
+                self._actuator.tell_replica(unit.index, service_command.Promote())
+
+    def _take_over(self, found: SavedFleet) -> None:
+        self._machine = restore(rules_of(self._roster), found.machine, self._runtime.now())
+        self._max_lag, self.ending = found.bound.max_lag, found.ending
+        living, known = self._launcher.adopt(), set(self._machine.names)
+        self._stages = self._machine.stages()
+        log.info("taking over %d services of %d", len(living & known), len(known))
+        self._events.add("start", "supervisor.0", f"the supervisor takes over {len(living & known)} services")
+        for name in sorted(living - known):  # to be ended, or to be started again, when the last one died
+            self._actuator.kill(name)
+        # Nobody is started before it is known, from the statuses, on which nodes the others are.
+        self._launcher.statuses(sorted(living & known), STATUS_DEADLINE_S)
+        dead = known - living if self.ending is None else ()
+        self._apply_batch(
+            in_order(Gone(name, "gone: it died while no supervisor ran") for name in sorted(dead))
+        )
+
+    def _save(self) -> None:
+        state = SavedFleet(
+            run_id=self._roster.run_id,
+            bound=SavedBound(self._max_lag),
+            ending=self.ending,
+            machine=dump(self._machine),
+        )
+        settled = _without_ages(state)
+        if settled != self._saved:
+            try:
+                write_json(self._path, msgspec.to_builtins(state))
+                self._saved, self.write_error = settled, ""
+            except OSError as error:  # a full disk: it is tried again in every pulse
+                self.write_error = f"{error}"
+
+    # --- telling --------------------------------------------------------------------------
+
+    def _tell_of_stages(self) -> None:
+        before, self._stages = self._stages, self._machine.stages()
+        for key, stage in self._stages.items():
+            if stage is not Stage.READY or before.get(key) in (Stage.READY, Stage.SUSPECT, None):
+                continue
+            self._tell_ready(key)
+
+    def _tell_ready(self, key: str) -> None:
+        unit = self._machine.units[key]
+        if unit.failed_at is None:
+            self._events.add("ready", key, f"{key} is ready")
+            return
+        took_s = round(self._machine.lived - unit.failed_at, 1)
+        self._events.add("ready", key, f"{key} is ready again, {took_s:g} s after it failed", took_s=took_s)
+
+    def _tell_bound(self) -> None:
+        """Tell a buffer the bound that was tightened, until it has taken it."""
+        if not self._machine.units["buffer"].is_up:
+            self._is_bound_told = False
+        elif self._max_lag is not None and not self._is_bound_told:
+            self._is_bound_told = self._actuator.tighten(self._max_lag)
+
+    def _all_names(self) -> list[str]:
+        return [name for unit in self._machine.units.values() for name in unit.members]
+
+    def _describe(self, name: str) -> ServiceFacts:
+        silence_s, unit = self._machine.silence_of(name), self._machine.units[key_of(name)]
+        is_down = unit.members[name].is_down
+        back_in_s = unit.due - self._machine.lived if is_down and unit.due is not None else None
+        return ServiceFacts(
+            heartbeat_age_s=None if silence_s is None else round(silence_s, 1),
+            restarts=unit.num_restarts,
+            stage=self._stages.get(unit.key),
+            standby=unit.is_standby,
+            reason=unit.last_reason if is_down else "",
+            back_in_s=None if back_in_s is None else round(max(0.0, back_in_s), 1),
+        )
+
+    def _told(self, found: Mapping[str, ServiceStatus]) -> Statuses:
+        """Return the statuses with those that are between two lives, without those that have left."""
+        units = self._machine.units.values()
+        dead = {
+            member.name: self._describe_down(unit)
+            for unit in units
+            for member in unit.members.values()
+            if member.is_down
+        }
+        living = set(self._machine.names)
+        starting = ServiceStatus(state=ServiceState.STARTING)
+        told = {name: status for name, status in found.items() if name in living}
+        told |= {**dict.fromkeys(living - set(found), starting), **dead}
+        up = {name for unit in units if unit.is_up for name in unit.members}
+        self._failures = {
+            name: why for name, why in self._failures.items() if name in told and name not in up
+        }
+        again = {name: why for name, why in self._failures.items() if name not in dead}
+        failed = {name: msgspec.structs.replace(told[name], failure=why) for name, why in again.items()}
+        return Statuses(told | failed)
+
+    def _describe_down(self, unit: Unit) -> ServiceStatus:
+        """Return the status of a service without a process; that one is retired is an obstacle, `failure`."""
+        if not unit.is_retired:
+            return ServiceStatus(state=DEAD, error=unit.last_reason)
+        back_in_s = max(0.0, (unit.due or 0.0) - self._machine.lived)
+        why = f"{unit.last_reason}; it is retired, its restarts being spent, and started again in "
+        why += f"{back_in_s:.0f} s, or by 'asyncrl scale rollout={self._machine.wanted}'"
+        return ServiceStatus(state=RETIRED, error=unit.last_reason, failure=why)
+
+    def _describe_begun(self, effects: list[Effect]) -> Begun:
+        started = [one.name for one in effects if isinstance(one, Start) and one.name.startswith("rollout.")]
+        promoted = [f"rollout.{one.index}" for one in effects if isinstance(one, Promote)]
+        drained = [f"rollout.{one.index}" for one in effects if isinstance(one, Drain)]
+        ended = [one.name for one in effects if isinstance(one, Kill) and one.name.startswith("rollout.")]
+        return Begun(self._machine.wanted, (*promoted, *started), (*drained, *ended))
+
+    def _num_startable(self) -> int:
+        return MAX_REPLICAS - len(self._machine.leavers) - len(self._machine.standbys)
+
+
+def _without_ages(state: SavedFleet) -> SavedFleet:
+    """Return what of the saved state is worth writing it anew: not that time has passed."""
+    units = tuple(map(_settled, state.machine.units))
+    return msgspec.structs.replace(state, machine=msgspec.structs.replace(state.machine, units=units))
+
+
+def _settled(unit: SavedUnit) -> SavedUnit:
+    """Return a unit whose times only tell whether there are any, and of its next start roughly when."""
+    due_in_s = None if unit.due_in_s is None else unit.due_in_s // SAVED_EVERY_S  # not waited for all anew
+    return msgspec.structs.replace(
+        unit,
+        restart_ages_s=(0.0,) * len(unit.restart_ages_s),
+        leaving_for_s=None if unit.leaving_for_s is None else 0.0,
+        due_in_s=due_in_s,
+    )

@@ -1,0 +1,167 @@
+"""Checks of sizes: what is asked for must fit, before anything starts.
+
+Reads the model's `config.json` and this machine's memory for the arithmetic in `sizes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from asyncrl.buffer.composition import ledger_settings, max_group_bytes
+from asyncrl.buffer.journals.kind import journal_kind
+from asyncrl.core.config.models.architectures import ModelSize, read_max_positions
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
+from asyncrl.core.variants import engine_facts
+from asyncrl.planner.plan import derived, machine, names
+from asyncrl.planner.plan.footprint import capacity, memory, shared_memory, sizes
+from asyncrl.planner.plan.footprint.capacity import Capacity
+from asyncrl.planner.plan.footprint.memory import SHM, VERSIONS, Part
+from asyncrl.planner.plan.models import read_table
+from asyncrl.planner.plan.prepare import is_builtin
+
+NOT_CHECKED_ELSEWHERE = (
+    "the CPUs, GPUs and memory of the machine that it will run on: they are checked there, at `up`",
+    "the files that model, data, reward and environment name, and what is in them",
+    "the addresses and ports that it listens on",
+    "the Redis that buffer.url names",
+)
+NOT_IN_A_CRITIC = ("lm_head.weight",)
+"""Its head gives a value instead."""
+
+
+def find_unchecked(config: Config) -> Iterator[str]:
+    """Yield what is known only later: models that are not here yet have no size."""
+    for key, path in (("model.path", config.model.path), ("critic.path", config.critic.path)):
+        if path is None or Path(path, "config.json").exists():
+            continue
+        when = "made" if is_builtin(path) else "fetched"
+        yield f"{key}: '{path}' is {when} at `up`; its architecture, its cuts and its memory are checked then"
+
+
+def find_notes(config: Config) -> Iterator[str]:
+    """Yield what a run can do and its user may not have meant."""
+    rollout = config.rollout
+    if not rollout.replicas.max and not rollout.standby:
+        yield (
+            "rollout.replicas is 0: the run waits, and trains nothing, until 'asyncrl scale rollout=1' or a "
+            "generator of another maker brings groups"
+        )
+
+
+def count_all(config: Config, replicas: int, receivers: int) -> list[Part]:
+    """Return what a run takes, part by part; a model whose size cannot be told counts for nothing.
+
+    Args:
+        replicas: That are counted.
+        receivers: That take shared memory of this machine.
+    """
+    shared, size = shared_memory.count(config, receivers), read_size(config)
+    critic = shared_memory.count_weights(Path(config.critic.path or config.model.path), NOT_IN_A_CRITIC)
+    group_bytes = max_group_bytes(config)
+    buffer = derived.count_in_flight(config, group_bytes, replicas).groups * group_bytes
+    num_weights = None if shared is None else shared.num_weights
+    parts = memory.count_parts(config, num_weights, replicas, critic, buffer)
+    if size is not None:
+        parts.append(sizes.estimate_activations(config, size))
+    if shared is not None:
+        parts.append(Part(SHM, VERSIONS, shared.num_bytes, shared.rule))
+    return parts
+
+
+def count_nodes(config: Config) -> list[Part]:
+    """Return the most that a run takes, node by node.
+
+    On a cluster: what this machine takes without a replica, then what each replica takes of the node that it
+    is started on, which may be this one once the others are full.
+    """
+    if not config.launcher.is_cluster:
+        return count_all(config, machine.count_replicas(config), machine.count_receivers_here(config))
+    at_receiver = shared_memory.count_at_receiver(config)
+    num_weights = None if at_receiver is None else at_receiver.num_weights
+    parts = count_all(config, 0, 0) + memory.count_replica_elsewhere(config, num_weights)
+    if at_receiver is not None:
+        where = memory.PER_REPLICA[SHM]
+        parts.append(Part(where, VERSIONS, at_receiver.num_bytes, at_receiver.rule))
+    return parts
+
+
+def read_size(config: Config) -> ModelSize | None:
+    """Return the sizes of the policy's model, None if they cannot be told."""
+    try:
+        return ModelSize.read(read_table(Path(config.model.path) / "config.json"))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def check_buffer(config: Config) -> Iterator[str]:
+    """Say if the buffer cannot hold two batches."""
+    try:
+        ledger_settings(config)
+    except ConfigError as error:
+        yield _line("buffer.memory_bytes", error)
+
+
+def check_journal(config: Config) -> Iterator[str]:
+    """Say if the journal cannot be used from here now."""
+    try:
+        journal_kind(config.buffer.journal).check(config.buffer, Path(config.run.dir) / config.run.name)
+    except ConfigError as error:
+        yield _line("buffer.url", error)
+
+
+def _line(key: str, error: ConfigError) -> str:
+    """Return an error with its hint on a line that begins with the key."""
+    said = error.message if error.message.startswith(f"{key}:") else f"{key}: {error.message}"
+    return f"{said}; {error.hint[:1].lower()}{error.hint[1:]}"
+
+
+def check_cut_of_engine(config: Config) -> Iterator[str]:
+    """Say if the engine cannot be cut over a replica's GPUs."""
+    size = read_size(config)
+    if size is not None:
+        yield from sizes.find_uneven_engine(config, size)
+
+
+def check_long_rows(config: Config) -> Iterator[str]:
+    """Say if a row may be longer than the engine can take."""
+    size = read_size(config)
+    if size is None or not engine_facts(config.rollout.engine).loads_model:
+        return
+    table = read_table(Path(config.model.path) / "config.json")
+    yield from sizes.find_long_rows(config, size, read_max_positions(table))
+
+
+def check_heads(config: Config) -> Iterator[str]:
+    """Say if the engine has no attention for the model's heads on the device that it is to run on."""
+    size, engine = read_size(config), engine_facts(config.rollout.engine)
+    known = engine.cpu_head_sizes
+    if size is None or config.rollout.gpus or not known or size.head_size in known:
+        return
+    sizes_known = ", ".join(map(str, known))
+    problem = f"{engine.title} on CPU has no attention for heads of {size.head_size}, only of {sizes_known}"
+    yield f"model.path: {problem}; choose another model, or rollout.gpus: 1"
+
+
+def check_memory(config: Config, there: Capacity | None = None) -> Iterator[str]:
+    """Say what this machine, or one of which `there` is told, has too little memory for.
+
+    Replicas that may come later, and those on other nodes, are no reason to refuse a run.
+    """
+    here = machine.count_replicas_here(config)
+    yield from sizes.find_lacks(count_all(config, here, here), there or capacity.measure())
+
+
+PORTABLE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    check_buffer,
+    check_cut_of_engine,
+    check_heads,
+    check_long_rows,
+    names.check_algorithm,
+    names.check_rewards,
+    names.check_environment,
+)
+"""Checks that are the same on any machine."""
+SIZE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (*PORTABLE_CHECKS, check_memory)
+"""Each yields a line per problem, which begins with the key that it is about."""

@@ -1,0 +1,193 @@
+"""Resource plan of a run, made after all checks of its configuration have passed.
+
+All errors are found at once. Nothing is started or written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from asyncrl.buffer.composition import max_group_bytes
+from asyncrl.control.machine.ports import PORTS
+from asyncrl.control.machine.resources import check_resources
+from asyncrl.control.record.sinks.opening import check_sinks
+from asyncrl.control.roster import SERVERS
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import ConfigError
+from asyncrl.planner.plan import derived, folders, inputs, machine, models, names
+from asyncrl.planner.plan.checks import (
+    NOT_CHECKED_ELSEWHERE,
+    PORTABLE_CHECKS,
+    SIZE_CHECKS,
+    check_journal,
+    count_nodes,
+    find_notes,
+    find_unchecked,
+)
+from asyncrl.planner.plan.derived import Derived, InFlight
+from asyncrl.planner.plan.footprint import shared_memory
+from asyncrl.planner.plan.footprint.memory import Part
+from asyncrl.planner.plan.footprint.shared_memory import SharedMemory
+
+CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    folders.check_run_folder,
+    models.check_models,
+    models.check_reward_models,
+    inputs.check_lengths,
+    inputs.check_data,
+    names.check_imports,
+    names.check_reward_files,
+    names.check_environment_file,
+    lambda config: check_resources(config, machine.count_replicas(config)),
+    machine.check_limits,
+    machine.check_host,
+    check_sinks,
+    check_journal,
+    *SIZE_CHECKS,
+)
+THIS_MACHINE, ANY_NODE = "this machine", "any node of the Ray cluster"
+PROCESSES_OF_A_REPLICA = 3
+"""The front end, its engine core, and its receiver."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Services of one kind: how many, where, and what Ray reserves for all of them together."""
+
+    kind: str
+    count: int
+    num_processes: int
+    cpus: float
+    gpus: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that carries weights, and the reason for it."""
+
+    backend: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Resources of a run.
+
+    Attributes:
+        placement: Its services, those that are started first before the others.
+        ports: Who listens where, by name.
+        memory: What it takes, part by part.
+        in_flight: What may be open at once.
+        weight_sync: How weights travel.
+        derived: What else follows from the configuration.
+        shared_memory: What versions on their way take here at most, if the model's size can be told.
+        not_checked: What could not be checked, or was not to be.
+        notes: What is right, and easily meant otherwise.
+    """
+
+    placement: tuple[Placement, ...]
+    ports: dict[str, str]
+    memory: tuple[Part, ...]
+    in_flight: InFlight
+    weight_sync: Choice
+    derived: tuple[Derived, ...]
+    shared_memory: SharedMemory | None
+    not_checked: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_processes(self) -> int:
+        """Services, the vLLM engine cores among them."""
+        return sum(one.num_processes for one in self.placement)
+
+    @property
+    def num_cpus(self) -> float:
+        """CPU share that Ray reserves."""
+        return sum(one.cpus for one in self.placement)
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that Ray reserves."""
+        return sum(one.gpus for one in self.placement)
+
+    @property
+    def weight_sync_backend(self) -> str:
+        """`gloo` or `nccl`."""
+        return self.weight_sync.backend
+
+
+def check(config: Config) -> Plan:
+    """Return the plan of a run.
+
+    Raises:
+        ConfigError: With every problem found, a line each.
+    """
+    return _check(config, (*CHECKS, machine.check_port, machine.check_gateway_ports))
+
+
+def check_beside(config: Config) -> Plan:
+    """As `check`, for a run that is live already and holds its ports."""
+    return _check(config, CHECKS)
+
+
+def check_elsewhere(config: Config) -> Plan:
+    """As `check`, for another machine: without this one's hardware, files and network, which it says."""
+    found = _check(config, (inputs.check_lengths, *PORTABLE_CHECKS))
+    return replace(found, not_checked=(*NOT_CHECKED_ELSEWHERE, *found.not_checked))
+
+
+def _check(config: Config, checks: Sequence[Callable[[Config], Iterator[str]]]) -> Plan:
+    problems = [problem for check_one in checks for problem in check_one(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    replicas, receivers = machine.count_replicas(config), machine.count_receivers_here(config)
+    return Plan(
+        placement=tuple(_place(config, replicas)),
+        ports=dict(_ports(config)),
+        memory=tuple(count_nodes(config)),
+        in_flight=derived.count_in_flight(config, max_group_bytes(config), replicas),
+        weight_sync=choose_backend(config),
+        derived=tuple(derived.derive(config)),
+        shared_memory=shared_memory.count(config, receivers),
+        not_checked=tuple(find_unchecked(config)),
+        notes=tuple(find_notes(config)),
+    )
+
+
+def choose_backend(config: Config) -> Choice:
+    """Return how weights travel: NCCL only where learner and replicas both have GPUs."""
+    if config.weight_sync.backend == "gloo":
+        return Choice("gloo", "weight_sync.backend says so")
+    if not (config.learner.gpus and config.rollout.gpus):
+        why = "NCCL needs a GPU per member, and learner.gpus and rollout.gpus are not both above 0"
+        return Choice("gloo", why)
+    why = "learner.gpus and rollout.gpus are both above 0; gloo, should a member be unable"
+    return Choice("nccl", why)
+
+
+def _place(config: Config, replicas: int) -> Iterator[Placement]:
+    elsewhere = ANY_NODE if config.launcher.is_cluster else THIS_MACHINE
+    for kind in ("supervisor", "buffer", "weight_sync", "publisher"):
+        yield Placement(kind, 1, 1, 0.0, 0, THIS_MACHINE)
+    ranks, learner, rollout = config.learner.num_ranks, config.learner, config.rollout
+    yield Placement("learner", ranks, ranks, learner.cpus * ranks, learner.gpus * ranks, THIS_MACHINE)
+    num_processes = PROCESSES_OF_A_REPLICA * replicas
+    cpus, gpus = rollout.cpus * replicas, rollout.gpus * replicas
+    yield Placement("rollout", replicas, num_processes, cpus, gpus, elsewhere)
+
+
+def _ports(config: Config) -> Iterator[tuple[str, str]]:
+    launcher, gateway = config.launcher, config.rollout.gateway
+    host = launcher.host or "127.0.0.1"
+    yield "control API", f"127.0.0.1:{launcher.api_port or 'a free port'}"
+    if launcher.host is None:
+        yield "services", "socket files in a folder that only this user can open"
+    else:
+        room = f"{len(SERVERS)} ports in a row of {PORTS.start} to {PORTS.stop - 1}"
+        yield "services", f"{host}: {room}"
+    if config.learner.num_ranks > 1:
+        yield "learner ranks", f"{host}: a free port to meet at, and those of torch.distributed"
+    if gateway is not None:
+        yield "gateways", f"{host}:{gateway.port} + n of rollout.n" if gateway.port else f"{host}: free ports"

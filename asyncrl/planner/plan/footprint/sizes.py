@@ -1,0 +1,134 @@
+"""Fit of a run: its memory demand against the capacity, the model against its parallel sizes (pure).
+
+Owns the arithmetic of a refusal, all of which stands in its message. Invariant: a run is refused only for
+certain demand; activations, whose size depends on the rows that meet, are estimated and shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from asyncrl.core.config.models.architectures import ModelSize
+from asyncrl.core.config.tree import Config
+from asyncrl.planner.plan.footprint.memory import (
+    BUFFER,
+    ENGINE_CORES,
+    FRONT_ENDS,
+    GB,
+    HOST,
+    ITEM_BYTES,
+    LEARNER_GPU,
+    ROLLOUT_GPU,
+    SHM,
+    VERSIONS,
+    Part,
+)
+
+if TYPE_CHECKING:
+    from asyncrl.planner.plan.footprint.capacity import Capacity
+
+ACTIVATIONS = "activations"
+FROM_HIDDEN, FROM_MLP, FROM_HEADS = 6, 4, 4
+"""Kept numbers per token and layer, per channel. Counted with saved-tensor hooks on a Qwen3 layer (torch
+2.13, scaled dot-product attention): 4884, where 6 x 256 + 4 x 512 + 4 x (8 + 2) x 32 are 4864."""
+REMEDIES = {
+    HOST: "lower rollout.replicas, rollout.kv_cache_bytes or buffer.memory_bytes, or take a smaller model",
+    SHM: "enlarge it (mount -o remount,size=..., or --shm-size of a container), or lower rollout.replicas",
+    LEARNER_GPU: "raise learner.tp, learner.pp or learner.dp, or set learner.offload: true",
+    ROLLOUT_GPU: "raise rollout.gpus",
+}
+KEYS = {SHM: "rollout.replicas", LEARNER_GPU: "learner.gpus", ROLLOUT_GPU: "rollout.gpus"}
+"""The key that a line begins with."""
+KEYS_OF_HOST = {
+    BUFFER: "buffer.memory_bytes",
+    FRONT_ENDS: "rollout.replicas",
+    ENGINE_CORES: "rollout.replicas",
+    VERSIONS: "rollout.replicas",
+}
+"""The same for main memory, by its largest part; any other part is of the model."""
+
+
+def find_lacks(parts: Sequence[Part], capacity: Capacity) -> Iterator[str]:
+    """Yield a line for each kind of memory of which `parts` take more than there is."""
+    gpu = capacity.gpu
+    there = {HOST: capacity.host, SHM: capacity.shm, LEARNER_GPU: gpu, ROLLOUT_GPU: gpu}
+    for where, size in there.items():
+        taking = [part for part in parts if part.where == where and part.what != ACTIVATIONS]
+        if where == HOST:
+            taking += [part for part in parts if part.where == SHM]  # it is main memory too
+        total = sum(part.num_bytes for part in taking)
+        if size is not None and total > size:
+            sums = " + ".join(f"{part.what} {part.num_bytes / GB:.3g} ({part.rule})" for part in taking)
+            largest = max(taking, key=lambda part: part.num_bytes).what
+            key = KEYS_OF_HOST.get(largest, "model.path") if where == HOST else KEYS[where]
+            yield (
+                f"{key}: the run takes {total / GB:.3g} GB of {where}, which has {size / GB:.3g}: "
+                f"{sums}; {REMEDIES[where]}"
+            )
+
+
+def find_uneven_engine(config: Config, size: ModelSize) -> Iterator[str]:
+    """Say if the engine cannot be cut over the GPUs of a replica: vLLM gives each GPU whole heads."""
+    gpus, heads, kv_heads = config.rollout.gpus, size.num_heads, size.num_key_value_heads
+    if gpus < 2:
+        return
+    if heads % gpus:
+        yield f"rollout.gpus: {gpus} does not divide the model's {heads} attention heads; change it"
+    elif kv_heads % gpus and gpus % kv_heads:
+        yield (
+            f"rollout.gpus: {gpus} neither divides the model's {kv_heads} key/value heads nor is a multiple "
+            "of them; change it"
+        )
+
+
+def find_long_rows(config: Config, size: ModelSize, max_positions: int | None) -> Iterator[str]:
+    """Say if the longest row has more positions than the model, or more keys and values than the engine.
+
+    Args:
+        max_positions: That the model has, if that can be told.
+    """
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    sums = f"data.max_prompt_tokens + rollout.max_tokens = {longest}"
+    if max_positions is not None and longest > max_positions:
+        yield (
+            f"rollout.max_tokens: a row may have {sums} tokens, and the model knows {max_positions} "
+            "positions (max_position_embeddings); lower one of them, or choose another model"
+        )
+    token_bytes = 2 * size.num_layers * size.num_key_value_heads * size.head_size
+    token_bytes *= ITEM_BYTES[config.model.dtype]
+    there = config.rollout.kv_cache_bytes
+    if not config.rollout.gpus and longest * token_bytes > there:
+        yield (
+            f"rollout.kv_cache_bytes: {there} do not hold one row of {sums} tokens x {token_bytes} bytes = "
+            f"{longest * token_bytes}; raise it, or lower one of them"
+        )
+
+
+def estimate_activations(config: Config, size: ModelSize) -> Part:
+    """Return what a microbatch of the most tokens keeps for its backward pass, on one rank."""
+    learner = config.learner
+    item = ITEM_BYTES[config.model.dtype]
+    heads = (size.num_heads + size.num_key_value_heads) * size.head_size
+    layer = FROM_HIDDEN * size.hidden_size + FROM_MLP * size.intermediate_size + FROM_HEADS * heads
+    num_layers = -(-size.num_layers // learner.pp)
+    is_whole = learner.recompute != "full"
+    numbers = layer * num_layers if is_whole else size.hidden_size * num_layers + layer
+    tokens, cuts = count_tokens(config), learner.tp * learner.cp
+    kept = (
+        f"{layer} numbers x {num_layers} layers" if is_whole else f"{numbers} numbers, recomputed per layer"
+    )
+    rule = f"estimated: {tokens} tokens x {kept} x {item} bytes" + (
+        f" / (tp x cp {cuts})" if cuts > 1 else ""
+    )
+    ranks = 1 if learner.gpus else learner.num_ranks
+    num_bytes = tokens * numbers * item * ranks // cuts
+    return Part(LEARNER_GPU if learner.gpus else HOST, ACTIVATIONS, num_bytes, rule)
+
+
+def count_tokens(config: Config) -> int:
+    """Return the tokens of the largest microbatch: its budget, or all rows that a rank has of a minibatch."""
+    learner, rollout = config.learner, config.rollout
+    groups = -(-learner.groups_per_step // (learner.minibatches * learner.dp))
+    rows = groups * rollout.group_size * (config.data.max_prompt_tokens + rollout.max_tokens)
+    return min(learner.max_tokens_per_microbatch, rows)

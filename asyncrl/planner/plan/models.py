@@ -1,0 +1,134 @@
+"""Checks of the models that a configuration names: there, readable, supported, of one vocabulary.
+
+Owns what the model folders on this machine say. Nothing is loaded: a `config.json` and a tokenizer are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl.core.config.models.architectures import find_unsupported, tensor_shapes
+from asyncrl.core.config.models.cuts import find_uneven_cuts
+from asyncrl.core.config.tree import Config, LearnerSection
+from asyncrl.core.service_function import function
+from asyncrl.planner.plan.folders import find_bad_weights, find_missing_tokenizer
+from asyncrl.planner.plan.prepare import REWARD_MODEL, is_builtin, is_hub_id
+
+
+def check_models(config: Config) -> Iterator[str]:
+    """Say what is wrong with the policy's model, and with the critic's if it has one of its own."""
+    named = {"model.path": config.model.path, "critic.path": config.critic.path}
+    paths = {key: path for key, path in named.items() if path is not None}
+    for key, path in paths.items():
+        yield from _check_model(key, path, config)
+    yield from _check_tokenizer(paths)
+
+
+def check_reward_models(config: Config) -> Iterator[str]:
+    """Say which folder of a reward model holds none."""
+    for part in config.reward.fn:
+        path = part.arguments.get("path")
+        if part.fn != REWARD_MODEL or not isinstance(path, str) or is_builtin(path) or is_hub_id(path):
+            continue
+        if not Path(path, "config.json").exists():
+            yield f"reward.fn: '{path}' holds no Hugging Face model (no config.json)"
+
+
+def _check_tokenizer(paths: Mapping[str, str]) -> Iterator[str]:
+    """Say whether the policy's tokenizer is missing, cannot be loaded, or has ids that a model does not know.
+
+    It makes the rows that policy and critic read. A model may know more ids: vocabularies are padded.
+    """
+    policy = paths["model.path"]
+    if Path(policy, "config.json").exists():
+        find_bad = function("rollout_service.data.inspection:find_bad_tokenizer")
+        if problem := find_missing_tokenizer(Path(policy)) or find_bad(Path(policy)):
+            yield f"model.path: {problem}"
+            return
+    num_tokens = _count_token_ids(policy) or _vocabulary(policy) or 0
+    for key, path in paths.items():
+        size = _vocabulary(path)
+        if size is not None and size < num_tokens:
+            whose = "its" if path == policy else f"the policy's ('{policy}')"
+            yield (
+                f"{key}: '{path}' knows {size} tokens (vocab_size), and {whose} tokenizer has ids up to "
+                f"{num_tokens - 1}; choose a model and a tokenizer of one family"
+            )
+
+
+def _check_model(key: str, path: str, config: Config) -> Iterator[str]:
+    if is_builtin(path) or is_hub_id(path):
+        return
+    config_file = Path(path) / "config.json"
+    if not config_file.exists():
+        yield f"{key}: '{path}' holds no Hugging Face model (no config.json); name a folder or a hub id"
+        return
+    try:
+        table = read_table(config_file)
+    except (OSError, ValueError, TypeError) as error:
+        yield f"{key}: '{config_file}' cannot be read: {error}"
+        return
+    has_head = key == "model.path"  # a critic's head gives a value instead, and starts from zero
+    if problem := find_bad_weights(Path(path), dict(tensor_shapes(table, has_head))):
+        yield f"{key}: {problem}"
+    if config.learner.backend != "megatron":
+        return
+    for problem, hint in find_unsupported(table):
+        other = ", or any other model with learner.backend: fsdp2"
+        yield f"{key}: '{path}': {problem}; {hint[0].lower()}{hint[1:]}{other}"
+        return
+    yield from _find_uneven_cuts(table, config.learner)
+
+
+def read_table(config_file: Path) -> dict[str, Any]:
+    """Return what a model's `config.json` holds. Raises OSError, ValueError or TypeError."""
+    return dict(json.loads(config_file.read_text()))
+
+
+def _vocabulary(path: str) -> int | None:
+    """Return how many tokens the model in the folder `path` knows, if that can be told."""
+    try:
+        size = read_table(Path(path) / "config.json").get("vocab_size")
+    except (OSError, ValueError, TypeError):
+        return None
+    return size if isinstance(size, int) else None
+
+
+def _count_token_ids(path: str) -> int | None:
+    """Return one more than the largest id of the tokenizer in the folder `path`, if that can be told.
+
+    Special tokens beyond its model's vocabulary do not count: no row has them (Gemma 3's image token).
+    """
+    size = _vocabulary(path) or 0
+    try:
+        table = read_table(Path(path) / "tokenizer.json")
+        vocabulary, added = table["model"]["vocab"], table.get("added_tokens") or []
+        # Unigram models list their tokens in the order of their ids, all others map tokens to ids.
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        known = [token["id"] for token in added if token["id"] < size or not token.get("special")]
+        return 1 + max((*ids, *known), default=-1)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _find_uneven_cuts(table: dict[str, object], learner: LearnerSection) -> Iterator[str]:
+    """Say where the model of `table` cannot be cut; what `table` lacks the learner itself complains of."""
+    heads = table.get("num_key_value_heads") or table.get("num_attention_heads")
+    sizes = {name: table.get(name) for name in ("num_hidden_layers", "intermediate_size", "vocab_size")}
+    counts = [count for count in (heads, *sizes.values()) if isinstance(count, int)]
+    if len(counts) < 4:
+        return
+    num_heads, num_layers, intermediate_size, vocab_size = counts
+    uneven = find_uneven_cuts(
+        tp=learner.tp,
+        pp=learner.pp,
+        vpp=learner.vpp,
+        num_layers=num_layers,
+        num_key_value_heads=num_heads,
+        intermediate_size=intermediate_size,
+        vocab_size=vocab_size,
+    )
+    yield from (f"{problem}; {hint[0].lower()}{hint[1:]}" for problem, hint in uneven)

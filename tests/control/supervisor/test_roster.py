@@ -1,0 +1,155 @@
+"""Addresses of a run's services, and the keys that each one gets."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from asyncrl.control.ray import head
+from asyncrl.control.record.rundir import RunDir
+from asyncrl.control.roster import SERVERS, Roster
+from asyncrl.core.config.load import dump_resolved, load_config
+from asyncrl.core.config.tree import Config
+from asyncrl.core.errors import AsyncrlError, ConfigError
+from asyncrl.core.sockets.keys import RunKeys, make_run_keys, read_client_keys
+from asyncrl.planner import plan
+
+SECTIONS = {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"fn": "gsm8k"}}
+OTHER_HOST = "203.0.113.77"
+"""Set apart for documentation (RFC 5737): no machine has it."""
+
+
+def make_roster(**launcher: object) -> Roster:
+    config = Config(**SECTIONS, launcher=launcher)
+    return Roster(config, Path("runs/a"), "id", Path("/tmp/sockets"), "", first_port=20_000)
+
+
+def test_without_a_host_every_socket_is_a_file_in_the_runs_private_folder() -> None:
+    spec = make_roster().spec("rollout.0")
+    assert spec.context.addresses["buffer.0"] == "ipc:///tmp/sockets/buffer.0"
+    assert all(address.startswith("ipc:///tmp/sockets/") for address in spec.context.addresses.values())
+
+
+def test_with_a_host_every_server_has_an_address_of_its_own() -> None:
+    roster = make_roster(host="127.0.0.1")
+    addresses = roster.spec("learner.0").context.addresses
+    assert addresses["buffer.0"] == "tcp://127.0.0.1:20000"
+    assert len(set(addresses.values())) == len(SERVERS)
+    for name in ("buffer.0", "weight_sync.0", "publisher.0", "receiver.3"):
+        assert roster.spec(name).context.bind == addresses[name]
+
+
+def test_a_receiver_stays_on_a_socket_file_of_the_node_that_it_shares_with_its_engine() -> None:
+    addresses = make_roster(host="127.0.0.1").spec("rollout.3").context.addresses
+    assert addresses["receiver.3"] == "ipc:///tmp/sockets/receiver.3"
+    assert addresses["weight_sync.0"].startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("rollout.0", "generator"), ("learner.0", "client")])
+def test_a_service_that_serves_nobody_gets_no_key_of_the_servers_and_a_replica_none_of_a_service(
+    name: str, kind: str
+) -> None:
+    keys = make_run_keys()
+    context = replace(make_roster(), keys=keys).spec(name).context
+    assert context.keys == RunKeys(getattr(keys, kind))
+
+
+def test_a_replica_gets_no_secret_that_names_are_derived_from() -> None:
+    roster = replace(make_roster(), secret="s")
+    assert [roster.spec(name).context.secret for name in ("rollout.0", "receiver.0")] == ["", "s"]
+
+
+@pytest.mark.parametrize("name", ["buffer.0", "weight_sync.0", "publisher.0", "receiver.0"])
+def test_a_server_gets_the_servers_keys_too(name: str) -> None:
+    keys = make_run_keys()
+    context = replace(make_roster(), keys=keys).spec(name).context
+    assert context.keys == RunKeys(keys.client, keys.server)
+    assert keys.server is not None
+    assert keys.server.secret.decode() not in repr(context)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "has_curve"),
+    [
+        ({}, False),
+        ({"curve": "on"}, True),
+        ({"host": "127.0.0.1"}, False),
+        ({"host": "127.0.0.1", "curve": "on"}, True),
+        ({"host": OTHER_HOST}, True),
+    ],
+)
+def test_connections_have_keys_by_themselves_where_others_could_reach_them(
+    launcher: dict[str, str], has_curve: bool
+) -> None:
+    assert Config(**SECTIONS, launcher=launcher).launcher.has_curve is has_curve
+
+
+@pytest.mark.parametrize(
+    ("launcher", "line", "text"),
+    [
+        (f"{{host: {OTHER_HOST}, curve: off}}", 4, "launcher.curve: off with launcher.host: 203.0.113.77"),
+        ("{host: 0.0.0.0}", 4, "the address of one interface"),
+        ("{host: my-host}", 4, "launcher.host"),
+        ("{curve: yes}", 4, "launcher.curve"),
+    ],
+)
+def test_an_open_door_is_a_configuration_error_with_its_place(
+    tmp_path: Path, launcher: str, line: int, text: str
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"model: {{path: m}}\ndata: {{train: t}}\nreward: {{fn: f}}\nlauncher: {launcher}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    (message,) = str(caught.value).splitlines()
+    assert message.startswith(f"{path}:{line}:")
+    assert text in message
+
+
+def test_a_host_that_is_not_of_this_machine_is_found_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"launcher\.host: nothing can listen on 203\.0\.113\.77"):
+        plan.check(Config(**SECTIONS, launcher={"host": OTHER_HOST}))
+
+
+def test_the_ports_of_every_service_that_there_can_be_are_held_for_the_run() -> None:
+    with head._held_ports("127.0.0.1") as first:
+        for port in range(first, first + len(SERVERS)):
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+    with head._held_ports(None) as first:
+        assert first == 0
+    with pytest.raises(AsyncrlError, match=OTHER_HOST), head._held_ports(OTHER_HOST):
+        pass
+
+
+def test_a_start_makes_new_keys_and_one_without_removes_those_of_the_last(tmp_path: Path) -> None:
+    run_dir, config = RunDir(tmp_path), Config(**SECTIONS, launcher={"curve": "on"})
+    first, second = head._make_keys(config, run_dir), head._make_keys(config, run_dir)
+    assert first is not None
+    assert second is not None
+    assert first.client.secret != second.client.secret
+    assert first.client.server != second.client.server
+    assert read_client_keys(run_dir.keys) == second.generator
+    assert read_client_keys(run_dir.service_keys) == second.client
+    assert second.client.secret.decode() not in dump_resolved(config)
+    assert head._make_keys(Config(**SECTIONS), run_dir) is None
+    assert not run_dir.keys.exists() and not run_dir.service_keys.exists()
+
+
+def test_a_service_may_have_as_many_connections_as_its_machine_allows() -> None:
+    code = (
+        "import resource; from asyncrl.control.ray import host\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))\n"
+        "host._raise_descriptor_limit()\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], hard, host.MAX_DESCRIPTORS)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    soft, hard, largest = map(int, done.stdout.split())
+    assert soft == (min(hard, largest) if hard >= 0 else largest)
