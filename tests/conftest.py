@@ -5,6 +5,7 @@ A run that was started in the background of a shell takes Ctrl-C and SIGHUP as a
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -91,12 +92,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_umask() -> Iterator[None]:
-    """A run that is started in this process changes the umask of all that comes after."""
-    before = os.umask(0o022)
+def own_umask_and_log_level() -> Iterator[None]:
+    """A run or a program that is started in this process changes the umask, and what later tests may log."""
+    before, level = os.umask(0o022), logging.getLogger().level
     os.umask(before)
     yield
     os.umask(before)
+    logging.getLogger().setLevel(level)
 
 
 @pytest.fixture

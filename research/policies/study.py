@@ -28,10 +28,10 @@ OURS, KEEPING = ("mask", "drop", "wait"), ("prime_rl", "blocking")
 LABELS = {
     "mask": "**mask**",
     "drop": "**drop**",
-    "wait": "**wait**, 1 step at most",
+    "wait": "**wait**",
     "areal": "AReaL",
     "prime_rl": "prime-rl",
-    "blocking": "blocking (verl V1)",
+    "blocking": "blocking",
 }
 COLUMNS = {
     "violations": ("Trained tokens over the bound", "{:.1%}"),
@@ -161,7 +161,7 @@ def _columns(cells: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
 
 def _heading(column: tuple[float, int]) -> str:
     sigma, max_lag = column
-    return f"sigma {sigma:g}, lag {max_lag}"
+    return f"\u03c3 {sigma:g}, \u03b7 {max_lag}"
 
 
 def _row(values: Sequence[str]) -> str:

@@ -108,7 +108,7 @@ def test_the_picture_of_the_architecture_is_current():
 
 GENERATED = {ROOT / "docs" / f"{name}.md" for name in ("benchmarks", "cli", "configuration", "metrics")}
 TEXTS = sorted((ROOT / "benchmarks" / "results" / "texts").glob("*.md"))
-MAX_WORDS = 43_000
+MAX_WORDS = 30_000
 
 
 def count_words(page: Path) -> int:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import time
 from collections.abc import Iterator
-
-import torch
 
 from tests.simulation.coverage import Coverage, report
 from tests.simulation.mutation import Mutant, mutated
@@ -18,8 +15,6 @@ from tests.simulation.scopes import SCOPES, Scope
 def main(argv: list[str]) -> int:
     """Return the exit status: 1 if a promise was broken, or too little was run for `--coverage`."""
     given = read_arguments(argv)
-    logging.getLogger().setLevel(logging.CRITICAL)
-    torch.set_num_threads(1)
     scope = SCOPES[given.scope]
     if given.trace is not None:
         return print_trace(scope, given.trace, given.faults)

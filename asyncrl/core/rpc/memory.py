@@ -1,7 +1,7 @@
 """Memory growth of this process, for a server that must stay within a bound.
 
 libzmq keeps the parts of a message until its last one is there, without a limit on their number:
-300 MiB of parts that never ended took 301 MiB (docs/security.md). Closing the connections frees them.
+300 MiB of parts that never ended took 301 MiB. Closing the connections frees them (docs/security.md).
 """
 
 from __future__ import annotations

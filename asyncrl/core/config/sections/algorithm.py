@@ -32,7 +32,7 @@ class KlSection(Section):
     estimator: Literal[
         "k1", "k2", "k3", "k1+", "k2+", "k3+", "kl", "abs", "mse", "low_var_kl", "low_var_kl+"
     ] = "low_var_kl"
-    """How the KL of a token is estimated; with `+` its gradient is that of k2."""
+    """Estimator of a token's KL; with `+` its gradient is that of k2."""
     adaptive: AdaptiveKlSection | None = None
     """Controller of the coefficient; null keeps it fixed. For example: {target: 0.1, horizon: 10000}"""
 
@@ -57,7 +57,7 @@ class AlgorithmSection(Section):
     """
 
     advantage: str = "grpo"
-    """How rewards become advantages. For example: grpo, gae, "mine:advantage", rloo"""
+    """Advantage estimator. For example: grpo, gae, "mine:advantage", rloo"""
     gamma: Share = 1.0
     """[1] Discount of later rewards."""
     lam: Share = 1.0
@@ -69,7 +69,7 @@ class AlgorithmSection(Section):
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """[1] Upper bound of the ratio where the advantage is negative."""
     value_clip: Annotated[float, Field(gt=0)] = 0.5
-    """[1] How far the critic's value may move from the one at the step's start."""
+    """[1] Largest change of the critic's value from the one at the step's start."""
     entropy_coeff: NonNegativeNumber = 0.0
     """[1] Weight of the entropy bonus."""
     aggregation: Literal[

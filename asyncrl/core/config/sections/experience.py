@@ -12,7 +12,7 @@ from asyncrl.core.variants import JournalName
 
 
 class StalenessSection(Section):
-    """The bound on lag, per token, and what happens to a token beyond it.
+    """The bound on lag, per token, and the treatment of a token beyond it.
 
     `policy`: `mask` trains the rest of its group; `drop` drops the group and issues its prompt again;
     `wait` lets a step wait for groups in flight that it would push over the bound, at most `max_wait_s`.
@@ -21,7 +21,7 @@ class StalenessSection(Section):
     max_lag: NonNegative = 4
     """[steps] Largest lag of a trained token; 0 is synchronous training."""
     policy: Literal["mask", "drop", "wait"] = "mask"
-    """What happens to a token beyond `max_lag`."""
+    """Treatment of a token beyond `max_lag`."""
     max_wait_s: Seconds = 30.0
     """[s] Longest wait of a step with `policy: wait`."""
     ready_batches: Count = 1

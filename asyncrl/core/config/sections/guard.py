@@ -100,10 +100,10 @@ class GuardSection(Section):
 
     A value beyond its limit is a finding: docs/guard.md says where each limit comes from. A limit is
     `{max: x}`, `{min: x}`, `{min_share: x}` of the run's first values or `{max_times: x}` of its last ones;
-    null takes a metric's usual limit away, and what is not named keeps its own. A finding is severe if the
-    value is also far from the run's usual ones (`z_score` robust deviations, after `warmup_steps`), or ten
-    times beyond (a limit of 0 has no such value), or if it can only be a fault: weights that differ, tokens
-    that nobody sampled, updates that are far too large or against the advantages.
+    null takes a metric's usual limit away, and a metric that is not named keeps its own. A finding is severe
+    if the value is also far from the run's usual ones (`z_score` robust deviations, after `warmup_steps`), or
+    ten times beyond (a limit of 0 has no such value), or if it can only be a fault: weights that differ,
+    tokens that no version sampled, updates that are far too large or against the advantages.
     """
 
     action: Literal["warn", "skip_update", "reduce_lr", "kl_fallback", "rollback", "stop"] = "warn"

@@ -14,7 +14,7 @@ class ModelSection(Section):
     """The policy: a Hugging Face folder, a hub id, or `builtin:digit_sort`.
 
     A hub id is fetched once and pinned to the commit that was found; `owner/name@revision` names a branch,
-    a tag or a commit. What is a folder here is that folder, whatever is in its name.
+    a tag or a commit. A path that is a folder here is that folder.
 
     `dtype` is that of the computation; the optimizer keeps float32. `float16` is for GPUs without
     bfloat16: losses are scaled, and an update whose gradient overflows is computed again.

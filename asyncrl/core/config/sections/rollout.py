@@ -154,7 +154,7 @@ class RolloutSection(Section):
         EnvironmentSection | None,
         BeforeValidator(as_environment, json_schema_input_type=Text | EnvironmentSection | None),
     ] = None
-    """What answers between the model's turns. For example: {name: tools, tools: [calculator]}"""
+    """Environment that answers between the model's turns. For example: {name: tools, tools: [calculator]}"""
 
 
 class EvalSection(Section):
