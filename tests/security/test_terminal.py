@@ -243,8 +243,8 @@ def test_an_error_is_written_out(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 WRITERS = ("print", "sys.stdout.write", "typer.echo")
-OUR_OWN = ("__version__", "context.get_help()", "trace", "line", r"'\x1b[H\x1b[2J'")
-"""JSON in a variable, a line that is printable already, what clears the screen for a table."""
+OUR_OWN = ("__version__", "render()", "context.get_help()", "trace", "line", r"'\x1b[H\x1b[2J'")
+"""JSON in a variable, the commands' own page, a line that is printable already, what clears the screen."""
 
 
 def test_every_print_of_the_command_line_is_json_or_goes_through_one_of_the_printers() -> None:

@@ -58,6 +58,7 @@ RUN_FILES = (
     "asyncrl/buffer/learner_ops.py",
     "asyncrl/buffer/ledger/census.py",
     "asyncrl/buffer/ledger/evaluations.py",
+    "asyncrl/buffer/ledger/facts.py",
     "asyncrl/buffer/ledger/leases.py",
     "asyncrl/buffer/ledger/ledger.py",
     "asyncrl/buffer/ledger/snapshot.py",

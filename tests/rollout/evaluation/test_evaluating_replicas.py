@@ -81,7 +81,9 @@ def test_two_replicas_of_one_version_share_an_evaluation(tmp_path: Path):
 
 
 def test_the_part_of_a_replica_that_falls_silent_is_answered_by_another(tmp_path: Path):
-    with open_stage(tmp_path, DIGIT_SORT, tokens_per_s=SLOW, evaluation={"replicas": 2}) as stage:
+    with open_stage(
+        tmp_path, DIGIT_SORT, tokens_per_s=SLOW, evaluation={"replicas": 2}, lease_s=1.0
+    ) as stage:
         number = stage.serve_first_version()
         stage.learner.request_evaluation(0)
         client = ReplicaClient(stage.address, "rollout.1", 5.0)
