@@ -85,8 +85,8 @@ def refused(run: UpRun, kind: str) -> int:
     client = connect(RunDir(run.folder))
     assert client is not None
     told = client.weights()
-    counters = [told[name]["counters"] for name in ("publisher", "coordinator")]
-    return sum(one.get(f"wire/refused_{kind}", 0) for one in counters)
+    assert told.publisher is not None and told.coordinator is not None
+    return sum(one.counters.get(f"wire/refused_{kind}", 0) for one in (told.publisher, told.coordinator))
 
 
 def test_no_engine_loads_what_a_false_publisher_brings(
