@@ -101,8 +101,8 @@ def test_a_run_whose_engines_refuse_every_version_ends_with_the_engines_reason(
     output = check_ended(run, sentence)
     assert "can take no version, nor can another replica" in output
     weights = inspect_weights(run.folder)
-    assert weights["counters"]["rounds_failed"] >= 1 and weights["counters"]["failed_loads"] >= 6
-    assert weights["rounds"][0]["parts"] == {"receiver.0": "REFUSED"}
+    assert weights.counters["rounds_failed"] >= 1 and weights.counters["failed_loads"] >= 6
+    assert weights.rounds[0].parts == {"receiver.0": "REFUSED"}
     monkeypatch.delenv(VARIABLE)  # it is mended
     code, output = up("refused", "rollout.replicas=1", "eval.every_steps=0", "learner.steps=4").finish()
     assert code == 0, output

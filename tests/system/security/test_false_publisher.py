@@ -117,7 +117,7 @@ def test_no_engine_loads_what_a_false_publisher_brings(
 
 def check_engine_kept_to_the_learner(run: UpRun) -> None:
     """Check that every version is the learner's, and that every step trained."""
-    numbers = [one["number"] for one in inspect_weights(run.folder)["rounds"]]
+    numbers = [one.number for one in inspect_weights(run.folder).rounds]
     assert numbers and max(numbers) < FALSE.number
     rows = run.rows()
     assert [row["training/global_step"] for row in rows] == list(range(1, len(rows) + 1))
