@@ -31,7 +31,7 @@ class Estimator:
 
     Attributes:
         function: `module:name` of its function, imported by the learner alone.
-        needs: What it reads besides rewards and groups.
+        needs: Inputs besides rewards and groups.
         batch_wide: Why it needs the whole batch before its first token is trained; empty if it does not.
         is_discounted: Whether it reads `algorithm.gamma`.
     """
@@ -157,7 +157,7 @@ if TYPE_CHECKING:
     EngineName: TypeAlias = str
 else:
     JournalName, EngineName = Literal[journal_names()], Literal[engine_names()]
-"""A name for which there is a record; of a configuration with another one an error says which there are."""
+"""Name of a journal or of an engine that has a record; another is refused with the list."""
 
 
 def function(name: str) -> Callable[..., Any]:

@@ -127,7 +127,7 @@ class EngineVariant(EngineFacts, ABC):
     """One value of `rollout.engine`: the module `variant` of a package beside this module holds it."""
 
     def prepare(self, config: Config) -> None:
-        """Do what must be done before anything else is imported, and begin what takes long."""
+        """Set the environment that the engine reads at import, and start processes that take long."""
 
     @abstractmethod
     def build(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> Engine:

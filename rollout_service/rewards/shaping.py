@@ -48,8 +48,3 @@ def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int, facto
         )
     excess = num_tokens - (max_tokens - buffer_tokens)
     return min(-excess / buffer_tokens * factor, 0.0)
-
-
-def is_overlong(finish_reason: str) -> bool:
-    """Tell whether an answer was cut off: overlong filtering gives its tokens mask 0."""
-    return finish_reason == "length"

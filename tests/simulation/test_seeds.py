@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -68,3 +69,9 @@ def test_the_command_tells_of_broken_promises_by_its_exit_status(capsys: pytest.
     assert "other bytes" in capsys.readouterr().out
     assert main(["--trace", "0", "--faults", "calm"]) == 0
     assert "start publisher.0" in capsys.readouterr().out
+
+
+def test_the_command_leaves_the_log_of_its_process_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    level = logging.getLogger().level
+    assert main(["--seeds", "1"]) == 0
+    assert logging.getLogger().level == level, "what later tests of this process look for would be silenced"

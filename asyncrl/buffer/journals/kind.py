@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 PayloadKey = tuple[int, int]
 """A ticket and an attempt."""
 FindPayloads = Callable[[Collection[PayloadKey]], Mapping[PayloadKey, Sequence[Frame]]]
-"""Returns the frames of those payloads that are there and undamaged."""
+"""Lookup of payloads: the frames of those that are stored and undamaged."""
 NewestGroups: TypeAlias = "Callable[[], list[Group]]"
-"""Returns the newest stored groups, the newest first. Called again, it costs what has changed since."""
+"""Reader of the newest stored groups, the newest first. A second call reads what is new."""
 NUM_NEWEST = 6
 
 
@@ -70,7 +70,7 @@ class JournalKind(JournalFacts, ABC):
         """
 
     def newest(self, section: BufferSection, run_dir: Path) -> NewestGroups | None:
-        """Return what reads the newest groups, None if none can be read; it raises ConfigError as `scan`."""
+        """Return a reader of the newest groups, None if there are none. It raises as `scan`."""
         return None
 
 
@@ -87,8 +87,8 @@ def open_journal(
     """Open the journal of the run in `run_dir`.
 
     Args:
-        tell: Told what the opening waits for.
-        runtime: Of the process; who only reads needs none.
+        tell: Called with the obstacles that the opening waits for.
+        runtime: Of the process; a reader needs none.
 
     Raises:
         ConfigError: It cannot be opened or reached.

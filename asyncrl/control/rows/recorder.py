@@ -101,8 +101,3 @@ def _key(row: Row) -> tuple[float, float]:
 def training_rows(rows: Iterable[Row]) -> list[Row]:
     """Return the rows of learner steps."""
     return [row for row in rows if not is_evaluation(row)]
-
-
-def evaluation_rows(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of evaluations."""
-    return [row for row in rows if is_evaluation(row)]
