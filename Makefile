@@ -12,6 +12,8 @@ PACKAGES := asyncrl benchmarks configs learner research rollout_service weight_s
 ARGS ?=
 WORKERS ?= 3
 UPGRADE ?=
+# Else each of the hundreds of processes of the tests, and of a run, compiles anew what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo test test-all lint format bench lock
 .NOTPARALLEL:

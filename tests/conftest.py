@@ -5,6 +5,7 @@ A run that was started in the background of a shell takes Ctrl-C and SIGHUP as a
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -48,6 +49,10 @@ SLOWEST_FIRST = ("tests/system", "tests/learner/backends", "tests/rollout", "tes
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):  # one look for all workers
         session.config.stash[_SESSION] = leftovers.Session()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the millions of objects that imports and collection have made need no collector any more
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,6 +13,9 @@ EVERYWHERE = {
 ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    # The sampler's helpers are compiled at the first token even with `enforce_eager`: 4 s of each start, for
+    # sums over a row.
+    "TORCHDYNAMO_DISABLE": "1",
     # With it vLLM lets the worker live inside its engine core: one process less, and 12 times the throughput
     # on a small machine.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
