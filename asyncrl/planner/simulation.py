@@ -91,19 +91,28 @@ class Simulation:
     >>> # simulation = Simulation(Setting.of(config), rates, seed=0, steps=50)
     >>> # simulation.run_to_end()
 
+    Args:
+        buffer_type: Of the buffer; one that measures what it does, for instance.
+
     Attributes:
         world: With its clock, its network and its disk.
         supervisor: That started all actors; they are in `world.actors` by service name.
     """
 
     def __init__(
-        self, setting: Setting, rates: Rates, seed: int, steps: int, network: Network | None = None
+        self,
+        setting: Setting,
+        rates: Rates,
+        seed: int,
+        steps: int,
+        network: Network | None = None,
+        buffer_type: type[BufferActor] = BufferActor,
     ) -> None:
         self.setting, self.rates, self.steps = setting, rates, steps
         self.world = World(seed, network or Reliable(rates.rpc_s))
         self.watch = Watch()
         self.world.observers.append(self.watch.hear)
-        self.supervisor = SupervisorActor(self.world, setting, rates, steps)
+        self.supervisor = SupervisorActor(self.world, setting, rates, steps, buffer_type)
         self._marks: list[Mark] = []
         self.world.observers.append(self._mark_step)
         self.world.start(self.supervisor)

@@ -6,24 +6,24 @@ live: one run of `asyncrl up` goes from 1 to 2 to 3 replicas through `scale`, wi
 tokens a second per request, so that two cores are no limit) and with vLLM (where on two cores a second
 engine adds little).
 virtual: 8 to 4,096 replicas at the token rate of a GPU (2,500/s each, groups of 16 answers of 4,096 tokens, a
-step of one group per replica) against the real desk, store and ledger, in virtual time: processor time per
-trajectory of every request, and the number of function calls, which no cache changes. The learner is once
-the slower side, so that replicas wait for leases, once the faster. No fleet may cost more than 1.2 times the
-cost of the smallest.
+step of one group per replica) in the planner's virtual time, with the real ledger and its order of waiting:
+function calls of the buffer's requests per trajectory, at most 1.2 times those of the smallest fleet, and
+their processor time, which the planner's own memory lengthens. The learner is once the slower side, so that
+replicas wait for leases, once the faster.
 sockets: 8, 64 and 512 replicas with connections of their own, played by two processes, against the buffer's
-process: its processor time per trajectory at one and the same rate, over at least 20 steps of the learner.
+process: its processor time per trajectory at one and the same rate, over at least 20 steps of the learner. No
+fleet may cost more than 1.2 times the smallest.
 sync: computation of weight sync's coordinator per member and version, with receivers that obey at once. A
 replica trains one group per version, so a sixteenth of the computation belongs to a trajectory: it is judged
 together with the buffer's computation.
 saturation: the buffer's process at its highest load; one core of it is full at `per_cpu_s`.
 
-All of it takes about 9 minutes, `--quick` (scripted, 1 to 2 replicas; smaller fleets) under a minute.
+All of it takes about 10 minutes, `--quick` (scripted, 1 to 2 replicas; smaller fleets) under a minute.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import sys
 import tempfile
@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fleet.parts import live, sockets, virtual
+from benchmarks.fleet.parts import ledger, live, sockets
 from benchmarks.fleet.parts.sync import SyncFleet
 from benchmarks.harness.options import Verdict, end_on_sigterm, judge, make_parser, report
 from benchmarks.harness.rows import Row
@@ -44,8 +44,8 @@ LOADS = {"learner waits": 0.8, "replicas wait": 1.25}
 """What the learner takes for a step over what the fleet takes to generate it."""
 ROUNDS = 3
 TRAJECTORIES, SYNCS = 8192, 1024
-"""Of each round in virtual time, and members that a version reaches in each round, at least."""
-SETTLING_STEPS, MEASURED_STEPS = 3, 1
+"""Of a fleet in virtual time, and members that a version reaches in each round, at least."""
+SETTLING_STEPS = 3
 SOCKET_GROUPS_PER_S = 40.0
 """Of all replicas together: 24 MB/s, a third of what two shared cores carry."""
 
@@ -109,42 +109,28 @@ def measure_live(quick: bool, say: Say) -> list[Figures]:
 
 
 def measure_virtual(quick: bool, say: Say) -> list[Figures]:
-    """Return a row per load and fleet; the fleets take turns, so that a slow minute hits all of them."""
+    """Return a row per load and fleet."""
     rows = []
     for load, factor in LOADS.items():
-        fleets = {count: virtual.Fleet(count, factor) for count in (QUICK_FLEETS if quick else FLEETS)}
-        for count, fleet in fleets.items():
-            fleet.run(SETTLING_STEPS * fleet.groups_per_step * virtual.GROUP_SIZE)
+        for count in QUICK_FLEETS if quick else FLEETS:
+            fleet = ledger.Fleet(count, factor)
+            step = fleet.groups_per_step * ledger.GROUP_SIZE
+            fleet.run(SETTLING_STEPS * step)
             say(f"{count} replicas are in their stride, {load}")
-        costs = _take_turns(fleets)
-        for count, fleet in fleets.items():
+            cost = fleet.run(max(TRAJECTORIES, step))
             rows.append(
                 {
                     "load": load,
                     "replicas": count,
-                    "us_per_trajectory": [cost.us_per_trajectory for cost in costs[count]],
-                    "tick_share": statistics.median(cost.tick_share for cost in costs[count]),
-                    "core_share": statistics.median(cost.core_share for cost in costs[count]),
-                    "trajectories_per_s": count * virtual.GPU_TOKENS_PER_S / virtual.NUM_TOKENS,
+                    "us_per_trajectory": cost.us_per_trajectory,
+                    "tick_share": cost.tick_share,
+                    "core_share": cost.core_share,
+                    "trajectories_per_s": cost.trajectories / cost.virtual_s,
                     "residue": fleet.residue,
                     "calls_per_trajectory": fleet.count_calls(TRAJECTORIES // 4),
                 }
             )
     return rows
-
-
-def _take_turns(fleets: dict[int, virtual.Fleet]) -> dict[int, list[virtual.Cost]]:
-    costs: dict[int, list[virtual.Cost]] = {count: [] for count in fleets}
-    gc.collect()
-    gc.freeze()  # tickets of a large fleet would be searched through in the turns of a small one
-    try:
-        for _ in range(ROUNDS):
-            for count, fleet in fleets.items():
-                step = fleet.groups_per_step * virtual.GROUP_SIZE
-                costs[count].append(fleet.run(max(TRAJECTORIES, MEASURED_STEPS * step)))
-    finally:
-        gc.unfreeze()
-    return costs
 
 
 def measure_sockets(quick: bool, say: Say) -> list[Figures]:
@@ -171,7 +157,7 @@ def measure_saturation(quick: bool, say: Say) -> list[Figures]:
             | {
                 "per_cpu_s": per_cpu_s,
                 "mb_per_cpu_s": per_cpu_s * sockets.GROUP_BYTES / sockets.GROUP_SIZE / 1e6,
-                "gpu_replicas_per_cpu": per_cpu_s * virtual.NUM_TOKENS / virtual.GPU_TOKENS_PER_S,
+                "gpu_replicas_per_cpu": per_cpu_s * ledger.NUM_TOKENS / ledger.GPU_TOKENS_PER_S,
             }
         )
     return rows
@@ -200,15 +186,15 @@ def measure_sync(quick: bool, say: Say) -> list[Figures]:
     return rows
 
 
-def add_sync(virtual_rows: Sequence[Figures], sync_rows: Sequence[Figures]) -> list[Figures]:
+def add_sync(socket_rows: Sequence[Figures], sync_rows: Sequence[Figures]) -> list[Figures]:
     """Return the rows of fleets in both, with the coordinator's part of a trajectory added.
 
     Of one fleet alone there are none: it has not grown.
     """
-    sync_us = {row["replicas"]: _fastest(row["us_per_member"]) / virtual.GROUP_SIZE for row in sync_rows}
+    sync_us = {row["replicas"]: _fastest(row["us_per_member"]) / ledger.GROUP_SIZE for row in sync_rows}
     both = [
-        row | {"us_per_trajectory": _fastest(row["us_per_trajectory"]) + sync_us[row["replicas"]]}
-        for row in virtual_rows
+        row | {"us_per_trajectory": row["us_per_trajectory"] + sync_us[row["replicas"]]}
+        for row in socket_rows
         if row["replicas"] in sync_us
     ]
     return both if len(both) > 1 else []
@@ -276,7 +262,7 @@ def _tell_sockets(row: Figures) -> str:
         return told
     return (
         f"{told}; one core is full at {row['per_cpu_s']:.0f}/s, {row['mb_per_cpu_s']:.0f} MB/s: "
-        f"{row['gpu_replicas_per_cpu']:.0f} replicas of {virtual.GPU_TOKENS_PER_S:.0f} tokens/s"
+        f"{row['gpu_replicas_per_cpu']:.0f} replicas of {ledger.GPU_TOKENS_PER_S:.0f} tokens/s"
     )
 
 
@@ -290,17 +276,14 @@ def check(results: Figures) -> Verdict:
     for load in LOADS:
         rows = [row for row in results.get("virtual", ()) if row["load"] == load]
         if rows:
-            ratios[f"cost per trajectory, virtual, {load}"] = MAX_GROWTH / growth(rows, "us_per_trajectory")
             ratios[f"calls per trajectory, {load}"] = MAX_GROWTH / growth(rows, "calls_per_trajectory")
-            together = add_sync(rows, results.get("sync", ()))
-            if together:
-                name = f"cost per trajectory, buffer and coordinator, {load}"
-                ratios[name] = MAX_GROWTH / growth(together, "us_per_trajectory")
             ratios[f"residue, {load}"] = float(not any(row["residue"] for row in rows))
-    if results.get("sockets"):
-        ratios["cost per trajectory, by sockets"] = MAX_GROWTH / growth(
-            results["sockets"], "us_per_trajectory"
-        )
+    rows = results.get("sockets", ())
+    if rows:
+        ratios["cost per trajectory, by sockets"] = MAX_GROWTH / growth(rows, "us_per_trajectory")
+        if together := add_sync(rows, results.get("sync", ())):
+            name = "cost per trajectory, buffer and coordinator"
+            ratios[name] = MAX_GROWTH / growth(together, "us_per_trajectory")
     return judge(ratios) if ratios else (False, "no judged part was measured")
 
 

@@ -59,7 +59,7 @@ class BufferActor(Actor):
         if self._setting.tightened_to is not None:
             self.ledger.tighten(self._setting.tightened_to)
         self._settle()
-        self.every(TICK_S, self._tick)
+        self.every(TICK_S, self.tick)
 
     def receive(self, src: str, message: Message) -> None:
         self.num_ops += 1
@@ -136,7 +136,8 @@ class BufferActor(Actor):
 
     # Time, and what waits
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """Let time pass at the ledger: leases expire, waits end."""
         self.ledger.expire(self.world.now)
         self._has_changed = True
         self._settle()

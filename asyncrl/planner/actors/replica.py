@@ -134,13 +134,17 @@ class ReplicaActor(Actor):
 
     # Leases
 
+    @property
+    def num_free(self) -> int:
+        """Groups that it could work on beside those that it has."""
+        setting = self._setting
+        return count_free_groups(setting.max_groups, setting.num_samples, self._num_unfinished)
+
     def _ask(self) -> None:
         """Make the lease call that is due, if one is."""
         if not may_lease(self.state, is_fenced=self._is_fenced, is_standby=self.is_standby):
             return
-        setting = self._setting
-        want = count_free_groups(setting.max_groups, setting.num_samples, self._num_unfinished)
-        call = self._leasing.next_call(self.serving, want, self._work)
+        call = self._leasing.next_call(self.serving, self.num_free, self._work)
         if call is None:
             return
         args: dict[str, float | None] = {"version": call.version, "want": call.want, "wait_s": LEASE_WAIT_S}

@@ -38,12 +38,18 @@ class Stub(Actor):
 class SupervisorActor(Actor):
     """See the module.
 
+    Args:
+        buffer_type: Of the buffer that it starts.
+
     Attributes:
         machine: The real one.
     """
 
-    def __init__(self, world: World, setting: Setting, rates: Rates, num_steps: int) -> None:
+    def __init__(
+        self, world: World, setting: Setting, rates: Rates, num_steps: int, buffer_type: type[BufferActor]
+    ) -> None:
         super().__init__(world, NAME)
+        self._buffer_type = buffer_type
         self._setting, self._rates, self._num_steps = setting, rates, num_steps
         self.machine = FleetMachine(self._rules(setting), world.now)
         self._heard: dict[str, ServiceState] = {}
@@ -95,7 +101,7 @@ class SupervisorActor(Actor):
         if kind == "receiver":
             return self._make_receiver(name, index)
         makers: dict[str, Callable[[], Actor]] = {
-            buffer.NAME: lambda: BufferActor(world, setting, rates),
+            buffer.NAME: lambda: self._buffer_type(world, setting, rates),
             COORDINATOR_NAME: lambda: CoordinatorActor(world, setting),
             PUBLISHER_NAME: lambda: PublisherActor(world, setting, rates),
             learner.NAME: lambda: LearnerActor(world, setting, rates, self._num_steps),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Callable, Iterator
 
@@ -167,6 +168,21 @@ def test_a_task_that_never_waits_is_found_and_no_code_of_production_can_take_its
     run_in(runtime_of(world, "spinner"), work)
     with pytest.raises(Stuck, match="spinner#1001/work-0 never waits"), watched(world, look_s=0.1):
         world.run(1.0)
+
+
+def test_a_timer_that_strikes_twice_in_a_row_finds_no_task_that_never_waits(world: World) -> None:
+    def strike() -> None:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGVTALRM)
+        runtime.sleep(1.0)
+        done.append(True)
+
+    done: list[bool] = []
+    runtime = runtime_of(world)
+    run_in(runtime, strike)
+    with watched(world, look_s=60.0):
+        world.run(2.0)
+    assert done
 
 
 def test_a_tracer_is_set_in_each_task(world: World) -> None:
