@@ -51,8 +51,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         session.config.stash[_SESSION] = leftovers.Session()
 
 
+def pytest_collection() -> None:
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()  # the millions of objects that imports and collection have made need no collector any more
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

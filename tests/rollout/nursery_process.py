@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 from typing import Any
 
-from rollout_service.engine.vllm import core_nursery
+from rollout_service.engine.vllm.core import nursery
 
 
 def answer(queue: Any) -> None:
     late, has_vllm = os.environ.get("SET_LATE"), "vllm.v1.engine.core" in sys.modules
-    queue.put({"late": late, "has_vllm": has_vllm, "num_threads": os.environ["OMP_NUM_THREADS"]})
+    is_frozen = gc.isenabled() and gc.get_freeze_count() > 100_000
+    threads = os.environ["OMP_NUM_THREADS"]
+    queue.put({"late": late, "has_vllm": has_vllm, "num_threads": threads, "is_frozen": is_frozen})
 
 
 def main() -> None:
-    core_nursery.open_nursery()
+    nursery.open_nursery()
     os.environ["SET_LATE"] = "after the fork server had begun"
-    context = core_nursery.NurseryContext()
+    context = nursery.NurseryContext()
     queue = context.Queue()
     child = context.Process(target=answer, args=(queue,))
     child.start()

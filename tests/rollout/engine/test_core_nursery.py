@@ -26,5 +26,6 @@ def test_a_child_has_vllm_imported_and_its_starter_s_environment() -> None:
         "late": "after the fork server had begun",
         "has_vllm": True,
         "num_threads": "1",
+        "is_frozen": True,
         "exitcode": 0,
     }

@@ -38,7 +38,7 @@ SMALL = frozenset(
         "learner.guard.models",
         "learner.report.memory",
         "learner.report.stopwatch",
-        "rollout_service.engine.vllm.core_log",
+        "rollout_service.engine.vllm.core.log",
         "rollout_service.listening",
         "rollout_service.replica_status",
         "rollout_service.rewards.served.processes.surroundings",

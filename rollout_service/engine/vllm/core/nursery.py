@@ -9,19 +9,36 @@ this process. On GPUs vLLM's own way stays: a start takes minutes there, and dev
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any, ClassVar
 
-PRELOADED = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
+PRELOADED = ["rollout_service.engine.vllm.core.modules"]
 
 
 def open_nursery() -> None:
     """Start the fork server, which imports vLLM in the background. The environment must be set by now."""
     forkserver.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Within the block no garbage is collected; what it leaves is never searched for any.
+
+    Of the 14 s of a processor that vLLM's import takes, 3 s are collections that find nothing.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if is_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
