@@ -54,6 +54,7 @@ ACQUIRE_DEADLINE_S = 3.0
 ROOM_WAIT_S = 3.0
 """From a look that found no segment to the next one, if the publisher says nothing."""
 AWAY_PAUSE_S = 0.5
+"""From the last look, if it found no publisher."""
 ASK_DEADLINE_S = 1.0
 START_DEADLINE_S = 120.0
 """For the first call: the publisher may still be starting."""

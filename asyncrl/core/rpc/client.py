@@ -132,6 +132,7 @@ class Client:
 
     def await_either(self, call: PendingCall, other: PendingCall) -> None:
         """Wait until a call, or one of another client, is over, see `PendingCall.is_over`."""
+        assert other.client is not self, "two calls of one client are ended one by one"
         with self._lock, other.client._lock:
             while not (self._is_over(call) or other.client._is_over(other)):
                 left_s = min(call.end_s, other.end_s) - self._runtime.now()

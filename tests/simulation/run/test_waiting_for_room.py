@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.buffer.rules.learner import RESERVE_WAIT_S
@@ -44,8 +45,15 @@ class CrowdedStage(Stage):
         num_runs: How often it ran from `TRAINED_AT` until then.
     """
 
-    def __init__(self, then: Callable[[CrowdedStage], None], *where: object) -> None:
-        super().__init__(SCENARIO, *where)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        scenario: Scenario,
+        then: Callable[[CrowdedStage], None],
+        world: World,
+        prefix: str,
+        folder: Path,
+    ) -> None:
+        super().__init__(scenario, world, prefix, folder)
         self.published: dict[int | None, float] = {}
         self.looked: dict[int | None, float] = {}
         self.num_looks = self.num_runs = 0
@@ -86,20 +94,24 @@ class CrowdedStage(Stage):
         self.cluster.crew.processes["publisher.0"].kill()
 
 
-def play(then: Callable[[CrowdedStage], None]) -> tuple[Outcome, CrowdedStage]:
+def play(then: Callable[[CrowdedStage], None], scenario: Scenario = SCENARIO) -> tuple[Outcome, CrowdedStage]:
     read_data()
     stages: list[CrowdedStage] = []
 
     def make(world: World, prefix: str, folder: Path) -> CrowdedStage:
-        stages.append(CrowdedStage(then, world, prefix, folder))
+        stages.append(CrowdedStage(scenario, then, world, prefix, folder))
         return stages[0]
 
     outcome = play_stage(1, "calm", World("crowded", keeps_lines=True), make)
     return outcome, stages[0]
 
 
+def free_later(stage: CrowdedStage) -> None:
+    stage.world.after(FREE_AT, stage.free)
+
+
 def test_weights_go_out_at_the_moment_a_buffer_is_free_and_nobody_looks_meanwhile() -> None:
-    outcome, stage = play(lambda stage: stage.world.after(FREE_AT, stage.free))
+    outcome, stage = play(free_later)
     assert not outcome.broken
     assert 1 not in stage.published and stage.looked[2] - FREE_AT < 10 * LATENCY_S
     assert list(stage.published) == [0, 2, 3, 4]
@@ -112,3 +124,10 @@ def test_a_publisher_that_dies_while_room_is_awaited_is_noticed_and_its_successo
     assert not outcome.broken
     assert list(stage.published) == [0, 2, 3, 4]
     assert stage.published[2] - KILLED_AT < RESTART_S[1] + RESERVE_WAIT_S, "noticed by the break alone"
+
+
+def test_the_last_weights_go_out_at_the_moment_a_buffer_is_free() -> None:
+    outcome, stage = play(free_later, replace(SCENARIO, max_lag=SCENARIO.steps))
+    assert not outcome.broken
+    assert list(stage.published) == [0, SCENARIO.steps]
+    assert stage.looked[SCENARIO.steps] - FREE_AT < 10 * LATENCY_S
