@@ -232,7 +232,6 @@ class Leader:
         with self.waits.on(PUBLISHER):
             has_room = self.handoff.has_room()
         if not has_room:
-            self._publishing.note_full()
             return
         fault_point("learner.publishing", self.step)
         with self.waits.on(BUFFER):
@@ -254,9 +253,10 @@ class Leader:
     def _publish_last(self) -> Iterator[Publish]:
         """The last weights must go out: the final evaluation and the next start count on them."""
         end = self._runtime.now() + LAST_PUBLISH_S
+        yield from self._publish()
         while self._publishing.is_due(self.step) and self._runtime.now() < end:
+            self.handoff.await_room()
             yield from self._publish()
-            self._runtime.sleep(self._publishing.pause_s)
         if self._publishing.is_due(self.step):
             log.warning("the weights of step %d found no free buffer in %g s", self.step, LAST_PUBLISH_S)
 
@@ -267,7 +267,7 @@ class Leader:
                 self._called.clear()  # all that it may tell of is heeded before the next batch is awaited
             return Wait()
         with self.waits.on(BATCH):
-            found = self._reserve(self._publishing.reserve_wait_s(self.step))
+            found = self._reserve()
         if found is None:
             if not self._publishing.is_due(self.step):
                 self._publish_again_if_lost()
@@ -294,8 +294,9 @@ class Leader:
         log.warning("the publisher has lost the weights of step %d: they are published again", self.step)
         self._publishing.lose()
 
-    def _reserve(self, wait_s: float) -> Reservation | None:
-        """Return the batch or its next part, or None: it is not complete, or the buffer is started again.
+    def _reserve(self) -> Reservation | None:
+        """Return the batch or its next part, or None: it is not complete, the publisher may have room for
+        weights that wait for it, or the buffer is started again.
 
         Raises:
             DeadlineExceeded: The buffer has not answered for `launcher.start_deadline_s`.
@@ -303,7 +304,9 @@ class Leader:
         learner = self._config.learner
         have = self._taken if learner.stream else None
         try:  # a part is shared by all data-parallel ranks
-            found = self._client.reserve(self.step, wait_s, have, at_least=learner.dp)
+            found = self._client.reserve(
+                self.step, rules.RESERVE_WAIT_S, have, at_least=learner.dp, until=self.handoff.room
+            )
         except DeadlineExceeded as error:
             now = self._runtime.now()
             self._away_since = self._away_since or now

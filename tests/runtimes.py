@@ -7,7 +7,7 @@ import selectors
 from collections import Counter
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from asyncrl.core.rpc import Limits
 from asyncrl.core.runtime.clock import ManualClock
@@ -122,8 +122,8 @@ class CountingLine(ZmqLine):
         self._wakes = wakes
         super().__init__(address, keys)
 
-    def wait(self, seconds: float) -> bool:
-        found = super().wait(seconds)
+    def wait(self, seconds: float, *others: Self) -> bool:
+        found = super().wait(seconds, *others)
         self._wakes["line"] += 1
         return found
 

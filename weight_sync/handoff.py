@@ -8,6 +8,7 @@ Invariant: all versions of one `Handoff` have the same names, dtypes and shapes 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from asyncrl.core.errors import (
     WireError,
 )
 from asyncrl.core.rpc import Client
+from asyncrl.core.rpc.client import PendingCall
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Runtime
 from asyncrl.core.sockets.keys import ClientKeys
@@ -49,6 +51,10 @@ log = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
 ACQUIRE_DEADLINE_S = 3.0
+ROOM_WAIT_S = 3.0
+"""From a look that found no segment to the next one, if the publisher says nothing."""
+AWAY_PAUSE_S = 0.5
+"""From the last look, if it found no publisher."""
 ASK_DEADLINE_S = 1.0
 START_DEADLINE_S = 120.0
 """For the first call: the publisher may still be starting."""
@@ -109,6 +115,8 @@ class Handoff:
         published: The newest version that the publisher has taken.
         digest: Of its bytes: xxh3-128 of the digests of its buckets, in hex.
         num_absences: How often the publisher was away, and a publish deferred for it.
+        room: A call that is over once `has_room` may find more than it did last; None if it found room, or no
+            publisher.
 
     Raises:
         FencedError: A newer token is in use.
@@ -135,6 +143,7 @@ class Handoff:
         self.published: PolicyVersion | None = None
         self.digest = ""
         self.num_absences = 0
+        self.room: PendingCall | None = None
         self._runtime = runtime
         self._client = Client(runtime, address, keys)
         try:
@@ -159,14 +168,32 @@ class Handoff:
     def has_room(self) -> bool:
         """Tell whether a `publish` now would find a free segment, before the tensors are gathered.
 
-        The segment stays reserved for this learner, so the answer holds until the publish.
+        The segment stays reserved for this learner, so the answer holds until the publish. If there is none,
+        nobody is asked again before `room` is over.
         """
+        if self.room is not None:
+            if not self.room.is_over():
+                return False
+            self._client.forget(self.room)
+            self.room = None
         try:
             self._reserved = self._acquire()
+            if not self._reserved:
+                asked = wire.AwaitRoom(self._token)
+                self.room = self._client.begin_asking(wire.AWAIT_ROOM, asked, ROOM_WAIT_S)
         except DeadlineExceeded as error:  # it is being started anew: as with no free segment
             self._note_absence(error)
             self._reserved = ""
         return bool(self._reserved)
+
+    def await_room(self) -> None:
+        """Wait until `has_room` may find more than it did last; a little if it found no publisher."""
+        if self.room is None:
+            self._runtime.sleep(AWAY_PAUSE_S)
+            return
+        with contextlib.suppress(DeadlineExceeded):  # the next look finds out
+            self.room.end()
+        self.room = None
 
     def has_lost(self) -> bool:
         """Tell whether the publisher lacks the newest version that it has taken: one that took the place of

@@ -44,6 +44,10 @@ class Acquired(Message, frozen=True):
     path: str
 
 
+class AwaitRoom(OfLearner, frozen=True):
+    """Is answered once an `acquire` may find a segment, or a newer one of these has come."""
+
+
 class Commit(OfLearner, frozen=True):
     """Makes what was written to the segment the newest version; its manifest is the frame."""
 
@@ -62,6 +66,7 @@ class Current(Message, frozen=True):
 
 OPEN = Operation("open", Open, Done)
 ACQUIRE = Operation("acquire", Acquire, Acquired)
+AWAIT_ROOM = Operation("await_room", AwaitRoom, Done)
 COMMIT = Operation("commit", Commit, Done)
 CURRENT = Operation("current", AskCurrent, Current)
 PUBLISHER_STATUS = Operation("status", AskStatus, PublisherStatus)

@@ -21,8 +21,8 @@ import torch
 
 from asyncrl.core.errors import SyncError, WireError
 from asyncrl.core.rpc import Request, Server
-from asyncrl.core.rpc.message import Done, Message
-from asyncrl.core.rpc.operations import Operations
+from asyncrl.core.rpc.message import Answer, Done, Message
+from asyncrl.core.rpc.operations import Operations, send_answer
 from asyncrl.core.runtime.clock import Clock
 from asyncrl.core.runtime.faults import fault_point
 from asyncrl.core.runtime.interface import Event, Runtime
@@ -123,11 +123,13 @@ class PublisherService:
         self._current: Manifest | None = pool.current.manifest if pool.current else None
         self._is_full = False
         self._prepare_at = -math.inf
+        self._waiting: Request | None = None
         self.counters: Counter[str] = Counter()
         self._snapshot = PublisherStatus(state=ServiceState.STARTING, address=self._server.address)
         self._ops = Operations("the publisher")
         self._ops.add(wire.OPEN, self._open)
         self._ops.add(wire.ACQUIRE, self._acquire)
+        self._ops.add(wire.AWAIT_ROOM, self._await_room)
         self._ops.add(wire.COMMIT, self._commit)
         self._ops.add(wire.CURRENT, lambda _, __: wire.Current(self._current_number))
         self._ops.add(wire.PUBLISHER_STATUS, lambda _, __: self._describe())
@@ -163,7 +165,9 @@ class PublisherService:
         return self._prepare_at
 
     def end_turn(self) -> None:
-        """Renew the status; what has come may have left room to make."""
+        """Renew the status; what has come may have left room to make, or a free segment."""
+        if self._has_room:
+            self._end_wait()
         self._prepare_at = min(self._prepare_at, self._clock.now() + PREPARE_EVERY_S)
         self._snapshot = self._describe()
 
@@ -201,6 +205,21 @@ class PublisherService:
             path = None
         self.counters["deferred" if path is None else "acquired"] += 1
         return wire.Acquired(path or "")
+
+    @property
+    def _has_room(self) -> bool:
+        return not self._liaison.is_fenced and self._pool.next_to_write() is not None
+
+    def _await_room(self, request: Request, asked: wire.AwaitRoom) -> None:
+        self._pool.open(asked.token)
+        self._end_wait()
+        self._waiting = request
+
+    def _end_wait(self) -> None:
+        """Have who waits for a free segment look again."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            send_answer(waiting, Answer(Done()))
 
     def _make_room(self) -> bool:
         """Make some room; return whether there may be more to make."""

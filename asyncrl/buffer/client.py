@@ -230,6 +230,7 @@ class LearnerClient:
         self._rpc = Client(self._runtime, address, keys)
         self._deadline_s = deadline_s
         self._prefetching: PendingCall | None = None
+        self._reserving: tuple[wire.Reserve, PendingCall] | None = None
         self.num_repeated = 0
 
     def open(self, holder: str) -> Opening:
@@ -264,13 +265,37 @@ class LearnerClient:
         return self._ask(wire.REGISTER_VERSION, wire.RegisterVersion(self.token, step)).number
 
     def reserve(
-        self, step: int, wait_s: float, have: list[int] | None = None, at_least: int = 1
+        self,
+        step: int,
+        wait_s: float,
+        have: list[int] | None = None,
+        at_least: int = 1,
+        until: PendingCall | None = None,
     ) -> Reservation | None:
         """Return the batch of `step`, or None if it is not complete within `wait_s`; with `have`, the tickets
         of the parts before, its next part: what is complete, `at_least` so many groups if not the last.
+
+        Args:
+            until: A call of another client. If it is over first, None is returned, and the next `reserve` of
+                the same takes the buffer's answer.
         """
         asked = wire.Reserve(self.token, step, wait_s, None if have is None else tuple(have), at_least)
-        return _read_reservation(step, self._rpc.ask(wire.RESERVE, asked, (), wait_s + MARGIN_S).message)
+        call = self._begin_reserving(asked)
+        if until is not None:
+            self._rpc.await_either(call, until)
+            if not call.is_over():
+                self._reserving = asked, call
+                return None
+        return _read_reservation(step, wire.RESERVE.read(call.end()).message)
+
+    def _begin_reserving(self, asked: wire.Reserve) -> PendingCall:
+        """Return the call that was left for a wait, if it is the same one, or begin it."""
+        before, self._reserving = self._reserving, None
+        if before is not None and before[0] == asked:
+            return before[1]
+        if before is not None:
+            self._rpc.forget(before[1])
+        return self._rpc.begin_asking(wire.RESERVE, asked, asked.wait_s + MARGIN_S)
 
     def prefetch(self, num_groups: int) -> None:
         """Ask for the payloads of the oldest complete groups, without waiting: they travel meanwhile.

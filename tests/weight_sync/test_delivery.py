@@ -220,6 +220,10 @@ def test_a_publisher_whose_place_is_taken_takes_no_more_versions(cluster):
         "hello", deadline_s=WAIT_S, name=PUBLISHER, incarnation="elsewhere", **elsewhere
     )
     wait_until(lambda: not handoff.has_room(), "the publisher to be refused")
+    assert not handoff.has_lost() and not handoff.has_lost(), (
+        "calls that are answered behind the one for room"
+    )
+    assert not handoff.room.is_over(), "no room for this one"
 
 
 def test_a_replica_that_was_started_anew_gets_the_current_version_again(cluster):
@@ -406,8 +410,27 @@ def test_publishing_goes_on_while_a_transfer_hangs_until_no_segment_is_free(tmp_
         assert not handoff.has_room()
         assert not handoff.publish(PolicyVersion(3, 2), model(3))
         gate.unlink()
-        wait_until(handoff.has_room, "a segment to be free")
+        while not handoff.has_room():
+            handoff.await_room()
         publish(handoff, 3)
+
+
+def test_one_learner_at_a_time_waits_for_a_free_segment_and_none_with_an_older_token(tmp_path):
+    gate = tmp_path / "held"
+    with running_cluster(num_segments=2, timing=replace(TIMING, deadline_s=WAIT_S)) as cluster:
+        start(cluster, "receiver.0", fault=Fault("hold", number=1, gate=gate))
+        handoff = cluster.handoff(token=2)
+        publish(handoff, 1)
+        wait_until(gate.exists, "the transfer to begin")
+        publish(handoff, 2)
+        first = cluster.publisher.client.begin("await_room", deadline_s=WAIT_S, token=2)
+        with pytest.raises(FencedError):
+            cluster.publisher.client.call("await_room", deadline_s=WAIT_S, token=1)
+        assert not first.is_over()
+        newer = cluster.publisher.client.begin("await_room", deadline_s=WAIT_S, token=2)
+        assert first.end().args == {} and not newer.is_over()
+        gate.unlink()
+        assert newer.end().args == {}
 
 
 def test_a_receiver_without_its_coordinator_commits_what_is_verified():

@@ -28,7 +28,7 @@ from weight_sync.receiver import REPLICA_OPS
 
 ORDERS = {
     "weight_sync.0": ("hello", "orders", "report", "status"),
-    "publisher.0": ("open", "acquire", "commit", "status"),
+    "publisher.0": ("open", "acquire", "await_room", "commit", "status"),
     "receiver.0": ("offer", "transfer", "commit", "abort", "status"),
 }
 """What a false publisher, coordinator or learner would say to each of them."""

@@ -10,32 +10,20 @@ from collections.abc import Iterable
 
 RESERVE_WAIT_S = 0.5
 """How long a reservation may lie at the buffer."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.32
-"""Between two looks for a free buffer of the publisher: a transfer takes milliseconds, or many seconds."""
-
-
-def publish_pause_s(num_looks: int) -> float:
-    """Return the pause after `num_looks` looks in a row, at least one, that found no free buffer.
-
-    >>> [publish_pause_s(looks) for looks in (1, 2, 3, 40)]
-    [0.01, 0.02, 0.04, 0.32]
-    """
-    return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(num_looks - 1, 20)))
 
 
 class Publishing:
-    """A learner's publishes: which weights are out, the looks for a free buffer, the evaluations due.
+    """A learner's publishes: which weights are out, and the evaluations due.
 
-    Weights that find no free buffer stay unpublished, and the newest go as soon as there is one; between two
-    looks the learner asks for its next batch.
+    Weights that find no free buffer stay unpublished, and the newest go as soon as there is one; the learner
+    waits for that and for its next batch at a time.
 
     >>> publishing = Publishing(eval_every=5)
     >>> publishing.stand_at(3)
-    >>> publishing.note_full()
-    >>> publishing.is_due(3), publishing.reserve_wait_s(3)
-    (True, 0.01)
-    >>> publishing.take(4), publishing.is_due(4), publishing.reserve_wait_s(4)
-    (False, False, 0.5)
+    >>> publishing.is_due(3)
+    True
+    >>> publishing.take(4), publishing.is_due(4)
+    (False, False)
     >>> publishing.take(6)
     True
 
@@ -46,7 +34,6 @@ class Publishing:
     def __init__(self, eval_every: int, last_step: int | None = None) -> None:
         self._eval_every, self._last_step = eval_every, last_step
         self._published_step = self._evaluated_step = -1
-        self._num_looks = 0
 
     def stand_at(self, step: int) -> None:
         """Take up the weights of `step`, of which nothing is published yet."""
@@ -56,28 +43,15 @@ class Publishing:
         """Tell whether the weights after `step` steps are to be published."""
         return step != self._published_step
 
-    def note_full(self) -> None:
-        """Note a look that found no free buffer."""
-        self._num_looks += 1
-
     def take(self, step: int) -> bool:
         """Note that the publisher has taken the weights of `step`; tell whether they are to be evaluated."""
         before, self._evaluated_step = self._evaluated_step, step
-        self._published_step, self._num_looks = step, 0
+        self._published_step = step
         return is_evaluation_due(step, before, self._eval_every, self._last_step)
 
     def lose(self) -> None:
         """Note that the publisher has lost the newest weights: they are due again."""
         self._published_step = -1
-
-    @property
-    def pause_s(self) -> float:
-        """From the last look that found no free buffer to the next one."""
-        return publish_pause_s(max(1, self._num_looks))
-
-    def reserve_wait_s(self, step: int) -> float:
-        """Return how long a reservation may lie at the buffer."""
-        return self.pause_s if self.is_due(step) else RESERVE_WAIT_S
 
 
 def must_resume(steps_trained: int, *, has_checkpoint: bool) -> bool:

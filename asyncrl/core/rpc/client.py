@@ -130,6 +130,25 @@ class Client:
             raise result
         return result
 
+    def await_either(self, call: PendingCall, other: PendingCall) -> None:
+        """Wait until a call, or one of another client, is over, see `PendingCall.is_over`."""
+        assert other.client is not self, "two calls of one client are ended one by one"
+        with self._lock, other.client._lock:
+            while not (self._is_over(call) or other.client._is_over(other)):
+                left_s = min(call.end_s, other.end_s) - self._runtime.now()
+                self._line.wait(left_s, other.client._line)
+
+    def has_ended(self, call: PendingCall) -> bool:
+        """See `PendingCall.is_over`."""
+        with self._lock:
+            return self._is_over(call)
+
+    def _is_over(self, call: PendingCall) -> bool:
+        self._has_connection()
+        while (message := self._line.receive()) is not None:
+            self._take_reply(message)
+        return self._begun.get(call.id) is not None or self._runtime.now() >= call.end_s
+
     def _take_reply(self, message: list[wire.Frame]) -> None:
         found_id, found = read_reply(message)
         if found_id in self._begun:  # else the answer to a call that was given up earlier
@@ -175,6 +194,10 @@ class PendingCall:
             DeadlineExceeded, AsyncrlError: As `Client.call`.
         """
         return self.client.take(self)
+
+    def is_over(self) -> bool:
+        """Tell whether `end` would not wait: the answer or an error is here, or the time is over."""
+        return self.client.has_ended(self)
 
 
 class AsyncClient:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from asyncrl.core.runtime.clock import Clock
 from asyncrl.core.runtime.limits import Limits
@@ -103,8 +103,10 @@ class Line(Protocol):
         If neither is, the call of `watch` is made when one comes.
         """
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for a message or a change that `look` would find; False after `seconds` without."""
+    def wait(self, seconds: float, *others: Self) -> bool:
+        """Wait for a message or a change that `look` would find, here or at one of `others` of the same
+        network; False after `seconds` without.
+        """
 
     def watch(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         """Let `loop` make `call` whenever `wait` would have ended, until `unwatch`."""

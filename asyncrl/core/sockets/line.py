@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -49,9 +50,7 @@ class ZmqLine:
         self.reports: zmq.Socket[bytes] = self.socket.get_monitor_socket(
             _UP | _BROKEN, f"inproc://connection-{next(_NUMBERS)}"
         )
-        self._poller = zmq.Poller()
-        self._poller.register(self.socket, _READABLE)
-        self._poller.register(self.reports, _READABLE)
+        self._poller = _make_poller(self.socket, self.reports)
         self.is_up = self.is_broken = self._needs_room = False
         try:
             prepare_client(self.socket, address, keys)
@@ -98,9 +97,11 @@ class ZmqLine:
         wanted = _READABLE | _WRITABLE if self._needs_room else _READABLE
         return bool(int(self.socket.getsockopt(zmq.EVENTS)) & wanted)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for something to read on either socket; False after `seconds` without."""
-        return bool(self._poller.poll(math.ceil(max(0.0, seconds) * 1000)))
+    def wait(self, seconds: float, *others: Self) -> bool:
+        """Wait for something to read on one of the sockets; False after `seconds` without."""
+        sockets = [socket for line in (self, *others) for socket in (line.socket, line.reports)]
+        poller = _make_poller(*sockets) if others else self._poller
+        return bool(poller.poll(math.ceil(max(0.0, seconds) * 1000)))
 
     def watch(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         """Let `loop` make `call` when there may be something to read."""
@@ -118,3 +119,10 @@ class ZmqLine:
             self.socket.disable_monitor()
             self.reports.close(linger=0)
         self.socket.close(linger=0)
+
+
+def _make_poller(*sockets: zmq.Socket[bytes]) -> zmq.Poller:
+    poller = zmq.Poller()
+    for socket in sockets:
+        poller.register(socket, _READABLE)
+    return poller

@@ -160,8 +160,6 @@ class BufferActor(Actor):
             return
         until = self.world.now + wait_s
         self._parked.add(Parked(asked, attempt, lambda: nothing, until, math.inf, owner, lane or owner))
-        if wait_s < TICK_S:
-            self.world.at(until, self._do, self._settle, ())
 
     def _end(self, parked: Waiting) -> None:
         self._reply(*parked.request, **parked.last())

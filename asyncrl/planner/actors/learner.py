@@ -11,6 +11,7 @@ Invariants: a batch counts as trained once the buffer has booked it; no token ov
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from asyncrl.buffer.ledger.events import UNSAID
@@ -45,6 +46,7 @@ class LearnerActor(Actor):
         self._groups: list[Any] = []
         self._steps: dict[int, int] = {}
         self._num_parts = 0
+        self._num_reserved = self._reserving = 0
         self._overlapped_s = 0.0
         self._wait_began: float | None = None
         self._wait_s = self._stall_s = 0.0
@@ -63,7 +65,7 @@ class LearnerActor(Actor):
     # Publish
 
     def _publish(self) -> None:
-        """Hand the newest weights over if there is room; else go on, and try again after the next look."""
+        """Hand the newest weights over if there is room; else go on, and try again once there is."""
         if self._publishing.is_due(self.step):
             self.call(PUBLISHER_NAME, "acquire", {}, self._hear_room)
         else:
@@ -73,8 +75,14 @@ class LearnerActor(Actor):
         if answer["has_room"]:
             self._ask("register_version", self._hear_number, step=self.step)
         else:
-            self._publishing.note_full()
+            self.call(PUBLISHER_NAME, "await_room", {}, self._hear_free)
             self._next()
+
+    def _hear_free(self, _: Args) -> None:
+        """Publish now if only the batch is awaited; its answer is asked for again then."""
+        if self._reserving:
+            self._reserving = 0
+            self._publish()
 
     def _hear_number(self, answer: Args) -> None:
         self.after(self._rates.publish_s, self._hand_over, answer["number"])
@@ -97,17 +105,17 @@ class LearnerActor(Actor):
             return
         if self._wait_began is None:
             self._wait_began = self.world.now
-        is_due = self._publishing.is_due(self.step)
-        wait_s = self._publishing.reserve_wait_s(self.step) if is_due else NEVER
+        self._num_reserved += 1
+        self._reserving = self._num_reserved
         have = [group[0] for group in self._groups] if self._setting.streams else None
         least = self._setting.least_part
-        self._ask("reserve", self._hear_batch, step=self.step, wait_s=wait_s, have=have, at_least=least)
+        hear = partial(self._hear_batch, self._reserving)
+        self._ask("reserve", hear, step=self.step, wait_s=NEVER, have=have, at_least=least)
 
-    def _hear_batch(self, answer: Args) -> None:
-        groups = answer["groups"]
-        if not groups:
-            self._publish()
+    def _hear_batch(self, number: int, answer: Args) -> None:
+        if number != self._reserving:  # given up for room
             return
+        self._reserving, groups = 0, answer["groups"]
         if self._wait_began is not None:
             self._wait_s += self.world.now - self._wait_began
             self._wait_began = None

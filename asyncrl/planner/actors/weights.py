@@ -98,6 +98,7 @@ class PublisherActor(Actor):
         self._joined: dict[int, list[str]] = {}
         self._sizes: dict[int, int] = {}
         self._sending: dict[int, Slot] = {}
+        self._waiting: tuple[str, int] | None = None
 
     def begin(self) -> None:
         self.tell(COORDINATOR_NAME, "publisher_hello")
@@ -108,6 +109,16 @@ class PublisherActor(Actor):
         if slot is not None:
             slot.number, slot.is_writing = UNLOADED, True
         self.answer(src, call, has_room=slot is not None)
+
+    def on_await_room(self, src: str, args: Args, call: int) -> None:
+        self._waiting = src, call
+        self._tell_room()
+
+    def _tell_room(self) -> None:
+        """Answer who waits for a free slot, once there is one."""
+        if self._waiting is not None and self._slots.next_to_write() is not None:
+            waiting, self._waiting = self._waiting, None
+            self.answer(*waiting)
 
     def on_publish(self, src: str, args: Args, call: int) -> None:
         """Take over what was written."""
@@ -165,6 +176,7 @@ class PublisherActor(Actor):
         slot = self._sending.pop(round_id, None)
         if slot is not None:
             self._slots.release(slot)
+            self._tell_room()
 
     def _poll(self) -> None:
         self.call(COORDINATOR_NAME, "poll", {"name": PUBLISHER}, lambda _: None)

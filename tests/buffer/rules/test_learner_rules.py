@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from asyncrl.buffer.rules.learner import (
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
-    RESERVE_WAIT_S,
     Publishing,
     is_checkpoint_due,
     is_evaluation_due,
     kept_checkpoints,
     must_resume,
-    publish_pause_s,
 )
 
 
@@ -36,32 +32,12 @@ def test_weights_are_due_until_they_are_taken_and_again_once_they_are_lost():
     assert publishing.is_due(5), "of another branch, under another number"
 
 
-def test_a_learner_with_weights_to_publish_looks_often_whether_it_can():
-    publishing = Publishing(eval_every=0)
-    publishing.stand_at(0)
-    assert publishing.reserve_wait_s(0) == FIRST_PAUSE_S, "the publisher died as it was to take them"
-    publishing.note_full()
-    publishing.note_full()
-    assert FIRST_PAUSE_S < publishing.reserve_wait_s(0) == publishing.pause_s < RESERVE_WAIT_S
-    publishing.take(0)
-    assert publishing.reserve_wait_s(0) == RESERVE_WAIT_S
-    assert publishing.reserve_wait_s(1) == FIRST_PAUSE_S, "looks are counted anew"
-
-
 def test_published_weights_are_evaluated_where_an_evaluation_fell_due_since_the_last_ones():
     publishing = Publishing(eval_every=5, last_step=12)
     publishing.stand_at(0)
     assert [step for step in (0, 3, 6, 7, 11, 12) if publishing.take(step)] == [0, 6, 11, 12]
     publishing.stand_at(6)
     assert not publishing.take(6), "a restart asks for none again"
-
-
-def test_a_learner_whose_weights_find_no_buffer_for_long_looks_three_times_a_second():
-    assert publish_pause_s(1000) == LONGEST_PAUSE_S
-    pauses = [publish_pause_s(looks) for looks in range(1, 100)]
-    assert pauses == sorted(pauses)
-    in_ten_seconds = next(number for number in range(100) if sum(pauses[:number]) > 10.0)
-    assert in_ten_seconds <= 36, "before, 1,000 looks"
 
 
 def test_a_learner_resumes_unless_nothing_was_trained():

@@ -36,7 +36,7 @@ from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ServiceFailed
 from asyncrl.core.service import ServiceContext
 from asyncrl.core.service_command import Bound, Drain, Promote, RetireReplica, Tighten
-from asyncrl.core.service_status import ServiceStatus
+from asyncrl.core.service_status import ServiceStatus, pack_status
 from asyncrl.core.states import ServiceState
 from tests.other_user import NOBODY, acting_as
 
@@ -187,6 +187,41 @@ def test_a_status_that_ray_has_lost_is_asked_for_again(ray_started: None, tmp_pa
     assert launcher.counters["lost_statuses"] == 1
     assert launcher.statuses(["l.0"], 60.0)["l.0"].state == "READY"
     launcher.kill("l.0")
+
+
+@ray.remote(num_cpus=0, max_restarts=1)
+class Restarted:
+    """Dies in its first answer, after which Ray starts it once more; then it is ready."""
+
+    def __init__(self, began: Path) -> None:
+        self._is_second = began.exists()
+        began.touch()
+
+    def status(self) -> bytes:
+        """Tell that it is ready, the second time."""
+        if not self._is_second:
+            os._exit(1)
+        return pack_status(ServiceStatus(state=ServiceState.READY))
+
+
+def test_a_service_that_ray_cannot_reach_for_now_is_silent_and_asked_again(
+    ray_started: None, tmp_path: Path
+) -> None:
+    launcher = ray_launcher.RayLauncher("tests")
+    launcher._actors["u.0"] = Restarted.remote(tmp_path / "began")
+    assert launcher.statuses(["u.0"], 60.0)["u.0"] == ServiceStatus(state=ServiceState.SILENT)
+    assert launcher.counters["lost_statuses"] == 0
+    assert await_state(launcher, "u.0", "READY").error == ""
+    launcher.kill("u.0")
+
+
+def test_a_service_whose_environment_ray_cannot_make_is_dead_with_why(ray_started: None) -> None:
+    launcher = ray_launcher.RayLauncher("tests")
+    nowhere = {"working_dir": "file:///nowhere.zip"}
+    launcher._actors["v.0"] = Restarted.options(runtime_env=nowhere).remote(Path("began"))
+    found = launcher.statuses(["v.0"], 60.0)["v.0"]
+    assert found == ServiceStatus(state=ServiceState.DEAD, error="Failed to set up runtime environment.")
+    launcher.kill("v.0")
 
 
 @pytest.mark.long

@@ -361,6 +361,7 @@ class ScriptedHandoff:
 
     shared_path = ""
     published: PolicyVersion | None = None
+    room = None
 
     def has_room(self) -> bool:
         return True

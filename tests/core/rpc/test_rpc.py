@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -294,3 +294,50 @@ def test_a_caller_of_an_older_version_is_told_so_in_its_own(server: Server) -> N
     assert (answer["v"], answer["id"], answer["ok"], answer["kind"]) == (1, 7, False, "WireError")
     assert "schema version 1, this process speaks 2" in answer["message"] and "same asyncrl" in answer["hint"]
     assert server.counters["malformed"] == 1
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_wait_for_either_of_two_calls_ends_with_the_one_that_is_answered(is_first: bool) -> None:
+    with serving() as one, serving() as other:
+        clients = [Client(ThreadRuntime(), server.address) for server in (one, other)]
+        mine, beside = (client.begin("park", deadline_s=LONG_S) for client in clients)
+        answered, waiting = (mine, beside) if is_first else (beside, mine)
+        releasing = Client(ThreadRuntime(), answered.client.address)
+        while not releasing.call("count").args["num_parked"]:
+            pass  # until the call that is to be answered is there
+        thread = threading.Thread(target=releasing.call, args=("release",))
+        thread.start()
+        mine.client.await_either(mine, beside)
+        assert answered.is_over() and not waiting.is_over()
+        assert answered.end().args == {"late": True}
+        thread.join(LONG_S)
+        for client in (*clients, releasing):
+            client.close()
+
+
+def test_a_wait_for_either_of_two_calls_ends_with_the_deadline_of_the_earlier() -> None:
+    with serving() as one, serving() as other:
+        clients = [Client(ThreadRuntime(), server.address) for server in (one, other)]
+        mine, beside = clients[0].begin("park", deadline_s=LONG_S), clients[1].begin("park", deadline_s=0.05)
+        clients[0].await_either(mine, beside)
+        assert beside.is_over() and not mine.is_over()
+        with pytest.raises(DeadlineExceeded, match="no answer within"):
+            beside.end()
+        for client in clients:
+            client.close()
+
+
+def test_a_wait_for_either_of_two_calls_ends_when_a_connection_breaks() -> None:
+    with serving() as one, ExitStack() as stack:
+        clients = [Client(ThreadRuntime(), one.address)]
+        clients.append(Client(ThreadRuntime(), stack.enter_context(serving()).address))
+        mine, beside = (client.begin("park", deadline_s=LONG_S) for client in clients)
+        thread = threading.Thread(target=stack.close)
+        thread.start()
+        clients[0].await_either(mine, beside)
+        assert beside.is_over() and not mine.is_over()
+        with pytest.raises(ConnectionLost):
+            beside.end()
+        thread.join(LONG_S)
+        for client in clients:
+            client.close()

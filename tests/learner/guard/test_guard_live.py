@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from asyncrl.buffer.ledger.events import EvaluationRequested, Resumed, Trained
-from asyncrl.buffer.rules.learner import RESERVE_WAIT_S, publish_pause_s
 from learner.algorithms.objective import Objective
 from learner.guard.guard import UnstableTraining
 from learner.guard.memory import GuardedModel, is_out_of_memory
@@ -226,22 +225,3 @@ def test_an_evaluation_that_falls_due_while_no_buffer_is_free_is_ordered_with_th
     with make_run(lambda call: False, busy=(3,), eval={"every_steps": 3}) as run:
         run.go()
     assert [event.step for event in run.events() if isinstance(event, EvaluationRequested)] == [0, 4, 6, 8]
-
-
-def test_a_learner_without_a_free_buffer_waits_for_groups_in_pauses_that_double_until_it_has_published(
-    make_run,
-):
-    waits: list[tuple[int, float]] = []
-    with make_run(lambda call: False, busy=(3, 5)) as run:
-        reserve = run.leader._reserve
-
-        def note(wait_s: float):
-            waits.append((run.leader.step, wait_s))
-            return reserve(wait_s)
-
-        run.leader._reserve = note
-        run.go()
-    for busy_step in (3, 5):
-        found = [wait_s for step, wait_s in waits if step == busy_step]
-        assert found == [publish_pause_s(looks) for looks in range(1, len(found) + 1)], "from the first pause"
-    assert {wait_s for step, wait_s in waits if step not in (3, 5)} == {RESERVE_WAIT_S}

@@ -40,14 +40,14 @@ class Feeding:
         return getattr(self.client, name)
 
     def reserve(
-        self, step: int, wait_s: float, have: list[int] | None = None, at_least: int = 1
+        self, step: int, wait_s: float, have: list[int] | None = None, at_least: int = 1, **more: Any
     ) -> Reservation | None:
         self._interrupt(self.run, step, len(have or ()))
         state = self.run.store.ledger.state
         num_reserved = len(state.by_step.get(step, ()))
         if num_reserved <= len(have or ()):  # what an earlier life has reserved comes first
             asyncio.run(self._push_one(self._size - num_reserved - len(state.stored)))
-        return self.client.reserve(step, wait_s, have, at_least)
+        return self.client.reserve(step, wait_s, have, at_least, **more)
 
     async def _push_one(self, want: int) -> None:
         with contextlib.closing(ReplicaClient(self.run.address, "sampler")) as replica:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
 import pytest
 
-from asyncrl.planner.actors.weights import ReceiverActor
+from asyncrl.planner.actors.weights import PUBLISHER_NAME, PublisherActor, ReceiverActor
 from asyncrl.planner.calibration import measure
 from asyncrl.planner.rates import Rates
 from asyncrl.planner.setting import LengthsModel, Setting
@@ -88,3 +89,46 @@ def test_the_sync_of_a_simulation_is_what_its_rows_measure() -> None:
     measured, found = measure(rows_of(simulation), setting.ledger.groups_per_step), simulation.outcome()
     assert found.sync_s == pytest.approx(measured.sync_s)
     assert found.spread_s > found.sync_s + 2 * RATES.swap_s, "the swaps of four, one after another"
+
+
+def run_crowded(*settings: str) -> tuple[Simulation, Callable[[], None]]:
+    """Return a run in whose publisher transfers hang from the first version on, and what ends them."""
+    simulation = Simulation(make_setting("learner.minibatches=1", *settings), RATES, 0, 12)
+    simulation.world.run(lambda: 1 in simulation.watch.published)
+    publisher = simulation.world.actors[PUBLISHER_NAME]
+    assert isinstance(publisher, PublisherActor)
+    held = list(enumerate(publisher._slots._unused()))
+    for round_id, slot in held:
+        publisher._sending[-round_id] = slot
+        slot.num_transfers += 1
+
+    def end_transfers() -> None:
+        for round_id, _ in held:
+            publisher._forget(-round_id)
+
+    return simulation, end_transfers
+
+
+def check_to_end(simulation: Simulation) -> None:
+    simulation.run(until_s=3600.0)
+    assert simulation.watch.is_over and len(simulation.watch.records) == 12
+    assert len(simulation.watch.published) == max(simulation.watch.published)
+
+
+@pytest.mark.parametrize("streams", ["true", "false"])
+def test_weights_that_found_no_free_slot_go_out_once_a_transfer_has_ended(streams: str) -> None:
+    simulation, end_transfers = run_crowded(f"learner.stream={streams}")
+    simulation.world.at(30.0, end_transfers)
+    check_to_end(simulation)
+    assert 30.0 < simulation.watch.published[2] < 30.0 + RATES.publish_s + 20 * RATES.rpc_s
+
+
+def test_a_slot_that_is_free_during_a_step_is_taken_at_its_end() -> None:
+    simulation, end_transfers = run_crowded()
+    learner, watch = simulation.learner, simulation.watch
+    assert learner is not None
+    simulation.world.run(lambda: learner.step == 1 and bool(learner._groups))
+    end_transfers()
+    check_to_end(simulation)
+    ended = watch.records[1].ended
+    assert ended < watch.published[2] < ended + RATES.publish_s + 20 * RATES.rpc_s

@@ -15,6 +15,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Self
 
 from asyncrl.core.runtime.interface import Arrival
 from asyncrl.core.runtime.limits import Limits
@@ -286,11 +287,12 @@ class SimLine:
     def has_news(self) -> bool:
         return bool(self._inbox)
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float, *others: Self) -> bool:
         self._world.touch()
-        if not self._inbox and not self._has_reports:
-            self._world.block(max(seconds, SPIN_S), self._news)
-        return bool(self._inbox) or self._has_reports
+        lines = (self, *others)
+        if not any(line._inbox or line._has_reports for line in lines):
+            self._world.block(max(seconds, SPIN_S), *(line._news for line in lines))
+        return any(line._inbox or line._has_reports for line in lines)
 
     def watch(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         self._watcher = (loop, call)

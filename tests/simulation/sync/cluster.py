@@ -49,7 +49,7 @@ HOSTS = {
     "rollout": "host.*",
 }
 EOS = 10
-ROOM_PAUSE_S, LOST_LOOK_S, STATUS_S = 0.1, 1.0, 1.0
+LOST_LOOK_S, STATUS_S = 1.0, 1.0
 
 
 def address_of(name: str) -> str:
@@ -232,9 +232,9 @@ class SyncCluster:
             is_last = self.judge.num_published >= self.scenario.versions
             runtime.sleep(LOST_LOOK_S if is_last else self.scenario.every_s)
             is_due = (not is_last) or is_due or handoff.has_lost()
-            while is_due:
-                is_due = not self._publish_one(runtime, handoff, token)
-                runtime.sleep(ROOM_PAUSE_S)
+            while is_due and not self._publish_one(runtime, handoff, token):
+                handoff.await_room()
+            is_due = False
 
     def _publish_one(self, runtime: SimRuntime, handoff: Handoff, token: int) -> bool:
         if not handoff.has_room():
