@@ -45,7 +45,7 @@ LOADS = {"learner waits": 0.8, "replicas wait": 1.25}
 ROUNDS = 3
 TRAJECTORIES, SYNCS = 8192, 1024
 """Of a fleet in virtual time, and members that a version reaches in each round, at least."""
-SETTLING_STEPS = 3
+SETTLING_STEPS = 2
 SOCKET_GROUPS_PER_S = 40.0
 """Of all replicas together: 24 MB/s, a third of what two shared cores carry."""
 

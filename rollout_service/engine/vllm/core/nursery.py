@@ -1,7 +1,7 @@
 """Starts vLLM's engine core from a process that imports vLLM while the front end imports it too.
 
 Inside a Ray actor vLLM spawns its core, which then imports everything once more, after the front end:
-15 s of one processor each, one after the other. Here a fork server imports at once, and the core is
+10 s of one processor each, one after the other. Here a fork server imports at once, and the core is
 forked from it. It never starts a thread or a device, so forking it is safe. Owns the fork server of
 this process. On GPUs vLLM's own way stays: a start takes minutes there, and devices must come first.
 """
