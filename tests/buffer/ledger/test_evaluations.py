@@ -49,6 +49,18 @@ def test_who_finishes_first_takes_the_part_that_is_left():
     assert orders.give_more(1, "a", 1) is None
 
 
+def test_a_part_that_is_done_outlives_a_snapshot():
+    run = Run(evaluation_parts=2)
+    orders = order_of(run)
+    orders.give("a", 1, None)
+    orders.give("b", 1, None)
+    orders.finish(1, 1, RIGHT, part=0)
+    again = Ledger.replay(run.ledger.settings, [], run.state.as_snapshot())
+    assert again.state.evaluations[1].holders == {1: "b"}
+    assert again.evaluations.finish(1, 1, {"acc": Tally(4, 1.0, 1.0, 4)}, part=1)
+    assert again.state.evaluations[1].metrics["acc"] == 3 / 8
+
+
 def test_the_part_of_a_replica_that_died_is_answered_by_another_at_the_same_version():
     run = Run(evaluation_parts=2)
     orders = order_of(run)
