@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -22,13 +22,11 @@ from tests.simulation.command import play_seeds
 from tests.simulation.coverage import ROOT, TABLE, Coverage, functions_of
 from tests.simulation.scopes import SCOPES
 
-Lines = dict[str, set[int]]
-"""By file."""
+Lines = dict[str, set[str]]
+"""By file, each as its function and how far down in it, which an edit elsewhere leaves as it is."""
 
 FILES = tuple(dict.fromkeys(name for scope in SCOPES.values() for name in scope.files))
 NUM_SEEDS = 200
-DRAWING = ("_fuzz.py", "_machine.py")
-"""Ends of the names of files whose tests draw what they do; others have Hypothesis draw it."""
 
 
 def find_left() -> Lines:
@@ -41,8 +39,21 @@ def find_left() -> Lines:
             pass
         coverage.end()
         for name, run in coverage.lines_run().items():
-            left[name] |= functions_of(ROOT / name).keys() - run
+            left[name] |= _place(name, functions_of(ROOT / name).keys() - run)
     return left
+
+
+def _place(path: str, lines: Iterable[int]) -> set[str]:
+    """Return lines of a file in the form of `Lines`."""
+    names = functions_of(ROOT / path)
+    firsts: dict[str, int] = {}
+    for line in sorted(names):
+        firsts.setdefault(names[line], line)
+    return {f"{names[line]}+{line - firsts[names[line]]}" for line in lines}
+
+
+def _function(place: str) -> str:
+    return place.partition("+")[0]
 
 
 class Tracer:
@@ -54,7 +65,7 @@ class Tracer:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """Trace one test."""
-        if item.path.name.endswith(DRAWING) or item.get_closest_marker("hypothesis"):
+        if _draws(item):
             return (yield)
         coverage = Coverage(FILES)
         coverage.begin()
@@ -63,15 +74,21 @@ class Tracer:
         finally:
             coverage.end()
             for name, lines in coverage.lines_run().items():
-                self.run[item.nodeid.partition("[")[0]][name] |= lines
+                self.run[item.nodeid.partition("[")[0]][name] |= _place(name, lines)
 
 
-def choose_tests(path: str, left: set[int], run: Mapping[str, Lines]) -> tuple[str, ...]:
+def _draws(item: pytest.Item) -> bool:
+    called = item.function.__code__.co_names if isinstance(item, pytest.Function) else ()
+    is_machine = "run_state_machine_as_test" in called
+    return is_machine or item.path.stem.endswith("_fuzz") or bool(item.get_closest_marker("hypothesis"))
+
+
+def choose_tests(path: str, left: set[str], run: Mapping[str, Lines]) -> tuple[str, ...]:
     """Return the fewest tests that run all lines of a function of a file; none if some lines stay.
 
     Of as many tests those come first whose folder is nearer, then those that run fewer functions.
     """
-    cheapest: dict[frozenset[int], tuple[int, int, str]] = {}
+    cheapest: dict[frozenset[str], tuple[int, int, str]] = {}
     for test, lines in run.items():
         if those := frozenset(left & lines.get(path, set())):
             cost = (_distance(path, test), _num_functions(lines), test)
@@ -96,21 +113,20 @@ def _distance(path: str, test: str) -> int:
 
 
 def _num_functions(lines: Lines) -> int:
-    return sum(len({functions_of(ROOT / name)[line] for line in run}) for name, run in lines.items())
+    return sum(len(set(map(_function, run))) for run in lines.values())
 
 
 def make_rows(left: Lines, run: Mapping[str, Lines]) -> tuple[list[str], list[str]]:
     """Return the rows of the table, and those of functions of which no tests run all that is left."""
     rows, without = [], []
     for path, lines in sorted(left.items()):
-        names = functions_of(ROOT / path)
-        for function in sorted({names[line] for line in lines}):
-            those = {line for line in lines if names[line] == function}
+        for function in sorted(set(map(_function, lines))):
+            those = {line for line in lines if _function(line) == function}
             if tests := choose_tests(path, those, run):
                 rows.append(f"{path}::{function}: {' '.join(tests)}")
             else:
                 stay = those.difference(*(one.get(path, set()) for one in run.values()))
-                without.append(f"{path}::{function} {sorted(stay)}")
+                without.append(f"{path}::{' '.join(sorted(stay))}")
     return rows, without
 
 

@@ -383,6 +383,15 @@ def test_where_leavers_hold_all_indices_a_replica_waits_for_one() -> None:
     assert started(world) == ["rollout.1", "receiver.1"]
 
 
+def test_fewer_that_stand_by_are_wanted_and_the_newest_leaves_once() -> None:
+    world = make_world(replicas=1, standby=2)
+    world.taken.clear()
+    world.tell(Wanted(standby=1))
+    assert world.taken == [Drain(2)]
+    world.tell(Leave(2))
+    assert world.taken == [Drain(2)], "it is leaving already"
+
+
 def test_a_word_of_a_service_that_has_no_process_changes_nothing() -> None:
     world = make_world()
     world.taken.clear()
