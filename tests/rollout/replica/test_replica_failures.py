@@ -17,7 +17,7 @@ from asyncrl.core.experience import Group
 from asyncrl.core.obstacle import Cause
 from asyncrl.core.runtime.clock import SystemClock
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
-from asyncrl.core.service_command import Pause
+from asyncrl.core.service_command import Drain, Pause
 from rollout_service.engine.metered import MeteredEngine
 from rollout_service.engine.protocol import EngineDied, Interrupted, Sampling
 from rollout_service.engine.scripted.engine import ScriptedEngine
@@ -173,3 +173,36 @@ def test_a_request_that_comes_behind_the_interruption_is_not_begun() -> None:
 
     with pytest.raises(Interrupted, match="late"):
         asyncio.run(ask())
+
+
+class NotingPart:
+    """A gateway that no agent comes to, or the workers of a reward; notes how it is ended."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.desk = SimpleNamespace(num_groups_wanted=0)
+
+    async def start(self, on_demand: object) -> None: ...
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+    def drain(self) -> None:
+        self.calls.append("drain")
+
+    async def stop(self) -> None:
+        self.calls.append("stop")
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_gateway_and_reward_end_with_their_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway, reward = NotingPart(), NotingPart()
+    monkeypatch.setattr("rollout_service.replica.with_parts", lambda told, parts: told)
+    monkeypatch.setattr("rollout_service.replica.obstacles_of", lambda parts, is_ready: ())
+    with open_stage(tmp_path, DIGIT_SORT, gateway=gateway, reward=reward) as stage:
+        stage.serve_first_version()
+        stage.replica.command(Drain())
+        wait_for(lambda: stage.state() == "RETIRED", "RETIRED")
+    assert (gateway.calls, reward.calls) == (["drain", "stop"], ["close"])
