@@ -162,8 +162,6 @@ class Handoff:
                 return
             except ConnectionLost as error:
                 self._note_absence(error)
-                if self._runtime.now() >= end:
-                    raise
 
     def has_room(self) -> bool:
         """Tell whether a `publish` now would find a free segment, before the tensors are gathered.

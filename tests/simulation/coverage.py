@@ -2,15 +2,17 @@
 
 Owns the tracer, which Python keeps for each greenlet: each task of a world is given it at its beginning.
 Counted are lines inside functions; those of a module's own body run at its import. `elsewhere.txt` names
-functions that scenarios leave statements of, with unit tests that ran all of those when they were traced;
-it names no lines, so that an edit elsewhere in a file changes nothing.
+functions that scenarios leave statements of, with unit tests that ran all of those when they were traced
+(`elsewhere.py` writes it); it names no lines, so that an edit elsewhere in a file changes nothing.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -31,13 +33,15 @@ class Coverage:
         self._run: defaultdict[str, set[int]] = defaultdict(set)
 
     def begin(self) -> None:
-        """Trace all tasks that begin from now on."""
+        """Trace this thread, and all tasks and threads that begin from now on."""
         world.TRACERS.append(self._enter)
+        threading.settrace(self._enter)
         sys.settrace(self._enter)
 
     def end(self) -> None:
         """Trace no more."""
         world.TRACERS.remove(self._enter)
+        threading.settrace(None)  # type: ignore[arg-type]
         sys.settrace(None)
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -51,6 +55,12 @@ class Coverage:
             return note
 
         return note
+
+    def lines_run(self) -> dict[str, set[int]]:
+        """Return, by file, the counted lines that were run."""
+        return {
+            str(Path(path).relative_to(ROOT)): lines & self._run[path] for path, lines in self._lines.items()
+        }
 
     def shares(self) -> dict[str, tuple[int, int]]:
         """Return, by file, how many statements were run, and how many there are."""
@@ -71,6 +81,7 @@ class Coverage:
         return found
 
 
+@cache
 def functions_of(path: Path) -> dict[int, str]:
     """Return the lines of a file that hold statements of functions, with their qualified names."""
     found: dict[int, str] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.simulation.coverage import ROOT, functions_of, ranges_of, read_tests
+from tests.simulation.elsewhere import choose_tests, make_rows
 from tests.simulation.scopes import SCOPES
 
 
@@ -15,9 +16,23 @@ def test_each_test_that_the_report_names_is_there_and_so_is_its_function() -> No
     assert len(tests) > 50
     for (path, function), ids in tests.items():
         assert function in names[path], f"{path} has no {function}"
+        assert ids, f"no test is named for {function} of {path}"
         for one in ids:
             file, _, test = one.partition("::")
             assert re.search(rf"^(async )?def {test}\b", (ROOT / file).read_text(), re.M), one
+
+
+def test_the_fewest_tests_that_run_all_that_is_left_are_named_and_of_those_the_nearest() -> None:
+    path = "learner/intake.py"
+    both, other = {path: {"f+1", "f+2"}}, {path: {"f+1", "f+2", "g+1"}}
+    near, far = "tests/learner/test_intake.py::test_b", "tests/core/test_a.py::test_a"
+    run = {near: both, far: both, "tests/learner/test_intake.py::test_a": other}
+    assert choose_tests(path, {"f+1", "f+2"}, run) == (near,)
+    halves = {near: {path: {"f+1"}}, far: {path: {"f+2"}}}
+    assert set(choose_tests(path, {"f+1", "f+2"}, halves)) == {near, far}
+    assert choose_tests(path, {"f+1", "f+3"}, halves) == ()
+    rows, without = make_rows({path: {"f+1", "g+7"}}, halves)
+    assert (rows, without) == ([f"{path}::f: {near}"], [f"{path}::g+7"])
 
 
 def test_ranges_of_lines_end_with_their_function_and_with_a_line_that_was_run() -> None:

@@ -8,6 +8,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from asyncrl.core.errors import WireError
 from asyncrl.core.rpc import Request, Server
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
 from weight_sync.handoff import Handoff
@@ -16,7 +19,7 @@ WAIT_S = 60.0
 
 
 class Publisher:
-    """Takes `open` in; answers it unless it is about to die."""
+    """Answers unless it is about to die; the segments that it names are another run's."""
 
     def __init__(self, answers: bool) -> None:
         self._answers = answers
@@ -27,7 +30,7 @@ class Publisher:
         self.tokens.append(request.args["token"])
         self.has_heard.set()
         if self._answers:
-            request.reply()
+            request.reply(**({"path": "/dev/shm/foreign-1"} if request.op == "acquire" else {}))
 
     def wake_at(self) -> float:
         return math.inf
@@ -61,3 +64,11 @@ def test_a_learner_whose_publisher_dies_as_it_opens_opens_at_the_successor(tmp_p
     (handoff,) = opened
     assert (dying.tokens, successor.tokens) == ([3], [3])
     handoff.close()
+
+
+def test_a_segment_of_another_run_is_not_written_to(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/publisher"
+    with serving(address, Publisher(answers=True)):
+        with contextlib.closing(Handoff(ThreadRuntime(), address, "x-", 1 << 20, token=3)) as handoff:
+            with pytest.raises(WireError, match="foreign-1, which is not a segment of this run"):
+                handoff.has_room()

@@ -320,6 +320,20 @@ def test_reports_go_on_after_one_that_found_no_descriptor_left(tmp_path: Path) -
         assert asked == ["report"] * (MAX_TRIES + 1) + ["hello", "report"]
 
 
+def test_a_report_that_is_refused_is_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    address = f"ipc://{tmp_path}/c"
+    with silent_liaison(address, []) as liaison:
+
+        def refuse(op: str) -> dict[str, Any]:
+            liaison._stop.set()  # so that nobody waits for the next try
+            raise WireError("a version of other tensors")
+
+        with answering(address, refuse):
+            assert not liaison._try_report(_Report(Attended(), (), 1))
+    assert "refused the report 'attended': a version of other tensors" in caplog.text
+    assert liaison.counters["coordinator_unreachable"] == 0
+
+
 def test_a_connection_that_cannot_be_made_anew_leaves_the_one_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

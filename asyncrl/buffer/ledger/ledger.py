@@ -329,8 +329,6 @@ class Ledger(ReplicaCommands):
         state, settings = self.state, self.settings
         is_judged = self._judged_step == step
         for number in sorted(self._unjudged if is_judged else state.stored):
-            if number not in state.stored:
-                continue
             ticket = state.tickets[number]
             lowest = state.versions.lowest_step(ticket.versions)
             is_exempt = ticket.generation + 1 >= settings.max_attempts
@@ -361,8 +359,6 @@ class Ledger(ReplicaCommands):
 
     def counted_versions(self, tickets: Sequence[Ticket]) -> list[tuple[int, int]]:
         """Return (number, step to subtract) for every version that may have sampled these groups."""
-        if not tickets:
-            return []
         lowest = min(ticket.versions[0] for ticket in tickets)
         highest = max(ticket.versions[1] for ticket in tickets)
         book = self.state.versions

@@ -322,10 +322,6 @@ class LedgerState(Facts):
         if ticket.state is State.LEASED:
             self._end_lease(ticket)
             return
-        if ticket.state is State.ISSUED:
-            self.issued_heap.remove(ticket.id)
-            heapq.heapify(self.issued_heap)
-            return
         if ticket.state is State.STORED:
             self.stored.remove(ticket.id)
         else:

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from asyncrl.buffer.client import FETCHED_AT_ONCE, LearnerClient, ReplicaClient
+from asyncrl.buffer.messages import Fetched
+from asyncrl.buffer.payloads import read_fetched, split_frames
 from asyncrl.buffer.service import BufferService, Desk
 from asyncrl.core.errors import FencedError, LedgerError, WireError
 from asyncrl.core.experience import encode_group
 from asyncrl.core.metrics.tallies import Tally
 from asyncrl.core.rpc import Client
+from asyncrl.core.rpc.message import Answer
 from asyncrl.core.runtime.clock import ManualClock
 from asyncrl.core.runtime.threads import ThreadRuntime
 from tests.buffer.parts import SETTINGS, make_group, make_store, serving
@@ -166,3 +169,14 @@ def test_a_call_that_was_made_again_changes_nothing_if_it_comes_late(
     late.close()
     grants = raw.call("lease", replica="a", version=number, want=1, wait_s=0.0).args["grants"]
     assert len(grants) == 1, "the version that is published is not abandoned"
+
+
+def test_an_answer_whose_frames_do_not_fit_what_was_fetched_is_refused() -> None:
+    frames = encode_group(make_group(1))
+    with pytest.raises(WireError, match="the groups that it names"):
+        split_frames(Answer(Fetched((len(frames) + 1,)), frames))
+    with pytest.raises(WireError, match="the tickets that were fetched"):
+        read_fetched([1, 2], Answer(Fetched((len(frames),)), frames), {})
+    with pytest.raises(WireError, match="left out groups"):
+        read_fetched([1, 2], Answer(Fetched((len(frames), 0)), frames), {})
+    assert list(read_fetched([1, 2], Answer(Fetched((len(frames), 0)), frames), {2: make_group(2)})) == [1]

@@ -17,7 +17,7 @@ from asyncrl.buffer.ledger.events import Opened
 from asyncrl.buffer.store import ExperienceStore
 from asyncrl.core.experience import encode_group
 from tests.buffer.ledger.parts.ledger_runs import SETTINGS
-from tests.buffer.parts import GROUP_SIZE, make_group
+from tests.buffer.parts import GROUP_SIZE, make_group, make_store
 
 
 def release_a_full_segment(journal: FileJournal) -> None:
@@ -110,6 +110,19 @@ def push_next(store: ExperienceStore, version: int, rewards: tuple[float, float]
     (grant,) = store.ledger.lease("a", version, 1, 0.0)
     group = make_group(grant.ticket, version=version, rewards=rewards)
     return store.push("a", grant.ticket, 1, encode_group(group))
+
+
+def test_of_dropped_groups_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.buffer.store.MAX_SHOWN_DROPPED", 2)
+    store = make_store(tmp_path)
+    store.ledger.describe_data(1000, "digest")
+    version = store.ledger.register_version(store.ledger.open("learner"), 0)
+    for _ in range(3):
+        assert push_next(store, version, (1.0, 1.0)) == "dropped"
+        assert store.settle(0.0)
+    held = [store.journal.holds(one.id, one.attempt) for one in store.ledger.state.dropped]
+    assert held == [False, True, True]
+    store.journal.close()
 
 
 def test_what_is_shown_of_dropped_groups_keeps_no_old_file(tmp_path: Path) -> None:

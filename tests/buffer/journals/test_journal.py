@@ -557,3 +557,18 @@ def test_a_group_pushed_after_its_carried_work_was_found_lost_stays(tmp_path: Pa
     assert store.settle(0.0)
     assert store.journal.holds(grant.ticket, 2)
     store.journal.close()
+
+
+def test_carried_work_that_is_damaged_while_the_buffer_is_away_is_generated_again(tmp_path: Path) -> None:
+    store = make_store(tmp_path, memory_bytes=1 << 26)
+    start(store)
+    (grant,) = store.ledger.lease("a", 1, 1, 0.0)
+    store.carry("a", grant.ticket, 1, encode_group(make_group(grant.ticket, 1)))
+    store.settle(0.0)
+    store.journal.close()
+    newest_segment(tmp_path).unlink()
+    again = make_store(tmp_path, memory_bytes=1 << 26)
+    assert again.counters["lost_carries"] == 1
+    (grant,) = again.ledger.lease("a", 1, 1, 0.0)
+    assert again.fetch_carry("a", grant.ticket, grant.attempt) is None
+    again.journal.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -11,6 +12,7 @@ from asyncrl.buffer.ledger.evaluations import MAX_OPEN, REFUSED, EvaluationOrder
 from asyncrl.buffer.ledger.ledger import Ledger
 from asyncrl.buffer.ledger.state import LedgerState
 from asyncrl.buffer.ledger.tickets import MAX_KEPT_EVALUATIONS, Part
+from asyncrl.core.errors import LedgerError
 from asyncrl.core.metrics.tallies import Tally
 from tests.buffer.ledger.parts.ledger_model import Shadow
 from tests.buffer.ledger.parts.ledger_runs import Run
@@ -47,6 +49,18 @@ def test_who_finishes_first_takes_the_part_that_is_left():
     assert orders.give_more(1, "a", 1) == Part(1, 0, 1, 2), "the answer to the first call was lost"
     orders.finish(1, 1, RIGHT, part=1)
     assert orders.give_more(1, "a", 1) is None
+
+
+def test_a_part_that_is_done_outlives_a_snapshot():
+    run = Run(evaluation_parts=2)
+    orders = order_of(run)
+    orders.give("a", 1, None)
+    orders.give("b", 1, None)
+    orders.finish(1, 1, RIGHT, part=0)
+    again = Ledger.replay(run.ledger.settings, [], run.state.as_snapshot())
+    assert again.state.evaluations[1].holders == {1: "b"}
+    assert again.evaluations.finish(1, 1, {"acc": Tally(4, 1.0, 1.0, 4)}, part=1)
+    assert again.state.evaluations[1].metrics["acc"] == 3 / 8
 
 
 def test_the_part_of_a_replica_that_died_is_answered_by_another_at_the_same_version():
@@ -136,6 +150,15 @@ def test_a_part_whose_result_is_refused_ends_and_leaves_no_figure_of_the_others(
     orders.refuse(1, "b", 1, 1)
     assert run.state.evaluations[1].is_done
     assert run.state.evaluations[1].metrics == {REFUSED: 1.0}
+
+
+def test_a_result_of_a_version_that_was_never_registered_is_refused():
+    run = Run()
+    orders = order_of(run)
+    orders.give("a", 1, None)
+    with pytest.raises(LedgerError, match="version 99 was never registered"):
+        orders.finish(1, 99, RIGHT)
+    assert orders.finish(1, 1, RIGHT)
 
 
 def test_the_ledger_keeps_the_newest_results_only():

@@ -319,7 +319,7 @@ def test_a_ledger_goes_on_from_a_snapshot() -> None:
     assert again.lease("a", run.version, 3, 0.0) == run.lease(want=3)
 
 
-@pytest.mark.parametrize("damage", ["version", "fields", "row"])
+@pytest.mark.parametrize("damage", ["version", "fields", "row", "row's fields"])
 def test_a_snapshot_that_is_none_is_refused(damage: str) -> None:
     run = Run()
     run.fill(1)
@@ -328,6 +328,8 @@ def test_a_snapshot_that_is_none_is_refused(damage: str) -> None:
         snapshot["snapshot_version"] = 99
     elif damage == "fields":
         del snapshot["by_step"]
+    elif damage == "row's fields":
+        snapshot["ticket_fields"] = snapshot["ticket_fields"][::-1]
     else:
         snapshot["tickets"][0] = snapshot["tickets"][0][:3]
     with pytest.raises(WireError, match="snapshot"):
@@ -349,6 +351,15 @@ def test_a_step_that_lost_all_its_groups_gets_new_ones_although_later_steps_are_
     for grant in grants:
         run.store(grant)
     assert reserve(run) == [grant.ticket for grant in grants]
+
+
+def test_places_of_last_steps_that_lost_all_their_groups_are_taken_as_if_they_were_never_reserved() -> None:
+    run = Run()
+    run.train()
+    last = run.train()
+    run.reopen(0, tuple(last))
+    assert run.state.num_missing == 0
+    assert [run.state.tickets[grant.ticket].position for grant in run.lease(want=2)] == [2, 3]
 
 
 def test_a_replay_with_more_open_groups_than_the_bound_admits_nothing_new() -> None:

@@ -17,12 +17,12 @@ import pytest
 
 from asyncrl.buffer.client import LearnerClient
 from asyncrl.buffer.service import BufferService
-from asyncrl.core.errors import DeadlineExceeded
+from asyncrl.core.errors import ConnectionLost, DeadlineExceeded
 from asyncrl.core.experience import encode_group
 from asyncrl.core.rpc import Client, Request, Server
 from asyncrl.core.rpc.message import Done
 from asyncrl.core.runtime.threads import ThreadEvent, ThreadRuntime
-from asyncrl.core.service_command import RetireReplica
+from asyncrl.core.service_command import Bound, RetireReplica, Tighten
 from tests.buffer.parts import make_group, make_store
 from tests.threads import in_thread
 
@@ -158,6 +158,19 @@ def test_a_long_poll_is_not_asked_again_unheard(address: Address, learner: Learn
     assert address.lose(reserve) == "ConnectionLost"
 
 
+def test_a_call_whose_connection_breaks_when_its_time_is_over_is_not_made_again(
+    address: Address, learner: LearnerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner, "_deadline_s", 0.0)
+
+    def lose(left_s: float) -> None:
+        raise ConnectionLost("the connection broke")
+
+    with pytest.raises(ConnectionLost):
+        learner._repeat(lose)
+    assert learner.num_repeated == 0
+
+
 def test_a_prefetch_without_a_buffer_is_no_failure(
     address: Address, learner: LearnerClient, batch: list[int]
 ) -> None:
@@ -175,6 +188,14 @@ def test_grants_whose_answer_was_lost_go_to_who_asks_next(address: Address, raw:
         service._desk.refresh_status()
         assert service.status().counters["grants_lost"] == 2
         assert service.status().leases == {"a": 2}
+
+
+def test_a_bound_that_is_tightened_holds_for_those_who_lease(
+    address: Address, raw: Client, learner: LearnerClient
+) -> None:
+    with address.serving() as service:
+        assert service.command(Tighten(0)) == Bound(0)
+        assert len(lease(raw, 100)) == 2, "those of one step"
 
 
 def test_what_a_dead_replica_held_is_issued_again_when_the_buffer_is_told(

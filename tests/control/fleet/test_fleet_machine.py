@@ -362,6 +362,43 @@ def test_a_replica_that_never_starts_beside_others_that_work_is_forgone() -> Non
     assert not world.machine.is_short, "it has what was asked for"
 
 
+def test_without_one_that_stands_by_a_forgone_replica_leaves_the_run_with_one_less() -> None:
+    world = make_world(replicas=2)
+    world.tell(Wanted(3))
+    for _ in range(2):
+        world.taken.clear()
+        world.die("rollout.2", "failed: no GPU is free", Cause.ERROR)
+    assert isinstance(world.taken[-1], Forgo)
+    assert world.taken[-1].reason.endswith("the run goes on with 2 replicas and 0 that stand by")
+    assert world.machine.wanted == 2
+
+
+def test_where_leavers_hold_all_indices_a_replica_waits_for_one() -> None:
+    world = make_world(replicas=2, max_replicas=2)
+    world.tell(Wanted(1))
+    world.taken.clear()
+    world.tell(Wanted(2))
+    assert started(world) == []
+    world.finish_drain(1)
+    assert started(world) == ["rollout.1", "receiver.1"]
+
+
+def test_fewer_that_stand_by_are_wanted_and_the_newest_leaves_once() -> None:
+    world = make_world(replicas=1, standby=2)
+    world.taken.clear()
+    world.tell(Wanted(standby=1))
+    assert world.taken == [Drain(2)]
+    world.tell(Leave(2))
+    assert world.taken == [Drain(2)], "it is leaving already"
+
+
+def test_a_word_of_a_service_that_has_no_process_changes_nothing() -> None:
+    world = make_world()
+    world.taken.clear()
+    world.tell(Heard("rollout.9", "ENDED"))
+    assert world.taken == []
+
+
 def test_a_service_that_ends_unasked_is_started_again() -> None:
     world = make_world()
     world.taken.clear()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.control.rows.recorder import Recorder
 from asyncrl.control.rows.row_files import (
     RowWriter,
     compress,
@@ -19,6 +20,7 @@ from asyncrl.control.rows.row_files import (
     remove_rows,
 )
 from asyncrl.core.errors import DataError
+from tests.threads import RUNTIME
 
 STEP = "training/global_step"
 SEGMENT_BYTES = 2000
@@ -106,3 +108,15 @@ def test_a_line_that_is_no_row_is_told_with_its_file_and_line(path: Path) -> Non
     first.write_bytes(gzip.compress(line(1).encode() + b"nonsense\n"))
     with pytest.raises(DataError, match=rf"{first.name}:2: this line is not a metrics row"):
         load_rows(path)
+
+
+def test_a_metric_that_the_table_lacks_is_recorded_and_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(tmp_path / "metrics.jsonl", RUNTIME)
+    for step in (1, 2):
+        recorder.record({STEP: step, "critic/rewards/meen": 0.5})
+    recorder.close()
+    warning = "the metric critic/rewards/meen is not in the table of metrics (similar: critic/rewards/mean"
+    assert caplog.text.count(warning) == 1
+    assert [row["critic/rewards/meen"] for row in iterate_rows(tmp_path / "metrics.jsonl")] == [0.5, 0.5]

@@ -26,7 +26,9 @@ from asyncrl.control.rows.row_files import load_rows
 from asyncrl.control.supervisor import PULSE_S, Supervisor
 from asyncrl.core.config.tree import Config
 from asyncrl.core.errors import ConfigError, Refused
+from asyncrl.core.metrics.row_log import paths_of
 from asyncrl.core.metrics.run_names import FIRST_OF_LIFE
+from asyncrl.core.service_command import Drain
 from asyncrl.core.service_status import Statuses
 from asyncrl.page.routes import page_routes
 from tests.statuses import statuses_of, told_by
@@ -143,18 +145,37 @@ class EagerAutoscaler(Autoscaler):
         return decision
 
 
+def make_autoscaled(folder: Path, monkeypatch: pytest.MonkeyPatch, num_cpus: int) -> Supervisor:
+    """Return the supervisor of one to eight replicas that take a processor each."""
+    monkeypatch.setattr("asyncrl.control.fleet.autoscaler.Autoscaler", EagerAutoscaler)
+    monkeypatch.setattr(EagerAutoscaler, "num_decisions", 0)
+    monkeypatch.setattr("os.cpu_count", lambda: num_cpus)
+    (folder / "logs").mkdir()
+    rollout = {"replicas": {"min": 1, "max": 8}, "cpus": 1.0}
+    config = make_config(10**6).model_dump(mode="json") | {"rollout": rollout}
+    roster = Roster(Config.model_validate(config), folder, "abcd1234", folder, "")
+    recorder = Recorder(folder / "metrics.jsonl", RUNTIME)
+    return Supervisor(roster, ThreadLauncher(REPLACE), recorder, RUNTIME)
+
+
+def test_the_autoscaler_starts_what_there_is_room_for_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = make_autoscaled(tmp_path, monkeypatch, num_cpus=64)
+    thread, stop = start(supervisor)
+    wait_for(lambda: "rollout.1" in told_by(supervisor)["services"])
+    status = told_by(supervisor)
+    stop.set()
+    thread.join(120.0)
+    assert not thread.is_alive()
+    texts = [event["text"] for event in status["events"] if event["kind"] == "autoscale"]
+    assert texts and "not scaled" not in texts[0]
+
+
 def test_the_autoscaler_is_refused_what_an_operator_would_be_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.control.fleet.autoscaler.Autoscaler", EagerAutoscaler)
-    monkeypatch.setattr(EagerAutoscaler, "num_decisions", 0)
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    (tmp_path / "logs").mkdir()
-    rollout = {"replicas": {"min": 1, "max": 8}, "cpus": 1.0}
-    config = make_config(10**6).model_dump(mode="json") | {"rollout": rollout}
-    launcher = ThreadLauncher(REPLACE)
-    roster = Roster(Config.model_validate(config), tmp_path, "abcd1234", tmp_path, "")
-    supervisor = Supervisor(roster, launcher, Recorder(tmp_path / "metrics.jsonl", RUNTIME), RUNTIME)
+    supervisor = make_autoscaled(tmp_path, monkeypatch, num_cpus=2)
     thread, stop = start(supervisor)
     wait_for(lambda: EagerAutoscaler.num_decisions >= 3)
     status = told_by(supervisor)
@@ -172,6 +193,34 @@ def test_a_run_ends_only_after_its_last_evaluation(tmp_path: Path) -> None:
     supervisor.run(threading.Event())
     summary = read_json(RunDir(tmp_path).summary)
     assert summary is not None and summary["accuracy_end"] == 0.25
+
+
+def test_an_evaluation_that_never_ends_does_not_hold_up_the_end_of_a_run_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("asyncrl.control.supervisor.EVALUATION_WAIT_S", 0.0)
+    replace = {**REPLACE, "buffer": "scripted_services:LateEvaluation"}
+    supervisor, _ = make_supervisor(tmp_path, replace=replace)
+    supervisor.run(threading.Event())
+    assert supervisor.lifecycle.state == "finished"
+    assert "an evaluation was still open after 0 s" in caplog.text
+
+
+def test_a_supervisor_takes_no_command_of_a_host(tmp_path: Path) -> None:
+    supervisor, _ = make_supervisor(tmp_path)
+    with pytest.raises(ConfigError, match="the supervisor knows no command 'drain'"):
+        supervisor.command(Drain())
+
+
+def test_a_log_of_rows_that_cannot_be_read_costs_its_rows_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor, _ = make_supervisor(tmp_path)
+    for path in paths_of(tmp_path):
+        path.symlink_to(path)
+    supervisor.run(threading.Event())
+    assert supervisor.lifecycle.state == "finished"
+    assert "the learner's own log of its rows cannot be read" in caplog.text
 
 
 def test_an_evaluation_that_is_on_record_is_not_recorded_again(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ LONG_S = 60.0
 
 
 class Echo:
-    """Answers `echo`, fails `fence` and `break`, parks `park` until the turn of a `release` ends."""
+    """Answers `echo`, fails `fence`, `break` and `tire`, parks `park` until the turn of a `release` ends."""
 
     def __init__(self) -> None:
         self.parked: list[Request] = []
@@ -34,6 +34,8 @@ class Echo:
             raise FencedError("token 1 is older than 2", hint="Open again")
         if request.op == "break":
             raise ZeroDivisionError("a bug")
+        if request.op == "tire":
+            raise DeadlineExceeded("its own call had no answer")
         if request.op == "park":
             self.parked.append(request)
             return
@@ -193,6 +195,53 @@ def test_many_calls_of_one_async_client_are_in_flight_at_once(server: Server) ->
         return [reply.args["n"] for reply in replies]
 
     assert asyncio.run(scenario()) == list(range(50))
+
+
+def test_a_deadline_that_the_service_missed_is_not_taken_for_the_callers_own(server: Server) -> None:
+    async def scenario() -> None:
+        with closing(AsyncClient(ThreadRuntime(), server.address)) as client:
+            await client.call("tire", deadline_s=LONG_S)
+
+    with pytest.raises(DeadlineExceeded, match="its own call had no answer"):
+        asyncio.run(scenario())
+
+
+@contextmanager
+def strange_service(folder: Path, **options: int) -> Iterator[tuple[str, zmq.Socket[bytes]]]:
+    """Yield an address, and the socket that listens there and does nothing by itself."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        for name, value in options.items():
+            socket.setsockopt(getattr(zmq, name), value)
+        socket.bind(f"ipc://{folder}/strange")
+        yield f"ipc://{folder}/strange", socket
+
+
+def test_a_malformed_reply_is_counted_and_ends_no_client(tmp_path: Path) -> None:
+    async def scenario(address: str, socket: zmq.Socket[bytes]) -> None:
+        with closing(AsyncClient(ThreadRuntime(), address)) as client:
+            call = asyncio.create_task(client.call("echo", deadline_s=LONG_S))
+            caller = (await asyncio.to_thread(socket.recv_multipart))[0]
+            socket.send_multipart([caller, b"\xc1"])
+            while not client.counters["malformed"]:
+                await asyncio.sleep(0.01)
+            assert not call.done()
+            call.cancel()
+
+    with strange_service(tmp_path, RCVTIMEO=60_000, LINGER=0) as (address, socket):
+        asyncio.run(asyncio.wait_for(scenario(address, socket), LONG_S))
+
+
+def test_a_service_that_reads_nothing_is_said_to_be_unreachable_when_it_has_no_more_room(
+    tmp_path: Path,
+) -> None:
+    def fill(client: Client) -> None:
+        for _ in range(3000):
+            client.begin("echo", [bytes(1 << 20)], deadline_s=0.5)
+
+    with strange_service(tmp_path, RCVHWM=1, LINGER=0) as (address, _):
+        with closing(Client(ThreadRuntime(), address)) as client:
+            with pytest.raises(DeadlineExceeded, match="strange"):
+                fill(client)
 
 
 def test_malformed_messages_are_counted_and_do_not_end_the_service(client: Client, server: Server) -> None:

@@ -204,6 +204,11 @@ def test_a_request_that_was_sent_at_no_time_is_malformed(times: dict[str, object
         read_request(arrival)
 
 
+def test_a_message_without_parts_is_no_request() -> None:
+    with pytest.raises(WireError, match="without a header"):
+        read_request(Arrival(b"client", [], False, Role.SERVICE, lambda parts: None))
+
+
 class Keeps:
     """Grows by 8 MiB with each message."""
 

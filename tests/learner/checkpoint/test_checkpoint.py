@@ -14,7 +14,7 @@ from asyncrl.core.errors import CheckpointError
 from learner.checkpoint import CheckpointStore, Commit, Cut
 from learner.checkpoint.pieces import whole
 from learner.checkpoint.snapshot import KINDS, PieceState, Snapshot
-from learner.checkpoint.store import FORMAT, MANIFEST, ForeignFormatError
+from learner.checkpoint.store import FORMAT, MANIFEST, ForeignFormatError, _digest
 
 PAGE_BYTES = 4096
 FILES = ("rank-00000.safetensors", "rank-00000.json", "critic/rank-00000.safetensors", MANIFEST)
@@ -139,6 +139,28 @@ def test_another_format_is_refused_and_no_older_checkpoint_stands_in(
         ForeignFormatError, match=f"format {found}, this asyncrl reads 2 to {FORMAT}. {advice}"
     ):
         store.newest_valid([older, newer], print)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"), [("format", "torn or altered"), ("controllers", "is not understood")]
+)
+def test_a_manifest_whose_fields_are_of_other_types_is_refused(
+    store: CheckpointStore, field: str, message: str
+) -> None:
+    write(store, 3)
+    path = store.folder(3) / MANIFEST
+    body = json.loads(path.read_text())["body"] | {field: "3"}
+    path.write_text(json.dumps({"body": body, "digest": _digest(body)}))
+    with pytest.raises(CheckpointError, match=message):
+        store.verify_whole(3)
+
+
+def test_the_shapes_of_a_checkpoint_are_those_that_its_rank_wrote(store: CheckpointStore) -> None:
+    write(store, 3)
+    assert store.shapes(3) == {f"layer.{i}.weight": (16, 8) for i in range(9)}
+    (store.folder(3) / "rank-00000.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"rank-00000\.json cannot be read"):
+        store.shapes(3)
 
 
 def test_the_manifest_of_the_first_format_is_known_as_such(store: CheckpointStore) -> None:

@@ -166,6 +166,7 @@ class Stage:
 def open_stage(
     folder: Path,
     reward: Reward,
+    /,
     tokens_per_s: float = 0.0,
     advantage: str = "grpo",
     overlong: Overlong | None = None,
@@ -176,10 +177,11 @@ def open_stage(
     lease_s: float = 60.0,
     renew_as_of_s: float = 0.0,
     runtime: Runtime | None = None,
+    **parts: Any,
 ) -> Iterator[Stage]:
     """A buffer service and a replica of it, running; the replica on a runtime of its own.
 
-    It renews its leases as if they lasted `renew_as_of_s`, where that is given.
+    It renews its leases as if they lasted `renew_as_of_s`, where that is given. `parts` are more of it.
     """
     runtime = runtime or ThreadRuntime()
     write_data(folder)
@@ -208,6 +210,7 @@ def open_stage(
                 evaluator=make_evaluator(config, environment, tokenizer, held_out),
                 prompts=prompts,
                 overlong=overlong,
+                **parts,
             )
 
         settings = ReplicaSettings(4, renew_as_of_s or lease_s, 60.0)

@@ -1,11 +1,14 @@
 """Forced response lengths."""
 
 import statistics
+from typing import Any
 
 import pytest
 
+from asyncrl.buffer.messages import LeaseGrant
 from asyncrl.core.config.lengths import parse_lengths
 from asyncrl.core.errors import ConfigError
+from rollout_service.sampling.groups import GroupRunner, GroupSettings
 
 
 def test_lengths_follow_the_named_distribution_and_the_seed() -> None:
@@ -22,6 +25,16 @@ def test_a_length_is_at_least_one_and_at_most_the_limit() -> None:
     assert lengths is not None
     drawn = [lengths.draw_tokens(seed, 64) for seed in range(500)]
     assert (min(drawn), max(drawn)) == (1, 64)
+
+
+def test_each_sample_is_asked_for_as_many_tokens_as_were_drawn_for_it() -> None:
+    lengths = parse_lengths("lognormal:1.0:32")
+    assert lengths is not None
+    nobody: Any = None
+    runner = GroupRunner(nobody, nobody, GroupSettings(7, 2, 1.0, 64, lengths))
+    asked = [runner._sampling(LeaseGrant(1, 1, 0, 0, 0, 0, 1.0), sample) for sample in range(2)]
+    assert [one.max_tokens for one in asked] == [lengths.draw_tokens(one.seed, 64) for one in asked]
+    assert all(one.ignores_eos for one in asked)
 
 
 @pytest.mark.parametrize(

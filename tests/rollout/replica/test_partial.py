@@ -280,6 +280,26 @@ def test_an_empty_answer_fails_its_group(tmp_path: Path):
         asyncio.run(runner.run(LeaseGrant(1, 1, 0, 0, 0, 0, 1.0)))
 
 
+class HalfBegun:
+    """Is interrupted before the first sample has begun."""
+
+    async def run(
+        self, prompt: object, sampling: object, episode_id: str, carried: Trajectory | None = None
+    ) -> Trajectory:
+        if episode_id.endswith(".0"):
+            raise Interrupted("the replica drains", completion=carry.NOTHING)
+        return make_trajectory(5)
+
+
+def test_a_sample_that_was_interrupted_before_it_began_is_left_for_the_next_attempt(tmp_path: Path):
+    write_data(tmp_path)
+    prompts = load_prompts(tmp_path / "train.parquet", build_tokenizer(), 16)
+    runner = GroupRunner(HalfBegun(), prompts, GroupSettings(0, 2, 1.0, 8))
+    group = asyncio.run(runner.run(LeaseGrant(1, 1, 0, 0, 0, 0, 1.0)))
+    assert [one.num_tokens for one in group.trajectories] == [0, 5]
+    assert not group.is_whole and not runner.is_complete(group)
+
+
 async def run_cut(prompts: PromptSet, masks_cut: bool) -> Group:
     engine = ScriptedEngine(EOS)
     await engine.start()

@@ -11,9 +11,12 @@ import torch
 from asyncrl.core.errors import FencedError, SyncError
 from asyncrl.core.staleness import PolicyVersion
 from tests.weight_sync.cluster import Cluster, model, running_cluster
-from weight_sync.handoff import Handoff
+from tests.weight_sync.memory.test_together import TENSORS, ThreadMeeting, make_parts, run_ranks
+from weight_sync.handoff import Handoff, publish_together
 from weight_sync.memory import segments
 from weight_sync.memory.manifest import TensorSpec
+from weight_sync.memory.parts import Part
+from weight_sync.memory.together import TogetherWriter
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +112,45 @@ def test_a_number_that_does_not_rise_is_refused(handoff):
 def test_room_that_was_found_is_kept_for_the_publish(handoff):
     assert handoff.has_room() and handoff.has_room()
     assert handoff.publish(next_version(), model(1))
+
+
+class ScriptedModel:
+    """What a rank of two holds of a version, and all of it."""
+
+    def __init__(self, rank: int, number: int, gathered: list[int]) -> None:
+        self._rank, self._number, self._gathered = rank, number, gathered
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._gathered.append(self._number)
+        yield from ((name, tensor + self._number) for name, tensor in TENSORS.items())
+
+    def named_parts(self) -> tuple[Part, ...]:
+        return make_parts(self._rank, 2, self._number)
+
+
+def test_ranks_write_a_version_together_after_a_first_one_that_rank_0_wrote(handoff):
+    versions, gathered = [next_version() for _ in range(3)], []
+
+    def publish(meeting: ThreadMeeting) -> list[tuple[bool, bool]]:
+        together, found = TogetherWriter(meeting), []
+        mine = handoff if meeting.rank == 0 else None
+        for index, version in enumerate(versions):
+            assert mine is None or mine.has_room()
+            path = meeting.share_bytes(mine.shared_path if mine else "")
+            if mine is not None and index == 2:
+                Path(path).unlink()
+            meeting.add([0])  # nobody writes before the segment is gone
+            model_of_rank = ScriptedModel(meeting.rank, index, gathered)
+            found.append((bool(path), publish_together(mine, together, path, version, model_of_rank)))
+        return found
+
+    first, second = run_ranks(2, publish)
+    assert first == [(False, True), (True, True), (True, False)], "the last segment was gone"
+    assert second == [(False, True), (True, True), (True, True)]
+    assert gathered == [0, 0], "on both ranks, for the first version"
+    assert (handoff.published, handoff.num_absences) == (versions[1], 1)
+    times = handoff.take_times().metrics()
+    assert times["weights/publish_copy_s"] > 0 and set(handoff.take_times().metrics().values()) == {0.0}
 
 
 def test_a_publisher_that_ends_leaves_nothing_behind():

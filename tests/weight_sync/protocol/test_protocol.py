@@ -372,3 +372,13 @@ def test_there_is_no_way_from_dead_to_ready_but_syncing():
     member.move(MemberState.DEAD)
     with pytest.raises(AssertionError, match="no way from DEAD to READY"):
         member.move(MemberState.READY)
+
+
+def test_the_deadlines_of_a_round_are_put_off_by_a_time_in_which_the_coordinator_stood_still() -> None:
+    world = World("a", "b")
+    world.publish(1)
+    (round_,) = world.coordination.rounds
+    round_.settle_until = round_.until + 1.0
+    until = round_.until
+    round_.shift(3.0)
+    assert (round_.until, round_.settle_until) == (until + 3.0, until + 4.0)

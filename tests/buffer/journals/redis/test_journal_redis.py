@@ -276,6 +276,22 @@ def test_a_wiped_redis_gets_ledger_and_payloads_from_memory(
     again.journal.close()
 
 
+def test_a_redis_that_goes_away_before_it_is_refilled_is_refilled_when_it_is_back(
+    place: Place, own_redis: RedisServer, filled: ExperienceStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wipe(own_redis)
+    filled.journal.tick(0.0)
+    assert filled.journal.need is Need.ALL
+    kill(own_redis)
+    with monkeypatch.context() as refilling:
+        refilling.delattr(RedisJournal, "begin_anew")
+        assert not filled.settle(0.0), "what it holds is not known"
+    own_redis.ensure()
+    settle(filled)
+    assert filled.counters["lost_payloads"] == 0
+    check_same_after_restart(place, filled).journal.close()
+
+
 def test_an_idle_buffer_notices_that_redis_was_wiped(place: Place, filled: ExperienceStore) -> None:
     assert place.server is not None
     wipe(place.server)

@@ -21,10 +21,11 @@ from asyncrl.control.machine.processes import pids_of_run, pids_of_service
 from asyncrl.control.roster import RUN_VARIABLE
 from asyncrl.core.config.tree import BufferSection
 from asyncrl.core.errors import ServiceFailed
+from asyncrl.core.experience import encode_group
 from asyncrl.core.obstacle import Cause
 from asyncrl.core.service import SERVICE_VARIABLE
-from tests.buffer.journals.journal_parts import begin, kill, push, settle
-from tests.buffer.parts import GROUP_SIZE, SETTINGS
+from tests.buffer.journals.journal_parts import begin, kill, push, settle, wipe
+from tests.buffer.parts import GROUP_SIZE, SETTINGS, make_group
 from tests.small_disk import fill
 
 MANAGED = BufferSection(journal="redis", url="managed", fsync="always")
@@ -93,6 +94,20 @@ def test_a_server_whose_files_were_removed_is_replaced_and_gets_all_again(
     with closing(open_journal(MANAGED, run_dir)) as journal:
         again = ExperienceStore(SETTINGS, journal, GROUP_SIZE, True, now=0.0)
         assert again.ledger.state.as_values() == snapshot
+
+
+def test_carried_work_that_was_only_in_a_wiped_redis_is_generated_again(
+    store: ExperienceStore, server: RedisServer
+) -> None:
+    (grant,) = store.ledger.lease("a", 1, 1, 0.0)
+    assert store.carry("a", grant.ticket, 1, encode_group(make_group(grant.ticket))) == "carried"
+    settle(store)
+    store._payloads.clear()  # as after a restart
+    wipe(server)
+    store.ledger.open("successor")
+    settle(store)
+    assert (store.counters["lost_carries"], store.counters["lost_payloads"]) == (1, 1)
+    assert store.ledger.state.tickets[grant.ticket].carry is None
 
 
 def test_a_server_that_cannot_read_its_file_says_so_until_it_can(

@@ -205,3 +205,8 @@ def test_another_mix_than_the_run_began_with_is_refused(sources: tuple[tuple[int
 def test_sources_that_cannot_be_are_refused(sources: tuple[tuple[int, float], ...]):
     with pytest.raises(DataError, match="do not make 100"):
         Ledger(SETTINGS).describe_data(100, "digest", sources)
+
+
+def test_data_without_a_prompt_is_refused():
+    with pytest.raises(DataError, match="holds no prompt"):
+        Run().ledger.describe_data(0, "digest")
