@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Iterator
 
-from tests.simulation.coverage import Coverage, report
+from tests.simulation.coverage.measure import Coverage, report
 from tests.simulation.mutation import Mutant, mutated
 from tests.simulation.outcome import Outcome
 from tests.simulation.scopes import SCOPES, Scope

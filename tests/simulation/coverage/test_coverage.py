@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tests.simulation.coverage import ROOT, functions_of, ranges_of, read_tests
-from tests.simulation.elsewhere import choose_tests, make_rows
+from tests.simulation.coverage.elsewhere import choose_tests, make_rows
+from tests.simulation.coverage.measure import ROOT, functions_of, ranges_of, read_tests
 from tests.simulation.scopes import SCOPES
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.simulation.kernel import world
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TABLE = Path(__file__).with_name("elsewhere.txt")
 LEAST_OF_ALL, LEAST_OF_EACH = 0.85, 0.70
 

@@ -1,8 +1,8 @@
 """The writer of `elsewhere.txt`: the unit tests that run the statements that scenarios leave.
 
-`python -m tests.simulation.elsewhere FOLDER [arguments of pytest]` keeps in FOLDER the lines that 200
-seeds of each scope leave (`left.json`, played once) and those that each test ran (`run.json`, to which each
-call adds). A function gets a row if tests together run all that is left of it; the others are printed.
+`python -m tests.simulation.coverage.elsewhere FOLDER [arguments of pytest]` keeps in FOLDER the lines that
+200 seeds of each scope leave (`left.json`, played once) and those that each test ran (`run.json`, to which
+each call adds). A service of a fixture that several tests share counts for the first of them. A function gets a row if tests together run all that is left of it; the others are printed.
 Tests that draw what they do are left out: another time they run other lines.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.command import play_seeds
-from tests.simulation.coverage import ROOT, TABLE, Coverage, functions_of
+from tests.simulation.coverage.measure import ROOT, TABLE, Coverage, functions_of
 from tests.simulation.scopes import SCOPES
 
 Lines = dict[str, set[str]]
