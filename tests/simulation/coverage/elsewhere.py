@@ -2,7 +2,8 @@
 
 `python -m tests.simulation.coverage.elsewhere FOLDER [arguments of pytest]` keeps in FOLDER the lines that
 200 seeds of each scope leave (`left.json`, played once) and those that each test ran (`run.json`, to which
-each call adds). A service of a fixture that several tests share counts for the first of them. A function gets a row if tests together run all that is left of it; the others are printed.
+each call adds). A service of a fixture that several tests share counts for the first of them. A function gets
+a row if tests together run all that is left of it; the others are printed.
 Tests that draw what they do are left out: another time they run other lines.
 """
 
