@@ -72,6 +72,7 @@ def start_engine(folder: str) -> None:
     asyncio.run(start())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_head_size_that_the_engine_lacks_is_named_by_the_real_vllm(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()

@@ -143,7 +143,7 @@ def test_each_tensor_that_an_engine_kept_is_found_by_the_probe_within_two_steps(
     assert served.difference(steps[2], served.base)[0] < TOLERANCE
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form.is_tied], ids=str)
+@pytest.mark.parametrize("form", [FORMS[0], pytest.param(FORMS[2], marks=pytest.mark.long)], ids=str)
 def test_a_tied_head_that_vllm_s_own_reload_leaves_packed_is_found_by_the_probe_within_two_steps(
     form: Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -157,7 +157,9 @@ def test_a_tied_head_that_vllm_s_own_reload_leaves_packed_is_found_by_the_probe_
         assert served.step_of_refusal(steps, probes, stale="") in (1, 2)
 
 
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "is_tied", [True, pytest.param(False, marks=pytest.mark.long)], ids=["tied", "untied"]
+)
 def test_in_bfloat16_each_probe_passes_and_a_kept_tensor_is_refused_in_the_end(tmp_path: Path, is_tied: bool):
     form = Form("qwen3", is_tied=is_tied, vocab_size=131)
     base = form.build(0)
