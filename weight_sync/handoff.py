@@ -153,7 +153,10 @@ class Handoff:
             raise
 
     def _open(self) -> None:
-        """Say who publishes from now on; again, to a publisher that took the place of one that died."""
+        """Say who publishes from now on; again, to a publisher that took the place of one that died.
+
+        A call without time left ends with `DeadlineExceeded`, and so does the loop.
+        """
         end = self._runtime.now() + START_DEADLINE_S
         while True:
             try:

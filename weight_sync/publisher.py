@@ -216,7 +216,7 @@ class PublisherService:
         self._waiting = request
 
     def _end_wait(self) -> None:
-        """Have who waits for a free segment look again."""
+        """Answer the parked `await_room`, if there is one: its learner looks again."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             send_answer(waiting, Answer(Done()))

@@ -115,7 +115,7 @@ class PublisherActor(Actor):
         self._tell_room()
 
     def _tell_room(self) -> None:
-        """Answer who waits for a free slot, once there is one."""
+        """Answer the parked `await_room`, if there is one and a free slot."""
         if self._waiting is not None and self._slots.next_to_write() is not None:
             waiting, self._waiting = self._waiting, None
             self.answer(*waiting)

@@ -19,7 +19,7 @@ from asyncrl.planner.actors.buffer import BufferActor
 from asyncrl.planner.rates import Rates
 from asyncrl.planner.setting import UNLIMITED, LengthsModel, Setting
 from asyncrl.planner.simulation import Simulation
-from asyncrl.planner.world import Message
+from asyncrl.planner.world import Message, World
 
 GROUP_SIZE, NUM_TOKENS, PROMPT_TOKENS = 16, 4096, 64
 GPU_TOKENS_PER_S = 2_500.0
@@ -82,9 +82,11 @@ class Meter:
 
 
 class TimedBuffer(BufferActor):
-    """The planner's buffer with a meter, which the fleet hands it before anything happens."""
+    """The planner's buffer, with a meter."""
 
-    meter: Meter
+    def __init__(self, world: World, setting: Setting, rates: Rates) -> None:
+        self.meter = Meter()
+        super().__init__(world, setting, rates)
 
     def receive(self, src: str, message: Message) -> None:
         began_s = time.thread_time()
@@ -110,10 +112,11 @@ class Fleet:
 
     def __init__(self, num_replicas: int, load: float) -> None:
         self.groups_per_step = num_replicas
-        self.meter = Meter()
-        metered = type("MeteredBuffer", (TimedBuffer,), {"meter": self.meter})
         setting, rates = make_setting(num_replicas), make_rates(load)
-        self._simulation = Simulation(setting, rates, seed=0, steps=sys.maxsize, buffer_type=metered)
+        self._simulation = Simulation(setting, rates, seed=0, steps=sys.maxsize, buffer_type=TimedBuffer)
+        buffer = self._simulation.buffer
+        assert isinstance(buffer, TimedBuffer), "the simulation has started one"
+        self._buffer, self.meter = buffer, buffer.meter
 
     @property
     def num_trained(self) -> int:
@@ -143,9 +146,7 @@ class Fleet:
     @property
     def residue(self) -> int:
         """What the ledger's laws leave unexplained."""
-        buffer = self._simulation.buffer
-        assert buffer is not None, "nothing ends it"
-        return take_census(buffer.ledger.state).residue
+        return take_census(self._buffer.ledger.state).residue
 
     @property
     def num_waiting(self) -> int:

@@ -376,6 +376,27 @@ def test_a_wait_for_either_of_two_calls_ends_with_the_deadline_of_the_earlier() 
             client.close()
 
 
+def test_a_wait_for_two_calls_of_one_client_is_refused() -> None:
+    with serving() as one:
+        client = Client(ThreadRuntime(), one.address)
+        mine, beside = (client.begin("park", deadline_s=LONG_S) for _ in range(2))
+        with pytest.raises(AssertionError, match="one by one"):
+            client.await_either(mine, beside)
+        client.close()
+
+
+def test_a_wait_for_either_of_two_calls_ends_although_another_thread_holds_a_client() -> None:
+    with serving() as one, serving() as other:
+        clients = [Client(ThreadRuntime(), server.address) for server in (one, other)]
+        mine, beside = clients[0].begin("park", deadline_s=LONG_S), clients[1].begin("park", deadline_s=0.05)
+        with clients[1]._lock:
+            clients[0].await_either(mine, beside)
+            assert beside.is_over()
+        assert not mine.is_over()
+        for client in clients:
+            client.close()
+
+
 def test_a_wait_for_either_of_two_calls_ends_when_a_connection_breaks() -> None:
     with serving() as one, ExitStack() as stack:
         clients = [Client(ThreadRuntime(), one.address)]

@@ -1,4 +1,4 @@
-"""The leader where the buffer, the publisher or the disk fails it."""
+"""A leader whose buffer, publisher or disk fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica whose engine, evaluation or buffer fails it."""
+"""A replica whose engine, evaluation or buffer fails."""
 
 from __future__ import annotations
 

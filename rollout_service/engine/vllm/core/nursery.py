@@ -1,4 +1,4 @@
-"""Starts vLLM's engine core from a process that imports vLLM while the front end imports it too.
+"""Fork server of vLLM's engine core, which imports vLLM while the front end imports it too.
 
 Inside a Ray actor vLLM spawns its core, which then imports everything once more, after the front end:
 10 s of one processor each, one after the other. Here a fork server imports at once, and the core is
