@@ -283,6 +283,8 @@ class AsyncClient:
         if not self._has_connection():
             return False
         is_sent = self._line.send(parts)
+        if is_sent:
+            self._has_news.set()  # this look may have taken the report that others wait for
         if self._loop is not None and self._line.has_news():
             self._loop.call_soon(self._take_news)
         return is_sent

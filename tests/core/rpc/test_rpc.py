@@ -152,6 +152,22 @@ def test_a_parked_request_is_answered_later(server: Server) -> None:
     assert asyncio.run(scenario())
 
 
+def test_a_call_that_finds_the_connection_first_wakes_those_that_wait_for_it(server: Server) -> None:
+    async def scenario() -> bool:
+        client = AsyncClient(ThreadRuntime(), server.address)
+        waiting = asyncio.create_task(client.call("echo"))
+        await asyncio.sleep(0)  # it has tried, and found no connection
+        assert client._line.wait(LONG_S), "the connection is up, and the loop has not heard of it"
+        parked = asyncio.create_task(client.call("park", deadline_s=LONG_S))
+        await waiting  # no answer comes that would wake it
+        await client.call("release")
+        reply = await parked
+        client.close()
+        return bool(reply.args["late"])
+
+    assert asyncio.run(scenario())
+
+
 class Gathering:
     """Answers only at the end of a turn."""
 
