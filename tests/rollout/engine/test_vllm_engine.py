@@ -37,6 +37,7 @@ from tests.rollout.engine.engine_parts import (
     save_model,
     stage,
 )
+from tests.rollout.replica.flight_parts import until_under_way
 from weight_sync.memory.agreement import FIRST_CHECKS
 from weight_sync.memory.staging import Staged
 
@@ -46,7 +47,7 @@ NORM = "model.norm.weight"
 DOOMED, HALF = 500, 12
 """The load of this version fails at this one of its tensors."""
 PROMPT = encode_prompt([3, 1, 4, 2])
-LONG = 900
+LONG, CROSSING = 900, 400
 
 
 @dataclass
@@ -163,23 +164,18 @@ def test_a_seed_decides_the_response_whatever_else_is_in_the_batch(running: Runn
     assert len({tuple(completion.token_ids.tolist()) for completion in alone}) == 5
 
 
-async def _swap_in_flight(running: Running, staged: Any) -> list[Completion]:
-    """Keep 48 requests in flight, swap in the middle, and return all responses."""
-    seeds, completions = iter(range(1000, 9000)), []
-    end = asyncio.Event()
-
-    async def work() -> None:
-        while not end.is_set():
-            completions.append(await running.sample(next(seeds), LONG, 2.0))
-
-    async with asyncio.TaskGroup() as workers:
-        for _ in range(48):
-            workers.create_task(work())
-        await asyncio.sleep(0.5)
+async def _swap_in_flight(running: Running, staged: Staged) -> list[Completion]:
+    """Swap once most of 48 requests have a token and far to go, and return all responses."""
+    async with asyncio.TaskGroup() as group:
+        requests = [
+            group.create_task(
+                running.engine.generate(PROMPT, Sampling(2.0, CROSSING, seed, ignores_eos=True), f"r{seed}")
+            )
+            for seed in range(1000, 1048)
+        ]
+        await until_under_way(running.engine, 40)
         await running.engine.swap(staged)
-        await asyncio.sleep(0.2)
-        end.set()
-    return completions
+    return [request.result() for request in requests]
 
 
 def test_a_swap_in_flight_labels_and_scores_each_token_by_the_version_that_sampled_it(running: Running):
@@ -188,7 +184,7 @@ def test_a_swap_in_flight_labels_and_scores_each_token_by_the_version_that_sampl
     with stage(running.models[old + 1], PolicyVersion(old + 1, old)) as staged:
         completions = running.loop.call(_swap_in_flight(running, staged))
     crossing = [completion for completion in completions if len(completion.spans) == 2]
-    assert len(crossing) > 20, "too few requests were in flight during the swap"
+    assert len(crossing) > 40, "requests had ended before the swap"
     for completion in crossing:
         first, second = completion.spans
         num_tokens = len(completion.token_ids)

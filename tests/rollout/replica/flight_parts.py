@@ -32,6 +32,16 @@ TELLING_TOKENS = 8
 """One token alone may well have nearly the same log-prob under two versions."""
 
 
+async def until_under_way(engine: VllmEngine, most: float) -> None:
+    """Wait until more than `most` requests have a token, however slow the machine is."""
+    async with asyncio.timeout(60.0):
+        while True:
+            states = list(engine.client.output_processor.request_states.values())  # type: ignore[attr-defined]
+            if sum(state.detokenizer.num_output_tokens() > 0 for state in states) > most:
+                return
+            await asyncio.sleep(0.005)
+
+
 @dataclass
 class Answer:
     """A prompt and what the engine made of it."""
@@ -81,7 +91,7 @@ class Flight:
         victims = [self._begin_victim(workers) for _ in range(3)]
         cancelled = [workers.create_task(self._ask(self.max_tokens)) for _ in range(3)]
         await self._ask_greedily()  # so that all of them have tokens of the version before
-        await self._until_under_way()
+        await until_under_way(self.engine, 0.8 * self.num_workers)
         self.models[number] = self.make(number)
         with stage(
             self.models[number], PolicyVersion(number, number), probe_of(self.models[number])
@@ -94,18 +104,6 @@ class Flight:
             await swap
         await self._ask_greedily()
         await self.engine._llm.abort(victims)
-
-    async def _until_under_way(self) -> None:
-        """Wait until most requests have a token, however slow the machine is."""
-        async with asyncio.timeout(60.0):
-            while True:
-                states = list(self.engine._llm.output_processor.request_states.values())
-                if (
-                    sum(state.detokenizer.num_output_tokens() > 0 for state in states)
-                    > 0.8 * self.num_workers
-                ):
-                    return
-                await asyncio.sleep(0.005)
 
     async def _work(self, is_over: asyncio.Event) -> None:
         while not is_over.is_set():
